@@ -1,0 +1,48 @@
+# Everything from nothing: Python and make are all that has to be there.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
+
+.PHONY: help demo install check lint types test test-all clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# torch comes first and by its exact version: what needs torch must not choose another build of it.
+$(VENV)/.installed: setup.cfg constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+install: $(VENV)/.installed  ## make .venv with everything in it
+
+demo: install  ## train two networks on the CPU, plain and checkpointed, and compare
+	$(RECIPE) --model vgg_small --output_dir out/demo/vgg-plain --activation_checkpointing none
+	$(RECIPE) --model vgg_small --output_dir out/demo/vgg-segments --activation_checkpointing segments:4
+	$(RECIPE) --model densenet_small --output_dir out/demo/densenet-plain --activation_checkpointing none
+	$(RECIPE) --model densenet_small --output_dir out/demo/densenet-full --activation_checkpointing full
+	$(BIN)/memsave compare out/demo
+	@echo "The curves, side by side:  $(BIN)/trackio show --project memsave-image-classification"
+	@echo "Two ranks instead of one:  $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml \\"
+	@echo "    recipes/image_classification.py --config recipes/configs/demo.yaml --model vgg_small --output_dir out/two-ranks"
+	@echo "Your images on your GPU:   README.md, 'From 1 to N GPUs'"
+
+check: lint types test  ## what has to hold before a commit
+
+lint: install  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install  ## mypy on the package
+	$(BIN)/mypy
+
+test: install  ## the tests (about ten minutes on 2 cores)
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-all: install  ## the slow ones too
+	$(BIN)/python -m pytest
+
+clean:  ## remove the environment and what runs wrote
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache

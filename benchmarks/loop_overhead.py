@@ -1,0 +1,367 @@
+"""What the loop costs: ours beside a hand-written torch loop, the Hugging Face Trainer and Lightning Fabric.
+
+    python benchmarks/loop_overhead.py          # a model of 20 ms a step and more
+    python benchmarks/loop_overhead.py --tiny   # the worst case: hardly any work in a step
+
+All of them train the same vision transformer in the same way: AdamW, linear schedule, clipping, four micro-batches a
+step, a logged loss every 10 steps. Each lives in a process of its own and makes one step when it is its turn, in an
+order that is drawn anew every round, so that what else the machine does hits all of them alike. A step's time runs from
+one optimizer step to the next, loading and logging included, the waiting for turns not. A ratio is that of two steps of
+one round; printed is the median over all rounds, and ours is meant to be at most 1.02 where a step takes 20 ms or more.
+A second torch loop shows what chance makes of equal ones. A peer that is not installed is left out.
+
+Writes docs/results/loop_overhead.json, or loop_overhead_tiny.json.
+"""
+
+import argparse
+import importlib.util
+import multiprocessing
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, Dataset
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    get_scheduler,
+)
+
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
+from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.report import RunReport
+from memsave_recipes.training.run_folder import describe_environment, write_json
+from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.trackers import resolve_trackers, start_trackers
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+LOGGING_STEPS, LEARNING_RATE, MAX_GRAD_NORM, SEED = 10, 3e-4, 1.0, 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What every loop does; sizes are those of the vision transformer."""
+
+    hidden_size: int = 96
+    num_hidden_layers: int = 4
+    patch_size: int = 8
+    micro_batch_size: int = 8
+    accumulation_steps: int = 4
+    num_warmup_steps: int = 10
+    num_steps: int = 200
+
+    @property
+    def total_steps(self) -> int:
+        """Warm-up included."""
+        return self.num_warmup_steps + self.num_steps
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step."""
+        return self.micro_batch_size * self.accumulation_steps
+
+    def make_model(self) -> nn.Module:
+        """Always with the same weights."""
+        torch.manual_seed(SEED)
+        config = ViTConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=2,
+            intermediate_size=4 * self.hidden_size,
+            image_size=32,
+            patch_size=self.patch_size,
+            num_labels=10,
+        )
+        return ViTForImageClassification(config).train()
+
+    def make_optimizer(self, model: nn.Module) -> tuple[AdamW, Any]:
+        """And its learning-rate schedule."""
+        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        return optimizer, get_scheduler("linear", optimizer, 0, self.total_steps)
+
+    def make_dataset(self) -> Dataset:
+        """As many images as all steps train."""
+        return Images(self.total_steps * self.global_batch_size)
+
+    def make_loader(self) -> DataLoader:
+        """Plain torch, for the loops that take it."""
+        pinned = torch.cuda.is_available()
+        return DataLoader(self.make_dataset(), batch_size=self.micro_batch_size, shuffle=True, pin_memory=pinned)
+
+
+WORKS = {
+    "loop_overhead": Work(),
+    "loop_overhead_tiny": Work(hidden_size=16, num_hidden_layers=1, patch_size=32, micro_batch_size=1, num_steps=400),
+}
+
+
+class Images(Dataset):
+    """One epoch of random images out of a store of 64, indexed by a number or by our ``SampleKey``."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        random_source = torch.Generator().manual_seed(SEED)
+        self.images = torch.randn(64, 3, 32, 32, generator=random_source)
+        self.labels = torch.randint(10, (64,), generator=random_source)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, key: Any) -> dict[str, Tensor]:
+        index = key if isinstance(key, int) else key.index
+        return {"pixel_values": self.images[index % 64], "labels": self.labels[index % 64]}
+
+
+EndStep = Callable[[], None]
+
+
+def torch_loop(work: Work, end_step: EndStep) -> None:
+    """The yardstick: what one would write by hand."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = work.make_model().to(device)
+    optimizer, scheduler = work.make_optimizer(model)
+    micro_batches = iter(work.make_loader())
+    loss_sum = torch.zeros((), device=device)
+    history = []
+    for step in range(work.total_steps):
+        for _ in range(work.accumulation_steps):
+            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in next(micro_batches).items()}
+            logits = model(batch["pixel_values"]).logits
+            loss = F.cross_entropy(logits, batch["labels"]) / work.accumulation_steps
+            loss.backward()
+            loss_sum += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if (step + 1) % LOGGING_STEPS == 0:
+            history.append(loss_sum.item() / LOGGING_STEPS)
+            loss_sum.zero_()
+        end_step()
+
+
+def our_loop(work: Work, end_step: EndStep) -> None:
+    """The loop of recipes/image_classification.py, with all that it measures and writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator = start_accelerator(log_with=resolve_trackers(["none"], Path(folder)))
+        model = work.make_model()
+        optimizer, scheduler = work.make_optimizer(model)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        labels = {"project": "", "group": "", "name": "", "tags": [], "config": {}}
+        start_trackers(accelerator, output_dir=Path(folder), **labels)
+        dataset = work.make_dataset()
+        batches = GlobalBatches(
+            accelerator,
+            dataset,
+            order=SampleOrder(num_samples=len(dataset), global_batch_size=work.global_batch_size, seed=SEED),
+            geometry=Geometry.of(work.global_batch_size, work.micro_batch_size, accelerator.num_processes),
+            num_steps=work.total_steps,
+            seed=SEED,
+        )
+
+        def train_step(batch: GlobalBatch) -> Tensor:
+            for micro_batch in batch.forwards(model):
+                logits = model(micro_batch["pixel_values"]).logits
+                batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
+            grad_norm = accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            return grad_norm
+
+        report = RunReport(accelerator, batches, model, optimizer)
+        for batch in report.clock.loading(batches):
+            learning_rate = scheduler.get_last_lr()[0]
+            grad_norm = report.memory.run(batch.step, partial(train_step, batch))
+            report.count(batch)
+            if (batch.step + 1) % LOGGING_STEPS == 0:
+                report.log_window(batch.step + 1, learning_rate=learning_rate, grad_norm=grad_norm)
+            end_step()
+
+
+def trainer_loop(work: Work, end_step: EndStep) -> None:
+    """The Trainer of transformers."""
+
+    class Turns(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            end_step()
+
+    with tempfile.TemporaryDirectory() as folder:
+        flags = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=work.micro_batch_size,
+            gradient_accumulation_steps=work.accumulation_steps,
+            max_steps=work.total_steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="linear",
+            max_grad_norm=MAX_GRAD_NORM,
+            logging_steps=LOGGING_STEPS,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+            dataloader_pin_memory=torch.cuda.is_available(),
+            remove_unused_columns=False,
+        )
+        trainer = Trainer(work.make_model(), flags, train_dataset=work.make_dataset(), callbacks=[Turns()])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+def fabric_loop(work: Work, end_step: EndStep) -> None:
+    """Lightning Fabric, as its guide to accumulation and clipping writes the loop."""
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=1)
+    fabric.launch()
+    model = work.make_model()
+    optimizer, scheduler = work.make_optimizer(model)
+    model, optimizer = fabric.setup(model, optimizer)
+    micro_batches = iter(fabric.setup_dataloaders(work.make_loader()))
+    loss_sum = torch.zeros((), device=fabric.device)
+    history = []
+    for step in range(work.total_steps):
+        for index in range(work.accumulation_steps):
+            batch = next(micro_batches)
+            with fabric.no_backward_sync(model, enabled=index < work.accumulation_steps - 1):
+                logits = model(batch["pixel_values"]).logits
+                loss = F.cross_entropy(logits, batch["labels"]) / work.accumulation_steps
+                fabric.backward(loss)
+            loss_sum += loss.detach()
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_GRAD_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if (step + 1) % LOGGING_STEPS == 0:
+            history.append(loss_sum.item() / LOGGING_STEPS)
+            loss_sum.zero_()
+        end_step()
+
+
+LOOPS: dict[str, tuple[Callable[[Work, EndStep], None], str]] = {
+    "torch, by hand": (torch_loop, "torch"),
+    "the same again": (torch_loop, "torch"),  # how far two equal loops are apart
+    "memsave_recipes": (our_loop, "accelerate"),
+    "transformers Trainer": (trainer_loop, "transformers"),
+    "Lightning Fabric": (fabric_loop, "lightning_fabric"),
+}
+YARDSTICK = "torch, by hand"
+
+
+class Runner:
+    """A loop in a process of its own, which makes a step when it is told to."""
+
+    def __init__(self, name: str, work: Work) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_run, args=(name, work, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._connection.recv()  # ready; what comes before is no step
+
+    def step(self) -> float:
+        """The seconds of one step."""
+        self._connection.send(None)
+        return self._connection.recv()
+
+    def close(self) -> None:
+        """Let the loop come to its end."""
+        self._connection.send(None)
+        self._process.join()
+
+
+def _run(name: str, work: Work, turns: Connection) -> None:
+    began = 0.0
+
+    def wait_for_turn(message: Any) -> None:
+        nonlocal began
+        turns.send(message)
+        turns.recv()
+        began = time.perf_counter()
+
+    def end_step() -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        wait_for_turn(time.perf_counter() - began)
+
+    loop, _ = LOOPS[name]
+    wait_for_turn("ready")
+    loop(work, end_step)
+
+
+def measure(work: Work, names: list[str]) -> dict[str, list[float]]:
+    """The seconds of every step after the warm-up, by loop; those at one place were measured in one round."""
+    runners = {name: Runner(name, work) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    shuffle = random.Random(SEED).shuffle
+    for _ in range(work.total_steps):
+        shuffle(names)
+        for name in names:
+            seconds[name].append(runners[name].step())
+    for runner in runners.values():
+        runner.close()
+    return {name: steps[work.num_warmup_steps :] for name, steps in seconds.items()}
+
+
+def summarize(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """For every loop its median step and its ratio to the yardstick: the median and the middle half."""
+    rows = []
+    for name, steps in seconds.items():
+        ratios = [mine / theirs for mine, theirs in zip(steps, seconds[YARDSTICK], strict=True)]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        step_ms = 1000 * statistics.median(steps)
+        rows.append({"loop": name, "step_ms": step_ms, "ratio": median, "ratio_quartiles": [low, high]})
+    return rows
+
+
+def show(rows: list[dict[str, Any]], work: Work, missing: list[str]) -> None:
+    """Print the table."""
+    table = Table(title=f"{work.num_steps} steps of {work.accumulation_steps} x {work.micro_batch_size} images")
+    for heading in ("loop", "median step", "ratio to torch", "middle half"):
+        table.add_column(heading, justify="left" if heading == "loop" else "right")
+    for row in rows:
+        low, high = row["ratio_quartiles"]
+        table.add_row(row["loop"], f"{row['step_ms']:.2f} ms", f"{row['ratio']:.3f}", f"{low:.3f} to {high:.3f}")
+    table.caption = "".join(f"{name} is not installed. " for name in missing)
+    Console().print(table)
+
+
+def main() -> None:
+    """Measure all loops that are installed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="hardly any work in a step")
+    name = "loop_overhead_tiny" if parser.parse_args().tiny else "loop_overhead"
+    installed = [loop for loop, (_, module) in LOOPS.items() if importlib.util.find_spec(module)]
+    missing = [loop for loop in LOOPS if loop not in installed]
+    rows = summarize(measure(WORKS[name], list(installed)))
+    show(rows, WORKS[name], missing)
+    environment = describe_environment(start_accelerator())
+    if "Lightning Fabric" in installed:
+        environment["versions"]["lightning-fabric"] = version("lightning-fabric")
+    environment["num_cpus"] = os.cpu_count()
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    content = {"work": asdict(WORKS[name]), "loops": rows, "not_installed": missing, "environment": environment}
+    write_json(RESULTS / f"{name}.json", content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Find the blocks of a model: the smallest parts that a plan decides about.
+
+Blocks that feed one another form a *stack*, and a plan's spans stay inside a stack. There are two kinds:
+
+* ``Sequence``: an ``nn.Sequential``. We run its children ourselves, so any run of neighbours can recompute together.
+  The dense blocks of a DenseNet are opened up into their layers.
+* ``Layers``: modules that the model's own code calls one after the other, such as the layers of a transformers model.
+
+Nothing here changes a model; ``memsave_recipes.activations.apply`` does.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+State = tuple[Tensor, ...]
+"""What flows from block to block: one tensor, or the list of feature maps inside a dense block."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a ``Sequence``: ``run`` takes the state (see ``State``) and gives the next one."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    run: Callable[..., State]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Blocks that we run ourselves in place of ``root``'s forward."""
+
+    root: nn.Module
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A block that the model calls itself: the method ``method`` of ``module``."""
+
+    name: str
+    module: nn.Module
+    method: str = "forward"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Neighbouring blocks that the model calls itself, each with what the one before returned."""
+
+    blocks: tuple[Layer, ...]
+
+
+Stack = Sequence | Layers
+
+
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """The stacks of ``model``, in the order in which its modules are registered.
+
+    Looks, in this order, for the ``nn.Sequential`` modules that the model names in a class attribute
+    ``activation_stacks``, for the ``GradientCheckpointingLayer`` modules of transformers, and for every outermost
+    ``nn.Sequential``. A model with none of them has no stacks.
+    """
+    if declared := getattr(model, "activation_stacks", None):
+        return [_sequence(name, model.get_submodule(name)) for name in declared]
+    return _transformer_layers(model) or _outermost_sequences(model)
+
+
+def find_bottlenecks(model: nn.Module) -> list[Stack]:
+    """The ``bottleneck`` functions of a DenseNet's layers, each a stack of its own.
+
+    Recomputing just them is what torchvision calls ``memory_efficient=True`` (Pleiss et al. 2017,
+    "Memory-Efficient Implementation of DenseNets", https://arxiv.org/abs/1707.06990).
+    """
+    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "bottleneck")]
+    return [Layers((Layer(f"{name}.bottleneck", module, "bottleneck"),)) for name, module in layers]
+
+
+def block_names(stacks: list[Stack]) -> list[list[str]]:
+    """The names of the blocks of every stack, as the strategies in ``memsave_recipes.plans`` take them."""
+    return [[block.name for block in stack.blocks] for stack in stacks]
+
+
+def begins_in_place(module: nn.Module) -> bool:
+    """Whether ``module`` overwrites its input, as ``nn.ReLU(inplace=True)`` does."""
+    return getattr(module, "inplace", False) is True
+
+
+def _transformer_layers(model: nn.Module) -> list[Stack]:
+    # A model that is no transformers model can hold transformers layers, so the class decides, not the model.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [
+        Layer(name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        and not any(isinstance(child, GradientCheckpointingLayer) for child in module.modules() if child is not module)
+    ]
+    return [Layers(group) for _, siblings in groupby(layers, key=_parent_name) for group in _joinable(list(siblings))]
+
+
+def _parent_name(layer: Layer) -> str:
+    return layer.name.rpartition(".")[0]
+
+
+def _joinable(siblings: list[Layer]) -> Iterator[tuple[Layer, ...]]:
+    """Siblings that return a bare tensor can recompute together; the others stand alone."""
+    if all(_returns_tensor(layer.module) for layer in siblings):
+        yield tuple(siblings)
+    else:
+        yield from ((layer,) for layer in siblings)
+
+
+def _returns_tensor(module: nn.Module) -> bool:
+    return inspect.signature(module.forward).return_annotation in (Tensor, "torch.Tensor", "Tensor")
+
+
+def _outermost_sequences(model: nn.Module) -> list[Stack]:
+    stacks: list[Stack] = []
+    covered: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        # A subclass with a forward of its own need not run its children in order.
+        if module not in covered and type(module).forward is nn.Sequential.forward and len(module):
+            stacks.append(_sequence(name, module))
+            covered.update(module.modules())
+    return stacks
+
+
+def _sequence(name: str, root: nn.Module) -> Sequence:
+    prefix = f"{name}." if name else ""
+    blocks: list[Block] = []
+    for child_name, child in root.named_children():
+        if type(child).__name__ in ("DenseBlock", "_DenseBlock"):
+            blocks += _dense_blocks(f"{prefix}{child_name}", child)
+        elif blocks and isinstance(blocks[-1].run, _Run) and _belongs_to_the_block_before(child):
+            modules = (*blocks[-1].modules, child)
+            blocks[-1] = Block(f"{blocks[-1].name.partition('..')[0]}..{child_name}", modules, _Run(modules))
+        else:
+            blocks.append(Block(f"{prefix}{child_name}", (child,), _Run((child,))))
+    return Sequence(root, tuple(blocks))
+
+
+def _belongs_to_the_block_before(child: nn.Module) -> bool:
+    """A convolution, its BatchNorm and its in-place ReLU are one block.
+
+    Keeping what stands between the first two would save nothing, and writing in place is safe only inside a block.
+    """
+    return isinstance(child, _BatchNorm) or begins_in_place(child)
+
+
+def _dense_blocks(name: str, dense_block: nn.Module) -> list[Block]:
+    layers = list(dense_block.named_children())
+    return [
+        Block(f"{name}.{child_name}", (layer,), _RunDense(layer, is_last=index == len(layers) - 1))
+        for index, (child_name, layer) in enumerate(layers)
+    ]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Modules one after the other, on one tensor."""
+
+    modules: tuple[nn.Module, ...]
+
+    def __call__(self, x: Tensor) -> State:
+        for module in self.modules:
+            x = module(x)
+        return (x,)
+
+
+@dataclass(frozen=True)
+class _RunDense:
+    """A dense layer adds its feature map to those before it; the last one of a dense block concatenates them all."""
+
+    layer: nn.Module
+    is_last: bool
+
+    def __call__(self, *features: Tensor) -> State:
+        features = (*features, self.layer(list(features)))
+        return (torch.cat(features, dim=1),) if self.is_last else features

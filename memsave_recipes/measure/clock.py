@@ -1,0 +1,101 @@
+"""Throughput by the wall clock, without what is not training: warm-up, evaluation and saving stay outside.
+
+Windows end where the loop reads a loss from the device, which waits for the device anyway, so no step is ever held up
+for the clock's sake and the time between two such reads is that of the work in it.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Tally:
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    def figures(self) -> dict[str, float]:
+        if not self.steps or not self.seconds:
+            return {}
+        return {
+            "samples_per_sec": self.samples / self.seconds,
+            "step_time_s": self.seconds / self.steps,
+            "data_wait_pct": 100 * self.waiting_seconds / self.seconds,
+        }
+
+
+class StepClock:
+    """Counts steps, samples and seconds since the warm-up, and since the last window.
+
+    Args:
+        warmup_steps: so many first steps are left out of every figure (compilation, caches, allocator growth).
+    """
+
+    def __init__(self, *, warmup_steps: int = 2) -> None:
+        self._warmup_steps = warmup_steps
+        self._total = _Tally()
+        self._window = _Tally()
+        self._started = time.perf_counter()
+        self._window_started = self._started
+        self._left_out_seconds = 0.0
+
+    @property
+    def train_time_s(self) -> float:
+        """Seconds since the clock was made, warm-up included, what was ``left_out`` not."""
+        return time.perf_counter() - self._started - self._left_out_seconds
+
+    def step(self, *, samples: int) -> None:
+        """A step of ``samples`` samples (over all ranks) has been queued."""
+        if self._warmup_steps:
+            self._warmup_steps -= 1
+            if not self._warmup_steps and torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # the one wait of the run: warm-up must not run on into the window
+            self._window_started = time.perf_counter()
+            self._window.waiting_seconds = 0.0
+            return
+        self._window.steps += 1
+        self._window.samples += samples
+
+    def end_window(self) -> dict[str, float]:
+        """The figures since the last window ended (none during warm-up). Call it when the device is done."""
+        now = time.perf_counter()
+        self._window.seconds = now - self._window_started
+        window, self._window, self._window_started = self._window, _Tally(), now
+        if window.steps:
+            self._total.steps += window.steps
+            self._total.samples += window.samples
+            self._total.seconds += window.seconds
+            self._total.waiting_seconds += window.waiting_seconds
+        return window.figures()
+
+    def figures(self) -> dict[str, float]:
+        """The figures of all windows that have ended."""
+        return self._total.figures()
+
+    def loading(self, batches: Iterable[T]) -> Iterator[T]:
+        """``batches``, counting the time until each is there as waiting."""
+        iterator = iter(batches)
+        while True:
+            began = time.perf_counter()
+            batch = next(iterator, None)
+            self._window.waiting_seconds += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Time in here is no training time: evaluation, saving, an instrumented step."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        self._window_started += seconds
+        self._left_out_seconds += seconds

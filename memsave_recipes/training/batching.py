@@ -1,0 +1,226 @@
+"""One global batch, one curve: the gradient of the whole global batch on any number of ranks and accumulation steps.
+
+NOTE [ the exact global batch ]
+1. *Order.* Step t trains the samples ``order(seed, t // S)[(t % S) * G : (t % S + 1) * G]`` with G the global batch
+   size and S the steps of an epoch: a pure function of (seed, t). The position of a run is the one integer t.
+2. *Shares.* That list is cut into one contiguous share a rank, sizes differing by at most one, and each share into
+   micro-batches. Every rank makes equally many micro-batches; where a share has run out, a *padding* sample stands in
+   whose label is -100, so that no rank misses a collective and no sample is counted twice.
+3. *Weight.* With l_i the losses of the valid positions of the global batch and V their number over all ranks, counted
+   before the first forward, the loss of the step is  L = (1 / V) * sum_i l_i.  Each micro-batch gives the *sum* of its
+   own losses; ``GlobalBatch.backward`` turns it into its part of the gradient of L.
+4. *What is undone.* DDP divides the summed gradients by the number of ranks W, so the backward starts from
+   W / V * sum. Accelerate divides by its ``gradient_accumulation_steps``, which stays 1.
+5. *One synchronisation.* All micro-batches but the last run under ``no_sync``; the last one's backward all-reduces what
+   has been accumulated. Clipping then sees the gradient of the global batch, and optimizer and scheduler move once.
+6. *Dropout* is seeded by (seed, step, micro-batch, rank), *augmentation* by (seed, epoch, sample) in the data set, so
+   neither depends on workers or on what ran before.
+7. What cannot be the same: BatchNorm normalises by micro-batch, and dropout masks depend on the geometry.
+"""
+
+from collections.abc import Callable, Iterator, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import default_collate
+
+from memsave_recipes.training.sample_order import Geometry, MicroBatchSampler, SampleOrder, seed_for
+
+IGNORED = -100
+"""The label of a position that does not count, as everywhere in torch and transformers."""
+
+Batch = dict[str, Tensor]
+
+
+class GlobalBatches:
+    """Iterates over the optimizer steps of a run; each gives this rank's micro-batches of the step's global batch.
+
+    Args:
+        accelerator: for the ranks, the device and the backward.
+        dataset: indexed by ``SampleKey``; gives the label -100 where ``counted`` is false.
+        order: which samples each step trains.
+        geometry: how a step is cut up.
+        num_steps: where the run ends.
+        count_valid: the number of positions of a micro-batch that count in the loss, such as its labels after the shift
+            that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
+        first_step: where the run begins.
+        num_workers: processes that load data.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        dataset: Any,
+        *,
+        order: SampleOrder,
+        geometry: Geometry,
+        num_steps: int,
+        seed: int,
+        count_valid: Callable[[Batch], Tensor] | None = None,
+        collate_fn: Callable[[list[Any]], Batch] = default_collate,
+        first_step: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        self.accelerator = accelerator
+        self.order = order
+        self.geometry = geometry
+        self.seed = seed
+        self.steps = range(first_step, num_steps)
+        self.count_valid = count_valid
+        sampler = MicroBatchSampler(
+            order=order,
+            geometry=geometry,
+            rank=accelerator.process_index,
+            first_step=first_step,
+            last_step=num_steps,
+        )
+        self.loader = make_loader(accelerator, dataset, sampler, collate_fn, num_workers)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator["GlobalBatch"]:
+        micro_batches = iter(self.loader)
+        for step in self.steps:
+            num_samples = self.order.num_samples_in(step)
+            count = len(self.geometry.micro_batches(num_samples)[0])
+            mine = [next(micro_batches) for _ in range(count)]
+            yield GlobalBatch(
+                accelerator=self.accelerator,
+                step=step,
+                epoch=self.order.epoch(step),
+                num_samples=num_samples,
+                num_valid=self._num_valid(mine, num_samples),
+                micro_batches=mine,
+                seed=self.seed,
+            )
+
+    def _num_valid(self, mine: list[Batch], num_samples: int) -> Tensor:
+        if self.count_valid is None:
+            return torch.tensor(num_samples, device=self.accelerator.device)
+        valid = sum(self.count_valid(micro_batch) for micro_batch in mine)
+        return self.accelerator.reduce(torch.as_tensor(valid, device=self.accelerator.device), "sum")
+
+
+@dataclass(kw_only=True)
+class GlobalBatch:
+    """The micro-batches that one rank computes in one optimizer step.
+
+    Args:
+        step, epoch: from 0.
+        num_samples: of the whole step, over all ranks.
+        num_valid: positions that count in its loss, over all ranks; a tensor on the device.
+        micro_batches: this rank's, on the host.
+    """
+
+    accelerator: Accelerator
+    step: int
+    epoch: int
+    num_samples: int
+    num_valid: Tensor
+    micro_batches: list[Batch]
+    seed: int
+    loss: Tensor | float = 0.0
+    """This rank's part of the mean loss of the global batch; the parts of all ranks add up to it."""
+
+    def forwards(self, model: nn.Module) -> Iterator[Batch]:
+        """The micro-batches on the device, for one forward and backward each; the last backward synchronises."""
+        last = len(self.micro_batches) - 1
+        for index, micro_batch in enumerate(self.micro_batches):
+            self._seed_dropout(index)
+            with nullcontext() if index == last else self.accelerator.no_sync(model):
+                yield send_to_device(micro_batch, self.accelerator.device, non_blocking=True)
+
+    def _seed_dropout(self, index: int) -> None:
+        """Rule 6, for the host and this device; ``torch.manual_seed`` costs 0.1 ms for each kind that is not there."""
+        seed = seed_for(self.seed, self.step, index, self.accelerator.process_index)
+        torch.default_generator.manual_seed(seed)
+        if self.accelerator.device.type != "cpu":
+            torch.get_device_module(self.accelerator.device).manual_seed(seed)
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """Add the gradient of a micro-batch's summed loss, weighted as its part of the global mean (rules 3 and 4)."""
+        # A global batch without a valid position has no loss: 0 / 1, not 0 / 0.
+        loss = loss_sum / self.num_valid.clamp(min=1)
+        self.accelerator.backward(loss * self.accelerator.num_processes)
+        self.loss = self.loss + loss.detach()
+
+
+class MeanLoss:
+    """The mean of ``train/loss`` over the steps of a logging window, with one reduction a window."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._losses: list[Tensor] = []
+
+    def add(self, batch: GlobalBatch) -> None:
+        """Take in the loss of a finished step; nothing is read from the device."""
+        self._losses.append(torch.as_tensor(batch.loss))
+
+    def end_window(self) -> float:
+        """The mean over the steps since the last call, over all ranks. Waits for the device."""
+        mean = torch.stack(self._losses).mean()
+        self._losses = []
+        return self._accelerator.reduce(mean, "sum").item()
+
+
+def evaluation_batches(
+    accelerator: Accelerator,
+    dataset: Sized,
+    *,
+    micro_batch_size: int,
+    collate_fn: Callable[[list[Any]], Batch] = default_collate,
+    num_workers: int = 0,
+) -> Iterator[Batch]:
+    """This rank's part of a data set, each sample once over all ranks, on the device.
+
+    All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out.
+    """
+    num_samples, num_processes = len(dataset), accelerator.num_processes
+    geometry = Geometry(
+        global_batch_size=micro_batch_size * num_processes,
+        micro_batch_size=micro_batch_size,
+        num_processes=num_processes,
+    )
+    order = SampleOrder(num_samples=num_samples, global_batch_size=geometry.global_batch_size, seed=None)
+    sampler = MicroBatchSampler(
+        order=order,
+        geometry=geometry,
+        rank=accelerator.process_index,
+        first_step=0,
+        last_step=order.steps_per_epoch,
+    )
+    for batch in make_loader(accelerator, dataset, sampler, collate_fn, num_workers):
+        yield send_to_device(batch, accelerator.device, non_blocking=True)
+
+
+def gather_counted(accelerator: Accelerator, predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Predictions and labels of all ranks, both (n,), without padding; uneven ranks are welcome."""
+    both = torch.stack([predictions, labels], dim=1)  # (B, 2)
+    padded = accelerator.pad_across_processes(both, dim=0, pad_index=IGNORED)
+    gathered = accelerator.gather(padded)
+    counted = gathered[gathered[:, 1] != IGNORED]
+    return counted[:, 0], counted[:, 1]
+
+
+def make_loader(
+    accelerator: Accelerator,
+    dataset: Any,
+    sampler: MicroBatchSampler,
+    collate_fn: Callable[[list[Any]], Batch],
+    num_workers: int,
+) -> DataLoader:
+    """A plain torch loader: Accelerate's own would shard and pad it again."""
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+    )

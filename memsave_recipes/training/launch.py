@@ -1,0 +1,173 @@
+"""Start Accelerate, and refuse a world that is not the one that was asked for.
+
+``accelerate launch`` can start fewer processes than it was told, or processes that do not know of each other, and
+exit with 0: a run on the wrong number of devices that looks like any other. ``start_accelerator`` either returns the
+world that was asked for or raises one line that says how to get it.
+
+NOTE [ silent launches ], as of Accelerate 1.15
+
+1. ``--cpu --num_processes 2``, a ``MULTI_CPU`` or ``NO`` config file with 2 processes, or ``--num_processes 2`` alone
+   on a machine without GPUs start one process and set no ``WORLD_SIZE``. Only the launcher's own command line still
+   says 2, so it is read there.
+2. The processes of a ``MULTI_GPU`` launch on a machine without GPUs each believe to be rank 0 of 1, unless they build
+   ``Accelerator(cpu=True)``: then they are real gloo ranks. ``use_cpu: true`` of the config file does not reach them
+   either (only a single process gets ``ACCELERATE_USE_CPU``): on a machine with GPUs they would take those.
+3. Processes are shared out as ``num_processes // num_machines``: 5 over 2 machines are 4.
+4. More processes than GPUs share a GPU: NCCL fails late, with an error that does not say so.
+
+psutil reads the command line because the standard library cannot, on any system; Accelerate itself depends on it.
+Limit: only the parent process is looked at. What is started otherwise (torchrun, mpirun, a shell script under
+``--no_python``) is checked against the world size in the environment alone.
+"""
+
+import atexit
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.commands.config import default_config_file, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import get_cpu_distributed_information, parse_flag_from_env
+
+from memsave_recipes.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What ``accelerate launch`` was asked for, over all machines; ``num_processes`` is ``None`` where unknown."""
+
+    num_processes: int | None = None
+    num_machines: int = 1
+    use_cpu: bool = False
+
+
+def start_accelerator(**kwargs: Any) -> Accelerator:
+    """Build the ``Accelerator`` on the device and in the world that the launch asked for.
+
+    It stays on the CPU where there is no accelerator or where the launch says ``use_cpu: true`` or ``--cpu``.
+
+    Args:
+        **kwargs: passed on to ``accelerate.Accelerator``; ``cpu`` is decided here.
+
+    Raises:
+        InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
+            precision does not work on the CPU.
+    """
+    request = read_launch_request()
+    world = get_cpu_distributed_information()  # the launcher's environment variables, with or without GPUs
+    on_cpu = request.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    _check_all_started(request, world.world_size, on_cpu)
+    if on_cpu:
+        _check_cpu_precision(kwargs)
+    else:
+        _check_enough_devices(world.world_size, world.local_world_size)
+    accelerator = Accelerator(cpu=on_cpu, **kwargs)
+    if accelerator.num_processes < world.world_size:
+        raise InputError(
+            f"the launcher started {world.world_size} processes but this one joined a world of "
+            f"{accelerator.num_processes}: call start_accelerator() before anything else that sets up Accelerate, "
+            "and launch with `accelerate launch`"
+        )
+    if on_cpu:
+        atexit.register(let_gloo_settle)
+    return accelerator
+
+
+def read_launch_request() -> LaunchRequest:
+    """Read what the parent process was asked for; empty where it is not ``accelerate launch`` or cannot be read."""
+    try:
+        parent = psutil.Process().parent()
+        arguments = launch_arguments(parent.cmdline()) if parent else None
+        return parse_launch_request(arguments, parent.cwd()) if arguments and parent else LaunchRequest()
+    except (psutil.Error, OSError, ValueError, SystemExit):  # SystemExit: argparse could not make sense of it
+        return LaunchRequest()
+
+
+def launch_arguments(command: list[str]) -> list[str] | None:
+    """Return what follows ``accelerate launch`` in a command line, or ``None`` where that is not in it."""
+    for position, word in enumerate(command):
+        names, rest = {word, Path(word).stem}, command[position + 1 :]
+        if names & {"accelerate-launch", "accelerate.commands.launch"}:
+            return rest
+        if names & {"accelerate", "accelerate.commands.accelerate_cli"} and rest[:1] == ["launch"]:
+            return rest[1:]
+    return None
+
+
+def parse_launch_request(arguments: list[str], directory: str) -> LaunchRequest:
+    """Parse the arguments of ``accelerate launch`` as it does: flags first, then the config file they name.
+
+    Args:
+        arguments: what follows ``accelerate launch``.
+        directory: where it was started; a relative ``--config_file`` counts from there.
+    """
+    flags = launch_command_parser().parse_args(arguments)
+    if flags.config_file is not None:
+        config_file = str(Path(directory, flags.config_file))
+    elif os.path.isfile(default_config_file) and not flags.cpu:
+        config_file = default_config_file
+    else:
+        return LaunchRequest(num_processes=flags.num_processes, num_machines=flags.num_machines or 1, use_cpu=flags.cpu)
+    config = load_config_from_file(config_file)
+    return LaunchRequest(
+        num_processes=config.num_processes if flags.num_processes is None else flags.num_processes,
+        num_machines=flags.num_machines or config.num_machines,
+        use_cpu=flags.cpu or config.use_cpu,
+    )
+
+
+def _check_all_started(request: LaunchRequest, started: int, on_cpu: bool) -> None:
+    """Rules 1 and 3 of NOTE [ silent launches ]: refuse a world of another size than the one asked for."""
+    asked, machines = request.num_processes, request.num_machines
+    if asked is None or asked == started:
+        return
+    if asked < started:
+        way_out = f"unset WORLD_SIZE={started}, which another launcher left in the environment"
+    elif machines > 1 and asked % machines:
+        way_out = f"--num_processes counts those of all {machines} machines, make it a multiple of {machines}"
+    else:
+        several = "cpu_ddp" if on_cpu else "multi_gpu"
+        config = "multi_node" if machines > 1 else several
+        way_out = (
+            f"launch with `--config_file accelerate_configs/{config}.yaml --num_processes {asked}`, without `--cpu`"
+        )
+    raise InputError(f"num_processes is {asked} but the launcher started {started}: {way_out}")
+
+
+def _check_enough_devices(started: int, started_here: int) -> None:
+    """Rule 4 of NOTE [ silent launches ]: refuse to put two processes on one accelerator."""
+    devices = torch.accelerator.device_count()
+    if started_here > devices:
+        fitting = devices * (started // started_here)
+        raise InputError(
+            f"{started_here} processes were started on this machine, which has {devices} accelerator(s): launch with "
+            f"`--num_processes {fitting}`, or take the CPU with accelerate_configs/cpu_ddp.yaml"
+        )
+
+
+def _check_cpu_precision(kwargs: dict[str, Any]) -> None:
+    """Refuse fp16, which Accelerate does not do on the CPU and says so in a traceback."""
+    precision = kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if precision == "fp16":
+        raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
+
+
+def let_gloo_settle() -> None:
+    """Give gloo's threads time to drop the last collective before its process group or the interpreter goes.
+
+    Freeing a process group waits, with Python's lock held, for a thread that may want that lock to free the tensors of
+    the last collective: a rank that comes to its end right after one hangs forever (torch 2.13: 2 of 3 launches of the
+    image recipe on a busy machine).
+
+    A process that ends right after a collective without ``Accelerator.end_training()``, which is every failure that
+    ranks agree on, may otherwise abort with signal 6 instead of its exit code (torch 2.13: in 4 to 8 of 10 launches of
+    4 ranks).
+    Destroying the group here instead would wait for a collective that the other ranks never join.
+    """
+    if torch.distributed.is_initialized():
+        time.sleep(0.2)

@@ -1,0 +1,55 @@
+"""``metrics.jsonl``: the run's own record, as one of Accelerate's trackers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TextIO
+
+from accelerate.tracking import GeneralTracker, on_main_process
+
+
+class MetricsFile(GeneralTracker):
+    """Appends one JSON object a line to ``metrics.jsonl``: ``{"step": n, **values}``, on disk as soon as it is logged.
+
+    Floats keep every digit. JSON has no word for the ones that are not finite, so they are the strings ``"NaN"``,
+    ``"Infinity"`` and ``"-Infinity"``, which ``float()`` reads back.
+    """
+
+    name = "metrics_file"
+    requires_logging_directory = False
+
+    def __init__(self, output_dir: Path):
+        super().__init__()
+        self.path = Path(output_dir) / "metrics.jsonl"
+        self._file: TextIO | None = None
+
+    @property
+    def tracker(self) -> Path:
+        """The file, as ``accelerator.get_tracker("metrics_file", unwrap=True)`` returns it."""
+        return self.path
+
+    @on_main_process
+    def start(self) -> None:
+        """Opens the file at its end, so that a resumed run continues it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes one row; values are ``int``, ``float``, ``str``, ``bool`` or ``None``."""
+        if self._file is None:
+            raise RuntimeError(f"{self.path} is not open")
+        row = {"step": step, **{key: _as_json(value) for key, value in values.items()}}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+
+    @on_main_process
+    def finish(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _as_json(value: Any) -> Any:
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

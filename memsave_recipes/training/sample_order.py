@@ -1,0 +1,174 @@
+"""Which samples a step trains, and on which rank and in which micro-batch: pure functions, no state, no devices.
+
+The rules stand in NOTE [ the exact global batch ] in ``memsave_recipes/training/batching.py``.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+import torch
+from torch.utils.data import Sampler
+
+from memsave_recipes.errors import InputError
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """What a data set is indexed with: which sample, in which epoch, and whether it counts or is padding."""
+
+    index: int
+    epoch: int = 0
+    counted: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """How a global batch is computed: on how many ranks, in micro-batches of at most which size.
+
+    Raises:
+        InputError: a size below 1, or fewer samples than ranks.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    num_processes: int
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise InputError(f"--global_batch_size {self.global_batch_size} is not a positive number of samples")
+        if self.micro_batch_size < 1:
+            raise InputError(f"--micro_batch_size {self.micro_batch_size} is not a positive number of samples")
+        if self.global_batch_size < self.num_processes:
+            raise InputError(
+                f"--global_batch_size {self.global_batch_size} is smaller than the {self.num_processes} ranks: "
+                f"raise it to at least {self.num_processes} or launch fewer processes"
+            )
+
+    @classmethod
+    def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "Geometry":
+        """The geometry of the flags; without a micro-batch size each rank forwards its whole share at once."""
+        share = ceil(global_batch_size / num_processes)
+        size = share if micro_batch_size is None else min(micro_batch_size, share)
+        return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of a rank in a full step."""
+        return len(self.micro_batches(self.global_batch_size)[0])
+
+    def micro_batches(self, num_samples: int) -> list[list[range]]:
+        """For every rank its micro-batches, as ranges of positions among the step's ``num_samples`` samples.
+
+        Every rank gets equally many; those of a rank whose share has run out are empty.
+        """
+        ends = [num_samples * rank // self.num_processes for rank in range(self.num_processes + 1)]
+        shares = [range(start, stop) for start, stop in pairwise(ends)]
+        size = self.micro_batch_size
+        count = ceil(max(len(share) for share in shares) / size)
+        return [[share[k * size : (k + 1) * size] for k in range(count)] for share in shares]
+
+    def describe(self) -> str:
+        """``256 samples = 8 x 4 ranks x 8 accumulation steps``, or the uneven sizes one by one."""
+        ranks = [[len(micro_batch) for micro_batch in rank] for rank in self.micro_batches(self.global_batch_size)]
+        sizes = {size for rank in ranks for size in rank}
+        if len(sizes) == 1:
+            return (
+                f"{_count(self.global_batch_size, 'sample')} = {sizes.pop()} x {_count(self.num_processes, 'rank')} "
+                f"x {_count(self.accumulation_steps, 'accumulation step')}"
+            )
+        rows = [("+".join(map(str, rank)), ranks.count(rank)) for rank in ranks]
+        unique = dict.fromkeys(f"({sizes}) x {_count(repeated, 'rank')}" for sizes, repeated in rows)
+        return f"{self.global_batch_size} samples = {' + '.join(unique)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def seed_for(*position: int) -> int:
+    """A seed that depends on all of ``position`` and on nothing else: 63 bits of its BLAKE2 hash."""
+    return int.from_bytes(hashlib.blake2b(repr(position).encode(), digest_size=8).digest()) >> 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOrder:
+    """Which samples each step trains: rule 1 of NOTE [ the exact global batch ].
+
+    Args:
+        num_samples: size of the data set.
+        global_batch_size: samples of a full step; the last step of an epoch takes what is left.
+        seed: of the permutations; ``None`` keeps the order of the data set.
+        drop_last: leave an epoch's last short step out.
+
+    Raises:
+        InputError: no samples, or fewer than one step with ``drop_last``.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    seed: int | None
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.num_samples:
+            raise InputError("the data set is empty: check the split and the filter that made it")
+        if not self.steps_per_epoch:
+            raise InputError(
+                f"--drop_last leaves nothing: the data set has {self.num_samples} samples, fewer than "
+                f"--global_batch_size {self.global_batch_size}"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one epoch."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    @property
+    def num_dropped(self) -> int:
+        """Samples that an epoch leaves out."""
+        return max(0, self.num_samples - self.steps_per_epoch * self.global_batch_size)
+
+    def epoch(self, step: int) -> int:
+        """The epoch that ``step`` belongs to, from 0."""
+        return step // self.steps_per_epoch
+
+    def permutation(self, epoch: int) -> list[int]:
+        """The order of the samples in ``epoch``."""
+        if self.seed is None:
+            return list(range(self.num_samples))
+        generator = torch.Generator().manual_seed(seed_for(self.seed, epoch))
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+    def steps(self, first: int, last: int) -> Iterator[tuple[int, list[int]]]:
+        """The epoch and the samples of each step from ``first`` to ``last - 1``."""
+        permutation: list[int] = []
+        for step in range(first, last):
+            position = step % self.steps_per_epoch * self.global_batch_size
+            if not permutation or not position:
+                permutation = self.permutation(self.epoch(step))
+            yield self.epoch(step), permutation[position : position + self.global_batch_size]
+
+    def num_samples_in(self, step: int) -> int:
+        """How many samples ``step`` trains."""
+        position = step % self.steps_per_epoch * self.global_batch_size
+        return min(self.global_batch_size, self.num_samples - position)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchSampler(Sampler[list[SampleKey]]):
+    """The micro-batches of one rank, step after step: rule 2 of NOTE [ the exact global batch ]."""
+
+    order: SampleOrder
+    geometry: Geometry
+    rank: int
+    first_step: int
+    last_step: int
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for epoch, samples in self.order.steps(self.first_step, self.last_step):
+            for positions in self.geometry.micro_batches(len(samples))[self.rank]:
+                yield [SampleKey(samples[i], epoch) for i in positions] or [SampleKey(samples[0], epoch, counted=False)]

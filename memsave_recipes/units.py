@@ -1,0 +1,24 @@
+"""Bytes and their text: the only conversion. Bytes are ``int``; only what people read is in GiB (1024^3) or MiB."""
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+def to_gib(num_bytes: int) -> float:
+    """Bytes in GiB, as the ``*_gib`` figures of ``results.json`` and ``metrics.jsonl`` hold them."""
+    return num_bytes / GIB
+
+
+def to_mib(num_bytes: int) -> float:
+    """Bytes in MiB."""
+    return num_bytes / MIB
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Bytes as a person reads them: ``1.23 GiB``, ``45.6 MiB``, ``789 B``."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
+        if abs(num_bytes) >= size:
+            return (
+                f"{num_bytes / size:.3g} {unit}" if abs(num_bytes) < 1000 * size else f"{num_bytes / size:.0f} {unit}"
+            )
+    return f"{num_bytes} B"

@@ -1,0 +1,243 @@
+"""Show that DDP equals accumulation: a global batch cut up in every way trains the same weights, to the last digits.
+
+On the CPU of any machine, without a network, half a minute each; on GPUs with `single_gpu.yaml` and `multi_gpu.yaml`:
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/ddp_equals_accumulation.py --output_dir out/one
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml recipes/ddp_equals_accumulation.py \
+        --output_dir out/two --compare_with out/one
+
+A small vision transformer learns scanned digits, half of which have lost their label: as with the tokens of a text,
+micro-batches of one size then hold different numbers of labels. It is trained anew for every micro-batch size, with the
+loop of all recipes and with the usual one, and the weights after each step are set beside those of one micro-batch a
+rank. Expect differences of 1e-16, which is rounding, for the first and of up to 0.4 for the second.
+"""
+
+import shutil
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.data import default_collate
+from tqdm import tqdm
+from transformers import ViTConfig, ViTForImageClassification
+
+from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.data.augmentation import to_pixel_values
+from memsave_recipes.data.vision import load_images
+from memsave_recipes.errors import InputError
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments
+from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.training.failures import run_recipe
+from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
+from memsave_recipes.training.report import begin_run
+from memsave_recipes.training.run_folder import check_run_folder, device_name, save_model, write_json
+from memsave_recipes.training.sample_order import Geometry, SampleOrder, seed_for
+from memsave_recipes.training.trackers import finish_trackers, log_metrics, resolve_trackers
+
+IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+LOOPS = ("exact", "usual")
+WEIGHTS = "final/model.safetensors"
+WHY = """
+Why: the loss of a global batch is the sum over all labels divided by their number, and a sum can be taken in parts. The
+*exact* loop divides every part by the one number of the whole global batch. The *usual* loop takes the mean of each
+micro-batch and then the mean of those: a label counts for more where few others share its micro-batch.
+"""
+
+
+@dataclass(kw_only=True)
+class ProofArguments(RunArguments):
+    """A run that is short enough to be repeated for every micro-batch size, in a precision that shows equality."""
+
+    global_batch_size: int = field(default=24, metadata={"help": "samples of one optimizer step, over all ranks"})
+    micro_batch_size: int | None = field(default=None, metadata={"help": "the only one to try; default: every one"})
+    max_steps: int = field(default=10, metadata={"help": "optimizer steps of each run"})
+    dtype: Literal["float32", "bfloat16", "float64"] = field(default="float64", metadata={"help": "of the parameters"})
+    compare_with: str | None = field(default=None, metadata={"help": "--output_dir of a run on other ranks"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compare_with is not None and not Path(self.compare_with, WEIGHTS).is_file():
+            raise InputError(
+                f"--compare_with {self.compare_with} holds no {WEIGHTS}: name a finished run's --output_dir"
+            )
+
+
+@dataclass(kw_only=True)
+class PlainOptimizerArguments(OptimizerArguments):
+    """SGD without clipping, whose steps are as wrong as the gradient; AdamW and clipping hide a wrong length."""
+
+    optimizer: Literal["adamw", "sgd"] = field(default="sgd", metadata={"help": "AdamW, or SGD with --momentum"})
+    learning_rate: float = field(default=0.1, metadata={"help": "at the end of the warm-up"})
+    max_grad_norm: float = field(default=0.0, metadata={"help": "clip the gradient; 0 does not clip"})
+
+
+def main(args: list[str] | None = None) -> dict[str, Any]:
+    """Train once for every micro-batch size and both loops; returns what ``results.json`` holds."""
+    run, optim = parse_arguments(ProofArguments, PlainOptimizerArguments, args=args)
+    folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
+    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
+    geometry_of = partial(Geometry.of, run.global_batch_size, num_processes=accelerator.num_processes)
+    undivided = geometry_of(None)
+    sizes = [run.micro_batch_size] if run.micro_batch_size else range(undivided.micro_batch_size, 0, -1)
+    geometries = [geometry_of(size) for size in sizes]
+    set_seed(run.seed)
+    warnings.filterwarnings("ignore", "Grad strides do not match")  # DDP's, of micro-batches of 1; only slower
+
+    # Data
+    with accelerator.main_process_first():
+        images = load_images(dataset="digits", data_dir=None, image_size=16, augmentation=None, seed=run.seed)
+    order = SampleOrder(
+        num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
+    )
+    loading = {"order": order, "num_steps": run.max_steps, "seed": run.seed, "num_workers": run.dataloader_num_workers}
+    loading |= {"count_valid": count_labels, "collate_fn": collate_and_hide_labels}
+    pixels = partial(to_pixel_values, mean=[0.5] * 3, std=[0.5] * 3, dtype=run.torch_dtype)
+
+    # Model
+    bare = build_model().to(run.torch_dtype)
+    initial = deepcopy(bare.state_dict())
+
+    # Memory plan
+    plan = make_plan(bare, run.activation_checkpointing)
+    plan_handle = apply_plan(bare, plan)
+    model = accelerator.prepare(bare)
+
+    # From here on files are written
+    begin_run(
+        accelerator,
+        folder,
+        project="memsave-ddp-equals-accumulation",
+        work=f"vit-gbs{run.global_batch_size}-16px",
+        flags=asdict(run) | asdict(optim),
+        strategy=plan.strategy,
+        plan_json=plan.to_json(),
+        geometry=undivided,
+    )
+
+    # The loop, as in every recipe, and the usual one
+    def loss_sum(micro_batch: Batch) -> Tensor:
+        logits = model(pixels(micro_batch["images"], None)).logits
+        return F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
+
+    def exact(batch: GlobalBatch) -> None:
+        for micro_batch in batch.forwards(model):
+            batch.backward(loss_sum(micro_batch))
+
+    def usual(batch: GlobalBatch) -> None:
+        for micro_batch in batch.forwards(model):
+            mean = loss_sum(micro_batch) / count_labels(micro_batch).clamp(min=1)
+            accelerator.backward(mean / len(batch.micro_batches))  # what `accelerator.accumulate` makes of it
+
+    def train(geometry: Geometry, backward: Callable[[GlobalBatch], None]) -> list[Tensor]:
+        """The weights after each step."""
+        bare.load_state_dict(initial)
+        optimizer = make_optimizer(optim, bare)
+        # The scheduler is not prepared: Accelerate's would move it once for every rank.
+        scheduler = make_scheduler(optim, optimizer, run.max_steps)
+        optimizer = accelerator.prepare(optimizer)
+        weights = []
+        for batch in GlobalBatches(accelerator, images.train, geometry=geometry, **loading):
+            backward(batch)
+            accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            weights.append(parameters_to_vector(bare.parameters()).detach())
+        return weights
+
+    expected = train(undivided, exact)
+    cuts = []
+    for geometry in tqdm(geometries, disable=not accelerator.is_main_process, unit="geometry"):
+        cut: dict[str, Any] = {"geometry": geometry.describe(), "micro_batch_size": geometry.micro_batch_size}
+        for loop in (exact, usual):
+            cut[loop.__name__] = list(map(largest_difference, train(geometry, loop), expected))
+        cuts.append(cut)
+    for step in range(run.max_steps):
+        figures = {f"{loop}/micro_batch_{cut['micro_batch_size']}": cut[loop][step] for cut in cuts for loop in LOOPS}
+        log_metrics(accelerator, figures, step + 1)
+
+    # Finish, with the weights of the undivided global batch
+    plan_handle.remove()
+    vector_to_parameters(expected[-1], bare.parameters())
+    save_model(accelerator, model, folder / "final")
+    results = {
+        "recipe": "ddp_equals_accumulation",
+        "model": "vit",
+        "num_parameters": len(expected[-1]),
+        "plan": plan.strategy,
+        "global_batch_size": run.global_batch_size,
+        "num_processes": accelerator.num_processes,
+        "device": device_name(accelerator.device),
+        "steps": run.max_steps,
+        "equivalence": {
+            "reference": undivided.describe(),
+            **{f"largest_difference_{loop}": max(max(cut[loop]) for cut in cuts) for loop in LOOPS},
+            "geometries": cuts,
+        },
+    }
+    if run.compare_with is not None:
+        other = ViTForImageClassification.from_pretrained(Path(run.compare_with, WEIGHTS).parent)
+        other_weights = parameters_to_vector(other.parameters()).detach().to(expected[-1])
+        difference = largest_difference(expected[-1], other_weights)
+        results["equivalence"] |= {"compared_with": run.compare_with, "largest_difference_to_it": difference}
+    if accelerator.is_main_process:
+        write_json(folder / "results.json", results)
+        show(results["equivalence"], run.max_steps)
+    finish_trackers(accelerator, results)
+    return results
+
+
+def build_model() -> nn.Module:
+    """Without BatchNorm, which sees how a batch is cut, dropout, and key biases, whose gradient is rounding alone."""
+    return ViTForImageClassification(ViTConfig(qkv_bias=False, **IMAGE, **TINY))
+
+
+def collate_and_hide_labels(samples: list[dict[str, Any]]) -> Batch:
+    """A batch that has lost the label of about every second sample: always the same ones."""
+    batch = default_collate(samples)
+    hidden = torch.tensor([seed_for(index) % 2 == 0 for index in batch["index"].tolist()])
+    return batch | {"labels": batch["labels"].masked_fill(hidden, IGNORED)}
+
+
+def count_labels(batch: Batch) -> Tensor:
+    """How many samples of a batch count in the loss."""
+    return (batch["labels"] != IGNORED).sum()
+
+
+def largest_difference(weights: Tensor, expected: Tensor) -> float:
+    """Of any weight, relative to the largest weight."""
+    return ((weights - expected).abs().max() / expected.abs().max()).item()
+
+
+def show(equivalence: dict[str, Any], num_steps: int) -> None:
+    """Print the differences after some of the steps, and why they are what they are."""
+    steps = [step for step in (1, 2, 5, 10, 20, 50, 100) if step < num_steps] + [num_steps]
+    table = Table(title=f"Largest difference to {equivalence['reference']}, relative to the largest weight")
+    table.add_column("micro-batches")
+    for loop in LOOPS:
+        for step in steps:
+            table.add_column(f"{loop}\nstep {step}", justify="right")
+    for cut in equivalence["geometries"]:
+        figures = (f"{cut[loop][step - 1]:.0e}" for loop in LOOPS for step in steps)
+        table.add_row(cut["geometry"].partition(" = ")[2], *figures)
+    Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns).print(table, WHY)
+    if "compared_with" in equivalence:
+        difference = equivalence["largest_difference_to_it"]
+        print(f"Largest difference to the weights of {equivalence['compared_with']}: {difference:.0e}")
+
+
+if __name__ == "__main__":
+    run_recipe(main)

@@ -1,0 +1,268 @@
+"""Train an image classifier, plain or with activation checkpointing, on one process or many, to the same result.
+
+On the CPU of any machine, without a network (scikit-learn's scanned digits; a minute or two for the small models):
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py \
+        --model vgg_small --activation_checkpointing segments:4 --output_dir out/digits
+
+On one GPU or several, with images in DIR/train/CLASS/ and DIR/validation/CLASS/:
+
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/image_classification.py \
+        --model vgg16 --data_dir DIR --image_size 224 --activation_checkpointing segments:2 --output_dir out/vgg16
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 4 recipes/... (the same flags)
+
+Expect: the loss curve and the accuracy of the plain run, digit for digit, in less memory and more time. The flags of
+all recipes are in `memsave_recipes/training/arguments.py`, those of this one below; `--help` lists them.
+"""
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal
+
+import evaluate
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForImageClassification
+from transformers.image_processing_base import ImageProcessingMixin
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
+from memsave_recipes.data.vision import ImageDataset, load_images
+from memsave_recipes.errors import InputError
+from memsave_recipes.evidence.compare import compare, show
+from memsave_recipes.evidence.runs import read_run
+from memsave_recipes.metrics import ACCURACY
+from memsave_recipes.models import MODELS, load_weights
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
+from memsave_recipes.training.batching import (
+    GlobalBatch,
+    GlobalBatches,
+    evaluation_batches,
+    gather_counted,
+)
+from memsave_recipes.training.batchnorm import batchnorm_notice, synchronize_batchnorm
+from memsave_recipes.training.failures import run_recipe
+from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
+from memsave_recipes.training.report import RunReport, begin_run
+from memsave_recipes.training.run_folder import check_run_folder, save_model, write_json
+from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.trackers import finish_trackers, resolve_trackers
+
+
+@dataclass(kw_only=True)
+class DataArguments:
+    """Which images, at which size, how augmented."""
+
+    dataset: str | None = field(default=None, metadata={"help": "digits (the default, built in) or a Hub id"})
+    data_dir: str | None = field(
+        default=None, metadata={"help": "folder with train/ and validation/, a folder a class"}
+    )
+    image_size: int = field(default=32, metadata={"help": "images are scaled to this many pixels a side"})
+    augmentation: Literal["digits", "article", "none"] | None = field(
+        default=None, metadata={"help": "of the training images; default: digits for digits, else article"}
+    )
+    skip_broken_images: bool = field(default=False, metadata={"help": "leave out and count unreadable images"})
+
+    def __post_init__(self) -> None:
+        require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
+        self.dataset = self.dataset or (None if self.data_dir else "digits")
+        self.augmentation = self.augmentation or ("digits" if self.dataset == "digits" else "article")
+
+
+@dataclass(kw_only=True)
+class ModelArguments:
+    """Which network: one of ours, or any image classifier of transformers."""
+
+    model: str | None = field(default=None, metadata={"help": f"one of {', '.join(MODELS)}"})
+    weights: str | None = field(default=None, metadata={"help": "for --model: a .safetensors or .pth of its weights"})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "a transformers model: folder or Hub id"})
+    model_type: str | None = field(default=None, metadata={"help": "a transformers model from scratch, such as vit"})
+    config_overrides: str | None = field(default=None, metadata={"help": 'for --model_type: "hidden_size=64,..."'})
+
+    def __post_init__(self) -> None:
+        ways = [self.model, self.model_name_or_path, self.model_type]
+        if sum(way is not None for way in ways) != 1:
+            raise InputError("give one of --model, --model_name_or_path and --model_type")
+        if self.model is not None and self.model not in MODELS:
+            raise InputError(f"--model {self.model} is not known: choose one of {', '.join(MODELS)}")
+
+    @property
+    def name(self) -> str:
+        """What the network is called in tables and dashboards."""
+        return self.model or self.model_type or Path(self.model_name_or_path).name
+
+
+def main(args: list[str] | None = None) -> dict[str, Any]:
+    """Train as the flags say; returns what ``results.json`` holds."""
+    flags = parse_arguments(DataArguments, ModelArguments, RunArguments, OptimizerArguments, args=args)
+    data, network, run, optim = flags
+    folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
+    accelerator = start_accelerator(
+        log_with=resolve_trackers(run.report_to, folder),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
+    set_seed(run.seed)
+
+    # Data
+    with accelerator.main_process_first():
+        images = load_images(
+            dataset=data.dataset,
+            data_dir=data.data_dir,
+            image_size=data.image_size,
+            augmentation=AUGMENTATIONS[data.augmentation],
+            seed=run.seed,
+            skip_broken_images=data.skip_broken_images,
+        )
+    order = SampleOrder(
+        num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
+    )
+    num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
+    loading = {"num_workers": run.dataloader_num_workers}
+    batches = GlobalBatches(
+        accelerator, images.train, order=order, geometry=geometry, num_steps=num_steps, seed=run.seed, **loading
+    )
+    pixels = partial(to_pixel_values, **normalization(network), dtype=run.torch_dtype)
+
+    # Model
+    model = build_model(network, images.label_names, data.image_size).to(run.torch_dtype)
+    if run.sync_batchnorm:
+        model = synchronize_batchnorm(model, accelerator.device)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    # Memory plan
+    plan = make_plan(model, run.activation_checkpointing)
+    plan_handle = apply_plan(model, plan)
+
+    # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
+    optimizer = make_optimizer(optim, model)
+    scheduler = make_scheduler(optim, optimizer, num_steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    # From here on files are written
+    begin_run(
+        accelerator,
+        folder,
+        project="memsave-image-classification",
+        work=f"{network.name}-gbs{run.global_batch_size}-{data.image_size}px",
+        flags={name: value for part in flags for name, value in asdict(part).items()},
+        strategy=plan.strategy,
+        plan_json=plan.to_json(),
+        geometry=geometry,
+    )
+    accelerator.print(geometry.describe(), plan.describe(), sep="\n")
+    if order.num_dropped:
+        accelerator.print(f"--drop_last leaves {order.num_dropped} of {order.num_samples} samples out of every epoch")
+    if notice := batchnorm_notice(model, geometry):
+        accelerator.print(notice)
+
+    # The loop
+    def train_step(batch: GlobalBatch) -> Tensor:
+        for micro_batch in batch.forwards(model):
+            logits = logits_of(model(pixels(micro_batch["images"], micro_batch.get("affine"))))
+            batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return grad_norm
+
+    report = RunReport(accelerator, batches, model, optimizer)
+    progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
+    for batch in report.clock.loading(progress):
+        learning_rate = scheduler.get_last_lr()[0]
+        grad_norm = report.memory.run(batch.step, partial(train_step, batch))
+        report.count(batch)
+        step, is_last = batch.step + 1, batch.step + 1 == num_steps
+        if step % run.logging_steps == 0 or is_last:
+            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate, grad_norm=grad_norm))
+        if step % order.steps_per_epoch == 0 or is_last:
+            with report.clock.left_out():
+                evaluated = evaluate_model(model, accelerator, images.validation, geometry, pixels, loading)
+                report.log_evaluation(step, evaluated)
+
+    # Finish
+    plan_handle.remove()
+    save_model(accelerator, model, folder / "final")
+    results = {
+        "recipe": "image_classification",
+        "model": network.name,
+        "num_parameters": num_parameters,
+        "plan": plan.strategy,
+        "eval": evaluated,
+        **report.results(),
+    }
+    if accelerator.is_main_process:
+        write_json(folder / "results.json", results)
+        show(compare([read_run(folder)]))
+    finish_trackers(accelerator, results)
+    return results
+
+
+def build_model(network: ModelArguments, label_names: tuple[str, ...], image_size: int) -> nn.Module:
+    """The network that the flags name, with one output a label."""
+    if network.model is not None:
+        model = MODELS[network.model](num_classes=len(label_names))
+        if network.weights is not None:
+            load_weights(model, network.weights)
+        return model
+    labels = {"id2label": dict(enumerate(label_names)), "label2id": {name: i for i, name in enumerate(label_names)}}
+    name = network.model_name_or_path or network.model_type
+    try:
+        if network.model_name_or_path is not None:
+            return AutoModelForImageClassification.from_pretrained(name, ignore_mismatched_sizes=True, **labels)
+        config = AutoConfig.for_model(name, image_size=image_size, **labels)
+        if network.config_overrides is not None:
+            config.update_from_string(network.config_overrides)
+        return AutoModelForImageClassification.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"the transformers model {name} cannot be made: {str(error).splitlines()[0]}") from error
+
+
+def normalization(network: ModelArguments) -> dict[str, Any]:
+    """The mean and deviation that a pretrained network expects; ImageNet's where it says nothing."""
+    expected: dict[str, Any] = {}
+    if network.model_name_or_path is not None:
+        with suppress(OSError):  # it came without a preprocessor_config.json
+            expected, _ = ImageProcessingMixin.get_image_processor_dict(network.model_name_or_path)
+    mean, std = expected.get("image_mean"), expected.get("image_std")
+    return {"mean": mean or IMAGENET_DEFAULT_MEAN, "std": std or IMAGENET_DEFAULT_STD}
+
+
+def logits_of(output: Any) -> Tensor:
+    """The (B, num_classes) logits in at least float32; bare from our models, in a record from those of transformers."""
+    logits = getattr(output, "logits", output)
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+@torch.no_grad()
+def evaluate_model(
+    model: nn.Module, accelerator: Accelerator, dataset: ImageDataset, geometry: Geometry, pixels: Any, loading: dict
+) -> dict[str, float]:
+    """Accuracy and mean loss over every sample of ``dataset``, each once, however many ranks share them."""
+    predictions: list[int] = []
+    references: list[int] = []
+    loss_sum = torch.tensor(0.0, device=accelerator.device)
+    model.eval()
+    for batch in evaluation_batches(accelerator, dataset, micro_batch_size=geometry.micro_batch_size, **loading):
+        logits = logits_of(model(pixels(batch["images"], None)))
+        loss_sum = loss_sum + F.cross_entropy(logits, batch["labels"], reduction="sum")
+        predicted, expected = gather_counted(accelerator, logits.argmax(dim=-1), batch["labels"])
+        predictions += predicted.tolist()
+        references += expected.tolist()
+    model.train()
+    accuracy = evaluate.load(str(ACCURACY)).compute(predictions=predictions, references=references)
+    return {**accuracy, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
+
+
+if __name__ == "__main__":
+    run_recipe(main)

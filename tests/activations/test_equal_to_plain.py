@@ -1,0 +1,138 @@
+"""A plan changes nothing: loss, gradients, buffers and RNG state are bitwise those of the plain model."""
+
+import copy
+
+import pytest
+import torch
+
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, make_plan
+from memsave_recipes.plans import Plan
+
+LARGE_STRATEGIES = ["full", "every:2", "every:3", "segments:1", "segments:2", "segments:5", "segments:8"]
+SMALL_MODELS = ["vgg_small", "densenet_small", "vit", "gpt2"]
+LARGE_MODELS = ["vgg16", "vgg16_bn", "densenet121", "gpt2_124m"]
+
+
+def train_step(case, *, bf16):
+    torch.manual_seed(7)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        loss = case.loss_of(case.model, case.batch)
+    loss.backward()
+    record = {f"gradient of {name}": parameter.grad for name, parameter in case.model.named_parameters()}
+    record |= {f"buffer {name}": buffer for name, buffer in case.model.named_buffers()}
+    record |= {"loss": loss.detach(), "rng": torch.get_rng_state()}
+    return {name: tensor.clone() for name, tensor in record.items()}
+
+
+def assert_bitwise_equal(record, expected):
+    assert record.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(record[name], expected[name])]
+    assert not different
+
+
+def planned_step(case, strategy, *, bf16):
+    with apply_plan(case.model, make_plan(case.model, strategy)):
+        return train_step(case, bf16=bf16)
+
+
+def all_strategies(case):
+    num_blocks = sum(len(names) for names in block_names(find_stacks(case.model)))
+    return ["full", *(f"{name}:{k}" for name in ("every", "segments") for k in range(1, num_blocks + 1))]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_every_strategy_with_every_k(make_case, name, bf16):
+    expected = train_step(make_case(name), bf16=bf16)
+    for strategy in all_strategies(make_case(name)):
+        assert_bitwise_equal(planned_step(make_case(name), strategy, bf16=bf16), expected)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", LARGE_MODELS)
+def test_models_of_full_size(make_case, name, bf16):
+    case = make_case(name)
+    original = copy.deepcopy(case.model.state_dict())
+    expected = train_step(case, bf16=bf16)
+    for strategy in LARGE_STRATEGIES:
+        case.model.load_state_dict(original)  # the statistics of BatchNorm, back to where they were
+        case.model.zero_grad(set_to_none=True)
+        assert_bitwise_equal(planned_step(case, strategy, bf16=bf16), expected)
+
+
+@pytest.mark.parametrize("name", ["densenet_small", "densenet121"])
+def test_the_bottleneck_checkpoint_of_densenet(make_case, name):
+    expected = train_step(make_case(name), bf16=False)
+    assert_bitwise_equal(planned_step(make_case(name), "bottleneck", bf16=False), expected)
+
+
+def test_dropout_is_really_on(make_case):
+    case = make_case("vit")
+    first = train_step(case, bf16=False)["loss"]
+    torch.manual_seed(8)
+    assert case.loss_of(case.model, case.batch) != first
+
+
+def test_batch_statistics_would_be_counted_twice_without_care(make_case):
+    """The negative control: torch's checkpoint alone moves the statistics of BatchNorm twice."""
+    case = make_case("vgg_small")
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    torch.utils.checkpoint.checkpoint(model, case.batch, use_reentrant=False).sum().backward()
+    assert model[1].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_remove_restores_the_model_exactly(make_case, name):
+    case = make_case(name)
+    before = {module: dict(module.__dict__) for module in case.model.modules()}
+    keys = list(case.model.state_dict())
+    handle = apply_plan(case.model, make_plan(case.model, "segments:3"))
+    assert list(case.model.state_dict()) == keys
+    assert any(dict(module.__dict__) != attributes for module, attributes in before.items())
+    handle.remove()
+    handle.remove()
+    assert {module: dict(module.__dict__) for module in case.model.modules()} == before
+
+
+@pytest.mark.parametrize("name", ["vgg_small", "densenet_small", "gpt2"])
+def test_a_deep_copy_runs_its_own_modules(make_case, name):
+    case = make_case(name)
+    apply_plan(case.model, make_plan(case.model, "segments:2"))
+    clone = copy.deepcopy(case.model)
+    with torch.no_grad():
+        for parameter in clone.parameters():
+            parameter.zero_()
+    case.loss_of(clone, case.batch).backward()
+    assert all(parameter.grad is None for parameter in case.model.parameters())
+    assert all(parameter.grad is not None for parameter in clone.parameters())
+
+
+def test_evaluation_and_generation_ignore_the_plan(make_case):
+    case = make_case("gpt2")
+    case.model.eval()
+    case.model.generation_config.pad_token_id = 0
+    expected = case.model.generate(case.batch, max_new_tokens=5, do_sample=False)
+    apply_plan(case.model, make_plan(case.model, "segments:2"))
+    assert torch.equal(case.model.generate(case.batch, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_a_span_may_begin_in_place():
+    """VGG16 with 5 or 8 equal segments of modules begins two of them with an in-place ReLU."""
+    model = torch.nn.Sequential(torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True))
+    inputs = torch.randn(2, 4)
+
+    def gradient():
+        model.zero_grad()
+        model(inputs.clone()).sum().backward()
+        return model[1].weight.grad.clone()
+
+    expected = gradient()
+    with apply_plan(model, make_plan(model, "full")):
+        assert torch.equal(gradient(), expected)
+    assert model[0].inplace
+
+
+def test_a_plan_survives_json(make_case):
+    case = make_case("densenet_small")
+    plan = make_plan(case.model, "segments:4")
+    assert Plan.from_json(plan.to_json()) == plan

@@ -1,0 +1,75 @@
+"""Small models of every kind that the recipes train, with a batch and a loss for each."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+
+from memsave_recipes.models import MODELS
+
+
+@dataclass
+class Case:
+    """A model in training mode, a batch, and the loss of one on the other."""
+
+    model: nn.Module
+    batch: Tensor
+    loss_of: Callable[[nn.Module, Tensor], Tensor]
+
+
+def _image_case(model: nn.Module, size: int) -> Case:
+    images = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor([1, 0, 3])
+
+    def loss_of(model: nn.Module, images: Tensor) -> Tensor:
+        output = model(images)
+        return F.cross_entropy(getattr(output, "logits", output), labels)
+
+    return Case(model.train(), images, loss_of)
+
+
+def _vit() -> nn.Module:
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=64,
+            image_size=32,
+            patch_size=8,
+            num_labels=10,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+        )
+    )
+
+
+def _language_case(model: nn.Module, length: int) -> Case:
+    tokens = torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(1))
+    return Case(model.train(), tokens, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)
+
+
+def _build(name: str) -> Case:
+    torch.manual_seed(0)
+    if name == "vit":
+        return _image_case(_vit(), 32)
+    if name == "gpt2":
+        return _language_case(GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=4, n_head=4, n_embd=32)), 16)
+    if name == "gpt2_124m":
+        return _language_case(GPT2LMHeadModel(GPT2Config()), 32)
+    return _image_case(MODELS[name](num_classes=10), 32)
+
+
+@pytest.fixture
+def make_case() -> Callable[[str], Case]:
+    """Builds the case of a model by its name, always with the same weights and batch."""
+    return _build

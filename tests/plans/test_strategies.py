@@ -1,0 +1,79 @@
+"""Strategies: every K gives a plan that covers all blocks; anything else is refused in one line."""
+
+import json
+
+import pytest
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
+
+STACKS = [["a", "b", "c", "d", "e"], ["f", "g", "h"]]
+
+
+def spans(strategy, stacks=STACKS):
+    return [(span.start, span.stop, span.action.value) for span in plan_for(strategy, stacks).spans]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["none", "full", *(f"{n}:{k}" for n in ("every", "segments") for k in range(1, 9))]
+)
+def test_a_plan_covers_every_block_once_and_no_span_crosses_stacks(strategy):
+    plan = plan_for(strategy, STACKS)
+    assert plan.blocks == tuple("abcdefgh")
+    assert [i for span in plan.spans for i in range(span.start, span.stop)] == list(range(8))
+    assert not any(span.start < 5 < span.stop for span in plan.spans)
+
+
+def test_full_recomputes_all_and_every_starts_with_the_first():
+    assert plan_for("full", STACKS).recomputed == tuple("abcdefgh")
+    assert plan_for("every:3", STACKS).recomputed == ("a", "d", "g")
+    assert plan_for("none", STACKS).recomputed == ()
+
+
+def test_segments_differ_by_at_most_one_block_and_the_last_is_kept():
+    assert spans("segments:2") == [(0, 4, "recompute"), (4, 5, "keep"), (5, 8, "keep")]
+    assert spans("segments:1", [list("abc")]) == [(0, 3, "keep")]
+    assert spans("segments:3", [list("abcdefg")]) == [(0, 2, "recompute"), (2, 4, "recompute"), (4, 7, "keep")]
+    assert plan_for("segments:8", STACKS).recomputed == tuple("abcdefg")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["segments:0", "segments:9", "segments:x", "segments:", "segments", "every:-1", "full:2", "", "ful", "every:²"],
+)
+def test_anything_else_is_one_line_that_names_the_flag(strategy):
+    with pytest.raises(InputError) as refusal:
+        plan_for(strategy, STACKS)
+    assert f"--activation_checkpointing {strategy}" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_json_both_ways(tmp_path):
+    plan = plan_for("segments:3", STACKS)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert read_plan(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"version": 2}, {"spans": [{"start": 0, "stop": 3, "action": "keep"}]}, {"spans": [{"start": 0}]}, {"blocks": 3}],
+)
+def test_a_damaged_plan_is_refused(tmp_path, change):
+    content = json.loads(plan_for("full", STACKS).to_json()) | change
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"plan\.json"):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
+    (tmp_path / "text.json").write_text("hello")
+    for name in ("text.json", "absent.json"):
+        with pytest.raises(InputError, match=name):
+            read_plan(tmp_path / name)
+
+
+def test_spans_must_cover_the_blocks():
+    with pytest.raises(ValueError, match="once and in order"):
+        Plan(strategy="gap", blocks=("a", "b"), spans=(Span(start=1, stop=2, action=Action.KEEP),))
+    with pytest.raises(ValueError, match="start < stop"):
+        Span(start=1, stop=1, action=Action.KEEP)

@@ -1,0 +1,268 @@
+"""The recipe as people run it: same result with less memory, and every mistake in one line with exit code 2."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import ViTConfig, ViTForImageClassification
+
+from memsave_recipes.models import MODELS
+from memsave_recipes.plans import plan_for
+from memsave_recipes.training.failures import run_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "image_classification.py"
+TINY_VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=8"
+SHORT = ["--global_batch_size", "16", "--micro_batch_size", "6", "--max_steps", "3", "--logging_steps", "1"]
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    specification = importlib.util.spec_from_file_location("image_classification", RECIPE)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    yield module
+    del sys.modules[module.__name__]
+
+
+@pytest.fixture
+def train(recipe, tmp_path):
+    """Run the recipe in this process; returns its results."""
+
+    def run(*flags, output="run"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return recipe.main([*flags, "--report_to", "none", "--output_dir", str(tmp_path / output)])
+
+    return run
+
+
+@pytest.fixture
+def refuse(recipe, tmp_path, capsys):
+    """Run the recipe with a mistake; returns the one line that it ends with."""
+
+    def run(*flags, output="run"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        words = [*flags, *([] if "--report_to" in flags else ["--report_to", "none"])]
+        with pytest.raises(SystemExit) as end:
+            run_recipe(lambda: recipe.main([*words, "--output_dir", str(tmp_path / output)]))
+        assert end.value.code == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        assert not (tmp_path / output / "metrics.jsonl").exists()
+        return lines[0]
+
+    return run
+
+
+def curve(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+MODEL_FLAGS = {
+    "vgg_small": ["--model", "vgg_small"],
+    "densenet_small": ["--model", "densenet_small"],
+    "vit": ["--model_type", "vit", "--config_overrides", TINY_VIT],
+}
+
+
+@pytest.mark.parametrize("model", MODEL_FLAGS)
+def test_checkpointing_changes_memory_and_nothing_else(train, tmp_path, model):
+    plain = train(*MODEL_FLAGS[model], *SHORT, output="plain")
+    planned = train(*MODEL_FLAGS[model], *SHORT, "--activation_checkpointing", "full", output="planned")
+    assert len(curve(tmp_path / "plain")) == 3
+    assert curve(tmp_path / "plain") == curve(tmp_path / "planned")
+    assert planned["eval"] == plain["eval"]
+    weights, expected = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("planned", "plain"))
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert planned["memory"]["saved_for_backward_gib"] < plain["memory"]["saved_for_backward_gib"]
+    assert planned["memory"]["peak_allocated_gib"] < plain["memory"]["peak_allocated_gib"]
+
+
+def test_what_a_run_leaves_behind(train, tmp_path):
+    results = train("--model", "vgg_small", *SHORT, "--activation_checkpointing", "segments:4")
+    folder = tmp_path / "run"
+    assert json.loads((folder / "results.json").read_text()) == results
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model"] == "vgg_small"
+    assert config["activation_checkpointing"] == "segments:4"
+    assert torch.__version__.startswith(config["environment"]["versions"]["torch"])
+    assert json.loads((folder / "plan.json").read_text())["strategy"] == "segments:4"
+    assert results["accumulation_steps"] == 3
+    assert results["samples_seen"] == 48
+    assert results["num_parameters"] == sum(p.numel() for p in MODELS["vgg_small"](num_classes=10).parameters())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    keys = {key for row in rows for key in row}
+    assert {"train/loss", "train/lr", "train/grad_norm", "eval/accuracy", "memory/peak_allocated_gib"} <= keys
+    assert {"perf/samples_per_sec", "perf/step_time_s", "progress/epoch", "progress/samples_seen"} <= keys
+
+
+def test_plan_json_reproduces_a_plan(train, tmp_path):
+    (tmp_path / "plan.json").write_text(plan_for("every:2", [_block_names()]).to_json())
+    results = train("--model", "vgg_small", *SHORT, "--activation_checkpointing", str(tmp_path / "plan.json"))
+    assert results["plan"] == "every:2"
+
+
+def _block_names():
+    from memsave_recipes.activations import block_names, find_stacks
+
+    return block_names(find_stacks(MODELS["vgg_small"]()))[0]
+
+
+def test_weights_and_pretrained_folders_load(train, tmp_path):
+    save_file(MODELS["vgg_small"](num_classes=10).state_dict(), tmp_path / "weights.safetensors")
+    train("--model", "vgg_small", "--weights", str(tmp_path / "weights.safetensors"), *SHORT, output="a")
+    config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
+    ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
+    train("--model_name_or_path", str(tmp_path / "vit"), *SHORT, output="b")
+    saved = ViTForImageClassification.from_pretrained(tmp_path / "b" / "final")
+    assert saved.config.num_labels == 10
+
+
+BAD_FLAGS = {
+    "unknown model": (["--model", "vgg17"], "--model vgg17"),
+    "no model": ([], "--model"),
+    "two models": (["--model", "vgg16", "--model_type", "vit"], "--model_type"),
+    "unknown strategy": (["--model", "vgg_small", "--activation_checkpointing", "segment:2"], "segment:2"),
+    "segments:0": (["--model", "vgg_small", "--activation_checkpointing", "segments:0"], "from 1 to 15"),
+    "segments:x": (["--model", "vgg_small", "--activation_checkpointing", "segments:x"], "segments:x"),
+    "bottleneck of a VGG": (["--model", "vgg_small", "--activation_checkpointing", "bottleneck"], "VGG has no blocks"),
+    "global batch of 0": (["--model", "vgg_small", "--global_batch_size", "0"], "--global_batch_size 0"),
+    "negative learning rate": (["--model", "vgg_small", "--learning_rate", "-0.1"], "--learning_rate -0.1"),
+    "unknown tracker": (["--model", "vgg_small", "--report_to", "wandbb"], "wandb"),
+    "sync_batchnorm on a CPU": (["--model", "vgg_small", "--sync_batchnorm"], "--sync_batchnorm"),
+    "no such weights": (["--model", "vgg_small", "--weights", "absent.pth"], "absent.pth"),
+    "unknown model type": (["--model_type", "vitt"], "vitt"),
+    "no image model": (["--model_type", "gpt2"], "gpt2"),
+    "bad override": (["--model_type", "vit", "--config_overrides", "hidden=3"], "hidden"),
+    "Hub model while offline": (["--model_name_or_path", "nobody/nothing"], "nobody/nothing"),
+    "Hub data while offline": (["--model", "vgg_small", "--dataset", "nobody/nothing"], "nobody/nothing"),
+    "no such folder": (["--model", "vgg_small", "--data_dir", "absent"], "absent"),
+    "drop_last of everything": (["--model", "vgg_small", "--global_batch_size", "2000", "--drop_last"], "--drop_last"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_a_mistake_is_one_line_and_exit_code_2(refuse, case):
+    flags, words = BAD_FLAGS[case]
+    assert words in refuse(*flags)
+
+
+def test_a_weight_file_of_another_shape(refuse, tmp_path):
+    save_file(MODELS["vgg_small"](num_classes=7).state_dict(), tmp_path / "seven.safetensors")
+    line = refuse("--model", "vgg_small", "--weights", str(tmp_path / "seven.safetensors"))
+    assert "classifier.6.bias ((7,) in the file, (10,) in the model" in line
+
+
+def test_a_preset_with_an_unknown_key(refuse, tmp_path):
+    (tmp_path / "preset.yaml").write_text("modle: vgg16\n")
+    assert "did you mean --model" in refuse("--config", str(tmp_path / "preset.yaml"))
+
+
+def test_a_folder_that_holds_another_run_is_left_alone(train, refuse, tmp_path):
+    train("--model", "vgg_small", *SHORT)
+    before = (tmp_path / "run" / "results.json").read_text()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert "--overwrite" in refuse("--model", "vgg_small", *SHORT)
+    # A mistake beside --overwrite costs the old run nothing either.
+    refuse("--model", "vgg_small", "--overwrite", "--activation_checkpointing", "segments:99")
+    assert (tmp_path / "run" / "results.json").read_text() == before
+    train("--model", "vgg_small", *SHORT, "--overwrite", "--seed", "1")
+    assert (tmp_path / "run" / "results.json").read_text() != before
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    for split, number in (("train", 12), ("validation", 4)):
+        for name in ("cat", "dog"):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            for i in range(number):
+                pixels = torch.randint(0, 256, (20, 24, 3), generator=generator, dtype=torch.uint8).numpy()
+                Image.fromarray(pixels).save(tmp_path / "images" / split / name / f"{i}.png")
+    return tmp_path / "images"
+
+
+def test_an_image_folder_with_the_augmentation_of_the_article(train, image_folder):
+    results = train("--model", "vgg_small", "--data_dir", str(image_folder), *SHORT, "--dataloader_num_workers", "2")
+    assert results["eval"]["accuracy"] in {i / 8 for i in range(9)}
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_an_unreadable_image_stops_the_run_or_is_left_out(recipe, train, tmp_path, image_folder, capsys, workers):
+    (image_folder / "train" / "cat" / "0.png").write_bytes(b"no image")
+    flags = ["--model", "vgg_small", "--data_dir", str(image_folder), "--dataloader_num_workers", workers, *SHORT]
+    with pytest.raises(SystemExit) as end:
+        run_recipe(lambda: train(*flags, output="stopped"))
+    assert end.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "cat/0.png" in line
+    assert "--skip_broken_images" in line
+    left_out = train(*flags, "--skip_broken_images", "--drop_last", output="left_out")
+    assert left_out["samples_seen"] == 48
+
+
+def launch(config, *flags, timeout=280):
+    command = [
+        Path(sys.executable).with_name("accelerate"),
+        "launch",
+        "--config_file",
+        ROOT / "accelerate_configs" / config,
+    ]
+    return subprocess.run(
+        [str(word) for word in [*command, RECIPE, *flags]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_two_processes_train_on_the_same_global_batch(tmp_path):
+    flags = [
+        *MODEL_FLAGS["vit"],
+        "--dtype",
+        "float64",
+        "--report_to",
+        "none",
+        *SHORT,
+        "--activation_checkpointing",
+        "full",
+    ]
+    flags[flags.index("--config_overrides") + 1] += ",hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
+    for config, output in (("cpu.yaml", "one"), ("cpu_ddp.yaml", "two")):
+        done = launch(config, *flags, "--output_dir", tmp_path / output)
+        assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
+    assert (one["num_processes"], two["num_processes"]) == (1, 2)
+    assert one["samples_seen"] == two["samples_seen"] == 48
+    assert one["train_loss"] == pytest.approx(two["train_loss"], rel=1e-12)
+    assert one["eval"] == pytest.approx(two["eval"], rel=1e-9)
+
+
+def test_a_global_batch_smaller_than_the_ranks_is_told_once(tmp_path):
+    done = launch("cpu_ddp.yaml", "--model", "vgg_small", "--global_batch_size", "1", "--output_dir", tmp_path / "x")
+    assert done.returncode != 0
+    assert done.stderr.count("error: --global_batch_size 1 is smaller than the 2 ranks") == 1
+
+
+def test_the_exit_code_of_the_process_itself(tmp_path):
+    command = [sys.executable, RECIPE, "--model", "vgg17", "--output_dir", tmp_path / "x"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: --model vgg17 is not known")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,77 @@
+"""Every launch file is accepted by Accelerate, short, explained key by key, and has no key without effect."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+
+FOLDER = Path(__file__).parents[1] / "accelerate_configs"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+def resolve(path: Path, *flags: str) -> argparse.Namespace:
+    """What `accelerate launch` makes of a file and flags, before it starts anything."""
+    flags_and_script = ["--config_file", str(path), *flags, "recipe.py"]
+    arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(flags_and_script))
+    return arguments
+
+
+def keys_without_comment(text: str) -> list[str]:
+    """Keys that have a comment neither on their line nor on the line above."""
+    lines = text.splitlines()
+    keys = {number: match[1] for number, line in enumerate(lines) if (match := re.match(r"(\w+):", line))}
+    return [key for number, key in keys.items() if "# " not in lines[number] and not lines[number - 1].startswith("# ")]
+
+
+def test_the_files_are_those_of_the_design() -> None:
+    assert {path.stem for path in CONFIGS} >= {"cpu", "cpu_ddp", "single_gpu", "multi_gpu", "multi_node"}
+
+
+@each_config
+def test_loads_through_accelerates_own_class(path: Path) -> None:
+    expected = DistributedType.MULTI_GPU if load_config_from_file(str(path)).num_processes > 1 else DistributedType.NO
+    assert load_config_from_file(str(path)).distributed_type == expected
+
+
+@each_config
+def test_every_key_reaches_the_launch(path: Path) -> None:
+    """Accelerate ignores some keys of a file without a word, `rdzv_backend` and `same_network` among them."""
+    written = yaml.safe_load(path.read_text())
+    assert written.pop("compute_environment") == "LOCAL_MACHINE"
+    arguments = resolve(path)
+    assert arguments.multi_gpu == (written.pop("distributed_type") == "MULTI_GPU")
+    assert {key: getattr(arguments, key) for key in written} == written
+
+
+@pytest.mark.parametrize("name", ["cpu_ddp", "multi_gpu", "multi_node"])
+def test_num_processes_overrides_the_file(name: str) -> None:
+    assert resolve(FOLDER / f"{name}.yaml", "--num_processes", "6").num_processes == 6
+
+
+@each_config
+def test_precision_is_the_same_in_all_files_and_one_flag_away(path: Path) -> None:
+    assert resolve(path).mixed_precision == "no"
+    assert resolve(path, "--mixed_precision", "bf16").mixed_precision == "bf16"
+
+
+@each_config
+def test_is_short_and_explains_every_key(path: Path) -> None:
+    assert len(yaml.safe_load(path.read_text())) <= 15
+    assert keys_without_comment(path.read_text()) == []
+
+
+def test_a_key_without_comment_is_found() -> None:
+    assert keys_without_comment("# for a\na: 1\nb: 2\nc: 3  # for c\n") == ["b"]
+
+
+@each_config
+def test_header_says_how_to_launch_and_what_to_change(path: Path) -> None:
+    header = path.read_text().split("\n\n")[0]
+    assert f"accelerate launch --config_file accelerate_configs/{path.name} " in header
+    assert "# To change: " in header

@@ -1,0 +1,98 @@
+"""The import table of docs/architecture.md: what each room may take from the others and from outside."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BASE = {"errors", "units"}
+
+# room: (rooms of ours beside errors and units, packages from outside)
+TABLE = {
+    "errors": (set(), set()),
+    "units": (set(), set()),
+    "plans": (set(), set()),
+    "models": (set(), {"torch", "safetensors"}),
+    "metrics": (set(), {"evaluate", "datasets"}),
+    "data": (
+        set(),
+        {"torch", "datasets", "transformers", "PIL", "numpy", "kornia", "sklearn", "tqdm", "huggingface_hub"},
+    ),
+    "activations": ({"plans"}, {"torch", "transformers"}),
+    "measure": ({"plans"}, {"torch", "psutil"}),
+    "training": (
+        {"measure"},
+        {"torch", "accelerate", "transformers", "yaml", "psutil", "wandb", "trackio", "huggingface_hub"},
+    ),
+    "evidence": ({"plans", "activations"}, {"torch", "rich", "matplotlib"}),
+    "cli": ({"evidence"}, set()),
+    "recipes": (
+        {"activations", "data", "evidence", "measure", "metrics", "models", "plans", "training"},
+        {"torch", "accelerate", "transformers", "datasets", "evaluate", "rich", "tqdm"},
+    ),
+}
+# Packages that only one file may import.
+ONLY_IN = {
+    "wandb": "training/trackers.py",
+    "trackio": "training/trackers.py",
+    "huggingface_hub": None,
+    "sklearn": "data/vision.py",
+}
+IN_ACTIVATIONS_ONLY_IN_BLOCKS = "transformers"
+
+
+def imports_of(path):
+    """Absolute module names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+
+
+def room_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "recipes" if parts[0] == "recipes" else parts[1]
+
+
+FILES = sorted([*(ROOT / "memsave_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py")])
+FILES = [path for path in FILES if path != ROOT / "memsave_recipes" / "__init__.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_follow_the_table(path):
+    room = room_of(path)
+    ours, outside = TABLE[room]
+    for module in imports_of(path):
+        package, _, rest = module.partition(".")
+        if package in sys.stdlib_module_names:
+            continue
+        if package == "memsave_recipes":
+            target = rest.partition(".")[0]
+            assert target in ours | BASE | {room}, f"{room} may not import {module}"
+        else:
+            assert package in outside, f"{room} may not import {module}"
+            only = ONLY_IN.get(package)
+            assert only is None or path.as_posix().endswith(only), f"{module} is for {only} alone"
+            if room == "activations" and package == IN_ACTIVATIONS_ONLY_IN_BLOCKS:
+                assert path.name == "blocks.py"
+
+
+def test_every_room_is_in_the_table():
+    rooms = {room_of(path) for path in FILES}
+    assert rooms <= TABLE.keys()
+    assert len(list((ROOT / "memsave_recipes").glob("*.py"))) == 4  # __init__, cli, errors, units
+
+
+@pytest.mark.parametrize("room", [room for room in TABLE if (ROOT / "memsave_recipes" / room).is_dir()])
+def test_a_room_holds_at_most_a_dozen_modules(room):
+    assert len(list((ROOT / "memsave_recipes" / room).glob("*.py"))) <= 13  # with its __init__.py
+
+
+def test_no_recipe_imports_another():
+    names = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    for path in (ROOT / "recipes").glob("*.py"):
+        assert not names & {module.partition(".")[0] for module in imports_of(path)}

@@ -1,0 +1,52 @@
+"""Checkpointing, accumulation and DDP together, on two real ranks: the plain gradients, synchronised once a step."""
+
+import hashlib
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from memsave_recipes.activations import apply_plan, make_plan
+
+MICRO_BATCHES = 3
+
+
+def digest(tensors):
+    return {name: hashlib.sha256(tensor.float().numpy().tobytes()).hexdigest() for name, tensor in tensors}
+
+
+def accumulated_step(make_case, name, strategy, accelerator):
+    """One step of three micro-batches that differ between ranks; what it did to the gradients, and how often."""
+    case = make_case(name)
+    apply_plan(case.model, make_plan(case.model, strategy))
+    model = accelerator.prepare(case.model)
+    last_buckets = []
+
+    def count_and_reduce(state, bucket):
+        last_buckets.append(bucket.is_last())
+        return allreduce_hook(None, bucket)
+
+    model.register_comm_hook(None, count_and_reduce)
+    for micro_batch in range(MICRO_BATCHES):
+        torch.manual_seed(accelerator.process_index * MICRO_BATCHES + micro_batch)
+        batch = torch.roll(case.batch, 5 * accelerator.process_index + micro_batch, dims=-1)
+        with nullcontext() if micro_batch == MICRO_BATCHES - 1 else accelerator.no_sync(model):
+            accelerator.backward(case.loss_of(model, batch))
+    return {
+        "gradients": digest((name, parameter.grad) for name, parameter in case.model.named_parameters()),
+        "buffers": digest(case.model.named_buffers()),
+        "synchronisations": sum(last_buckets),
+        "rng": torch.get_rng_state().sum().item(),
+    }
+
+
+@pytest.mark.parametrize("name", ["vgg16", "vgg16_bn", "densenet121", "vit", "gpt2_124m"])
+def test_plans_under_ddp_with_accumulation(run_on_ranks, make_case, name):
+    plain = run_on_ranks(partial(accumulated_step, make_case, name, "none"), 2, timeout_s=120)
+    assert plain[0]["gradients"] == plain[1]["gradients"]
+    for strategy in ("full", "segments:3"):
+        planned = run_on_ranks(partial(accumulated_step, make_case, name, strategy), 2, timeout_s=120)
+        assert planned == plain
+        assert [rank["synchronisations"] for rank in planned] == [1, 1]
