@@ -127,6 +127,9 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         geometry=undivided,
     )
 
+    if order.notice:
+        accelerator.print(order.notice)
+
     # The loop, as in every recipe, and the usual one
     def loss_sum(micro_batch: Batch) -> Tensor:
         logits = model(pixels(micro_batch["images"], None)).logits

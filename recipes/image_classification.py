@@ -160,10 +160,9 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         geometry=geometry,
     )
     accelerator.print(geometry.describe(), plan.describe(), sep="\n")
-    if order.num_dropped:
-        accelerator.print(f"--drop_last leaves {order.num_dropped} of {order.num_samples} samples out of every epoch")
-    if notice := batchnorm_notice(model, geometry):
-        accelerator.print(notice)
+    for notice in (images.notice, order.notice, batchnorm_notice(model, geometry)):
+        if notice:
+            accelerator.print(notice)
 
     # The loop
     def train_step(batch: GlobalBatch) -> Tensor:

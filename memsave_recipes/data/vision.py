@@ -77,6 +77,11 @@ class ImageSplits:
     label_names: tuple[str, ...]
     num_broken: int
 
+    @property
+    def notice(self) -> str | None:
+        """How many images were left out, in one line, where any were."""
+        return f"note: {self.num_broken} broken images are left out" if self.num_broken else None
+
 
 def load_images(
     *,

@@ -4,6 +4,7 @@ import json
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,19 @@ def describe_environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """What people call the device: ``NVIDIA H100 80GB HBM3``, or the processor's name, or ``cpu``."""
+    """What people call the device: ``NVIDIA H100 80GB HBM3``, the processor's name, or just its type."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return (device.type if device.type != "cpu" else platform.processor()) or "cpu"
+    return _processor_name() if device.type == "cpu" else device.type
+
+
+def _processor_name() -> str:
+    # Only Linux writes the name down where anyone can read it; platform.processor() is often empty there.
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.processor() or "cpu"
 
 
 def _version(package: str) -> str:
@@ -99,5 +109,7 @@ def _git_commit() -> str:
     if not shutil.which("git"):
         return "unknown"
     here = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--verify", "--quiet", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"

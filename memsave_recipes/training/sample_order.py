@@ -132,6 +132,13 @@ class SampleOrder:
         """Samples that an epoch leaves out."""
         return max(0, self.num_samples - self.steps_per_epoch * self.global_batch_size)
 
+    @property
+    def notice(self) -> str | None:
+        """What ``drop_last`` costs, in one line, where it costs anything."""
+        if not self.num_dropped:
+            return None
+        return f"note: --drop_last leaves {self.num_dropped} of {self.num_samples} samples out of every epoch"
+
     def epoch(self, step: int) -> int:
         """The epoch that ``step`` belongs to, from 0."""
         return step // self.steps_per_epoch
