@@ -53,7 +53,7 @@ class MemoryWatch:
             return train_step()
         with _ForwardMeter(self.model) as meter:
             result = self._run_with_peak(train_step) if self.on_cpu else train_step()
-        self._raise("saved_for_backward", meter.num_bytes)
+        self._keep_largest("saved_for_backward", meter.num_bytes)
         return result
 
     def end_window(self) -> dict[str, float]:
@@ -66,7 +66,7 @@ class MemoryWatch:
             window |= _bytes_by_name(device)
         elif self.peak_bytes is not None:
             window["peak_allocated"] = self.peak_bytes
-        self._raise("host_peak_rss", window["host_rss"])
+        self._keep_largest("host_peak_rss", window["host_rss"])
         figures = {f"{key}_gib": to_gib(value) for key, value in self._largest(window).items()}
         if not self.on_cpu:
             figures |= {"num_alloc_retries": device.num_alloc_retries, "num_ooms": device.num_ooms}
@@ -84,14 +84,14 @@ class MemoryWatch:
         results: list[Any] = []
         resident = resident_bytes(self.model, self.optimizer)
         peak = instrumented_peak_bytes(lambda: results.append(train_step()))
-        self._raise("peak_allocated", resident + peak)
+        self._keep_largest("peak_allocated", resident + peak)
         return results[0]
 
     def _take(self, device: DeviceMemory) -> None:
         for key, num_bytes in _bytes_by_name(device).items():
-            self._raise(key, num_bytes)
+            self._keep_largest(key, num_bytes)
 
-    def _raise(self, key: str, num_bytes: int) -> None:
+    def _keep_largest(self, key: str, num_bytes: int) -> None:
         self.figures[key] = max(self.figures.get(key, 0), num_bytes)
 
     def _largest(self, figures: dict[str, int]) -> dict[str, int]:
