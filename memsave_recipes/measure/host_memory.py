@@ -7,6 +7,8 @@ step, is exact. An instrumented step is slow: keep it out of timings.
 """
 
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import psutil
@@ -22,6 +24,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 def rss_bytes() -> int:
     """The resident set size of this process."""
     return psutil.Process().memory_info().rss
+
+
+def peak_rss_bytes() -> int:
+    """The most that the resident set of this process has ever been."""
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024  # getrusage(2): KiB everywhere else
 
 
 def instrumented_peak_bytes(step: Callable[[], None]) -> int:

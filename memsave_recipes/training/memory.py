@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from memsave_recipes.measure.device_memory import DeviceMemory, read_device_memory, reset_peaks
-from memsave_recipes.measure.host_memory import instrumented_peak_bytes, resident_bytes, rss_bytes
+from memsave_recipes.measure.host_memory import instrumented_peak_bytes, peak_rss_bytes, resident_bytes, rss_bytes
 from memsave_recipes.measure.saved_tensors import SavedTensors
 from memsave_recipes.units import to_gib
 
@@ -66,7 +66,6 @@ class MemoryWatch:
             window |= _bytes_by_name(device)
         elif self.peak_bytes is not None:
             window["peak_allocated"] = self.peak_bytes
-        self._keep_largest("host_peak_rss", window["host_rss"])
         figures = {f"{key}_gib": to_gib(value) for key, value in self._largest(window).items()}
         if not self.on_cpu:
             figures |= {"num_alloc_retries": device.num_alloc_retries, "num_ooms": device.num_ooms}
@@ -77,7 +76,8 @@ class MemoryWatch:
         source = (
             f"allocations of step {self.instrumented_step + 1}, instrumented" if self.on_cpu else "device allocator"
         )
-        figures = {f"{key}_gib": to_gib(value) for key, value in self._largest(self.figures).items()}
+        largest = self._largest({**self.figures, "host_peak_rss": peak_rss_bytes()})
+        figures = {f"{key}_gib": to_gib(value) for key, value in largest.items()}
         return {**figures, "source": source}
 
     def _run_with_peak(self, train_step: Callable[[], Any]) -> Any:

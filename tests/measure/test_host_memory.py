@@ -6,7 +6,13 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from memsave_recipes.activations import apply_plan, make_plan
-from memsave_recipes.measure.host_memory import instrumented_peak_bytes, resident_bytes, rss_bytes, storage_bytes
+from memsave_recipes.measure.host_memory import (
+    instrumented_peak_bytes,
+    peak_rss_bytes,
+    resident_bytes,
+    rss_bytes,
+    storage_bytes,
+)
 
 MEGA = 1_000_000
 
@@ -73,5 +79,9 @@ def test_a_shared_storage_counts_once():
     assert storage_bytes([tensor, tensor[2:], tensor.view(2, 5)]) == 40
 
 
-def test_rss():
-    assert rss_bytes() > 50 * MEGA
+def test_the_resident_set_grows_and_its_peak_stays():
+    before = rss_bytes()
+    block = torch.ones(100 * MEGA, dtype=torch.uint8)
+    assert rss_bytes() > before + 90 * MEGA
+    del block
+    assert peak_rss_bytes() > before + 90 * MEGA
