@@ -184,7 +184,8 @@ class JoinedLayers:
     """Layers that the model calls one by one but that recompute together.
 
     All but the last only note their arguments and hand on what they got; the last one runs them all. That is right as
-    long as the model hands each layer exactly what the layer before returned, which is checked.
+    long as the model hands each layer exactly what the layer before returned, which is checked. Known limit: whoever
+    records what single layers return (``output_hidden_states=True`` while training) sees the noted inputs instead.
     """
 
     modules: list[nn.Module]
