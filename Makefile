@@ -23,8 +23,8 @@ demo: install  ## train two networks on the CPU, plain and checkpointed, and com
 	$(RECIPE) --model vgg_small --output_dir out/demo/vgg-segments --activation_checkpointing segments:4
 	$(RECIPE) --model densenet_small --output_dir out/demo/densenet-plain --activation_checkpointing none
 	$(RECIPE) --model densenet_small --output_dir out/demo/densenet-full --activation_checkpointing full
-	$(BIN)/memsave compare out/demo
-	@echo "The curves, side by side:  $(BIN)/trackio show --project memsave-image-classification"
+	$(BIN)/memsave compare out/demo --html out/demo/compare.html
+	@echo "The curves, side by side:  $(BIN)/memsave dashboard out/demo"
 	@echo "Two ranks instead of one:  $(BIN)/accelerate launch --config_file accelerate_configs/cpu_ddp.yaml \\"
 	@echo "    recipes/image_classification.py --config recipes/configs/demo.yaml --model vgg_small --output_dir out/two-ranks"
 	@echo "Your images on your GPU:   README.md, 'From 1 to N GPUs'"
@@ -38,7 +38,7 @@ lint: install  ## ruff: rules and format
 types: install  ## mypy on the package
 	$(BIN)/mypy
 
-test: install  ## the tests (six minutes on 2 cores)
+test: install  ## the tests (twelve minutes on 2 cores)
 	$(BIN)/python -m pytest -m 'not slow'
 
 test-all: install  ## the slow ones too

@@ -46,12 +46,12 @@ from transformers import (
     get_scheduler,
 )
 
+from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.reporting.run_folder import describe_environment, write_json
+from memsave_recipes.reporting.trackers import resolve_trackers, start_trackers
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
-from memsave_recipes.training.report import RunReport
-from memsave_recipes.training.run_folder import describe_environment, write_json
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
-from memsave_recipes.training.trackers import resolve_trackers, start_trackers
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 LOGGING_STEPS, LEARNING_RATE, MAX_GRAD_NORM, SEED = 10, 3e-4, 1.0, 0
@@ -95,7 +95,7 @@ class Work:
 
     def make_optimizer(self, model: nn.Module) -> tuple[AdamW, Any]:
         """And its learning-rate schedule."""
-        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
         return optimizer, get_scheduler("linear", optimizer, 0, self.total_steps)
 
     def make_dataset(self) -> Dataset:
@@ -191,7 +191,7 @@ def our_loop(work: Work, end_step: EndStep) -> None:
         report = RunReport(accelerator, batches, model, optimizer)
         for batch in report.clock.loading(batches):
             learning_rate = scheduler.get_last_lr()[0]
-            grad_norm = report.memory.run(batch.step, partial(train_step, batch))
+            grad_norm = report.run(batch.step, partial(train_step, batch))
             report.count(batch)
             if (batch.step + 1) % LOGGING_STEPS == 0:
                 report.log_window(batch.step + 1, learning_rate=learning_rate, grad_norm=grad_norm)

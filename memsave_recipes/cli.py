@@ -1,16 +1,21 @@
-"""The ``memsave`` command: looks at runs, never trains."""
+"""The ``memsave`` command: looks at runs, never trains.
+
+What a command needs is imported when it runs, so that comparing run folders starts in a tenth of a second.
+"""
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.compare import compare, show
+from memsave_recipes.evidence.compare import ComparisonTable, compare
 from memsave_recipes.evidence.runs import Run, find_runs, read_run
 
 T = TypeVar("T")
+STDOUT = "-"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,39 +32,177 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="memsave", description="Look at the runs that the recipes left behind.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    comparing = commands.add_parser("compare", help="runs side by side: memory, throughput, accuracy, loss curves")
-    comparing.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="a run's --output_dir, or a folder of runs"
-    )
-    comparing.add_argument("--baseline", type=Path, metavar="DIR", help="the run to compare with (default: plan none)")
-    comparing.set_defaults(command=_compare)
+    _add_compare(commands.add_parser("compare", help="runs side by side: memory, throughput, accuracy, loss curves"))
+    _add_dashboard(commands.add_parser("dashboard", help="runs in trackio's dashboard, on this machine alone"))
+    _add_workspace(commands.add_parser("wandb-workspace", help="save a view that compares the runs of a W&B project"))
     return parser
 
 
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    _add_folders(parser)
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="compare the runs of this W&B project too")
+    parser.add_argument("--baseline", metavar="RUN", help="compare with this folder or name (default: plan none)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the table and charts")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write the charts")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every figure as a plain number")
+    parser.add_argument(
+        "--markdown", nargs="?", const=STDOUT, metavar="FILE", help="write a Markdown table; without FILE print it"
+    )
+    parser.set_defaults(command=_compare)
+
+
+def _add_dashboard(parser: argparse.ArgumentParser) -> None:
+    _add_folders(parser)
+    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
+    parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
+    parser.set_defaults(command=_dashboard)
+
+
+def _add_workspace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("project", metavar="ENTITY/PROJECT")
+    parser.set_defaults(command=_workspace)
+
+
+def _add_folders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folders", nargs="*", type=Path, metavar="DIR", help="an --output_dir, a W&B offline run, or a folder of them"
+    )
+
+
 def _compare(arguments: argparse.Namespace) -> None:
-    baseline = read_run(arguments.baseline) if arguments.baseline else None
-    runs, problems = _read_all(arguments.folders)
+    from memsave_recipes.evidence.table import show, to_markdown
+
+    runs = _read_all(arguments.folders, arguments.wandb)
+    table = compare(runs, _baseline(arguments.baseline, runs))
+    if arguments.markdown == STDOUT:
+        print(to_markdown(table), end="")
+    else:
+        show(table)
+    for flag, write in WRITERS.items():
+        file = getattr(arguments, flag)
+        if file not in (None, STDOUT):
+            _write(f"--{flag} {file}", write, table, Path(file))
+
+
+def _dashboard(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.evidence.dashboards import imported, serve
+
+    options = {"port": arguments.port, "open_browser": not arguments.no_browser}
+    folders = arguments.folders
+    if not folders:
+        serve(**options)
+    elif len(folders) == 1 and any(folders[0].glob("*.db")):
+        serve(folders[0], **options)
+    else:
+        with imported(compare(_read_all(folders))) as store:
+            serve(store, **options)
+
+
+def _workspace(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.evidence.dashboards import save_workspace
+
+    print(f"saved: {save_workspace(arguments.project)}")
+
+
+def _read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
+    """Every run at or below the folders and of the W&B project, once; what cannot be read is named and left out.
+
+    Raises:
+        InputError: no run is left.
+    """
+    if not folders and not project:
+        raise InputError("name the folders of runs, or a W&B project with --wandb")
+    found, problems = _attempt_all(find_runs, folders)
+    paths = list(dict.fromkeys(path.resolve() for paths in found for path in paths))
+    # The W&B log inside a run's folder is that run again.
+    paths = [path for path in paths if path.suffix != ".wandb" or not set(path.parents) & set(paths)]
+    runs, unreadable = _attempt_all(_read, paths)
+    problems += unreadable
+    if project:
+        from memsave_recipes.evidence.wandb_runs import read_online_runs
+
+        online, unfinished = read_online_runs(project)
+        runs, problems = runs + online, problems + unfinished
+    problems = list(dict.fromkeys(problems))
     if not runs:
-        raise InputError("; ".join(problems))
+        raise InputError("; ".join(problems) or f"--wandb {project} has no run")
     for problem in problems:
         print(f"skipped: {problem}", file=sys.stderr)
-    show(compare(runs, baseline))
+    return runs
 
 
-def _read_all(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Every run at or below the folders, once, and a line for each that cannot be read."""
-    problems: list[str] = []
+def _read(path: Path) -> Run:
+    if path.suffix != ".wandb":
+        return read_run(path)
+    from memsave_recipes.evidence.wandb_runs import read_offline_run
 
-    def attempt(read: Callable[[Path], T], folder: Path) -> T | None:
+    return read_offline_run(path)
+
+
+def _attempt_all(read: Callable[[Path], T], paths: Sequence[Path]) -> tuple[list[T], list[str]]:
+    """What ``read`` returns for each path, and a line for each that it refuses; in threads, since wandb is slow."""
+
+    def attempt(path: Path) -> T | InputError:
         try:
-            return read(folder)
+            return read(path)
         except InputError as error:
-            problems.append(str(error))
-            return None
+            return error
 
-    found = [run_folder for folder in folders for run_folder in attempt(find_runs, folder) or []]
-    runs = {run.folder: run for run_folder in found if (run := attempt(read_run, run_folder))}
-    return list(runs.values()), list(dict.fromkeys(problems))
+    with ThreadPoolExecutor() as pool:
+        outcomes = list(pool.map(attempt, paths))
+    problems = [str(outcome) for outcome in outcomes if isinstance(outcome, InputError)]
+    return [outcome for outcome in outcomes if not isinstance(outcome, InputError)], problems
+
+
+def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
+    """The run whose folder or name is given."""
+    if named is None:
+        return None
+    if not Path(named).exists():
+        namesakes = [run for run in runs if run.name == named]
+        if len(namesakes) != 1:
+            raise InputError(f"--baseline {named} is no folder and the name of {len(namesakes)} runs: name one run")
+        return namesakes[0]
+    found = find_runs(named)
+    if len(found) > 1:
+        raise InputError(f"--baseline {named} holds {len(found)} runs: name one of them")
+    return _read(found[0])
+
+
+def _write(flag: str, write: Callable[[ComparisonTable, Path], None], table: ComparisonTable, path: Path) -> None:
+    try:
+        write(table, path)
+    except OSError as error:
+        raise InputError(f"{flag} cannot be written ({error.strerror}): name a file in a folder that exists") from error
+
+
+def _write_markdown(table: ComparisonTable, path: Path) -> None:
+    from memsave_recipes.evidence.table import to_markdown
+
+    path.write_text(to_markdown(table), encoding="utf-8")
+
+
+def _write_csv(table: ComparisonTable, path: Path) -> None:
+    from memsave_recipes.evidence.table import to_csv
+
+    path.write_text(to_csv(table), encoding="utf-8", newline="")
+
+
+def _write_html(table: ComparisonTable, path: Path) -> None:
+    from memsave_recipes.evidence.page import to_html
+
+    path.write_text(to_html(table), encoding="utf-8")
+
+
+def _write_png(table: ComparisonTable, path: Path) -> None:
+    try:
+        from memsave_recipes.evidence.plot import write_png
+    except ImportError as error:
+        raise InputError("--png needs a package: pip install matplotlib") from error
+    write_png(table, path)
+
+
+WRITERS = {"markdown": _write_markdown, "csv": _write_csv, "html": _write_html, "png": _write_png}
 
 
 if __name__ == "__main__":

@@ -36,15 +36,15 @@ from memsave_recipes.activations import apply_plan, make_plan
 from memsave_recipes.data.augmentation import to_pixel_values
 from memsave_recipes.data.vision import load_images
 from memsave_recipes.errors import InputError
+from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.reporting.report import begin_run
+from memsave_recipes.reporting.run_folder import check_run_folder, device_name, save_model, write_json
+from memsave_recipes.reporting.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
-from memsave_recipes.training.failures import run_recipe
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
-from memsave_recipes.training.report import begin_run
-from memsave_recipes.training.run_folder import check_run_folder, device_name, save_model, write_json
 from memsave_recipes.training.sample_order import Geometry, SampleOrder, seed_for
-from memsave_recipes.training.trackers import finish_trackers, log_metrics, resolve_trackers
 
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import ceil
-from pathlib import Path
 from typing import Any, Literal
 
 import evaluate
@@ -29,7 +28,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForImageClassification
+from transformers import AutoModelForImageClassification
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
@@ -37,10 +36,16 @@ from memsave_recipes.activations import apply_plan, make_plan
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
 from memsave_recipes.data.vision import ImageDataset, load_images
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.compare import compare, show
+from memsave_recipes.evidence.compare import compare
 from memsave_recipes.evidence.runs import read_run
+from memsave_recipes.evidence.table import show
 from memsave_recipes.metrics import ACCURACY
 from memsave_recipes.models import MODELS, load_weights
+from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.reporting.report import RunReport, begin_run
+from memsave_recipes.reporting.run_folder import check_run_folder, save_model, write_json
+from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
 from memsave_recipes.training.batching import (
     GlobalBatch,
@@ -49,13 +54,10 @@ from memsave_recipes.training.batching import (
     gather_counted,
 )
 from memsave_recipes.training.batchnorm import batchnorm_notice, synchronize_batchnorm
-from memsave_recipes.training.failures import run_recipe
+from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.launch import start_accelerator
-from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
-from memsave_recipes.training.report import RunReport, begin_run
-from memsave_recipes.training.run_folder import check_run_folder, save_model, write_json
+from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
-from memsave_recipes.training.trackers import finish_trackers, resolve_trackers
 
 
 @dataclass(kw_only=True)
@@ -79,14 +81,11 @@ class DataArguments:
 
 
 @dataclass(kw_only=True)
-class ModelArguments:
+class ModelArguments(TransformerArguments):
     """Which network: one of ours, or any image classifier of transformers."""
 
     model: str | None = field(default=None, metadata={"help": f"one of {', '.join(MODELS)}"})
     weights: str | None = field(default=None, metadata={"help": "for --model: a .safetensors or .pth of its weights"})
-    model_name_or_path: str | None = field(default=None, metadata={"help": "a transformers model: folder or Hub id"})
-    model_type: str | None = field(default=None, metadata={"help": "a transformers model from scratch, such as vit"})
-    config_overrides: str | None = field(default=None, metadata={"help": 'for --model_type: "hidden_size=64,..."'})
 
     def __post_init__(self) -> None:
         ways = [self.model, self.model_name_or_path, self.model_type]
@@ -94,11 +93,12 @@ class ModelArguments:
             raise InputError("give one of --model, --model_name_or_path and --model_type")
         if self.model is not None and self.model not in MODELS:
             raise InputError(f"--model {self.model} is not known: choose one of {', '.join(MODELS)}")
+        self.check_transformer()
 
     @property
     def name(self) -> str:
         """What the network is called in tables and dashboards."""
-        return self.model or self.model_type or Path(self.model_name_or_path).name
+        return self.model or super().name
 
 
 def main(args: list[str] | None = None) -> dict[str, Any]:
@@ -111,6 +111,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
+    check_in_backward(optim, geometry, accelerator.mixed_precision)
     set_seed(run.seed)
 
     # Data
@@ -134,7 +135,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     pixels = partial(to_pixel_values, **normalization(network), dtype=run.torch_dtype)
 
     # Model
-    model = build_model(network, images.label_names, data.image_size).to(run.torch_dtype)
+    model = build_model(network, images.label_names, run, data.image_size)
     if run.sync_batchnorm:
         model = synchronize_batchnorm(model, accelerator.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -149,7 +150,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(model, optimizer)
 
     # From here on files are written
-    begin_run(
+    settings = begin_run(
         accelerator,
         folder,
         project="memsave-image-classification",
@@ -165,26 +166,26 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
             accelerator.print(notice)
 
     # The loop
-    def train_step(batch: GlobalBatch) -> Tensor:
+    def train_step(batch: GlobalBatch) -> Tensor | None:
         for micro_batch in batch.forwards(model):
             logits = logits_of(model(pixels(micro_batch["images"], micro_batch.get("affine"))))
             batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
-        grad_norm = accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
+        grad_norm = clip_gradients(optim, accelerator, model)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         return grad_norm
 
-    report = RunReport(accelerator, batches, model, optimizer)
+    report = RunReport(accelerator, batches, model, optimizer, settings)
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
-        grad_norm = report.memory.run(batch.step, partial(train_step, batch))
+        grad_norm = report.run(batch.step, partial(train_step, batch))
         report.count(batch)
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate, grad_norm=grad_norm))
-        if step % order.steps_per_epoch == 0 or is_last:
+        if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
             with report.clock.left_out():
                 evaluated = evaluate_model(model, accelerator, images.validation, geometry, pixels, loading)
                 report.log_evaluation(step, evaluated)
@@ -207,24 +208,17 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def build_model(network: ModelArguments, label_names: tuple[str, ...], image_size: int) -> nn.Module:
+def build_model(network: ModelArguments, label_names: tuple[str, ...], run: RunArguments, image_size: int) -> nn.Module:
     """The network that the flags name, with one output a label."""
-    if network.model is not None:
-        model = MODELS[network.model](num_classes=len(label_names))
-        if network.weights is not None:
-            load_weights(model, network.weights)
-        return model
-    labels = {"id2label": dict(enumerate(label_names)), "label2id": {name: i for i, name in enumerate(label_names)}}
-    name = network.model_name_or_path or network.model_type
-    try:
-        if network.model_name_or_path is not None:
-            return AutoModelForImageClassification.from_pretrained(name, ignore_mismatched_sizes=True, **labels)
-        config = AutoConfig.for_model(name, image_size=image_size, **labels)
-        if network.config_overrides is not None:
-            config.update_from_string(network.config_overrides)
-        return AutoModelForImageClassification.from_config(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"the transformers model {name} cannot be made: {str(error).splitlines()[0]}") from error
+    if network.model is None:
+        labels = {"id2label": dict(enumerate(label_names)), "label2id": {name: i for i, name in enumerate(label_names)}}
+        if network.model_type is not None:
+            labels["image_size"] = image_size
+        return build_transformer(AutoModelForImageClassification, network, dtype=run.torch_dtype, **labels)
+    model = MODELS[network.model](num_classes=len(label_names))
+    if network.weights is not None:
+        load_weights(model, network.weights)
+    return model.to(run.torch_dtype)
 
 
 def normalization(network: ModelArguments) -> dict[str, Any]:

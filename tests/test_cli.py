@@ -1,4 +1,4 @@
-"""``memsave compare`` reads folders of runs, names what it leaves out, and answers a mistake with one line and 2."""
+"""``memsave`` reads folders of runs, names what it leaves out, and answers a mistake with one line and 2."""
 
 import json
 import subprocess
@@ -10,12 +10,13 @@ import pytest
 from memsave_recipes.cli import main
 
 
-def write_run(folder: Path, plan: str, peak: float) -> Path:
+def write_run(folder: Path, plan: str, peak: float, steps: int = 1) -> Path:
     folder.mkdir(parents=True)
     results = {"model": "vgg11", "plan": plan, "global_batch_size": 64, "memory": {"peak_allocated_gib": peak}}
+    rows = [{"step": n, "train/loss": 2.0 / n, "progress/samples_seen": 64 * n} for n in range(1, steps + 1)]
     (folder / "results.json").write_text(json.dumps(results))
     (folder / "config.json").write_text("{}")
-    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -39,17 +40,49 @@ def test_a_run_that_is_named_twice_is_shown_once(runs: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.count("b-plain") == 1
 
 
-def test_the_baseline_can_be_chosen(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_wandb_log_of_a_run_beside_it_is_not_another_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = runs / "b-plain" / "wandb" / "offline-run-1" / "run-1.wandb"
+    log.parent.mkdir(parents=True)
+    log.write_bytes(b"")
+    assert main(["compare", str(runs), str(log), str(log.parent)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("by", ["folder", "name"])
+def test_the_baseline_can_be_chosen(by: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = str(runs / "a-segments") if by == "folder" else "a-segments"
+    assert main(["compare", str(runs), "--baseline", named]) == 0
+    assert "+100 %" in capsys.readouterr().out
+
+
+def test_a_baseline_from_elsewhere_joins_the_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", str(runs / "b-plain"), "--baseline", str(runs / "a-segments")]) == 0
     assert "+100 %" in capsys.readouterr().out
 
 
-def test_broken_folders_are_named_and_left_out(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [("nowhere", "is no folder and the name of 0 runs"), ("runs", "holds 2 runs"), ("empty", "holds no run")],
+)
+def test_a_baseline_that_is_not_one_run_is_exit_code_2(
+    baseline: str, expected: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs.parent / "empty").mkdir()
+    assert main(["compare", str(runs), "--baseline", str(runs.parent / baseline)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_broken_empty_and_foreign_folders_are_named_and_left_out(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (write_run(runs / "killed", "none", 9.0) / "results.json").unlink()
     (write_run(runs / "torn", "none", 9.0) / "metrics.jsonl").write_text('{"st')
-    assert main(["compare", str(runs), str(runs / "missing")]) == 0
+    (write_run(runs / "foreign", "none", 9.0) / "results.json").write_text('{"score": 1}')
+    empty = runs.parent / "empty"
+    empty.mkdir()
+    assert main(["compare", str(runs), str(runs / "missing"), str(empty)]) == 0
     out, err = capsys.readouterr()
-    skipped = {str(runs / name) for name in ("killed", "torn", "missing")}
+    skipped = {str(empty), *(str(runs / name) for name in ("killed", "torn", "foreign", "missing"))}
     assert {line.removeprefix("skipped: ").split(" ")[0] for line in err.splitlines()} == skipped
     assert "b-plain" in out
     assert "killed" not in out
@@ -60,16 +93,57 @@ def test_no_run_at_all_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytes
     out, err = capsys.readouterr()
     assert out == ""
     assert err == f"error: {tmp_path} holds no run: name an --output_dir, or a folder of them\n"
+    assert main(["compare"]) == 2
+    assert capsys.readouterr().err == "error: name the folders of runs, or a W&B project with --wandb\n"
 
 
-def test_a_broken_baseline_is_exit_code_2(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", str(runs), "--baseline", str(runs)]) == 2
-    assert "is not a finished run" in capsys.readouterr().err
+def test_every_format_is_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = {flag: tmp_path / f"out.{flag}" for flag in ("html", "png", "csv", "markdown")}
+    assert (
+        main(["compare", str(runs), *(word for flag, file in files.items() for word in (f"--{flag}", str(file)))]) == 0
+    )
+    assert "b-plain" in capsys.readouterr().out
+    starts = {"html": b"<!DOCTYPE html>", "png": b"\x89PNG", "csv": b"run,model", "markdown": b"| run |"}
+    for flag, file in files.items():
+        assert file.read_bytes().startswith(starts[flag])
 
 
-def test_it_runs_as_a_module_and_without_torch(runs: Path) -> None:
-    check = "import sys; from memsave_recipes.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    for command in (["-m", "memsave_recipes.cli"], ["-c", check]):
-        done = subprocess.run([sys.executable, *command, "compare", str(runs)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "segments:2" in done.stdout
+def test_markdown_without_a_file_takes_the_place_of_the_table(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(runs), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("| run |")
+    assert "────" not in out
+
+
+@pytest.mark.parametrize("flag", ["html", "png", "csv", "markdown"])
+def test_a_file_that_cannot_be_written_is_one_line_and_exit_code_2(
+    flag: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if flag == "png":
+        pytest.importorskip("matplotlib")
+    for target in (runs, runs / "nowhere" / "out"):
+        assert main(["compare", str(runs), f"--{flag}", str(target)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: --{flag} {target} cannot be written (")
+        assert err.count("\n") == 1
+
+
+def test_forty_runs_are_read_without_what_is_slow_to_import(tmp_path: Path) -> None:
+    for n in range(40):
+        write_run(tmp_path / f"run{n}", "none", 1.0 + n, steps=200)
+    check = (
+        "import sys; from memsave_recipes.cli import main; code = main(sys.argv[1:]); "
+        "assert not {'torch', 'wandb', 'trackio', 'matplotlib', 'numpy'} & sys.modules.keys(); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", check, "compare", str(tmp_path), "--html", str(tmp_path / "page.html")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"run{n}" in done.stdout for n in range(40))
+
+
+def test_it_runs_as_a_module(runs: Path) -> None:
+    command = [sys.executable, "-m", "memsave_recipes.cli", "compare", str(runs)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "segments:2" in done.stdout

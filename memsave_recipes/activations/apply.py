@@ -27,6 +27,8 @@ from memsave_recipes.activations.recompute import recompute
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, plan_for, read_plan
 
+OBEYED = {Action.KEEP, Action.RECOMPUTE}
+
 
 def make_plan(model: nn.Module, strategy: str) -> Plan:
     """The plan that ``strategy`` makes for ``model``.
@@ -54,8 +56,14 @@ def apply_plan(model: nn.Module, plan: Plan) -> "PlanHandle":
     Apply it before the model is wrapped or compiled.
 
     Raises:
-        InputError: the plan was made for other blocks, or a span reaches over the end of a stack.
+        InputError: the plan was made for other blocks, a span reaches over the end of a stack, or an action is one that
+            only a later version can do.
     """
+    if unknown := {span.action for span in plan.spans} - OBEYED:
+        words = ", ".join(sorted(action.value for action in unknown))
+        raise InputError(
+            f"the plan {plan.strategy} asks for {words}, which cannot be done yet: keep or recompute instead"
+        )
     handle = PlanHandle(plan)
     first = 0
     for stack in _stacks_of(model, plan):

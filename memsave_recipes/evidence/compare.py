@@ -1,28 +1,27 @@
 """Comparison: runs side by side, each figure beside the one of its baseline.
 
-``compare`` decides and returns plain values; ``render`` only lays them out. What a run did not record is ``None`` in
-the one and ``-`` in the other.
+``compare`` decides and returns plain values; ``table``, ``page`` and ``plot`` only lay them out. What a run did not
+record is ``None``.
+
+NOTE [ Pareto ]: a run is Pareto-optimal if no other run of the same work on the same hardware has both a peak as low
+and a throughput as high, one of them better. The others are never the right choice between memory and speed. A run
+without rivals is not marked.
 """
 
 import math
-import os
-import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from memsave_recipes.evidence.comparability import Difference, competition, differing_traits, trait_differences
 from memsave_recipes.evidence.runs import Run, loss_curve
-from memsave_recipes.units import GIB, format_bytes
+from memsave_recipes.units import GIB
 
 T = TypeVar("T")
-HEADINGS = ("peak\nmemory", "kept for\nbackward", "samples\n/s", "train\ntime")
+# What an evaluation is about, the most telling first; bits per byte do not depend on the tokenizer.
+METRICS = ("accuracy", "f1", "bits_per_byte", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,35 +47,56 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One run: memory in bytes, time in seconds, ``metric`` the name of what ``evaluation`` is a figure of.
+    """One run: memory in bytes, time in seconds.
 
-    ``loss_difference`` is the largest one at any step to the baseline's curve; ``None`` where the steps
-    are not the same ones.
+    ``name`` is the run's, with as much of its path as tells it from others of that name. ``metric`` is the most telling
+    one of ``evaluation``. ``differs`` has the traits in which run and baseline are not the same, so that the ratios say
+    little. ``loss_difference`` is the largest one at any step to the baseline's curve; ``None`` where the steps are not
+    the same ones.
     """
 
-    run: str
+    run: Run
+    name: str
     model: str | None
     plan: str | None
     geometry: str | None
     is_baseline: bool
+    is_pareto_optimal: bool
+    differs: tuple[str, ...]
     peak_memory: Figure
     saved_for_backward: Figure
     samples_per_s: Figure
+    tokens_per_s: Figure
+    mfu_pct: Figure
     train_time: Figure
+    train_loss: Figure
     metric: str | None
-    evaluation: Figure
+    evaluation: dict[str, Figure]
     loss_difference: float | None
+
+    @property
+    def place(self) -> tuple[float, float] | None:
+        """Peak memory and throughput, where both are known."""
+        memory, speed = self.peak_memory.value, self.samples_per_s.value
+        return None if memory is None or speed is None else (memory, speed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonTable:
-    """The rows, those of a model together and each baseline first, and how their peak memory was measured.
-
-    The peaks of two runs are compared only where they were measured in the same way.
-    """
+    """The rows: those of a model together, each baseline before what is compared with it."""
 
     rows: tuple[ComparisonRow, ...]
-    memory_sources: tuple[str, ...]
+
+    @property
+    def sections(self) -> tuple[tuple[ComparisonRow, ...], ...]:
+        """The rows of each model. Runs of different models are not compared with one another."""
+        models = _distinct(row.model for row in self.rows)
+        return tuple(tuple(row for row in self.rows if row.model == model) for model in models)
+
+    @property
+    def memory_sources(self) -> tuple[str, ...]:
+        """How the peaks were measured; two of them are compared only where that was done in the same way."""
+        return tuple(_distinct(source for row in self.rows if (source := _memory_source(row.run))))
 
 
 def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable:
@@ -85,49 +105,39 @@ def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable
     That is ``baseline`` for the runs of its model. For others it is the first run of the same model and global batch
     whose plan is ``none``, else the first of them.
     """
-    if baseline is not None and baseline.folder not in [run.folder for run in runs]:
+    if baseline is not None and baseline.path not in [run.path for run in runs]:
         runs = [baseline, *runs]
-    labels = _labels(runs)
+    names = dict(zip([run.path for run in runs], _unique_names(runs), strict=True))
     models, works = _distinct(run.text("model") for run in runs), _distinct(_work(run) for run in runs)
     pairs = [(run, _baseline_of(run, runs, baseline)) for run in runs]
     pairs.sort(key=lambda pair: (models.index(pair[0].text("model")), works.index(_work(pair[0])), not _is_same(*pair)))
+    optimal = _pareto_optimal(runs)
     return ComparisonTable(
-        rows=tuple(_row(labels[run.folder], run, other) for run, other in pairs),
-        memory_sources=tuple(_distinct(source for run in runs if (source := run.text("memory", "source")))),
+        rows=tuple(_row(names[run.path], run, other, is_optimal=run.path in optimal) for run, other in pairs)
     )
 
 
-def render(table: ComparisonTable) -> Table:
-    """The table as the terminal shows it: under each figure, how it compares to the baseline's."""
-    metrics = _distinct(row.metric for row in table.rows if row.metric)
-    drawn = Table(box=box.SIMPLE_HEAD, padding=0, caption=_caption(table), caption_justify="left")
-    drawn.add_column("run", overflow="fold", min_width=12)
-    drawn.add_column("plan\ngeometry", overflow="fold", min_width=10)
-    for heading in (*HEADINGS, *metrics, "largest\nloss\ndifference"):
-        drawn.add_column(heading, justify="right", no_wrap=True)
-    for index, row in enumerate(table.rows):
-        if index == 0 or row.model != table.rows[index - 1].model:
-            drawn.add_section()
-            drawn.add_row(Text(row.model or "unknown model", style="bold"))
-        drawn.add_row(*_cells(row, metrics))
-    return drawn
-
-
-def show(table: ComparisonTable) -> None:
-    """Prints the table, 120 columns wide where there is no terminal to say how wide."""
-    Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns).print(render(table))
+def differences_within(rows: Sequence[ComparisonRow]) -> tuple[Difference, ...]:
+    """In what the runs of a section are not comparable, with the positions of the rows."""
+    return trait_differences([row.run for row in rows])
 
 
 def _distinct(values: Iterable[T]) -> list[T]:
     return list(dict.fromkeys(values))
 
 
-def _labels(runs: Sequence[Run]) -> dict[Path, str]:
-    """The folders' names, or their paths below the folder that holds them all where a name comes twice."""
-    if len({run.name for run in runs}) == len(runs):
-        return {run.folder: run.name for run in runs}
-    root = os.path.commonpath([run.folder.parent for run in runs])
-    return {run.folder: os.path.relpath(run.folder, root) for run in runs}
+def _unique_names(runs: Sequence[Run]) -> list[str]:
+    times = Counter(run.name for run in runs)
+    return [run.name if times[run.name] == 1 else _end_of_path(run, runs) for run in runs]
+
+
+def _end_of_path(run: Run, runs: Sequence[Run]) -> str:
+    """As much of the end of its path as no other run of the same name shares."""
+    parts = run.path.parts
+    others = [other.path.parts for other in runs if other.name == run.name and not _is_same(other, run)]
+    depths = range(1, len(parts) + 1)
+    depth = next(depth for depth in depths if all(other[-depth:] != parts[-depth:] for other in others))
+    return "/".join(parts[-depth:])
 
 
 def _baseline_of(run: Run, runs: Sequence[Run], chosen: Run | None) -> Run:
@@ -142,10 +152,34 @@ def _work(run: Run) -> tuple[str | None, float | None]:
 
 
 def _is_same(run: Run, other: Run) -> bool:
-    return run.folder == other.folder
+    return run.path == other.path
 
 
-def _row(label: str, run: Run, baseline: Run) -> ComparisonRow:
+def _memory_source(run: Run) -> str | None:
+    return run.text("memory", "source")
+
+
+def _pareto_optimal(runs: Sequence[Run]) -> set[Path]:
+    """NOTE [ Pareto ]."""
+    rivals = defaultdict(list)
+    for run in runs:
+        memory, speed = run.figure("memory", "peak_allocated_gib"), run.figure("perf", "samples_per_sec")
+        if memory is not None and speed is not None:
+            rivals[competition(run)].append((memory, speed, run.path))
+    return {
+        path
+        for group in rivals.values()
+        for memory, speed, path in group
+        if len(group) > 1 and not any(_is_better(other, (memory, speed)) for *other, _ in group)
+    }
+
+
+def _is_better(this: Sequence[float], than: Sequence[float]) -> bool:
+    """No more memory and no less speed, and not both the same."""
+    return this[0] <= than[0] and this[1] >= than[1] and tuple(this) != tuple(than)
+
+
+def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonRow:
     is_baseline = _is_same(run, baseline)
 
     def figure(*keys: str, unit: int = 1) -> Figure:
@@ -155,21 +189,27 @@ def _row(label: str, run: Run, baseline: Run) -> ComparisonRow:
             baseline=None if other is None or is_baseline else other * unit,
         )
 
-    metric = _metric(run)
+    evaluation = {name: figure("eval", name) for name in run.names("eval")}
     peak = figure("memory", "peak_allocated_gib", unit=GIB)
-    same_source = run.text("memory", "source") == baseline.text("memory", "source")
+    same_source = _memory_source(run) == _memory_source(baseline)
     return ComparisonRow(
-        run=label,
+        run=run,
+        name=name,
         model=run.text("model"),
         plan=run.text("plan"),
         geometry=_geometry(run),
         is_baseline=is_baseline,
+        is_pareto_optimal=is_optimal,
+        differs=differing_traits(run, baseline),
         peak_memory=peak if same_source else Figure(value=peak.value),
         saved_for_backward=figure("memory", "saved_for_backward_gib", unit=GIB),
         samples_per_s=figure("perf", "samples_per_sec"),
+        tokens_per_s=figure("perf", "tokens_per_sec"),
+        mfu_pct=figure("perf", "mfu_pct"),
         train_time=figure("perf", "train_time_s"),
-        metric=metric,
-        evaluation=figure("eval", metric or ""),
+        train_loss=figure("train_loss"),
+        metric=next((name for name in (*METRICS, *evaluation) if name in evaluation), None),
+        evaluation=evaluation,
         loss_difference=None if is_baseline else _loss_difference(loss_curve(run), loss_curve(baseline)),
     )
 
@@ -184,81 +224,9 @@ def _geometry(run: Run) -> str | None:
     return f"{micro} x {ranks} {'rank' if ranks == 1 else 'ranks'} x {accumulation}"
 
 
-def _metric(run: Run) -> str | None:
-    """The accuracy if there is one, else the first number of the final evaluation."""
-    evaluation = run.results.get("eval")
-    names = ["accuracy", *evaluation] if isinstance(evaluation, dict) else []
-    return next((name for name in names if run.figure("eval", name) is not None), None)
-
-
 def _loss_difference(curve: dict[int, float], other: dict[int, float]) -> float | None:
     """The largest absolute difference at any step; ``None`` unless both have logged the same steps."""
     if not curve or curve.keys() != other.keys():
         return None
     differences = [abs(curve[step] - other[step]) for step in curve]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-def _caption(table: ComparisonTable) -> str | None:
-    return f"peak memory: {'; '.join(table.memory_sources)}" if table.memory_sources else None
-
-
-def _cells(row: ComparisonRow, metrics: list[str]) -> list[Text]:
-    return [
-        Text(row.run),
-        Text(f"{row.plan or '-'}\n{row.geometry or '-'}"),
-        _cell(row.peak_memory, _memory, _percent),
-        _cell(row.saved_for_backward, _memory, _percent),
-        _cell(row.samples_per_s, _rate, _factor),
-        _cell(row.train_time, _duration, _factor),
-        *(_metric_cell(row.evaluation if row.metric == name else Figure(value=None)) for name in metrics),
-        Text("baseline" if row.is_baseline else _loss_text(row.loss_difference)),
-    ]
-
-
-def _cell(figure: Figure, absolute: Callable[[float], str], relative: Callable[[float], str]) -> Text:
-    return _two_lines(
-        "-" if figure.value is None else absolute(figure.value),
-        None if figure.ratio is None else relative(figure.ratio),
-    )
-
-
-def _metric_cell(figure: Figure) -> Text:
-    return _two_lines(
-        "-" if figure.value is None else f"{figure.value:.4f}",
-        None if figure.difference is None else _change(figure.difference),
-    )
-
-
-def _two_lines(absolute: str, relative: str | None) -> Text:
-    cell = Text(absolute)
-    return cell if relative is None else cell.append(f"\n{relative}", style="cyan")
-
-
-def _memory(num_bytes: float) -> str:
-    return format_bytes(round(num_bytes))
-
-
-def _percent(ratio: float) -> str:
-    return f"{round(100 * ratio) - 100:+d} %"
-
-
-def _factor(ratio: float) -> str:
-    return f"x{ratio:.2f}"
-
-
-def _rate(per_s: float) -> str:
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    """``12.3 s``, and from 100 s on ``0:01:40``."""
-    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
-
-
-def _change(difference: float) -> str:
-    return "same" if difference == 0 else f"{difference:+.2g}"
-
-
-def _loss_text(difference: float | None) -> str:
-    return "-" if difference is None else f"{difference:.3g}"

@@ -6,21 +6,27 @@ logging step. Any figure may be absent.
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from memsave_recipes.errors import InputError
 
+OF_A_RUN = ("results.json", "config.json", "metrics.jsonl")
+FIGURES = ("model", "memory", "perf", "eval")  # a results.json without any of them is another program's
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run. ``name`` is its folder's; ``history`` the rows of ``metrics.jsonl`` in the order of writing."""
+    """A finished run. ``name`` is its folder's; ``history`` the rows of ``metrics.jsonl`` in the order of writing.
+
+    ``path`` tells it from every other run: its folder, or ``entity/project/id`` of one that W&B keeps.
+    """
 
     name: str
-    folder: Path
+    path: Path
     results: dict[str, Any]
     config: dict[str, Any]
     history: list[dict[str, Any]]
@@ -29,6 +35,11 @@ class Run:
         """A number of the results, as ``figure("memory", "peak_allocated_gib")``; ``None`` if absent or not finite."""
         value = _at(self.results, keys)
         return value if _is_number(value) and math.isfinite(value) else None
+
+    def names(self, key: str) -> list[str]:
+        """The names of the numbers in a part of the results, as ``names("eval")``."""
+        part = self.results.get(key)
+        return [name for name in part if self.figure(key, name) is not None] if isinstance(part, dict) else []
 
     def text(self, *keys: str) -> str | None:
         """A text of the results, as ``text("plan")``; ``None`` where it is absent."""
@@ -43,29 +54,42 @@ def read_run(folder: Path | str) -> Run:
         InputError: a file is missing, so the run is not finished or none of ours, or a file cannot be read.
     """
     folder = Path(folder).resolve()
-    missing = [name for name in ("results.json", "config.json", "metrics.jsonl") if not (folder / name).is_file()]
+    missing = [name for name in OF_A_RUN if not (folder / name).is_file()]
     if missing:
         raise InputError(f"{folder} is not a finished run (no {', no '.join(missing)}): finish it or leave it out")
+    results = _parse(_read(folder / "results.json"), "results.json", folder)
+    if not any(key in results for key in FIGURES):
+        raise InputError(f"{folder} has a results.json with none of our figures, so it is no run of ours: leave it out")
     return Run(
         name=folder.name,
-        folder=folder,
-        results=_parse(_read(folder / "results.json"), "results.json", folder),
+        path=folder,
+        results=results,
         config=_parse(_read(folder / "config.json"), "config.json", folder),
         history=_parse_rows(_read(folder / "metrics.jsonl"), folder),
     )
 
 
-def find_runs(folder: Path | str) -> list[Path]:
-    """The folders at or below ``folder`` that a run has written to, finished or not, sorted.
+def find_runs(path: Path | str) -> list[Path]:
+    """What runs have left at or below ``path``, finished or not, sorted: their folders, and W&B logs (``*.wandb``).
+
+    The log that a run keeps in its own folder tells of the same run again, so it is left out.
 
     Raises:
-        InputError: there is no such folder, or no run in it.
+        InputError: there is no such path, or no run in it.
     """
-    if not Path(folder).is_dir():
-        raise InputError(f"{folder} is not a folder: name one that holds runs")
-    found = {path.parent for name in ("results.json", "metrics.jsonl") for path in Path(folder).rglob(name)}
+    path = Path(path)
+    if path.is_file() and path.suffix == ".wandb":
+        return [path]
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder: name one that holds runs")
+    found = []
+    for folder, subfolders, files in os.walk(path):
+        if "results.json" in files or "metrics.jsonl" in files:
+            found.append(Path(folder))
+            subfolders[:] = [name for name in subfolders if name != "wandb"]
+        found += [Path(folder, name) for name in files if name.endswith(".wandb")]
     if not found:
-        raise InputError(f"{folder} holds no run: name an --output_dir, or a folder of them")
+        raise InputError(f"{path} holds no run: name an --output_dir, or a folder of them")
     return sorted(found)
 
 
@@ -73,6 +97,11 @@ def loss_curve(run: Run) -> dict[int, float]:
     """The training loss by step, from ``train/loss``; a step that was logged twice has its last value."""
     losses = [(row.get("step"), row.get("train/loss")) for row in run.history]
     return {step: float(loss) for step, loss in losses if isinstance(step, int) and _is_number(loss)}
+
+
+def history_row(row: dict[str, Any]) -> dict[str, Any]:
+    """``row`` with the numbers that JSON has no word for."""
+    return {key: float(value) if value in NOT_FINITE else value for key, value in row.items()}
 
 
 def _at(nested: Any, keys: tuple[str, ...]) -> Any:
@@ -103,5 +132,5 @@ def _parse(text: bytes, name: str, folder: Path) -> dict[str, Any]:
 
 
 def _parse_rows(text: bytes, folder: Path) -> list[dict[str, Any]]:
-    rows = [_parse(line, f"metrics.jsonl line {n}", folder) for n, line in enumerate(text.splitlines(), start=1)]
-    return [{key: float(value) if value in NOT_FINITE else value for key, value in row.items()} for row in rows]
+    lines = enumerate(text.splitlines(), start=1)
+    return [history_row(_parse(line, f"metrics.jsonl line {n}", folder)) for n, line in lines]

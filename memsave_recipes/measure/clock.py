@@ -1,16 +1,18 @@
 """Throughput by the wall clock, without what is not training: warm-up, evaluation and saving stay outside.
 
 Windows end where the loop reads a loss from the device, which waits for the device anyway, so no step is ever held up
-for the clock's sake and the time between two such reads is that of the work in it.
+for the clock's sake and the time between two such reads is that of the work in it. CUDA events at the same two places
+would measure the same time.
 """
 
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -19,14 +21,17 @@ T = TypeVar("T")
 class _Tally:
     steps: int = 0
     samples: int = 0
+    tokens: Tensor | int = 0  # a sum on the device until a window ends
     seconds: float = 0.0
     waiting_seconds: float = 0.0
 
     def figures(self) -> dict[str, float]:
         if not self.steps or not self.seconds:
             return {}
+        tokens = {"tokens_per_sec": int(self.tokens) / self.seconds} if self.tokens else {}
         return {
             "samples_per_sec": self.samples / self.seconds,
+            **tokens,
             "step_time_s": self.seconds / self.steps,
             "data_wait_pct": 100 * self.waiting_seconds / self.seconds,
         }
@@ -46,14 +51,25 @@ class StepClock:
         self._started = time.perf_counter()
         self._window_started = self._started
         self._left_out_seconds = 0.0
+        self._earlier_seconds = 0.0
 
     @property
     def train_time_s(self) -> float:
-        """Seconds since the clock was made, warm-up included, what was ``left_out`` not."""
-        return time.perf_counter() - self._started - self._left_out_seconds
+        """Seconds since the clock was made, and before a resume; warm-up included, what was ``left_out`` not."""
+        return self._earlier_seconds + time.perf_counter() - self._started - self._left_out_seconds
 
-    def step(self, *, samples: int) -> None:
-        """A step of ``samples`` samples (over all ranks) has been queued."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from: the windows that have ended and the training time. Plain numbers."""
+        return {**asdict(self._total), "train_time_s": self.train_time_s}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``, after a warm-up of this process's own."""
+        counted = dict(state)
+        self._earlier_seconds = counted.pop("train_time_s")
+        self._total = _Tally(**counted)
+
+    def step(self, *, samples: int, tokens: Tensor | int = 0) -> None:
+        """A step of ``samples`` samples and ``tokens`` valid tokens (over all ranks) has been queued."""
         if self._warmup_steps:
             self._warmup_steps -= 1
             if not self._warmup_steps and torch.accelerator.is_available():
@@ -63,15 +79,18 @@ class StepClock:
             return
         self._window.steps += 1
         self._window.samples += samples
+        self._window.tokens = self._window.tokens + tokens
 
     def end_window(self) -> dict[str, float]:
         """The figures since the last window ended (none during warm-up). Call it when the device is done."""
         now = time.perf_counter()
         self._window.seconds = now - self._window_started
+        self._window.tokens = int(self._window.tokens)
         window, self._window, self._window_started = self._window, _Tally(), now
         if window.steps:
             self._total.steps += window.steps
             self._total.samples += window.samples
+            self._total.tokens += window.tokens
             self._total.seconds += window.seconds
             self._total.waiting_seconds += window.waiting_seconds
         return window.figures()

@@ -1,8 +1,14 @@
-"""Device memory as the allocator and the driver report it, for any accelerator that ``torch.accelerator`` knows."""
+"""Device memory as the allocator and the driver report it, for any accelerator that ``torch.accelerator`` knows.
+
+``record_history`` and ``write_snapshot`` are for CUDA devices alone, where torch's allocator keeps a diary.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+HISTORY_ENTRIES = 1_000_000  # allocations and releases that are remembered, several hundred bytes each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +35,8 @@ def read_device_memory(device: torch.device) -> DeviceMemory:
     statistics = torch.accelerator.memory_stats(device)
     free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
     return DeviceMemory(
-        peak_allocated_bytes=torch.accelerator.max_memory_allocated(device),
-        peak_reserved_bytes=torch.accelerator.max_memory_reserved(device),
+        peak_allocated_bytes=statistics.get("allocated_bytes.all.peak", 0),
+        peak_reserved_bytes=statistics.get("reserved_bytes.all.peak", 0),
         device_used_bytes=total_bytes - free_bytes,
         num_alloc_retries=statistics.get("num_alloc_retries", 0),
         num_ooms=statistics.get("num_ooms", 0),
@@ -40,3 +46,15 @@ def read_device_memory(device: torch.device) -> DeviceMemory:
 def reset_peaks(device: torch.device) -> None:
     """Begin a new window: the peaks fall to what is held now."""
     torch.accelerator.reset_peak_memory_stats(device)
+
+
+def record_history() -> None:
+    """From now on the CUDA allocator notes what it gives and takes back, and for which line of the program."""
+    torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
+
+
+def write_snapshot(path: Path) -> None:
+    """Write what the CUDA allocator holds and what it has noted, for https://pytorch.org/memory_viz; note no more."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # other machines have no run folder
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)

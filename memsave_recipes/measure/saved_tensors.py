@@ -6,10 +6,14 @@ without those of the parameters, which live anyway. What a checkpointed span sav
 and is not held; its inputs do.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+Ends = tuple[nn.Module, nn.Module]
+"""The first and the last module of a block; the same one where the block is a module."""
 
 
 class SavedTensors:
@@ -42,3 +46,113 @@ class SavedTensors:
 
     def __exit__(self, *exception: Any) -> None:
         self._hooks.__exit__(*exception)
+
+
+class ForwardMeter:
+    """Counts what the first forward of ``model`` inside its context saves, and which of it in which block.
+
+    Args:
+        model: whose forward counts.
+        blocks: in the order of the forward (``find_blocks``). They must keep everything: what a recomputed block saves
+            is not seen.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Ends] = ()) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._saved = SavedTensors(model)
+        self._inputs: dict[int, int] = {}  # what enters the blocks: address -> bytes
+        self._in_blocks: list[dict[int, int]] = []  # what each block was the first to save
+        self._before_block: set[int] = set()
+        self._handles: list[Any] = []
+        self._counting = False
+        self._has_begun = self._has_ended = False
+
+    @property
+    def num_bytes(self) -> int:
+        """What has been saved so far."""
+        return self._saved.num_bytes
+
+    @property
+    def freed_by_recomputation_bytes(self) -> int | None:
+        """How much less would be held with every block recomputed by itself; ``None`` while that is not known.
+
+        Then the inputs of all blocks are kept instead, and beside them what one block at a time makes again. Of a
+        forward that did not end, only the blocks that had passed are in the figure.
+        """
+        if not self._in_blocks:
+            return None
+        in_blocks = {address for saved in self._in_blocks for address in saved}
+        kept = {address: size for address, size in self._saved.storages.items() if address not in in_blocks}
+        kept |= self._inputs
+        again = max(sum(size for a, size in saved.items() if a not in kept) for saved in self._in_blocks)
+        freed = max(0, self.num_bytes - sum(kept.values()) - again)
+        return freed if freed or self._has_ended else None
+
+    def __enter__(self) -> "ForwardMeter":
+        self._handles = [
+            self._model.register_forward_pre_hook(self._begin, prepend=True),
+            self._model.register_forward_hook(self._note_end),
+            self._model.register_forward_hook(self._stop, always_call=True),
+        ]
+        for first, last in self._blocks:
+            self._handles.append(first.register_forward_pre_hook(self._enter_block))
+            self._handles.append(last.register_forward_hook(self._leave_block))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        if not self._has_begun:
+            self._saved.__enter__()
+            self._counting = self._has_begun = True
+
+    def _note_end(self, *_: Any) -> None:
+        self._has_ended = True
+
+    def _stop(self, *_: Any) -> None:
+        if self._counting:
+            self._saved.__exit__()
+            self._counting = False
+
+    def _enter_block(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not self._counting:
+            return
+        self._before_block = set(self._saved.storages)
+        for tensor in _tensors(inputs):
+            storage = tensor.untyped_storage()
+            self._inputs[storage.data_ptr()] = storage.nbytes()
+
+    def _leave_block(self, *_: Any) -> None:
+        if self._counting:
+            saved = self._saved.storages
+            self._in_blocks.append({address: saved[address] for address in saved.keys() - self._before_block})
+
+
+def find_blocks(model: nn.Module, names: Sequence[str]) -> list[Ends]:
+    """The modules behind the names of a plan's blocks, such as ``features.0..2``, anywhere inside wrappers of a model.
+
+    Empty where the blocks are no modules.
+    """
+    for root in model.modules():
+        try:
+            return [_ends(root, name) for name in names]
+        except AttributeError:
+            continue
+    return []
+
+
+def _ends(root: nn.Module, name: str) -> Ends:
+    first, _, last = name.partition("..")
+    siblings, dot, _ = first.rpartition(".")
+    return root.get_submodule(first), root.get_submodule(f"{siblings}{dot}{last}" if last else first)
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

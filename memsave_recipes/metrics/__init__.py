@@ -3,5 +3,6 @@
 from pathlib import Path
 
 ACCURACY = Path(__file__).with_name("accuracy.py")
+F1 = Path(__file__).with_name("f1.py")
 
-__all__ = ["ACCURACY"]
+__all__ = ["ACCURACY", "F1"]

@@ -21,6 +21,8 @@ class Action(str, Enum):
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
+    SELECT_OPS = "select_ops"
+    OFFLOAD = "offload"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,13 @@ class RunArguments:
     )
     sync_batchnorm: bool = field(default=False, metadata={"help": "BatchNorm statistics over all ranks (GPUs)"})
     dataloader_num_workers: int = field(default=0, metadata={"help": "processes that load data, for each rank"})
+    eval_steps: int | None = field(
+        default=None, metadata={"help": "evaluate every so many optimizer steps; default: after each epoch"}
+    )
     logging_steps: int = field(default=10, metadata={"help": "log every so many optimizer steps"})
+    memory_snapshot: int | None = field(
+        default=None, metadata={"help": "record the CUDA allocator over the first so many steps"}
+    )
     report_to: list[str] = field(
         default_factory=lambda: ["trackio"],
         metadata={"help": "trackio, wandb, tensorboard (several may be named), none"},
@@ -72,6 +78,9 @@ class RunArguments:
         require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
         require(self.seed >= 0, "--seed", self.seed, "0 or more")
         require(self.dataloader_num_workers >= 0, "--dataloader_num_workers", self.dataloader_num_workers, "0 or more")
+        require(self.eval_steps is None or self.eval_steps >= 1, "--eval_steps", self.eval_steps, "at least 1")
+        snapshot = self.memory_snapshot
+        require(snapshot is None or snapshot >= 1, "--memory_snapshot", snapshot, "at least 1")
         require(self.logging_steps >= 1, "--logging_steps", self.logging_steps, "at least 1")
 
     @property
@@ -84,9 +93,14 @@ class RunArguments:
 class OptimizerArguments:
     """How the weights move."""
 
-    optimizer: Literal["adamw", "sgd"] = field(default="adamw", metadata={"help": "AdamW, or SGD with --momentum"})
+    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = field(
+        default="adamw", metadata={"help": "adafactor and adamw_8bit keep a smaller state; sgd has --momentum"}
+    )
+    optimizer_in_backward: bool = field(
+        default=False, metadata={"help": "step on each gradient as it is made and free it; no accumulation, one rank"}
+    )
     learning_rate: float = field(default=3e-4, metadata={"help": "at the end of the warm-up"})
-    weight_decay: float = field(default=0.0, metadata={"help": "decoupled in AdamW, L2 in SGD"})
+    weight_decay: float = field(default=0.0, metadata={"help": "decoupled from the gradient; L2 in SGD"})
     momentum: float = field(default=0.9, metadata={"help": "of SGD"})
     lr_scheduler_type: Schedule = field(default="linear", metadata={"help": "after the warm-up"})
     warmup_steps: int = field(default=0, metadata={"help": "optimizer steps of linear warm-up"})

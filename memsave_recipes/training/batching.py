@@ -152,43 +152,28 @@ class GlobalBatch:
         self.loss = self.loss + loss.detach()
 
 
-class MeanLoss:
-    """The mean of ``train/loss`` over the steps of a logging window, with one reduction a window."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._losses: list[Tensor] = []
-
-    def add(self, batch: GlobalBatch) -> None:
-        """Take in the loss of a finished step; nothing is read from the device."""
-        self._losses.append(torch.as_tensor(batch.loss))
-
-    def end_window(self) -> float:
-        """The mean over the steps since the last call, over all ranks. Waits for the device."""
-        mean = torch.stack(self._losses).mean()
-        self._losses = []
-        return self._accelerator.reduce(mean, "sum").item()
-
-
 def evaluation_batches(
     accelerator: Accelerator,
     dataset: Sized,
     *,
     micro_batch_size: int,
+    num_samples: int | None = None,
     collate_fn: Callable[[list[Any]], Batch] = default_collate,
     num_workers: int = 0,
 ) -> Iterator[Batch]:
-    """This rank's part of a data set, each sample once over all ranks, on the device.
+    """This rank's part of a data set, or of its first ``num_samples``, each once over all ranks, on the device.
 
     All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out.
     """
-    num_samples, num_processes = len(dataset), accelerator.num_processes
+    num_processes = accelerator.num_processes
     geometry = Geometry(
         global_batch_size=micro_batch_size * num_processes,
         micro_batch_size=micro_batch_size,
         num_processes=num_processes,
     )
-    order = SampleOrder(num_samples=num_samples, global_batch_size=geometry.global_batch_size, seed=None)
+    order = SampleOrder(
+        num_samples=num_samples or len(dataset), global_batch_size=geometry.global_batch_size, seed=None
+    )
     sampler = MicroBatchSampler(
         order=order,
         geometry=geometry,

@@ -66,7 +66,7 @@ def start_accelerator(**kwargs: Any) -> Accelerator:
         _check_cpu_precision(kwargs)
     else:
         _check_enough_devices(world.world_size, world.local_world_size)
-    accelerator = Accelerator(cpu=on_cpu, **kwargs)
+    accelerator = _SettlingAccelerator(cpu=on_cpu, **kwargs)
     if accelerator.num_processes < world.world_size:
         raise InputError(
             f"the launcher started {world.world_size} processes but this one joined a world of "
@@ -155,6 +155,14 @@ def _check_cpu_precision(kwargs: dict[str, Any]) -> None:
     precision = kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if precision == "fp16":
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
+
+
+class _SettlingAccelerator(Accelerator):
+    """Lets gloo settle before ``end_training`` destroys the process group."""
+
+    def end_training(self) -> None:
+        let_gloo_settle()
+        super().end_training()
 
 
 def let_gloo_settle() -> None:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, make_plan
+from memsave_recipes.errors import InputError
 from memsave_recipes.measure.saved_tensors import SavedTensors
 from memsave_recipes.plans import Action, Plan, Span
 
@@ -168,3 +169,11 @@ def test_saved_bytes_of_transformer_layers(make_case):
         spans=(Span(start=0, stop=4, action=Action.RECOMPUTE),),
     )
     assert saved_bytes(case, one_span) == full - 3 * hidden_states
+
+
+def test_an_action_that_cannot_be_done_is_refused(make_case):
+    model = make_case("gpt2").model
+    plan = make_plan(model, "none")
+    spans = (Span(start=0, stop=4, action=Action.OFFLOAD),)
+    with pytest.raises(InputError, match="asks for offload, which cannot be done yet"):
+        apply_plan(model, Plan(strategy="mine", blocks=plan.blocks, spans=spans))

@@ -21,7 +21,7 @@ def write_run(folder: Path, rows: list[dict] | None = None) -> Path:
 def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     rows = [{"step": 1, "train/loss": 0.1 + 0.2}, {"step": 1, "eval/accuracy": 0.5}]
     run = read_run(write_run(tmp_path / "plain", rows))
-    assert (run.name, run.folder) == ("plain", tmp_path / "plain")
+    assert (run.name, run.path) == ("plain", tmp_path / "plain")
     assert run.results == {"model": "vgg11", "eval": {"accuracy": 0.5}, "steps": 2}
     assert run.config == {"seed": 7}
     assert run.history == rows
@@ -79,6 +79,23 @@ def test_runs_are_found_at_any_depth_finished_or_not(tmp_path: Path) -> None:
     (shallow / "results.json").unlink()
     assert find_runs(tmp_path) == [shallow, deep]
     assert find_runs(deep) == [deep]
+
+
+def test_another_programs_results_are_no_run_of_ours(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "results.json").write_text('{"score": 3}')
+    with pytest.raises(InputError, match="none of our figures"):
+        read_run(folder)
+
+
+def test_the_wandb_log_of_a_run_is_not_another_run(tmp_path: Path) -> None:
+    run, alone = write_run(tmp_path / "run"), tmp_path / "wandb" / "offline-run-1" / "run-1.wandb"
+    for log in (alone, run / "wandb" / "offline-run-2" / "run-2.wandb"):
+        log.parent.mkdir(parents=True)
+        log.write_bytes(b"")
+    assert find_runs(tmp_path) == [run, alone]
+    assert find_runs(alone) == [alone]
+    assert [path.name for path in find_runs(run / "wandb")] == ["run-2.wandb"]
 
 
 @pytest.mark.parametrize("folder", ["empty", "missing"])

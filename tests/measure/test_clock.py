@@ -1,6 +1,9 @@
 """The clock on a clock of ours: what counts, what waits, what is left out."""
 
+import json
+
 import pytest
+import torch
 
 from memsave_recipes.measure import clock as clock_module
 from memsave_recipes.measure.clock import StepClock
@@ -38,3 +41,37 @@ def test_figures_leave_out_the_warm_up_and_evaluations(seconds):
 def test_no_figures_without_a_step(seconds):
     assert StepClock().end_window() == {}
     assert StepClock().figures() == {}
+
+
+def test_a_resumed_clock_goes_on(seconds):
+    clock = StepClock(warmup_steps=1)
+    for batch in clock.loading(batches(seconds, 4, loading=1)):
+        seconds[0] += 9 if batch == 0 else 3
+        clock.step(samples=8, tokens=torch.tensor(20))
+    clock.end_window()
+    seconds[0] += 2  # of a window that the checkpoint cuts short
+    state = clock.state_dict()
+    assert all(type(value) in (int, float) for value in state.values())
+
+    seconds[0] += 5000
+    resumed = StepClock(warmup_steps=1)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert resumed.figures() == clock.figures()
+    assert resumed.train_time_s == 10 + 3 * 4 + 2
+    for _ in range(2):
+        seconds[0] += 10
+        resumed.step(samples=8, tokens=20)
+    resumed.end_window()
+    assert resumed.figures() == {
+        "samples_per_sec": 4 * 8 / (3 * 4 + 10),  # the resumed process warms up again
+        "tokens_per_sec": 4 * 20 / (3 * 4 + 10),
+        "step_time_s": (3 * 4 + 10) / 4,
+        "data_wait_pct": 100 * 3 / (3 * 4 + 10),
+    }
+    assert resumed.train_time_s == 10 + 3 * 4 + 2 + 20
+
+
+def test_a_state_is_not_changed_by_loading_it(seconds):
+    state = StepClock().state_dict()
+    StepClock().load_state_dict(state)
+    assert "train_time_s" in state

@@ -14,13 +14,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from memsave_recipes.reporting.run_folder import save_model
+from memsave_recipes.reporting.trackers import finish_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
-from memsave_recipes.training.run_folder import save_model
 from memsave_recipes.training.sample_order import Geometry, SampleKey, SampleOrder
-from memsave_recipes.training.trackers import finish_trackers
 
 VOCABULARY, LONGEST_ROW, NUM_ROWS = 64, 24, 101
 

@@ -1,6 +1,5 @@
 """The recipe as people run it: same result with less memory, and every mistake in one line with exit code 2."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,51 +15,13 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.models import MODELS
 from memsave_recipes.plans import plan_for
-from memsave_recipes.training.failures import run_recipe
+from memsave_recipes.reporting.failures import run_recipe
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "recipes" / "image_classification.py"
+RECIPE = "image_classification"
+SCRIPT = ROOT / "recipes" / "image_classification.py"
 TINY_VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=8"
 SHORT = ["--global_batch_size", "16", "--micro_batch_size", "6", "--max_steps", "3", "--logging_steps", "1"]
-
-
-@pytest.fixture(scope="module")
-def recipe():
-    specification = importlib.util.spec_from_file_location("image_classification", RECIPE)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules[module.__name__]
-
-
-@pytest.fixture
-def train(recipe, tmp_path):
-    """Run the recipe in this process; returns its results."""
-
-    def run(*flags, output="run"):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        return recipe.main([*flags, "--report_to", "none", "--output_dir", str(tmp_path / output)])
-
-    return run
-
-
-@pytest.fixture
-def refuse(recipe, tmp_path, capsys):
-    """Run the recipe with a mistake; returns the one line that it ends with."""
-
-    def run(*flags, output="run"):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        words = [*flags, *([] if "--report_to" in flags else ["--report_to", "none"])]
-        with pytest.raises(SystemExit) as end:
-            run_recipe(lambda: recipe.main([*words, "--output_dir", str(tmp_path / output)]))
-        assert end.value.code == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1
-        assert not (tmp_path / output / "metrics.jsonl").exists()
-        return lines[0]
-
-    return run
 
 
 def curve(folder):
@@ -223,7 +184,7 @@ def launch(config, *flags, timeout=280):
         ROOT / "accelerate_configs" / config,
     ]
     return subprocess.run(
-        [str(word) for word in [*command, RECIPE, *flags]],
+        [str(word) for word in [*command, SCRIPT, *flags]],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -262,7 +223,7 @@ def test_a_global_batch_smaller_than_the_ranks_is_told_once(tmp_path):
 
 
 def test_the_exit_code_of_the_process_itself(tmp_path):
-    command = [sys.executable, RECIPE, "--model", "vgg17", "--output_dir", tmp_path / "x"]
+    command = [sys.executable, SCRIPT, "--model", "vgg17", "--output_dir", tmp_path / "x"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )

@@ -28,7 +28,6 @@ from memsave_recipes.training.batching import (
     Batch,
     GlobalBatch,
     GlobalBatches,
-    MeanLoss,
     evaluation_batches,
     gather_counted,
 )
@@ -223,7 +222,7 @@ def train(accelerator: Accelerator, task: Task, micro_batch_size: int, counts_al
     optimizer = make_optimizer(optim, bare)
     scheduler = make_scheduler(optim, optimizer, task.num_steps)
     model, optimizer = accelerator.prepare(bare, optimizer)
-    mean_loss = MeanLoss(accelerator)
+    window = []
     with profile(activities=[ProfilerActivity.CPU]) if counts_all_reduces else nullcontext() as profiler:
         for batch in _global_batches(accelerator, task, micro_batch_size):
             for micro_batch in batch.forwards(model):
@@ -235,9 +234,10 @@ def train(accelerator: Accelerator, task: Task, micro_batch_size: int, counts_al
             scheduler.step()
             optimizer.zero_grad()
             outcome.ids.append(_counted_ids(batch))
-            mean_loss.add(batch)
+            window.append(torch.as_tensor(batch.loss))
             if (batch.step + 1) % WINDOW == 0 or batch.step + 1 == task.num_steps:
-                outcome.losses.append(mean_loss.end_window())
+                outcome.losses.append(accelerator.reduce(torch.stack(window).mean(), "sum").item())
+                window = []
     if profiler is not None:
         outcome.num_all_reduces = sum(event.name == "c10d::allreduce_" for event in profiler.events())
     outcome.weights = {name: tensor.detach() for name, tensor in bare.state_dict().items()}

@@ -284,7 +284,7 @@ class Machine:
         self.at_exit: list[Callable[[], None]] = []
         for name in (*LAUNCHER_VARIABLES, "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(launch, "Accelerator", self._build)
+        monkeypatch.setattr(launch, "_SettlingAccelerator", self._build)
         monkeypatch.setattr(launch.atexit, "register", self.at_exit.append)
         self.set(devices=0, joined=1)
 
@@ -403,3 +403,10 @@ class TestEnd:
         machine.set(devices=1, joined=1)
         start_accelerator()
         assert machine.at_exit == []
+
+    def test_end_training_waits_before_it_frees_the_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        order: list[str] = []
+        monkeypatch.setattr(launch, "let_gloo_settle", lambda: order.append("wait"))
+        monkeypatch.setattr(launch.Accelerator, "end_training", lambda self: order.append("free"))
+        start_accelerator().end_training()
+        assert order == ["wait", "free"]

@@ -7,24 +7,21 @@ NOTE [ never in the way ]
 1. ``metrics.jsonl`` is the run's own record and needs no package, no account and no network.
 2. Trackers start, log and finish one by one: one that fails is one warning, and the others and the run go on.
 3. Accelerate drops a tracker whose package is missing without a word (1.15), so the packages are checked here first.
-4. ``wandb.init`` prompts on a terminal, raises without one, and waits minutes for a server that is not there, and never
-   falls back to offline by itself (0.31). So the mode is chosen before it: ``WANDB_MODE`` or ``wandb offline`` win,
-   then online if the server answers within ``PROBE_S`` and takes the key (at most 10 s more), else offline, to be
-   uploaded by ``wandb sync``.
+4. ``wandb.init`` prompts on a terminal, raises without one, waits minutes for a server that is not there, and never
+   falls back to offline by itself (0.31). So the mode is chosen before it: ``WANDB_MODE`` or ``wandb offline`` win;
+   then online if there is a key, and the server takes it within 5 s and the run within another 8 s; else offline.
+   Training starts 1 to 2 s later where all is well, 7 s where nobody answers, 11 s where the login is taken and the
+   run is not (measured on 2 busy cores, imports included).
+5. ``wandb.finish`` waits for a lost server without end, so it gets 15 s; the process then ends within 16 to 19 s of
+   its last step (measured). What has not arrived is on the disk, and the terminal is told the ``wandb sync`` for it.
 """
 
 import contextlib
 import difflib
 import functools
-import http.client
-import io
 import logging
-import os
 import shlex
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +29,12 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, get_available_trackers
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.launch import let_gloo_settle
-from memsave_recipes.training.metrics_file import MetricsFile
+from memsave_recipes.reporting import trackio_run, wandb_run
+from memsave_recipes.reporting.metrics_file import MetricsFile
+from memsave_recipes.reporting.run_labels import Launch, RunLabels
 
 TRACKERS = ("trackio", "wandb", "tensorboard", "none")
 PACKAGES = {"trackio": "trackio", "wandb": "wandb>=0.30", "tensorboard": "tensorboard"}
-PROBE_S = 3.0
-WANDB_INIT_TIMEOUT_S = 20.0
-WANDB_FINISH_TIMEOUT_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +71,12 @@ def start_trackers(
     """
     if not accelerator.is_main_process:
         return
-    labels = {"group": group, "name": name, "tags": tags}
+    run = RunLabels(group=group, name=name, tags=tags, config=config, output_dir=Path(output_dir))
     asked, started = accelerator.log_with, []
     for tracker in asked:
         launch = functools.partial(_launch, accelerator, tracker, project)
         with _never_in_the_way(_name_of(tracker), "start"):
-            started += _STARTERS.get(_name_of(tracker), _start_plain)(launch, labels, config, Path(output_dir))
+            started += _START.get(_name_of(tracker), _start_plain)(launch, run)
     accelerator.log_with, accelerator.trackers = asked, started
 
 
@@ -102,19 +97,16 @@ def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
     They belong to the last step, ``results["steps"]``. W&B gets them in the run's summary. The terminal is told where
     the runs are to be seen.
     """
-    figures = {f"result/{key}": value for key, value in _flat(results).items() if isinstance(value, int | float)}
+    named = {f"result/{key}": value for key, value in _flat(results).items()}
     for tracker in accelerator.trackers:
         with _never_in_the_way(tracker.name, "write the results"):
-            _log_results(tracker, figures, results.get("steps"))
+            _write_results(tracker, named, results.get("steps"))
         with _never_in_the_way(tracker.name, "finish"):
-            _finish(tracker)
+            if where := _FINISH.get(tracker.name, _finish_plain)(tracker):
+                print(where, flush=True)
     accelerator.trackers = []
-    let_gloo_settle()
     with _never_in_the_way("accelerate", "end the training"):
         accelerator.end_training()
-
-
-_Launch = Callable[[dict[str, Any] | None, dict[str, Any]], list[GeneralTracker]]
 
 
 def _launch(
@@ -126,126 +118,29 @@ def _launch(
     return accelerator.trackers
 
 
-def _start_plain(launch: _Launch, labels: dict, config: dict, output_dir: Path) -> list[GeneralTracker]:
+def _start_plain(launch: Launch, run: RunLabels) -> list[GeneralTracker]:
     """The metrics file, which keeps no configuration, and TensorBoard, which takes a flat one of numbers and text."""
-    flat = _flat({**labels, **config})
+    flat = _flat({"group": run.group, "name": run.name, "tags": run.tags, **run.config})
     return launch({key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in flat.items()}, {})
 
 
-def _start_trackio(launch: _Launch, labels: dict, config: dict, output_dir: Path) -> list[GeneralTracker]:
-    """Trackio knows no tags, so they join the configuration; its threads that sample the machine stay off."""
-    kwargs = {"name": labels["name"], "group": labels["group"], "config": {**config, "tags": labels["tags"]}}
-    with _offline_hub(), contextlib.redirect_stdout(io.StringIO()):
-        return launch(None, {**kwargs, "embed": False, "auto_log_cpu": False, "auto_log_gpu": False})
-
-
-@contextlib.contextmanager
-def _offline_hub() -> Iterator[None]:
-    """Trackio asks the Hub for the name of whoever has a token there, without a time limit, even for a local store."""
-    from huggingface_hub import constants
-
-    offline, remote = constants.HF_HUB_OFFLINE, {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys()
-    constants.HF_HUB_OFFLINE = offline or not remote
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-
-
-def _start_wandb(launch: _Launch, labels: dict, config: dict, output_dir: Path) -> list[GeneralTracker]:
-    """Rule 4, with a second chance offline if the server is lost between the check and ``init``."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reporting an outage would delay the exit by 12 s
-    output_dir.mkdir(parents=True, exist_ok=True)
-    mode, why_offline = _wandb_mode()
-    if mode == "online":
-        try:
-            return launch(config, _wandb_kwargs(mode, labels, output_dir))
-        except Exception as error:
-            mode, why_offline = "offline", _first_line(error)
-    if why_offline:
-        logger.warning("wandb: %s, so the run is logged offline", why_offline)
-    return launch(config, _wandb_kwargs(mode, labels, output_dir))
-
-
-def _wandb_kwargs(mode: str, labels: dict, output_dir: Path) -> dict[str, Any]:
-    """Silent offline, where the one line that counts is printed by ``finish_trackers``."""
-    import wandb
-
-    settings = wandb.Settings(
-        init_timeout=WANDB_INIT_TIMEOUT_S, finish_timeout=WANDB_FINISH_TIMEOUT_S, silent=mode != "online"
-    )
-    return {"mode": mode, "dir": str(output_dir), "settings": settings, **labels}
-
-
-_STARTERS = {"trackio": _start_trackio, "wandb": _start_wandb}
-
-
-def _wandb_mode() -> tuple[str, str | None]:
-    """The mode for ``wandb.init`` and, where it is offline against the user's expectation, the reason."""
-    import wandb
-
-    settings = wandb.setup().settings
-    if settings.mode in ("offline", "dryrun", "disabled"):
-        return settings.mode, None
-    if not _answers(settings.base_url):
-        return "offline", f"no answer from {settings.base_url} within {PROBE_S:g} s"
-    try:
-        has_key = wandb.login(prompt=False)
-    except Exception as error:
-        return "offline", _first_line(error)
-    return ("online", None) if has_key else ("offline", "no API key (`wandb login` stores one)")
-
-
-def _answers(url: str) -> bool:
-    """Whether anything speaks HTTP at ``url`` within ``PROBE_S``: in a thread, since name look-ups take no timeout."""
-    answered = threading.Event()
-
-    def probe() -> None:
-        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-            with contextlib.suppress(urllib.error.HTTPError):  # an error page is an answer too
-                urllib.request.urlopen(url, timeout=PROBE_S).close()
-            answered.set()
-
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(PROBE_S)
-    return answered.is_set()
-
-
-def _log_results(tracker: GeneralTracker, figures: dict[str, int | float], step: int | None) -> None:
+def _write_results(tracker: GeneralTracker, results: dict[str, Any], step: int | None) -> None:
+    """Figures and words into the summary of W&B; a curve, which is all that the others have, takes figures alone."""
     if tracker.name == "wandb":
-        tracker.tracker.summary.update(figures)
+        wandb_run.write_results(tracker, {k: v for k, v in results.items() if isinstance(v, int | float | str)})
     else:
-        tracker.log(figures, step=step)
+        tracker.log({k: v for k, v in results.items() if isinstance(v, int | float)}, step=step)
 
 
-def _finish(tracker: GeneralTracker) -> None:
-    """Closes a tracker and tells where its run is to be seen."""
-    where = _where_to_see(tracker)
-    if tracker.name == "trackio":
-        _finish_trackio()
-    else:
-        tracker.finish()
-    if where:
-        print(where, flush=True)
-
-
-def _finish_trackio() -> None:
-    """Trackio's own ``finish``, since it finishes, and reports, a second time at exit after the run's."""
-    import trackio
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        trackio.finish()
-
-
-def _where_to_see(tracker: GeneralTracker) -> str | None:
-    if tracker.name == "trackio":
-        return f"trackio: trackio show --project {shlex.quote(tracker.run_name)}"
+def _finish_plain(tracker: GeneralTracker) -> str | None:
+    tracker.finish()
     if tracker.name == "tensorboard":
         return f"tensorboard: tensorboard --logdir {shlex.quote(str(tracker.logging_dir))}"
-    if tracker.name == "wandb" and tracker.tracker.offline:
-        return f"wandb: the run is offline, upload it with: wandb sync {shlex.quote(tracker.tracker.sync_dir)}"
     return None
+
+
+_START = {"trackio": trackio_run.start, "wandb": wandb_run.start}
+_FINISH = {"trackio": trackio_run.finish, "wandb": wandb_run.finish}
 
 
 @contextlib.contextmanager

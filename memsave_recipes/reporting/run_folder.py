@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError
 
 OURS = ("config.json", "plan.json", "metrics.jsonl", "results.json", "final", "tensorboard", "wandb")
+OUR_SNAPSHOTS = "memory_snapshot*.pickle"
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "memsave-recipes")
 
 
@@ -42,7 +42,7 @@ def claim_run_folder(folder: Path, config: dict[str, Any], plan: str) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in (folder / name for name in OURS):
+        for path in (*(folder / name for name in OURS), *folder.glob(OUR_SNAPSHOTS)):
             if path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -54,9 +54,9 @@ def claim_run_folder(folder: Path, config: dict[str, Any], plan: str) -> None:
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    """Write ``model.safetensors``, for a transformers model in the layout of its ``save_pretrained``."""
+    """Write the weights as safetensors, for a model of transformers or peft in its ``save_pretrained`` layout."""
     bare = accelerator.unwrap_model(model)
-    if isinstance(bare, PreTrainedModel):
+    if hasattr(bare, "save_pretrained"):
         bare.save_pretrained(folder, is_main_process=accelerator.is_main_process)
     else:
         accelerator.save_model(bare, folder)

@@ -1,0 +1,249 @@
+"""The loss of a large vocabulary, six ways: time, memory beyond the gradients, and error against float64.
+
+    python benchmarks/linear_cross_entropy.py
+    python benchmarks/linear_cross_entropy.py --shape 8192 2048 128256 --precisions bfloat16   # your model's sizes
+
+Every way computes the summed cross-entropy of a linear head and its gradients for hidden states and head: on all logits
+at once, as `memsave_recipes.losses` does it, as torch's own `linear_cross_entropy` does (torch 2.13), in chunks under
+checkpoint, and with the kernels of Liger and of Apple's cut-cross-entropy. These two are optional (`pip install
+liger-kernel cut-cross-entropy`) and need Triton, hence a GPU. A way that fails keeps its row, with the reason. Prints
+one table; writes it (.md) and every figure (.json) to docs/results/.
+
+NOTE [ how it is measured ]
+1. Ways take turns in an order drawn anew each round, after a call of each that is not timed. The ratio is the median
+   over rounds of the ratio to the full path in the same round. Who has taken a minute takes no more turns.
+2. The peak is that of one call, the tensors that were there before and the gradients that it leaves taken off: on a CPU
+   by torch's profiler, on an accelerator by its allocator.
+3. Errors are relative, |found - exact| / |exact|, that of the gradients the larger of both. Exact is the full path in
+   float64 on the same values, a few rows at a time. A tenth of the rows is ignored.
+"""
+
+import argparse
+import random
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
+from memsave_recipes.measure.device_memory import read_device_memory, reset_peaks
+from memsave_recipes.measure.host_memory import instrumented_peak_bytes, storage_bytes
+from memsave_recipes.reporting.run_folder import device_name, write_json
+from memsave_recipes.units import to_mib
+
+SHAPES_ON_CPU = [(1024, 512, 32_768), (512, 512, 131_072)]
+SHAPES_ON_ACCELERATOR = [(8192, 768, 50_257), (8192, 2048, 128_256), (8192, 2304, 256_000)]  # GPT-2, Llama 1B, Gemma 2B
+PRECISIONS = ["float32", "bfloat16", "autocast"]
+MOST_S = 60
+PACKAGES = ("torch", "liger-kernel", "cut-cross-entropy", "triton")
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+HEADINGS = ("rows x width\nx vocabulary", "way", "peak beyond\nthe gradients", "time", "loss\nerror", "gradient\nerror")
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _load_torch() -> Loss:
+    from torch.nn import LinearCrossEntropyOptions
+
+    return partial(F.linear_cross_entropy, reduction="sum", options=LinearCrossEntropyOptions())
+
+
+def _load_checkpointed() -> Loss:
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        count = num_chunks(len(hidden), len(weight), default_chunk_bytes(hidden.device))
+        pairs = zip(hidden.chunk(count), labels.chunk(count), strict=True)
+        losses = [checkpoint(full_cross_entropy, some, weight, theirs, use_reentrant=False) for some, theirs in pairs]
+        return torch.stack(losses).sum()
+
+    return loss
+
+
+def _load_liger() -> Loss:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    fused = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+    return lambda hidden, weight, labels: fused(weight, hidden, labels)
+
+
+def _load_apple() -> Loss:
+    from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
+
+    return partial(cut_cross_entropy, reduction="sum")
+
+
+WAYS: dict[str, Callable[[], Loss]] = {
+    "full logits": lambda: full_cross_entropy,
+    "memsave_recipes": lambda: linear_cross_entropy,
+    "torch's own": _load_torch,
+    "checkpoint": _load_checkpointed,
+    "Liger": _load_liger,
+    "cut-cross-entropy": _load_apple,
+}
+YARDSTICK = "full logits"
+
+
+class Bench:
+    """One work on one device. Under autocast all tensors are float32 and the products bfloat16."""
+
+    def __init__(self, shape: tuple[int, int, int], precision: str, device: torch.device) -> None:
+        num_rows, width, vocab_size = shape
+        self.work = {"num_rows": num_rows, "width": width, "vocab_size": vocab_size, "precision": precision}
+        self.device, self.autocasts = device, precision == "autocast"
+        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+        generator = torch.Generator(device).manual_seed(0)
+        leaves = [torch.randn(size, width, generator=generator, device=device) for size in (num_rows, vocab_size)]
+        leaves[1] *= width**-0.5
+        self.leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+        self.labels = torch.randint(vocab_size, (num_rows,), generator=generator, device=device)
+        self.labels[::10] = -100
+        self.exact = self.compute_exact()
+
+    def run(self, loss_of: Loss) -> list[Tensor]:
+        """Forward and backward: loss and gradients."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocasts):
+            loss = loss_of(*self.leaves, self.labels)
+        try:
+            loss.backward()
+            return [loss.detach(), *(leaf.grad for leaf in self.leaves)]
+        finally:
+            for leaf in self.leaves:
+                leaf.grad = None
+
+    def compute_exact(self) -> list[Tensor]:
+        """Loss and gradients in float64."""
+        hidden, weight = (leaf.detach().double().requires_grad_() for leaf in self.leaves)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for some, labels in zip(hidden.split(128), self.labels.split(128), strict=True):
+            loss = full_cross_entropy(some, weight, labels)
+            loss.backward()
+            total += loss.detach()
+        return [total, hidden.grad, weight.grad]
+
+    def errors(self, loss_of: Loss) -> dict[str, float]:
+        """Those of loss and gradients."""
+        pairs = zip(self.run(loss_of), self.exact, strict=True)
+        loss, *gradients = (((own - exact).norm() / exact.norm()).item() for own, exact in pairs)
+        return {"loss_error": loss, "gradient_error": max(gradients)}
+
+    def peak_bytes(self, loss_of: Loss) -> int:
+        """The peak of one call beyond its gradients."""
+        if self.device.type == "cpu":
+            return instrumented_peak_bytes(partial(self.run, loss_of)) - storage_bytes(self.leaves)
+        before = torch.accelerator.memory_allocated(self.device)
+        reset_peaks(self.device)
+        self.run(loss_of)
+        return read_device_memory(self.device).peak_allocated_bytes - before - storage_bytes(self.leaves)
+
+    def seconds(self, loss_of: Loss) -> float:
+        """Of one call, on a device that is at rest before and after it."""
+        began = time.perf_counter()
+        self.run(loss_of)[-1][0, 0].item()  # to read a value is to wait for the device
+        return time.perf_counter() - began
+
+
+def measure(bench: Bench, rounds: int) -> list[dict[str, Any]]:
+    """A row for every way."""
+    rows: dict[str, dict[str, Any]] = {name: {**bench.work, "way": name, "seconds": []} for name in WAYS}
+    losses: dict[str, Loss] = {}
+    for name, load in WAYS.items():
+        try:
+            loss_of = load()
+            rows[name] |= {**bench.errors(loss_of), "peak_bytes": bench.peak_bytes(loss_of)}
+            losses[name] = loss_of
+        except Exception as error:  # whatever a peer dislikes here, or no memory for it, is what its row says
+            rows[name]["does_not_run"] = str(error).strip().split("\n")[0]
+    shuffler = random.Random(0)
+    for _ in tqdm(range(rounds), desc=" ".join(map(str, bench.work.values())), unit="round"):
+        for name in shuffler.sample(list(losses), len(losses)):
+            if sum(rows[name]["seconds"]) < MOST_S:
+                rows[name]["seconds"].append(bench.seconds(losses[name]))
+    for name in losses:
+        rows[name] |= ratios(rows[name], rows[YARDSTICK]) if YARDSTICK in losses else {}
+    return list(rows.values())
+
+
+def ratios(row: dict[str, Any], full: dict[str, Any]) -> dict[str, float]:
+    """Of memory, and of time in the same round, as far as both took their turns."""
+    time_ratios = [own / other for own, other in zip(row["seconds"], full["seconds"], strict=False)]
+    return {"peak_ratio": row["peak_bytes"] / full["peak_bytes"], "time_ratio": median(time_ratios)}
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as text; the sizes only where a new work begins."""
+    sizes = "{num_rows} x {width} x {vocab_size}\n{precision}".format(**row) if row["way"] == YARDSTICK else ""
+    if "does_not_run" in row:
+        return [sizes, row["way"], f"does not run here:\n{row['does_not_run']}", "-", "-", "-"]
+    peak_ratio, time_ratio = (f"  x{row[key]:.2f}" if key in row else "" for key in ("peak_ratio", "time_ratio"))
+    return [
+        *(sizes, row["way"]),
+        f"{to_mib(row['peak_bytes']):,.0f} MiB{peak_ratio}",
+        f"{1000 * median(row['seconds']):,.3g} ms{time_ratio}",
+        *(f"{row[key]:.1e}" for key in ("loss_error", "gradient_error")),
+    ]
+
+
+def show(rows: Sequence[Sequence[str]], title: str) -> None:
+    """Print the table, 120 columns wide where there is no terminal to say how wide."""
+    table = Table(*HEADINGS, box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns).print(table)
+
+
+def to_markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The table for a page."""
+    lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("\n", "<br>") for line in lines)
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Hardware and the versions of what is installed."""
+    versions = {package: version(package) for package in PACKAGES if find_spec(package.replace("-", "_"))}
+    return {"device": device_name(device), "num_threads": torch.get_num_threads(), "versions": versions}
+
+
+def parse_flags(args: Sequence[str] | None, device: torch.device) -> argparse.Namespace:
+    """The flags, with defaults that suit the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs=3, type=int, action="append", metavar=("ROWS", "WIDTH", "VOCABULARY"))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    parser.add_argument("--rounds", type=int, default=3 if device.type == "cpu" else 20)
+    parser.add_argument("--output", type=Path, default=RESULTS / f"linear_cross_entropy-{device.type}.json")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the flags say; returns what the JSON file holds."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    flags = parse_flags(args, device)
+    shapes = SHAPES_ON_CPU if device.type == "cpu" else SHAPES_ON_ACCELERATOR
+    works = product(flags.shape or shapes, flags.precisions)
+    rows = [row for work in works for row in measure(Bench(*work, device), flags.rounds)]
+    machine = describe_machine(device)
+    title = f"Loss of a linear head, {machine['device']}, {machine['num_threads']} threads, torch {torch.__version__}"
+    table = [cells(row) for row in rows]
+    show(table, title)
+    results = {"benchmark": "linear_cross_entropy", "machine": machine, "rounds": flags.rounds, "rows": rows}
+    flags.output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(flags.output, results)
+    flags.output.with_suffix(".md").write_text(f"{title}\n\n{to_markdown(table)}\n", encoding="utf-8")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What each technique saves and costs on one small language model: the recipe itself, run with one flag changed.
+
+    python benchmarks/techniques.py
+
+Every method is a launch of recipes/language_modeling.py on the text of Python's own library. Methods take turns, round
+after round, so that a slow minute of the machine meets them all; the time ratio is the median over rounds of the ratio
+to the plain run of the same round. Peaks do not vary: on a CPU they are those of one instrumented step, elsewhere the
+allocator's. Writes docs/results/techniques-DEVICE.json and .md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+ROOT = Path(__file__).parents[1]
+PLAIN = [
+    *("--model_type", "gpt2", "--config_overrides", "n_layer=6,n_head=8,n_embd=192", "--block_size", "128"),
+    *("--global_batch_size", "16", "--vocab_size", "8192", "--max_eval_samples", "16", "--learning_rate", "1e-3"),
+    *("--loss", "full", "--report_to", "none", "--logging_steps", "1000"),
+]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A technique as the flags that ask for it; ``launch`` are those of ``accelerate launch``."""
+
+    name: str
+    flags: str = ""
+    launch: str = ""
+
+
+METHODS = [
+    Method("plain"),
+    Method("loss without logits", "--loss chunked"),
+    Method("accumulation, 4 x 4", "--micro_batch_size 4"),
+    Method("checkpoint every block", "--activation_checkpointing full"),
+    Method("checkpoint every 2nd block", "--activation_checkpointing every:2"),
+    Method("bf16 autocast", "", "--mixed_precision bf16"),
+    Method("LoRA", "--lora"),
+    Method("Adafactor", "--optimizer adafactor"),
+    Method("8-bit AdamW", "--optimizer adamw_8bit"),
+    Method("no clipping", "--max_grad_norm 0"),
+    Method("optimizer in backward", "--max_grad_norm 0 --optimizer_in_backward"),
+    Method("together", "--loss chunked --activation_checkpointing full --micro_batch_size 4 --optimizer adafactor"),
+]
+
+
+def main() -> None:
+    """Measure, print the table, write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--max_steps", type=int, default=8)
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "docs/results")
+    arguments = parser.parse_args()
+    runs = measure(arguments.rounds, arguments.max_steps)
+    rows = [row_of(method, runs) for method in METHODS]
+    environment = next(iter(runs.values()))[0]["environment"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    stem = arguments.output_dir / f"techniques-{device}"
+    stem.with_suffix(".json").write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(as_markdown(rows, environment))
+    Console().print(as_table(rows))
+
+
+def measure(rounds: int, max_steps: int) -> dict[str, list[dict[str, Any]]]:
+    """The results of every method in every round."""
+    runs: dict[str, list[dict[str, Any]]] = {method.name: [] for method in METHODS}
+    with TemporaryDirectory() as folder, tqdm(total=rounds * len(METHODS), unit="run") as progress:
+        for _ in range(rounds):
+            for method in METHODS:
+                progress.set_postfix_str(method.name)
+                runs[method.name].append(run(method, max_steps, Path(folder) / "run"))
+                progress.update()
+    return runs
+
+
+def run(method: Method, max_steps: int, folder: Path) -> dict[str, Any]:
+    """One launch of the recipe; what it left in ``results.json`` and, of ``config.json``, the environment."""
+    config = "single_gpu" if torch.cuda.is_available() else "cpu"
+    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
+    where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), *method.launch.split()]
+    what = [*PLAIN, "--max_steps", str(max_steps), "--output_dir", str(folder), "--overwrite", *method.flags.split()]
+    done = subprocess.run(
+        [*launcher, *where, str(ROOT / "recipes/language_modeling.py"), *what],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{method.name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    results = json.loads((folder / "results.json").read_text())
+    return {**results, "environment": json.loads((folder / "config.json").read_text())["environment"]}
+
+
+def row_of(method: Method, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """A row of the table: figures, and their ratios to the plain run."""
+    mine, plain = runs[method.name], runs["plain"]
+    times = [a["perf"]["step_time_s"] / b["perf"]["step_time_s"] for a, b in zip(mine, plain, strict=True)]
+    peak, plain_peak = (results[0]["memory"]["peak_allocated_gib"] for results in (mine, plain))
+    return {
+        "method": method.name,
+        "flags": f"{method.launch} {method.flags}".strip(),
+        "peak_gib": peak,
+        "peak_ratio": peak / plain_peak,
+        "time_ratio": median(times),
+        "time_ratios": times,
+        "tokens_per_sec": median(results["perf"]["tokens_per_sec"] for results in mine),
+        "train_loss": mine[0]["train_loss"],
+    }
+
+
+COLUMNS = {
+    "method": lambda row: row["method"],
+    "flags": lambda row: row["flags"] or "-",
+    "peak": lambda row: f"{row['peak_gib'] * 1024:.0f} MiB",
+    "of plain": lambda row: f"{100 * row['peak_ratio']:.0f} %",
+    "time": lambda row: f"x{row['time_ratio']:.2f}",
+    "loss after": lambda row: f"{row['train_loss']:.4f}",
+}
+
+
+def as_table(rows: list[dict[str, Any]]) -> Table:
+    """For the terminal."""
+    table = Table(*COLUMNS)
+    for row in rows:
+        table.add_row(*(cell(row) for cell in COLUMNS.values()))
+    return table
+
+
+def as_markdown(rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
+    """For docs/results/."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *([cell(row) for cell in COLUMNS.values()] for row in rows)]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    about = f"`python benchmarks/techniques.py` on {environment['device']}, {environment['num_threads']} threads"
+    return f"{about}; {versions}.\nThe plain run: `{' '.join(PLAIN)}`.\n\n{table}\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""What a run's telemetry costs: the loop of the recipes with and without it, at one log every 10 steps.
+
+    python benchmarks/telemetry_cost.py
+
+The loops live in one process and take turns, a step each, in an order that is drawn anew every round: one bare, one
+that measures and writes ``metrics.jsonl``, one that tells trackio as well. All train the same small vision transformer
+on the same images. One step in ten logs, so windows of 10 steps are compared: a ratio is that of two windows of the
+same rounds; printed is the median over all windows, and the middle half. A second bare loop shows what chance makes of
+equal ones. The target is 1.005.
+
+That ratio drowns in the noise of a busy machine. So the calls into the telemetry are timed as well, and their sum is
+set against the time of the bare steps.
+
+Writes docs/results/telemetry_cost.json and .md.
+"""
+
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+from transformers import ViTConfig, ViTForImageClassification
+
+from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.reporting.run_folder import describe_environment, write_json
+from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers, start_trackers
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
+from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.sample_order import Geometry, SampleOrder
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+BATCH_SIZE, LOGGING_STEPS, WARMUP_WINDOWS, WINDOWS, SEED = 32, 10, 2, 40, 0
+LEARNING_RATE = 3e-4
+NUM_STEPS = LOGGING_STEPS * (WARMUP_WINDOWS + WINDOWS)
+BARE, AGAIN = "no telemetry", "the same again"
+LOOPS: dict[str, list[str] | None] = {  # what --report_to says; None measures nothing
+    BARE: None,
+    AGAIN: None,
+    "metrics.jsonl": ["none"],
+    "metrics.jsonl and trackio": ["trackio"],
+}
+
+
+class Images(Dataset):
+    """Random images, indexed by our ``SampleKey``."""
+
+    def __init__(self) -> None:
+        random_source = torch.Generator().manual_seed(SEED)
+        self.images = torch.randn(64, 3, 32, 32, generator=random_source)
+
+    def __getitem__(self, key: Any) -> dict[str, Tensor]:
+        return {"pixel_values": self.images[key.index % 64], "labels": torch.tensor(key.index % 10)}
+
+
+@dataclass
+class Calls:
+    """Adds up the seconds of calls."""
+
+    seconds: float = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, whose time counts."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds += time.perf_counter() - began
+            return result
+
+        return call
+
+
+@dataclass
+class Loop:
+    """A loop that makes a step when it is told to."""
+
+    report_to: list[str] | None
+    folder: Path
+    calls: Calls = field(default_factory=Calls)
+    step_seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._steps = self._run()
+
+    def step(self) -> None:
+        """Make a step and note its time."""
+        began = time.perf_counter()
+        next(self._steps)
+        self.step_seconds.append(time.perf_counter() - began)
+
+    def _run(self) -> Iterator[None]:
+        torch.manual_seed(SEED)
+        accelerator = start_accelerator()
+        model = ViTForImageClassification(
+            ViTConfig(
+                hidden_size=96,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                intermediate_size=384,
+                image_size=32,
+                patch_size=8,
+                num_labels=10,
+            )
+        ).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+        batches = GlobalBatches(
+            accelerator,
+            Images(),
+            order=SampleOrder(num_samples=NUM_STEPS * BATCH_SIZE, global_batch_size=BATCH_SIZE, seed=SEED),
+            geometry=Geometry.of(BATCH_SIZE, None, 1),
+            num_steps=NUM_STEPS,
+            seed=SEED,
+        )
+        if self.report_to is None:
+            yield from self._run_bare(batches, model, optimizer)
+        else:
+            accelerator.log_with = resolve_trackers(self.report_to, self.folder)
+            yield from self._run_with_telemetry(RunReport(accelerator, batches, model, optimizer))
+
+    def _run_bare(self, batches: GlobalBatches, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        for batch in batches:
+            train_step(model, optimizer, batch)
+            if (batch.step + 1) % LOGGING_STEPS == 0:
+                torch.as_tensor(batch.loss).item()  # every loop reads where it is
+            yield
+
+    def _run_with_telemetry(self, report: RunReport) -> Iterator[None]:
+        accelerator, memory = report.accelerator, report.memory
+        labels: dict[str, Any] = {"project": "telemetry", "group": "", "name": "", "tags": [], "config": {}}
+        start_trackers(accelerator, output_dir=self.folder, **labels)
+        count, log_window = self.calls.timed(report.count), self.calls.timed(report.log_window)
+        for batch in report.clock.loading(report.batches):
+            grad_norm = report.run(batch.step, partial(train_step, memory.model, memory.optimizer, batch))
+            count(batch)
+            if (batch.step + 1) % LOGGING_STEPS == 0:
+                log_window(batch.step + 1, learning_rate=LEARNING_RATE, grad_norm=grad_norm)
+            if batch.step + 1 == NUM_STEPS:
+                finish_trackers(accelerator, {})
+            yield
+
+
+def train_step(model: nn.Module, optimizer: Optimizer, batch: GlobalBatch) -> Tensor:
+    """The step of all loops; returns the gradient's norm."""
+    for micro_batch in batch.forwards(model):
+        logits = model(micro_batch["pixel_values"]).logits
+        batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return grad_norm
+
+
+def main() -> None:
+    """Measure, print, write."""
+    environment = describe_environment(start_accelerator()) | {"num_cpus": os.cpu_count()}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRACKIO_DIR"] = folder
+        loops = {
+            name: Loop(report_to, Path(folder) / str(index)) for index, (name, report_to) in enumerate(LOOPS.items())
+        }
+        take_turns(loops)
+    rows = summarize(loops)
+    content = {"steps": NUM_STEPS, "logging_steps": LOGGING_STEPS, "loops": rows, "environment": environment}
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_json(RESULTS / "telemetry_cost.json", content)
+    table = as_markdown(rows, environment["device"])
+    (RESULTS / "telemetry_cost.md").write_text(table, encoding="utf-8")
+    print(table)
+
+
+def take_turns(loops: dict[str, Loop]) -> None:
+    """All steps of all loops; what the warm-up cost is forgotten."""
+    order, shuffle = list(loops), random.Random(SEED).shuffle
+    for step in range(NUM_STEPS):
+        if step == LOGGING_STEPS * WARMUP_WINDOWS:
+            for loop in loops.values():
+                loop.step_seconds.clear()
+                loop.calls.seconds = 0.0
+        shuffle(order)
+        for name in order:
+            loops[name].step()
+
+
+def summarize(loops: dict[str, Loop]) -> list[dict[str, Any]]:
+    """A row a loop: its median step, its windows against the bare ones, its calls against the bare steps."""
+    bare = windows_of(loops[BARE])
+    rows = []
+    for name, loop in loops.items():
+        low, median, high = statistics.quantiles([own / b for own, b in zip(windows_of(loop), bare, strict=True)], n=4)
+        rows.append(
+            {
+                "loop": name,
+                "step_ms": 1000 * statistics.median(loop.step_seconds),
+                "ratio": median,
+                "ratio_quartiles": [low, high],
+                "calls_us_per_step": 1e6 * loop.calls.seconds / len(loop.step_seconds),
+                "calls_pct": 100 * loop.calls.seconds / sum(bare),
+            }
+        )
+    return rows
+
+
+def windows_of(loop: Loop) -> list[float]:
+    """Seconds of every ten steps."""
+    steps = loop.step_seconds
+    return [sum(steps[first : first + LOGGING_STEPS]) for first in range(0, len(steps), LOGGING_STEPS)]
+
+
+def as_markdown(rows: list[dict[str, Any]], device: str) -> str:
+    """The table."""
+    lines = [
+        f"# What telemetry costs, at one log every {LOGGING_STEPS} steps",
+        "",
+        f"`python benchmarks/telemetry_cost.py`, {WINDOWS} windows of {LOGGING_STEPS} steps on {device}.",
+        "",
+        "| loop | median step | ratio to no telemetry | middle half | calls, a step | calls, of the step time |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        low, high = row["ratio_quartiles"]
+        lines.append(
+            f"| {row['loop']} | {row['step_ms']:.1f} ms | {row['ratio']:.4f} | {low:.3f} to {high:.3f} "
+            f"| {row['calls_us_per_step']:.0f} us | {row['calls_pct']:.2f} % |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

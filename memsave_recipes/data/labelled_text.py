@@ -1,0 +1,222 @@
+"""Labelled texts, alone or in pairs, through ``datasets``: the docstrings at hand, files, or a data set of the Hub.
+
+Columns are found by the names that GLUE and most other sets give them, or are named by flags. The classes are those of
+the training texts; a label that is none of them is refused with its row, never counted as a class of its own.
+"""
+
+import glob
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets
+
+from memsave_recipes.data.docstrings import load_docstrings
+from memsave_recipes.data.text_sources import LOADING_ERRORS, VALIDATION_NAMES, progress_bars
+from memsave_recipes.errors import InputError
+
+FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+OLD_HUB_IDS = {"glue": "nyu-mll/glue"}
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation_matched", *VALIDATION_NAMES)}
+
+PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+)
+TEXTS = ("text", "sentence", "content", "review")
+LABELS = ("label", "labels", "class", "category")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledText:
+    """Two splits with the columns ``text``, of pairs also ``text_pair``, and ``label``, the index of a class."""
+
+    train: datasets.Dataset
+    validation: datasets.Dataset
+    label_names: tuple[str, ...]
+
+    @property
+    def majority_share(self) -> float:
+        """The accuracy of always answering the most frequent class of the held-out texts."""
+        labels = self.validation["label"][:]
+        return Counter(labels).most_common(1)[0][1] / len(labels)
+
+    @property
+    def notice(self) -> str:
+        """What an accuracy is to be held against, in one line."""
+        sizes = f"{len(self.train):,} training texts, {len(self.validation):,} held out"
+        return f"{sizes}; {len(self.label_names)} classes, the largest with {self.majority_share:.1%} of those held out"
+
+    def documents(self) -> Iterator[str]:
+        """The training texts, those of pairs one by one, for a tokenizer to be trained on."""
+        for column in ("text", "text_pair"):
+            if column in self.train.column_names:
+                yield from self.train[column]
+
+
+def load_labelled_text(
+    *,
+    dataset: str | None,
+    dataset_config_name: str | None = None,
+    train_file: str | None = None,
+    validation_file: str | None = None,
+    text_column: str | None = None,
+    text_pair_column: str | None = None,
+    label_column: str | None = None,
+) -> LabelledText:
+    """Load one source of labelled texts.
+
+    Args:
+        dataset: ``docstrings`` (built in, offline), or a Hub id; ``glue`` is short for ``nyu-mll/glue``.
+        dataset_config_name: which part of a Hub data set, such as ``sst2``.
+        train_file, validation_file: CSV, JSON lines or Parquet, both together, instead of ``dataset``.
+        text_column, text_pair_column, label_column: for columns whose names are not found.
+
+    Raises:
+        InputError: no source or two; a file, split, column, row, text or label is missing; fewer than two classes; a
+            label outside the classes. Rows are counted from 1.
+    """
+    parts = _read(dataset, dataset_config_name, train_file, validation_file)
+    columns = _find_columns(parts["train"], text_column, text_pair_column, label_column)
+    parts = {split: _select(part, columns) for split, part in parts.items()}
+    names, index_of = _classes(parts["train"])
+    with progress_bars(False):
+        train, validation = (_with_class_indices(part, names, index_of) for part in parts.values())
+    return LabelledText(train=train, validation=validation, label_names=tuple(names))
+
+
+class _Part(NamedTuple):
+    """A split, and the words that lead a user to it."""
+
+    source: str
+    rows: datasets.Dataset
+
+
+def _read(
+    dataset: str | None, config_name: str | None, train_file: str | None, validation_file: str | None
+) -> dict[str, _Part]:
+    if dataset and not (train_file or validation_file):
+        if dataset == "docstrings":
+            with progress_bars(False):
+                return {split: _Part("--dataset docstrings", rows) for split, rows in load_docstrings().items()}
+        return _read_hub(dataset, config_name)
+    if train_file and validation_file and not dataset:
+        with progress_bars(False):
+            files = {"train": ("--train_file", train_file), "validation": ("--validation_file", validation_file)}
+            return {split: _read_file(flag, Path(path)) for split, (flag, path) in files.items()}
+    raise InputError(
+        "give the texts by --dataset docstrings, by --dataset HUB_ID, or by --train_file and --validation_file"
+    )
+
+
+def _read_hub(dataset: str, config_name: str | None) -> dict[str, _Part]:
+    source = f"--dataset {dataset}"
+    try:
+        splits = datasets.load_dataset(OLD_HUB_IDS.get(dataset, dataset), config_name)
+    except LOADING_ERRORS as error:
+        why = f"cannot be loaded (offline, no such data set, or it needs --dataset_config_name): {_reason(error)}"
+        raise InputError(f"{source} {why}; --dataset docstrings needs no network") from error
+    parts = {}
+    for split, names in SPLIT_NAMES.items():
+        present = [name for name in names if name in splits]
+        if not present:
+            raise InputError(f"{source} has no {split} split, only {_listed(splits)}: one must be {' or '.join(names)}")
+        parts[split] = _Part(f"{source}, split {present[0]}", splits[present[0]])
+    return parts
+
+
+def _read_file(flag: str, path: Path) -> _Part:
+    source = f"{flag} {path}"
+    if path.suffix not in FORMATS:
+        raise InputError(f"{source}: its name must end in one of {_listed(FORMATS)}")
+    if not path.is_file() or not path.stat().st_size:
+        raise InputError(f"{source} is {'empty' if path.is_file() else 'not there'}: name a file with labelled texts")
+    # In a text the words NA, null and None are words.
+    words = {"na_values": [""], "keep_default_na": False} if path.suffix == ".csv" else {}
+    files = {"train": glob.escape(str(path))}
+    try:
+        return _Part(source, datasets.load_dataset(FORMATS[path.suffix], data_files=files, split="train", **words))
+    except (*LOADING_ERRORS, StopIteration) as error:  # the latter for a .jsonl of blank lines
+        raise InputError(f"{source} cannot be read as {FORMATS[path.suffix]}: {_reason(error)}") from error
+
+
+def _find_columns(part: _Part, text: str | None, pair: str | None, label: str | None) -> dict[str, str]:
+    """Their names for the columns, and ours."""
+    available = part.rows.column_names
+    if text is None and pair is None:
+        pairs = [names for names in PAIRS if set(names) <= set(available)]
+        text, pair = pairs[0] if pairs else (None, None)
+    text = text or _first(TEXTS, part, "--text_column")
+    label = label or _first(LABELS, part, "--label_column")
+    ours = {text: "text", label: "label"}
+    return ours | ({pair: "text_pair"} if pair else {})
+
+
+def _first(names: Iterable[str], part: _Part, flag: str) -> str:
+    available = part.rows.column_names
+    found = [name for name in names if name in available]
+    if not found:
+        raise InputError(
+            f"{part.source} has none of the columns {', '.join(names)}: name one of {_listed(available)} by {flag}"
+        )
+    return found[0]
+
+
+def _select(part: _Part, columns: dict[str, str]) -> _Part:
+    """Only these columns, under our names, and something in every row of each."""
+    source, rows = part
+    for theirs, ours in columns.items():
+        if theirs not in rows.column_names:
+            raise InputError(
+                f"{source} has no column {theirs}, only {_listed(rows.column_names)}: name it by --{ours}_column"
+            )
+        values = rows[theirs][:]
+        if None in values:
+            raise InputError(f"{source}: row {values.index(None) + 1} has no {theirs}: add it or remove the row")
+        if ours != "label" and not all(isinstance(value, str) for value in values):
+            raise InputError(f"{source}: the column {theirs} holds no text: name another one by --{ours}_column")
+    return _Part(source, rows.select_columns(list(columns)).rename_columns(columns))
+
+
+def _classes(part: _Part) -> tuple[list[str], dict[str, int]]:
+    """The names of the classes, and the class of each label as it stands in the data."""
+    feature, labels = part.rows.features["label"], set(part.rows["label"])
+    if not all(isinstance(label, str | int) for label in labels):
+        raise InputError(f"{part.source}: labels are words or whole numbers: name another column by --label_column")
+    if len(labels) < 2:
+        raise InputError(f"{part.source} has texts of {len(labels)} class(es): give at least 2 to tell apart")
+    if isinstance(feature, datasets.ClassLabel):
+        return feature.names, {str(index): index for index in range(feature.num_classes)}
+    names = [str(label) for label in sorted(labels)]
+    return names, {name: index for index, name in enumerate(names)}
+
+
+def _with_class_indices(part: _Part, names: list[str], index_of: dict[str, int]) -> datasets.Dataset:
+    source, rows = part
+    labels = [str(label) for label in rows["label"]]
+    for number, label in enumerate(labels, start=1):
+        if label not in index_of:
+            raise InputError(
+                f"{source}: row {number} has the label {label}, which is none of the {len(names)} classes "
+                f"({_listed(names)}): correct it or remove the row"
+            )
+    indices = [index_of[label] for label in labels]
+    return rows.remove_columns("label").add_column("label", indices, feature=datasets.Value("int64"))
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what lies behind a failure to load; ``datasets`` itself says only that there was one."""
+    if error.__cause__ is not None:
+        return _reason(error.__cause__)
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _listed(names: Iterable[object]) -> str:
+    """All of a few names, the first of many."""
+    words = [str(name) for name in names]
+    return ", ".join(words if len(words) <= 12 else [*words[:12], "..."])

@@ -1,0 +1,218 @@
+"""Documents as rows of tokens: packed into rows of one length without a view across documents, or padded.
+
+NOTE [ packing ]
+1. A packed row i is the tokens ``i * T`` to ``(i + 1) * T - 1`` of the line of all documents (``token_line.py``); only
+   the last row is filled up, with a document of its own that does not count. No token is lost.
+2. ``position_ids`` begin at 0 with every document. From them alone transformers builds the block-diagonal attention
+   mask (``find_packed_sequence_indices`` in its ``masking_utils.py``), on two conditions: no ``attention_mask``, and
+   ``use_cache=False``. With the cache, which is on by default, documents see one another and nothing says so.
+3. A document that is longer than what is left of its row goes on in the next one as if it began there, at position 0.
+4. The first token of a document in a row has the label -100, because it cannot be predicted from another document.
+5. Flash attention finds the documents only where the batch is one row: ``one_row`` puts the rows of a micro-batch
+   behind one another. By 3 and 4 the loss is the same; other implementations would build a mask of (B * T)^2.
+6. Some models do not look at ``position_ids`` (BLOOM, OPT, Falcon, Mamba) or not in every layer (Qwen3-Next):
+   ``keeps_documents_apart`` tries it out.
+
+The padded alternative wastes what the micro-batch's shorter samples leave free, and works with every model.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, default_collate
+from transformers import PreTrainedTokenizerBase
+
+from memsave_recipes.data.token_line import TokenLine, tokenize
+from memsave_recipes.errors import InputError
+
+IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedDataset(Dataset):
+    """Rows of exactly T tokens: rules 1 to 5 of NOTE [ packing ].
+
+    A key is an ``int`` (a row that counts) or has ``index`` and ``counted``. A row gives ``input_ids``,
+    ``position_ids`` and ``labels``, int64 (T,); the labels are -100 where nothing counts.
+    """
+
+    tokens: TokenLine
+    block_size: int
+    filling: int
+    one_row: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all documents, each with its end."""
+        return self.tokens.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all documents in UTF-8."""
+        return self.tokens.num_bytes
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @property
+    def _starts(self) -> range:
+        return range(0, self.num_tokens, self.block_size)
+
+    def __getitem__(self, key: Any) -> Batch:
+        index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
+        start = self._starts[index]
+        stop = min(start + self.block_size, self.num_tokens)
+        num_filled = start + self.block_size - stop
+        tokens = torch.from_numpy(self.tokens.between(start, stop))
+        position_ids = torch.cat([torch.from_numpy(self._positions(start, stop)), torch.arange(num_filled)])
+        labels = F.pad(tokens, (0, num_filled), value=IGNORED_LABEL)
+        labels[(position_ids == 0) if counted else slice(None)] = IGNORED_LABEL
+        return {
+            "input_ids": F.pad(tokens, (0, num_filled), value=self.filling),
+            "position_ids": position_ids,
+            "labels": labels,
+        }
+
+    def _positions(self, start: int, stop: int) -> np.ndarray:
+        """How far each token is from the beginning of its document in this row, int64 (stop - start,)."""
+        places = np.arange(start, stop)
+        documents = np.searchsorted(self.tokens.document_starts, places, side="right") - 1
+        return places - np.maximum(self.tokens.document_starts[documents], start)
+
+    def collate(self, rows: list[Batch]) -> Batch:
+        """Rows as a batch (B, T), or (1, B * T) with ``one_row``."""
+        batch = default_collate(rows)
+        return {name: values.view(1, -1) for name, values in batch.items()} if self.one_row else batch
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaddedDataset(Dataset):
+    """A document a sample, in as many samples of at most T tokens as it needs.
+
+    A key is an ``int`` (a sample that counts) or has ``index`` and ``counted``. A sample gives ``input_ids`` and
+    ``labels``, int64 (1 to T,).
+    """
+
+    tokens: TokenLine
+    starts: np.ndarray  # (N,)
+    stops: np.ndarray  # (N,)
+    filling: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all documents, each with its end."""
+        return self.tokens.num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all documents in UTF-8."""
+        return self.tokens.num_bytes
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, key: Any) -> Batch:
+        index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
+        tokens = torch.from_numpy(self.tokens.between(self.starts[index], self.stops[index]))
+        return {"input_ids": tokens, "labels": tokens.clone() if counted else torch.full_like(tokens, IGNORED_LABEL)}
+
+    def collate(self, samples: list[Batch]) -> Batch:
+        """Samples as a batch (B, longest), filled up on the right; ``attention_mask`` is 0 there."""
+        return {
+            name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+            for name, value in (("input_ids", self.filling), ("labels", IGNORED_LABEL))
+        } | {
+            "attention_mask": pad_sequence(
+                [torch.ones_like(sample["input_ids"]) for sample in samples], batch_first=True
+            )
+        }
+
+
+def pack(
+    documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, *, one_row: bool = False
+) -> PackedDataset:
+    """Rows of ``block_size`` tokens that hold the documents (column ``text``) one behind another.
+
+    Args:
+        one_row: for flash attention, rule 5 of NOTE [ packing ].
+
+    Raises:
+        InputError: a row of fewer than 2 tokens, or a tokenizer without an end-of-text token.
+    """
+    _check_block_size(block_size)
+    tokens = tokenize(documents, tokenizer)
+    return PackedDataset(tokens=tokens, block_size=block_size, filling=_filling(tokenizer), one_row=one_row)
+
+
+def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PaddedDataset:
+    """Samples of at most ``block_size`` tokens, none of which holds tokens of two documents.
+
+    Raises:
+        InputError: as ``pack``.
+    """
+    _check_block_size(block_size)
+    tokens = tokenize(documents, tokenizer)
+    ends = tokens.document_starts[1:]
+    counts = -(-np.diff(tokens.document_starts) // block_size)  # samples of each document
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each sample in its document
+    starts = np.repeat(tokens.document_starts[:-1], counts) + number * block_size
+    stops = np.minimum(starts + block_size, np.repeat(ends, counts))
+    return PaddedDataset(tokens=tokens, starts=starts, stops=stops, filling=_filling(tokenizer))
+
+
+def count_valid(batch: Batch) -> Tensor:
+    """How many labels of a batch count in the loss, after the shift."""
+    return (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
+
+
+def check_positions(block_size: int, max_positions: int | None) -> None:
+    """Raises ``InputError`` where rows are longer than the model has positions; ``None`` means no limit."""
+    if max_positions is not None and block_size > max_positions:
+        raise InputError(
+            f"--block_size {block_size} is longer than the model's {max_positions} positions: lower it, or give a new "
+            "model more with --config_overrides (n_positions or max_position_embeddings)"
+        )
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: nn.Module, *, one_row: bool = False) -> bool:
+    """Whether packed documents do not see one another in a causal language model of transformers: rule 6.
+
+    Two rows are run with two different beginnings; where ``position_ids`` work, the logits of the documents behind them
+    stay the same. A thousandth of what the beginnings change without ``position_ids`` passes as rounding.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.arange(16, device=device).view(2, 8) % 4
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]], device=device)
+    is_second = torch.arange(8, device=device) >= torch.tensor([[3], [5]], device=device)
+    changed = torch.where(is_second, tokens, (tokens + 1) % 4)
+
+    def effect(**options: Any) -> float:
+        batches = [{"input_ids": ids, **options} for ids in (tokens, changed)]
+        if one_row:
+            batches = [{name: values.view(1, -1) for name, values in batch.items()} for batch in batches]
+        first, second = (model(**batch, use_cache=False).logits.view(2, 8, -1)[is_second] for batch in batches)
+        return (first - second).abs().max().item()
+
+    was_training = model.training
+    model.eval()
+    try:
+        return effect(position_ids=positions) <= 1e-3 * effect()
+    finally:
+        model.train(was_training)
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size < 2:
+        raise InputError(f"--block_size {block_size} leaves nothing to predict: raise it to at least 2")
+
+
+def _filling(tokenizer: PreTrainedTokenizerBase) -> int:
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -1,0 +1,147 @@
+"""Columns: which figures a comparison has, how each one reads, and the notes that belong to them.
+
+A heading names the unit that its figures do not carry themselves. What nobody recorded is no column.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from operator import attrgetter
+from typing import Literal
+
+from memsave_recipes.evidence.compare import METRICS, ComparisonRow, ComparisonTable, Figure, differences_within
+from memsave_recipes.units import format_bytes
+
+NO_FIGURE = Figure(value=None)
+LOSS_DIFFERENCE = "largest\nloss\ndifference"
+MAX_NAMES = 4
+
+
+def memory(num_bytes: float) -> str:
+    """``17.3 MiB``."""
+    return format_bytes(round(num_bytes))
+
+
+def rate(per_s: float) -> str:
+    """``1,058``, and below 100 three digits."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """``12.3 s``, and from 100 s on ``0:01:40``."""
+    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
+
+
+def loss_difference(row: ComparisonRow) -> str:
+    """The largest difference to the baseline's loss curve."""
+    if row.is_baseline:
+        return "baseline"
+    return "-" if row.loss_difference is None else f"{row.loss_difference:.3g}"
+
+
+def _percentage(value: float) -> str:
+    return f"{value:.1f} %"
+
+
+def _decimals(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _percent_more(figure: Figure) -> str | None:
+    return None if figure.ratio is None else f"{round(100 * figure.ratio) - 100:+d} %"
+
+
+def _factor(figure: Figure) -> str | None:
+    return None if figure.ratio is None else f"x{figure.ratio:.2f}"
+
+
+def _change(figure: Figure) -> str | None:
+    if figure.difference is None:
+        return None
+    return "same" if figure.difference == 0 else f"{figure.difference:+.2g}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of every row: how it reads by itself and beside the baseline's, and which way is good."""
+
+    heading: str
+    figure: Callable[[ComparisonRow], Figure]
+    absolute: Callable[[float], str]
+    relative: Callable[[Figure], str | None]
+    good: Literal["low", "high"] | None = None
+
+    @property
+    def title(self) -> str:
+        """The heading in one line."""
+        return self.heading.replace("\n/", "/").replace("\n", " ")
+
+    def texts(self, row: ComparisonRow) -> tuple[str, str | None]:
+        """The figure and how it compares."""
+        figure = self.figure(row)
+        return ("-" if figure.value is None else self.absolute(figure.value)), self.relative(figure)
+
+
+COST = (
+    Column("peak\nmemory", attrgetter("peak_memory"), memory, _percent_more, "low"),
+    Column("kept for\nbackward", attrgetter("saved_for_backward"), memory, _percent_more, "low"),
+    Column("samples\n/s", attrgetter("samples_per_s"), rate, _factor, "high"),
+    Column("tokens\n/s", attrgetter("tokens_per_s"), rate, _factor, "high"),
+    Column("train\ntime", attrgetter("train_time"), duration, _factor, "low"),
+)
+MFU = Column("MFU", attrgetter("mfu_pct"), _percentage, _factor, "high")
+TRAIN_LOSS = Column("train\nloss", attrgetter("train_loss"), _decimals, _change)
+
+
+def columns(rows: Sequence[ComparisonRow]) -> list[Column]:
+    """The columns that fit a terminal: of each evaluation its most telling metric."""
+    metrics = list(dict.fromkeys(row.metric for row in rows if row.metric))
+    without = [TRAIN_LOSS] if any(row.metric is None for row in rows) else []
+    return _filled([*COST, *map(_metric_column, metrics), *without], rows)
+
+
+def all_columns(rows: Sequence[ComparisonRow]) -> list[Column]:
+    """Every column that ``rows`` have a figure for."""
+    found = dict.fromkeys(name for row in rows for name in row.evaluation)
+    metrics = sorted(found, key=lambda name: METRICS.index(name) if name in METRICS else len(METRICS))
+    return _filled([*COST, MFU, *map(_metric_column, metrics), TRAIN_LOSS], rows)
+
+
+def notes(table: ComparisonTable) -> list[str]:
+    """What a reader has to know of the figures; ``!`` begins a warning."""
+    lines = [f"peak memory: {'; '.join(table.memory_sources)}"] if table.memory_sources else []
+    if any(row.is_pareto_optimal for row in table.rows):
+        lines.append("pareto: no run of the same work has both less memory and more speed")
+    if len(table.sections) > 1:
+        lines.append("each model is compared within itself alone")
+    return lines + [f"! {line}" for rows in table.sections for line in warnings(rows)]
+
+
+def warnings(rows: Sequence[ComparisonRow]) -> list[str]:
+    """A line for each trait in which the runs of a section are not comparable."""
+    model = rows[0].model or "unknown model"
+    return [
+        f"not comparable: runs of {model} differ in {difference.name}: "
+        + ", ".join(f"{value} ({_names(rows, holders)})" for value, holders in difference.values.items())
+        for difference in differences_within(rows)
+    ]
+
+
+def marks(row: ComparisonRow) -> list[str]:
+    """``pareto``, and ``!`` with what the run and its baseline do not share."""
+    optimal = ["pareto"] if row.is_pareto_optimal else []
+    return [*optimal, f"! other {', '.join(row.differs)}"] if row.differs else optimal
+
+
+def _metric_column(name: str) -> Column:
+    return Column(name.replace("_", "\n"), lambda row: row.evaluation.get(name, NO_FIGURE), _decimals, _change)
+
+
+def _filled(candidates: Sequence[Column], rows: Sequence[ComparisonRow]) -> list[Column]:
+    return [column for column in candidates if any(column.figure(row).value is not None for row in rows)]
+
+
+def _names(rows: Sequence[ComparisonRow], positions: Sequence[int]) -> str:
+    names = [rows[position].name for position in positions[:MAX_NAMES]]
+    more = len(positions) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")

@@ -1,0 +1,94 @@
+"""The plot: a comparison as one PNG, for papers and slides; a row of three charts for each model.
+
+matplotlib is optional and imported in no other module.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from memsave_recipes.evidence.compare import ComparisonRow, ComparisonTable
+from memsave_recipes.evidence.series import MEMORY_PARTS, REST, by_samples_seen, memory_parts, pareto_fronts
+from memsave_recipes.units import GIB, MIB
+
+NUM_COLORS = 10  # of matplotlib's cycle
+LINE_STYLES = ("-", "--", ":", "-.")
+FEW = 8  # so many runs are named in their charts; more are numbers, named beside their bars
+PART_COLORS = dict(
+    zip((*MEMORY_PARTS, REST), ("#3b64d6", "#7fa3f0", "#8e44c9", "#e0892b", "#e9c46a", "0.65"), strict=True)
+)
+
+
+def write_png(table: ComparisonTable, path: Path) -> None:
+    """Draws memory against throughput, the peaks and the training losses."""
+    sections = table.sections
+    heights = [max(4.0, 0.22 * len(rows) + 1.5) for rows in sections]
+    figure = Figure(figsize=(17, sum(heights)), dpi=120, layout="constrained")
+    all_axes = figure.subplots(len(sections), 3, squeeze=False, height_ratios=heights)
+    for rows, axes in zip(sections, all_axes, strict=True):
+        _draw_scatter(axes[0], rows)
+        _draw_bars(axes[1], rows)
+        _draw_losses(axes[2], rows)
+    figure.savefig(path, format="png")
+
+
+def _draw_scatter(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    unit, size = _unit(rows)
+    for front in pareto_fronts(rows):
+        memory, speed = zip(*front, strict=True)
+        axes.step([value / size for value in memory], speed, where="post", color="0.6", linestyle="--")
+    for index, row in enumerate(rows):
+        if row.place is None:
+            continue
+        place = row.place[0] / size, row.place[1]
+        color = f"C{index % NUM_COLORS}"
+        axes.scatter(*place, s=60, edgecolors=color, facecolors=color if row.is_pareto_optimal else "none", zorder=2)
+        label = _plain(row.plan or row.name) if len(rows) <= FEW else f"{index + 1}"
+        axes.annotate(label, place, xytext=(6, 5), textcoords="offset points", fontsize=9)
+    axes.set(title=f"{_plain(row.model or 'unknown model')}: filled is Pareto-optimal")
+    axes.set(xlabel=f"peak memory, {unit}", ylabel="throughput, samples/s")
+    axes.margins(0.12)
+
+
+def _draw_bars(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    unit, size = _unit(rows)
+    parts = [memory_parts(row) for row in rows]
+    ends = [0.0] * len(rows)
+    for part, color in PART_COLORS.items():
+        widths = [values.get(part, 0) / size for values in parts]
+        if any(widths):
+            axes.barh(_numbered_names(rows), widths, left=ends, label=part.replace("_", " "), color=color)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set(title="what fills the peak", xlabel=f"peak memory, {unit}")
+    if any(ends):
+        axes.legend(fontsize=8)
+
+
+def _draw_losses(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    for index, (row, name) in enumerate(zip(rows, _numbered_names(rows), strict=True)):
+        points = by_samples_seen(row.run, "train/loss")
+        style = LINE_STYLES[index // NUM_COLORS % len(LINE_STYLES)]
+        width = 1.5 + 1.5 * (len(rows) - 1 - index) if len(rows) <= FEW else 1.2
+        axes.plot(
+            [seen for seen, _ in points], [loss for _, loss in points], linestyle=style, linewidth=width, label=name
+        )
+    axes.set(title="equal curves lie on one another", xlabel="samples seen", ylabel="training loss")
+    axes.locator_params(axis="x", nbins=5)
+    if len(rows) <= FEW:
+        axes.legend(fontsize=8)
+
+
+def _unit(rows: Sequence[ComparisonRow]) -> tuple[str, int]:
+    return ("GiB", GIB) if max(row.peak_memory.value or 0 for row in rows) >= GIB else ("MiB", MIB)
+
+
+def _numbered_names(rows: Sequence[ComparisonRow]) -> list[str]:
+    return [f"{number}  {_plain(row.name)}" for number, row in enumerate(rows, start=1)]
+
+
+def _plain(text: str) -> str:
+    """``text`` without formulas: matplotlib sets what stands between dollars."""
+    return text.replace("$", r"\$")

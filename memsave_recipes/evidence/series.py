@@ -1,0 +1,46 @@
+"""Series: what the charts of a comparison show, as plain numbers, whoever draws them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from memsave_recipes.evidence.comparability import competition
+from memsave_recipes.evidence.compare import ComparisonRow
+from memsave_recipes.evidence.runs import Run
+from memsave_recipes.units import GIB
+
+Point = tuple[float, float]
+# What fills the memory at its peak, as memory.breakdown in results.json names it with _gib behind.
+MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "temporaries")
+REST = "not_broken_down"
+
+
+def by_samples_seen(run: Run, key: str) -> list[Point]:
+    """A figure of the history, such as ``train/loss``, by the samples that training had seen; not finite where it was.
+
+    An evaluation is logged without them, so they are those of the training row of its step.
+    """
+    seen = {row["step"]: row["progress/samples_seen"] for row in run.history if _has(row, "progress/samples_seen")}
+    points = {seen[row["step"]]: row[key] for row in run.history if _has(row, key) and row["step"] in seen}
+    return sorted(points.items())
+
+
+def pareto_fronts(rows: Sequence[ComparisonRow]) -> list[list[Point]]:
+    """Memory and throughput of each competition's Pareto-optimal rows, by memory. NOTE [ Pareto ] in ``compare``."""
+    fronts = defaultdict(list)
+    for row in rows:
+        if row.is_pareto_optimal and row.place:
+            fronts[competition(row.run)].append(row.place)
+    return [sorted(front) for front in fronts.values()]
+
+
+def memory_parts(row: ComparisonRow) -> dict[str, float]:
+    """The bytes of each part of the peak; what the run did not break down is ``REST``."""
+    gib = {part: row.run.figure("memory", "breakdown", f"{part}_gib") for part in MEMORY_PARTS}
+    parts = {part: value * GIB for part, value in gib.items() if value}
+    rest = (row.peak_memory.value or 0) - sum(parts.values())
+    is_rounding = parts and rest < 0.005 * sum(parts.values())
+    return parts if is_rounding or rest <= 0 else {**parts, REST: rest}
+
+
+def _has(row: dict, key: str) -> bool:
+    return isinstance(row.get("step"), int) and isinstance(row.get(key), int | float)

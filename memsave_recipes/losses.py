@@ -1,0 +1,248 @@
+"""The loss of a language model's head that never keeps the logits.
+
+With 32k to 256k words the logits (N, V), the log-softmax made of them and their gradient are often the largest tensors
+of a training step. Nothing needs more than a few rows of them at a time, if the gradient of those rows is computed at
+once:
+
+NOTE [ the gradient in the forward ]
+    1. For each chunk of rows the forward makes the logits, the loss and, with ``p`` the softmax, the logits' gradient
+       ``p - onehot(label)``, which it multiplies into the gradients of the hidden states and of the head before the
+       next chunk takes its place. Computing it later instead (checkpointing each chunk) would multiply by the head a
+       fourth time.
+    2. The backward has only to multiply by the factor that comes from above, in place. A second backward through a
+       graph that was retained finds those gradients used up and computes them again: right, at the price of a forward.
+    3. Gradients are summed over the chunks in float32, and rounded to bfloat16 once, after the factor. Sums in bfloat16
+       would lose what every chunk adds to a large sum. The cost is nothing under autocast, where the head is float32
+       anyway; a head that is itself bfloat16 takes 4 bytes a weight more until the backward has passed. A frozen head
+       (LoRA) takes none of it.
+    4. Rows whose label is -100 are computed like all others, as in the ordinary path. To drop them the host would have
+       to wait for the device to count them in every micro-batch, and neither fake tensors (the prediction of memory)
+       nor compiled graphs know such a size. Where many are ignored, select the valid rows before the call.
+
+The same idea is in Liger Kernel's fused linear cross-entropy (https://arxiv.org/abs/2410.10989), there with Triton
+kernels. Limits: no second derivative; the head is one whole tensor, neither quantized nor sharded.
+"""
+
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from memsave_recipes.units import MIB
+
+IGNORED_LABEL = -100
+
+
+def default_chunk_bytes(device: torch.device) -> int:
+    """The logits of one chunk in float32: 32 MiB on a CPU, 512 MiB elsewhere.
+
+    A chunk costs a pass over the head's gradient whatever its rows, so it must be tall enough for its products to
+    outweigh that. Measured on a CPU (float32, width 512, vocabulary 128k, against the full path's time): 16 rows x1.6,
+    32 rows x1.1, 64 rows, which are 32 MiB, x1.0, 128 rows x0.85. An accelerator computes far more for every byte that
+    it moves and takes about a thousand rows: reckoned from an H200's 790 TFLOP/s and 4.8 TB/s, not measured.
+    """
+    return 32 * MIB if device.type == "cpu" else 512 * MIB
+
+
+def num_chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> int:
+    """Into how many chunks of at most ``chunk_bytes`` the float32 logits fall. With one there is little to save."""
+    rows_that_fit = max(1, chunk_bytes // (torch.float32.itemsize * vocab_size))
+    return ceil(num_rows / rows_that_fit)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_bytes: int | None = None,
+) -> Tensor:
+    """The sum of the cross-entropies of all rows with a label, in memory for a few rows of logits at a time.
+
+    Logits are ``logit_scale * (hidden @ weight.T + bias)``, with ``softcap`` then ``softcap * tanh(logits / softcap)``.
+    Loss and gradients are those of ``full_cross_entropy``, up to the order of sums. Under autocast the products are in
+    its dtype, all else in float32. Never waits for the device.
+
+    Args:
+        hidden: (N, D), what the last layer gives.
+        weight: (V, D), the head; it may also be the embedding (tied weights).
+        labels: (N,) already shifted; -100 counts for nothing.
+        bias: (V,).
+        chunk_bytes: how large the float32 logits of one chunk may be, by default ``default_chunk_bytes``. At the peak
+            a chunk takes one such tensor, half as much again in bfloat16, twice as much with ``softcap``.
+
+    Returns:
+        A scalar in float32, or in float64 where the inputs are.
+
+    Raises:
+        ValueError: the shapes do not fit.
+        RuntimeError: a label is outside the vocabulary (on CUDA a device-side assertion, as with torch's own loss).
+
+    Source: NOTE [ the gradient in the forward ].
+    """
+    _check_shapes(hidden, labels)
+    count = num_chunks(len(hidden), len(weight), chunk_bytes or default_chunk_bytes(hidden.device))
+    autocasts = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
+    settings = _Settings(
+        rows=max(1, ceil(len(hidden) / max(1, count))),
+        softcap=softcap,
+        logit_scale=logit_scale,
+        matmul_dtype=torch.get_autocast_dtype(hidden.device.type) if autocasts else None,
+    )
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, torch.is_grad_enabled())
+
+
+def full_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """What ``linear_cross_entropy`` returns, on all logits at once."""
+    _check_shapes(hidden, labels)
+    logits = F.linear(hidden, weight, bias)  # (N, V)
+    logits = logits.to(_precise(logits.dtype))
+    if logit_scale != 1:
+        logits = logits * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+
+
+def _check_shapes(hidden: Tensor, labels: Tensor) -> None:
+    if hidden.ndim != 2 or labels.shape != hidden.shape[:1]:
+        shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"hidden must be (N, D) and labels (N,), they are {shapes}: flatten both")
+
+
+class _Settings(NamedTuple):
+    """What a call is told beside its tensors; ``matmul_dtype`` is autocast's."""
+
+    rows: int
+    softcap: float | None
+    logit_scale: float
+    matmul_dtype: torch.dtype | None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        settings: _Settings,
+        grad_enabled: bool,
+    ) -> Tensor:
+        tensors = hidden, weight, bias, labels
+        ctx.settings = settings
+        ctx.wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
+        ctx.dtypes = [tensor.dtype if tensor is not None else None for tensor in tensors[:3]]
+        ctx.save_for_backward(*tensors)  # for a second backward
+        loss, ctx.gradients = _run_chunks(*tensors, settings, ctx.wanted)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            hidden, weight, bias, labels = ctx.saved_tensors
+            _, ctx.gradients = _run_chunks(hidden, weight, bias, labels, ctx.settings, ctx.wanted)
+        gradients, ctx.gradients = ctx.gradients, None  # no other reference: autograd takes the tensors as they are
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        scaled = [gradient.mul_(factor).to(dtype) if gradient is not None else None for gradient, dtype in pairs]
+        return *scaled, None, None, None
+
+
+def _run_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings, wanted: list[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss, and its gradients for hidden, weight and bias where ``wanted``, in ``_precise`` dtypes."""
+    if settings.matmul_dtype is not None:
+        hidden, weight = hidden.to(settings.matmul_dtype), weight.to(settings.matmul_dtype)
+        bias = None if bias is None else bias.to(settings.matmul_dtype)
+    precise = _precise(hidden.dtype)
+    loss = torch.zeros((), dtype=precise, device=hidden.device)
+    gradients = [
+        torch.zeros(tensor.shape, dtype=precise, device=tensor.device) if tensor is not None and needed else None
+        for tensor, needed in zip((hidden, weight, bias), wanted, strict=True)
+    ]
+    with torch.autocast(hidden.device.type, enabled=False):
+        for first in range(0, len(hidden), settings.rows):
+            chunk = slice(first, first + settings.rows)
+            logits = F.linear(hidden[chunk], weight, bias).to(precise)  # (rows, V)
+            loss += _to_gradient(logits, labels[chunk], settings, wanted=any(wanted))
+            _add_gradients(gradients, logits, hidden, weight, chunk)
+            del logits  # or two chunks would be there while the next one is made
+    return loss, gradients
+
+
+def _to_gradient(logits: Tensor, labels: Tensor, settings: _Settings, *, wanted: bool) -> Tensor:
+    """The summed loss of ``logits`` (rows, V), which then hold, if ``wanted``, its gradient: all of it in place."""
+    slope = _transform(logits, settings, wanted=wanted)
+    ignored = labels == IGNORED_LABEL
+    labels = labels.masked_fill(ignored, 0)
+    logits -= logits.amax(1, keepdim=True)
+    expected = logits.gather(1, labels[:, None]).squeeze(1)  # refuses labels outside the vocabulary
+    totals = logits.exp_().sum(1)
+    loss = (totals.log() - expected).masked_fill_(ignored, 0).sum()
+    if wanted:
+        logits /= totals.masked_fill_(ignored, torch.inf)[:, None]  # rows that are ignored become zero on the way
+        logits[torch.arange(len(labels), device=labels.device), labels] -= (~ignored).to(logits.dtype)
+        if slope is not None:
+            logits *= slope
+    return loss
+
+
+def _transform(logits: Tensor, settings: _Settings, *, wanted: bool) -> Tensor | float | None:
+    """Scale and cap ``logits`` in place; returns the derivative of that, if ``wanted`` and not one."""
+    scale, softcap = settings.logit_scale, settings.softcap
+    if scale != 1:
+        logits *= scale
+    if softcap is None:
+        return scale if scale != 1 else None
+    capped = logits.div_(softcap).tanh_()
+    slope = capped.square().sub_(1).mul_(-scale) if wanted else None
+    logits *= softcap
+    return slope
+
+
+def _add_gradients(
+    gradients: list[Tensor | None], grad_logits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
+) -> None:
+    """What the rows of ``chunk`` add to the gradients for hidden, weight and bias."""
+    grad_hidden, grad_weight, grad_bias = gradients
+    rounded = grad_logits.to(weight.dtype)
+    if grad_hidden is not None:
+        grad_hidden[chunk] = rounded @ weight
+    if grad_weight is not None and _sums_come_out(rounded):
+        torch.addmm(grad_weight, rounded.t(), hidden[chunk], out_dtype=grad_weight.dtype, out=grad_weight)
+    elif grad_weight is not None:
+        torch.addmm(grad_weight, grad_logits.t(), hidden[chunk].to(grad_weight.dtype), out=grad_weight)
+    if grad_bias is not None:
+        grad_bias += grad_logits.sum(0)
+
+
+def _sums_come_out(factor: Tensor) -> bool:
+    """Whether a product of low precision can be added to a float32 tensor without a rounding in between.
+
+    Matrix units take bfloat16 and sum in float32, but of the libraries behind torch only NVIDIA's hands those sums out.
+    Whoever counts FLOPs there: the FlopCounterMode of torch 2.13 fails on ``addmm`` with ``out_dtype`` and needs a
+    ``custom_mapping`` for it.
+    """
+    return factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax, loss and sums over chunks."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

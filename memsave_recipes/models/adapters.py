@@ -1,0 +1,112 @@
+"""LoRA: train low-rank updates of frozen linear layers (Hu et al. 2021, https://arxiv.org/abs/2106.09685), by peft.
+
+The layers are put into the model where it stands, so the names of its blocks, and with them every activation plan, stay
+as they are. Recomputation works although the first block's input needs no gradient, because it is not reentrant.
+"""
+
+import warnings
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from memsave_recipes.errors import InputError
+
+if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
+    from peft import LoraConfig, PeftModel
+
+
+@dataclass(kw_only=True)
+class LoraArguments:
+    """Whether to train adapters instead of the weights, and which."""
+
+    lora: bool = field(default=False, metadata={"help": "train low-rank adapters, leave the weights frozen"})
+    lora_rank: int = field(default=16, metadata={"help": "of the update of each layer"})
+    lora_alpha: int = field(default=32, metadata={"help": "the update counts lora_alpha / lora_rank"})
+    lora_dropout: float = field(default=0.0, metadata={"help": "before each update"})
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: ["all-linear"],
+        metadata={"help": "ends of module names, such as q_proj v_proj; default: all linear layers but the head"},
+    )
+    lora_merge: bool = field(default=False, metadata={"help": "save the model with the updates added to its weights"})
+
+    load_in_4bit: bool = field(default=False, metadata={"help": "frozen weights in 4-bit NF4; with --lora, on CUDA"})
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 1:
+            raise InputError(f"--lora_rank {self.lora_rank} cannot be: it must be at least 1")
+        if not 0 <= self.lora_dropout < 1:
+            raise InputError(f"--lora_dropout {self.lora_dropout} cannot be: it must be at least 0 and below 1")
+        if self.lora_merge and not self.lora:
+            raise InputError("--lora_merge merges adapters, and there are none: pass --lora or leave it out")
+        if self.load_in_4bit:
+            self._check_4bit()
+
+    def _check_4bit(self) -> None:
+        if not self.lora:
+            raise InputError("--load_in_4bit freezes the weights, so nothing is left to train: pass --lora")
+        if not torch.cuda.is_available():
+            raise InputError("--load_in_4bit needs a CUDA device, and there is none: leave it out")
+        if find_spec("bitsandbytes") is None:
+            raise InputError("--load_in_4bit needs bitsandbytes: pip install bitsandbytes")
+        if self.lora_merge:
+            raise InputError("--lora_merge cannot add to 4-bit weights: save the adapters, and merge them elsewhere")
+
+
+def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) -> "PreTrainedModel | PeftModel":
+    """``model`` with adapters, everything else frozen, as peft's model; ``model`` itself without ``--lora``.
+
+    Args:
+        model: changed in place; goes on to work as it is.
+        task_type: ``CAUSAL_LM``, or ``SEQ_CLS``, which trains the new head as well.
+
+    Raises:
+        InputError: none of the target modules is there.
+    """
+    if not flags.lora:
+        return model
+    from peft import get_peft_model, prepare_model_for_kbit_training
+
+    if flags.load_in_4bit:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers under an old name
+            return get_peft_model(model, lora_config(model, flags, task_type), autocast_adapter_dtype=False)
+    except ValueError as error:
+        asked = " ".join(flags.lora_target_modules)
+        found = ", ".join(linear_names(model)) or "none"
+        raise InputError(
+            f"--lora_target_modules {asked}: no such layers in this model (linear ones: {found})"
+        ) from error
+
+
+def lora_config(model: nn.Module, flags: LoraArguments, task_type: str) -> "LoraConfig":
+    """The flags in peft's words."""
+    from peft import LoraConfig
+
+    targets = flags.lora_target_modules
+    return LoraConfig(
+        r=flags.lora_rank,
+        lora_alpha=flags.lora_alpha,
+        lora_dropout=flags.lora_dropout,
+        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        task_type=task_type,
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layers
+    )
+
+
+def linear_names(model: nn.Module) -> list[str]:
+    """The last parts of the names of the layers that can have adapters, each once."""
+    kinds = ("Linear", "Conv1D")
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds]
+    return list(dict.fromkeys(names))
+
+
+def merged(model: nn.Module) -> nn.Module:
+    """The model without adapters, their updates added to its weights."""
+    with torch.no_grad():
+        return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[operator]

@@ -1,0 +1,172 @@
+"""A causal language model and its loss in one module: tokens in, summed loss out, with or without the logits.
+
+A module, so that DDP, autocast and activation plans see the whole forward. The chunked loss needs the model in two
+parts: the decoder, and the head that turns hidden states into logits. Models differ in what they do after the head (a
+scale, a soft cap), so what the configuration says is tried out on a few tokens before it is trusted.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import product
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.losses import IGNORED_LABEL, default_chunk_bytes, linear_cross_entropy, num_chunks
+
+LossKind = Literal["auto", "chunked", "full", "liger"]
+
+
+class CausalLMLoss(nn.Module):
+    """Next-token cross-entropy, summed over the positions that count.
+
+    Args:
+        model: a transformers ``...ForCausalLM``; kept as ``.model``.
+        loss: ``full`` makes all logits at once, ``chunked`` and ``liger`` (Liger Kernel's, on CUDA) never do; ``auto``
+            is chunked as soon as the logits are more than one chunk and the model's head allows it.
+
+    Raises:
+        InputError: ``chunked`` or ``liger``, and what the model does to its logits is not known, or ``liger`` and it is
+            not there.
+    """
+
+    def __init__(self, model: PreTrainedModel, loss: LossKind = "auto") -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.head = None if loss == "full" else find_head(model)
+        if loss in ("chunked", "liger") and self.head is None:
+            raise InputError(
+                f"--loss {loss}: {type(model).__name__} does more to its logits than a linear layer, a scale and a "
+                "soft cap; pass --loss full"
+            )
+        if loss == "liger" and self.head is not None:
+            self.head = with_liger(self.head)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The summed loss, a scalar in at least float32.
+
+        Args:
+            input_ids, labels, position_ids, attention_mask: (B, T). Labels are not shifted; -100 does not count.
+                Position ids that start again keep documents apart, if there is no attention mask.
+        """
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
+        if self.head is None or (self.loss == "auto" and not pays(targets, self.head)):
+            logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+        hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
+        return self.head.loss(hidden.flatten(0, 1), targets)
+
+
+@dataclass(frozen=True)
+class Head:
+    """How hidden states become logits: ``softcap * tanh(scale * linear(hidden) / softcap)``."""
+
+    linear: nn.Linear
+    scale: float
+    softcap: float | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
+        return self.linear.weight.shape[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., D) to (..., V)."""
+        logits = F.linear(hidden, self.linear.weight, self.linear.bias) * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss of (N, D) hidden states against (N,) targets, without the (N, V) logits."""
+        return linear_cross_entropy(
+            hidden,
+            self.linear.weight,
+            targets,
+            bias=self.linear.bias,
+            logit_scale=self.scale,
+            softcap=self.softcap,
+        )
+
+
+def pays(targets: Tensor, head: Head) -> bool:
+    """Whether the logits of ``targets`` are more than one chunk."""
+    return num_chunks(targets.numel(), head.vocab_size, default_chunk_bytes(targets.device)) > 1
+
+
+def with_liger(head: Head) -> Head:
+    """``head`` with the fused loss of Liger Kernel (Hsu et al. 2024, https://arxiv.org/abs/2410.10989).
+
+    Raises:
+        InputError: no CUDA device, no liger-kernel, or logits that it cannot scale.
+    """
+    if not torch.cuda.is_available():
+        raise InputError("--loss liger needs a CUDA device, and there is none: pass --loss chunked")
+    if find_spec("liger_kernel") is None:
+        raise InputError("--loss liger needs liger-kernel: pip install liger-kernel")
+    if head.scale != 1:
+        raise InputError(f"--loss liger cannot scale logits by {head.scale:g}, as this model does: pass --loss chunked")
+    return LigerHead(head.linear, head.scale, head.softcap)
+
+
+class LigerHead(Head):
+    """The same logits, another way to their loss."""
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """As ``Head.loss``."""
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # optional, and needs CUDA
+
+        fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", softcap=self.softcap)
+        return fused(self.linear.weight, hidden, targets, self.linear.bias)
+
+
+@torch.no_grad()
+def find_head(model: PreTrainedModel) -> Head | None:
+    """The head that gives the model's own logits on a few tokens; ``None`` if no reading of its configuration does."""
+    linear = model.get_output_embeddings()
+    if type(linear) is not nn.Linear:
+        return None
+    was_training = model.training
+    model.eval()
+    try:
+        tokens = torch.arange(min(8, linear.out_features), device=linear.weight.device)[None]
+        logits = model(tokens, use_cache=False).logits
+        hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
+    finally:
+        model.train(was_training)
+    heads = (Head(linear, scale, softcap) for scale, softcap in product(_scales(model), _softcaps(model)))
+    return next((head for head in heads if _same(head.logits(hidden), logits)), None)
+
+
+def _same(logits: Tensor, expected: Tensor) -> bool:
+    precision = torch.finfo(logits.dtype).eps
+    largest = expected.abs().max().item()
+    return bool((logits.to(expected.dtype) - expected).abs().max().item() <= 8 * precision * max(largest, precision))
+
+
+def _scales(model: PreTrainedModel) -> Iterator[float]:
+    """Cohere, Granite, HyperCLOVA and Falcon-H1 scale their logits, each under a name and in a direction of its own."""
+    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if value := getattr(model.config, name, None):
+            yield float(value)
+            yield 1 / value
+    yield 1.0
+
+
+def _softcaps(model: PreTrainedModel) -> Iterator[float | None]:
+    """Gemma 2 and its kin."""
+    if value := getattr(model.config, "final_logit_softcapping", None):
+        yield float(value)
+    yield None

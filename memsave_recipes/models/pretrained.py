@@ -1,0 +1,140 @@
+"""Models of transformers: from a folder or the Hub, or from scratch by type; weights from safetensors, never pickle."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+
+from memsave_recipes.errors import InputError
+
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError)
+
+
+@dataclass(kw_only=True)
+class TransformerArguments:
+    """Which model of transformers, and how it computes attention."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "a transformers model: folder or Hub id"})
+    model_type: str | None = field(default=None, metadata={"help": "a transformers model from scratch, as gpt2"})
+    config_overrides: str | None = field(default=None, metadata={"help": 'for --model_type: "n_layer=4,..."'})
+    dropout: float | None = field(default=None, metadata={"help": "of every dropout layer; default: the model's own"})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "eager, sdpa, flash_attention_2, ...; default: what transformers takes"}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "run model code that comes from the Hub"})
+
+    def __post_init__(self) -> None:
+        if (self.model_name_or_path is None) == (self.model_type is None):
+            raise InputError("give one of --model_name_or_path and --model_type")
+        self.check_transformer()
+
+    def check_transformer(self) -> None:
+        """Refuse what contradicts itself.
+
+        Raises:
+            InputError: overrides for a model that has its own configuration, or an impossible dropout.
+        """
+        if self.config_overrides is not None and self.model_type is None:
+            raise InputError("--config_overrides shapes a model from scratch: give it with --model_type")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise InputError(f"--dropout {self.dropout} cannot be: it must be at least 0 and below 1")
+
+    @property
+    def name(self) -> str:
+        """What the model is called in tables and dashboards."""
+        return self.model_type or Path(str(self.model_name_or_path)).name
+
+
+def build_transformer(
+    auto_class: Any, flags: TransformerArguments, *, dtype: torch.dtype, in_4bit: bool = False, **config_changes: Any
+) -> PreTrainedModel:
+    """The model that the flags name.
+
+    Args:
+        auto_class: such as ``AutoModelForCausalLM``.
+        dtype: of the parameters.
+        in_4bit: pack the linear layers' weights on the current CUDA device; they cannot train.
+        **config_changes: entries of its configuration, such as ``id2label``; those of a tokenizer
+            (``vocab_size``, ``*_token_id``) only count for a model from scratch.
+
+    Raises:
+        InputError: no such model, overrides that it does not know, or code of its own without ``--trust_remote_code``.
+    """
+    if flags.model_name_or_path is None:
+        if in_4bit:
+            raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
+        model: nn.Module = _naming_the_model(flags, lambda: _from_scratch(auto_class, flags, config_changes))
+        return model.to(dtype)  # type: ignore[return-value]
+    return _naming_the_model(flags, lambda: _from_pretrained(auto_class, flags, dtype, in_4bit, config_changes))
+
+
+def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:
+    config = AutoConfig.for_model(str(flags.model_type), **config_changes)
+    if flags.config_overrides is not None:
+        config.update_from_string(flags.config_overrides)
+        # Made anew, because what is derived from an entry (the types of the layers, say) is derived only at the start.
+        names = [pair.partition("=")[0] for pair in flags.config_overrides.split(",")]
+        overrides = {name: getattr(config, name) for name in names}
+        config = AutoConfig.for_model(str(flags.model_type), **config_changes | overrides)
+    _set_dropout(config, flags.dropout)
+    return auto_class.from_config(config, attn_implementation=flags.attn_implementation)
+
+
+def _from_pretrained(
+    auto_class: Any, flags: TransformerArguments, dtype: torch.dtype, in_4bit: bool, config_changes: dict[str, Any]
+) -> PreTrainedModel:
+    of_a_tokenizer = {name for name in config_changes if name == "vocab_size" or name.endswith("_token_id")}
+    changes = {name: value for name, value in config_changes.items() if name not in of_a_tokenizer}
+    source = {"trust_remote_code": flags.trust_remote_code}
+    config = AutoConfig.from_pretrained(str(flags.model_name_or_path), **source, **changes)
+    _set_dropout(config, flags.dropout)
+    packing: dict[str, Any] = {}
+    if in_4bit:
+        packing = {"quantization_config": nf4(), "device_map": {"": torch.cuda.current_device()}}
+    return auto_class.from_pretrained(
+        flags.model_name_or_path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=flags.attn_implementation,
+        use_safetensors=True,
+        ignore_mismatched_sizes="id2label" in changes,  # a head for other classes is a new head
+        **source,
+        **packing,
+    )
+
+
+def nf4() -> BitsAndBytesConfig:
+    """QLoRA's 4-bit NormalFloat (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), computing in bfloat16."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def _set_dropout(config: PreTrainedConfig, probability: float | None) -> None:
+    """transformers has a name for each of its dropouts, and no two models share all of them."""
+    if probability is None:
+        return
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, int | float) and not isinstance(value, bool):
+            setattr(config, name, probability)
+
+
+def _naming_the_model(flags: TransformerArguments, build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    try:
+        return build()
+    except LOADING_ERRORS as error:
+        name = flags.model_name_or_path or flags.model_type
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"--model_name_or_path {name} brings code of its own, which is not run: read it, then pass "
+                "--trust_remote_code"
+            ) from error
+        raise InputError(f"the transformers model {name} cannot be made: {lines[0]}") from error

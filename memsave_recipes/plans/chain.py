@@ -1,0 +1,194 @@
+"""A chain: what every block of a model costs in seconds and bytes, as frozen data with JSON both ways.
+
+It is all that ``simulate`` and the solver know of a model, a device and a batch; ``memsave_recipes.measure`` fills it.
+
+NOTE [ what the figures of a chain mean ]
+1. The blocks stand in the order in which they run and cover the *whole* forward, the loss included. What no plan
+   decides about (embeddings before the layers, pooling between two stacks, head and loss) is a block with
+   ``stack=None``. So the input of a block is the output of the block before, and the input of the first is the batch.
+2. Bytes are those of storages, each counted once. Parameters, buffers, optimizer state and the batch are
+   ``resident_bytes`` and appear nowhere else, also where a block saves them or hands them on.
+3. ``output_bytes``: what leaves the block and is no storage of its input. A view has 0 and ``passes_input``; a layer of
+   a dense block has its one new feature map and ``passes_input``, as the older maps leave it too.
+4. ``saved_bytes``: what autograd holds of the block between its forward and its backward *besides* input and output.
+   Whether it holds these is ``saves_input`` (a convolution does) and ``saves_output`` (a ReLU does). So a map that one
+   block saves as its output and the next as its input counts once.
+5. ``forward_rise_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it began
+   (its input lives then). Output, saved bytes and workspaces are in it.
+6. ``backward_rise_bytes``: the highest live bytes in its backward less the live bytes when that began. Live then: what
+   it saved, and the gradient of its output, taken to be as large as all that leaves the block. In the rise are the
+   gradient of its input, the gradients of its parameters (as if there were none before), their temporaries,
+   workspaces, and what an option brings back.
+7. ``gradient_bytes``: the parameter gradients that are there after its backward and were not before. A tied weight
+   counts where its gradient is born: in the later of its blocks.
+8. What several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and in no
+   other's.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans.plan import Action
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way to run a block by itself; rules 4 to 6 of the NOTE say what the bytes are.
+
+    Args:
+        action: ``KEEP``, or another one that a plan may give to a single block.
+        added_s: seconds that a step takes longer than with ``KEEP``; below 0 for what makes it faster.
+        saved_bytes: saved on the device besides input and output.
+        saves_input, saves_output: whether it holds its input, its output.
+        forward_rise_bytes, backward_rise_bytes: what its forward, its backward needs at most, above its start.
+
+    Raises:
+        ValueError: a figure that no measurement gives.
+    """
+
+    action: Action
+    added_s: float = 0.0
+    saved_bytes: int
+    saves_input: bool
+    saves_output: bool
+    forward_rise_bytes: int
+    backward_rise_bytes: int
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "saved_bytes", "forward_rise_bytes", "backward_rise_bytes")
+        if self.action is Action.RECOMPUTE:
+            raise ValueError("RECOMPUTE is no option: its costs follow from those of KEEP")
+        if not math.isfinite(self.added_s) or (self.action is Action.KEEP and self.added_s):
+            raise ValueError(f"added_s of {self.action.value} cannot be {self.added_s}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCosts:
+    """The costs of one block.
+
+    Args:
+        name: as in ``Plan.blocks``; of a block without a stack, any name that people understand.
+        stack: the number of its stack, which no span leaves; ``None`` for what is always kept.
+        forward_s, backward_s: seconds of its forward and its backward when kept.
+        output_bytes, passes_input: rule 3 of the NOTE.
+        gradient_bytes: rule 7 of the NOTE.
+        options: ``KEEP``, and what else it can do by itself. ``RECOMPUTE`` it can where it has a stack.
+
+    Raises:
+        ValueError: a figure that no measurement gives, no ``KEEP``, or two options with one action.
+    """
+
+    name: str
+    stack: int | None
+    forward_s: float
+    backward_s: float
+    output_bytes: int
+    passes_input: bool = False
+    gradient_bytes: int
+    options: tuple[Option, ...]
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "forward_s", "backward_s", "output_bytes", "gradient_bytes")
+        actions = [option.action for option in self.options]
+        if Action.KEEP not in actions or len(set(actions)) < len(actions):
+            raise ValueError(f"{self.name} needs the option KEEP, and each option once")
+        if self.stack is None and len(actions) > 1:
+            raise ValueError(f"{self.name} has no stack, so it can only be kept")
+
+    def option(self, action: Action) -> Option:
+        """Its costs under ``action``.
+
+        Raises:
+            ValueError: the chain has none for it.
+        """
+        for option in self.options:
+            if option.action is action:
+                return option
+        raise ValueError(f"the chain has no costs of {action.value} for {self.name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A model's blocks with their costs, and what lives besides.
+
+    Args:
+        blocks: in the order of the forward; rule 1 of the NOTE.
+        resident_bytes: parameters, buffers, optimizer state, batch: there all the time.
+        gradients_resident: whether the parameter gradients of an earlier micro-batch are there from the start, as
+            under accumulation. They are not in ``resident_bytes`` in either case.
+        optimizer_bytes: what the optimizer's update needs besides parameters, gradients and its state.
+        span_bytes: what each span that recomputes holds besides its input until its backward is done: the state of the
+            random numbers, 5,056 bytes where the CPU is the device and 0 elsewhere, as it stays on the host.
+
+    Raises:
+        ValueError: no blocks, a negative figure, or a stack whose blocks are not neighbours.
+    """
+
+    blocks: tuple[BlockCosts, ...]
+    resident_bytes: int
+    gradients_resident: bool = False
+    optimizer_bytes: int = 0
+    span_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes")
+        if not self.blocks:
+            raise ValueError("a chain needs at least one block")
+        stacks = [block.stack for block in self.blocks]
+        starts = [stack for i, stack in enumerate(stacks) if stack is not None and (i == 0 or stacks[i - 1] != stack)]
+        if len(set(starts)) < len(starts):
+            raise ValueError("the blocks of a stack must be neighbours in the chain")
+
+    @property
+    def decided(self) -> tuple[int, ...]:
+        """The positions of the blocks that a plan decides about."""
+        return tuple(position for position, block in enumerate(self.blocks) if block.stack is not None)
+
+    @property
+    def decided_names(self) -> tuple[str, ...]:
+        """Their names: the ``blocks`` of a plan for this chain."""
+        return tuple(self.blocks[position].name for position in self.decided)
+
+    @property
+    def always_there_bytes(self) -> int:
+        """``resident_bytes``, with the parameter gradients where these are resident."""
+        return self.resident_bytes + (self.all_gradients_bytes if self.gradients_resident else 0)
+
+    @property
+    def all_gradients_bytes(self) -> int:
+        """The parameter gradients of all blocks."""
+        return sum(block.gradient_bytes for block in self.blocks)
+
+    def to_json(self) -> str:
+        """The chain as text."""
+        return json.dumps({"version": FORMAT_VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Chain":
+        """The chain that ``to_json`` wrote.
+
+        Raises:
+            InputError: the text is no such chain.
+        """
+        try:
+            data = json.loads(text)
+            if (version := data.pop("version")) != FORMAT_VERSION:
+                raise ValueError(f"its version is {version}, this software reads {FORMAT_VERSION}")
+            return cls(**{**data, "blocks": tuple(_block_from(block) for block in data["blocks"])})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"this is no chain of block costs: {error}") from error
+
+
+def _block_from(data: dict) -> BlockCosts:
+    options = tuple(Option(**{**option, "action": Action(option["action"])}) for option in data["options"])
+    return BlockCosts(**{**data, "options": options})
+
+
+def _check_not_negative(costs: object, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(costs, name) < math.inf:
+            raise ValueError(f"{name} cannot be {getattr(costs, name)}")

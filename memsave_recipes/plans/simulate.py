@@ -1,0 +1,180 @@
+"""What a plan costs on a chain: the peak, where it is, and the added time. The definition that the solver agrees with.
+
+NOTE [ the memory of one forward and backward ]
+1. Forward: a block runs beside what the blocks before it hold, and its input. Under ``KEEP`` it then holds what it
+   saves; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone.
+2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again, beside the gradient of
+   its output, and now every block of it holds what it saves; what the span held stays until the span is done.
+3. The backward of a block runs beside what is held before it, what it saved, and the gradient of its output. What it
+   saved is freed with it; the gradients of its parameters stay.
+4. At last the optimizer's update runs beside all gradients; no plan changes that.
+5. Storages count once, however many blocks hold them (NOTE [ what the figures of a chain mean ]).
+Not modelled: fragmentation of the allocator; the little that torch saves by ending a recomputation early.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.plan import Action, Plan, Span
+
+Storages = dict[str, int]
+"""Bytes by the name of the storage; ``|`` joins two sets of them, each storage once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """What lives while one block runs.
+
+    ``resident_bytes`` are those of the chain; ``gradients_bytes`` the parameter gradients made so far;
+    ``held_bytes`` what other blocks hold until their backward; ``own_bytes`` all that is there for this block.
+    """
+
+    phase: str  # forward, recomputation, backward, optimizer
+    block: str  # its name; of the optimizer, empty
+    resident_bytes: int
+    gradients_bytes: int
+    held_bytes: int
+    own_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return self.resident_bytes + self.gradients_bytes + self.held_bytes + self.own_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """The highest moment of a step under a plan, and the seconds that the plan adds to plain's step."""
+
+    peak: Moment
+    added_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The bytes of the highest moment."""
+        return self.peak.total_bytes
+
+
+def simulate(chain: Chain, plan: Plan) -> Simulation:
+    """Run ``plan`` on paper.
+
+    Raises:
+        ValueError: the plan was made for other blocks, joins blocks of two stacks, or needs costs that the chain lacks.
+    """
+    spans = _spans(chain, plan)
+    return Simulation(
+        peak=max(_moments(chain, spans), key=lambda moment: moment.total_bytes),
+        added_s=sum(_added_s(chain, span) for span in spans),
+    )
+
+
+def _spans(chain: Chain, plan: Plan) -> list[Span]:
+    """The plan's spans in positions of the chain, those that do not recompute cut into single blocks."""
+    if plan.blocks != chain.decided_names:
+        raise ValueError(f"the plan {plan.strategy} was made for other blocks than those of this chain")
+    spans = [Span(start=i, stop=i + 1, action=Action.KEEP) for i, b in enumerate(chain.blocks) if b.stack is None]
+    for span in plan.spans:
+        positions = chain.decided[span.start : span.stop]
+        if span.action is Action.RECOMPUTE:
+            if len({chain.blocks[position].stack for position in positions}) > 1:
+                raise ValueError(f"the span {span.start}..{span.stop} of the plan leaves its stack")
+            spans.append(Span(start=positions[0], stop=positions[-1] + 1, action=span.action))
+        else:
+            spans += [Span(start=position, stop=position + 1, action=span.action) for position in positions]
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _added_s(chain: Chain, span: Span) -> float:
+    blocks = chain.blocks[span.start : span.stop]
+    if span.action is Action.RECOMPUTE:
+        return sum(block.forward_s for block in blocks)
+    return blocks[0].option(span.action).added_s
+
+
+def _moments(chain: Chain, spans: list[Span]) -> Iterator[Moment]:
+    states = _states(chain)
+    held_before: list[Storages] = []
+    held: Storages = {}
+    for span in spans:
+        held_before.append(held)
+        if span.action is Action.RECOMPUTE:
+            # Its forward is never the peak: it saves nothing, and the recomputation runs beside more.
+            held = held | _held_by_span(chain, span, states)
+        else:
+            option = chain.blocks[span.start].option(span.action)
+            yield _moment(chain, "forward", span.start, held, 0, states[span.start], option.forward_rise_bytes)
+            held = held | _saved(chain, span.start, option, states)
+    gradients_bytes = 0
+    for span, held in zip(reversed(spans), reversed(held_before), strict=True):
+        yield from _backward(chain, span, held, gradients_bytes, states)
+        gradients_bytes += _new_gradients(chain, chain.blocks[span.start : span.stop])
+    yield _moment(chain, "optimizer", None, {}, gradients_bytes, {}, chain.optimizer_bytes)
+
+
+def _backward(
+    chain: Chain, span: Span, held: Storages, gradients_bytes: int, states: list[Storages]
+) -> Iterator[Moment]:
+    own: list[Storages] = []  # what lives in the span when the backward of its first, second ... block begins
+    rebuilt = _held_by_span(chain, span, states) if span.action is Action.RECOMPUTE else {}
+    option_action = Action.KEEP if span.action is Action.RECOMPUTE else span.action
+    gradient_bytes = _total(states[span.stop])
+    for position in range(span.start, span.stop):
+        option = chain.blocks[position].option(option_action)
+        if span.action is Action.RECOMPUTE:
+            rise = gradient_bytes + option.forward_rise_bytes
+            alive = rebuilt | states[position]
+            yield _moment(chain, "recomputation", position, held, gradients_bytes, alive, rise)
+        rebuilt = rebuilt | _saved(chain, position, option, states)
+        own.append(rebuilt)
+    for position in reversed(range(span.start, span.stop)):
+        block = chain.blocks[position]
+        rise = _total(states[position + 1]) + block.option(option_action).backward_rise_bytes
+        yield _moment(chain, "backward", position, held, gradients_bytes, own[position - span.start], rise)
+        gradients_bytes += _new_gradients(chain, (block,))
+
+
+def _states(chain: Chain) -> list[Storages]:
+    """What flows into every block, and at last out of the last one. The batch is resident, so the first is empty."""
+    states: list[Storages] = [{}]
+    for position, block in enumerate(chain.blocks):
+        passed = states[-1] if block.passes_input else {}
+        states.append({**passed, f"output of {position}": block.output_bytes})
+    return states
+
+
+def _held_by_span(chain: Chain, span: Span, states: list[Storages]) -> Storages:
+    """What a span that recomputes holds between its forward and its backward."""
+    return {**states[span.start], f"span from {span.start}": chain.span_bytes}
+
+
+def _saved(chain: Chain, position: int, option: Option, states: list[Storages]) -> Storages:
+    """What a block holds between its forward and its backward."""
+    saved = {f"inside {position}": option.saved_bytes}
+    if option.saves_input:
+        saved |= states[position]
+    if option.saves_output:
+        saved |= states[position + 1]
+    return saved
+
+
+def _new_gradients(chain: Chain, blocks: tuple[BlockCosts, ...]) -> int:
+    return 0 if chain.gradients_resident else sum(block.gradient_bytes for block in blocks)
+
+
+def _moment(
+    chain: Chain, phase: str, position: int | None, held: Storages, gradients_bytes: int, own: Storages, rise_bytes: int
+) -> Moment:
+    held_bytes = _total(held)
+    return Moment(
+        phase=phase,
+        block="" if position is None else chain.blocks[position].name,
+        resident_bytes=chain.always_there_bytes,
+        gradients_bytes=gradients_bytes,
+        held_bytes=held_bytes,
+        own_bytes=_total(held | own) - held_bytes + rise_bytes,
+    )
+
+
+def _total(storages: Storages) -> int:
+    return sum(storages.values())

@@ -1,0 +1,190 @@
+"""Levers: which flags free memory, and how much of it, computed from a run's own tensors.
+
+NOTE [ predicted savings ]
+
+1. Nothing is looked up or guessed: what cannot be computed from this run has no figure.
+2. A figure is what becomes smaller *at the peak as it was*. With that gone the peak may lie elsewhere in the step, so
+   less can come free, and figures of several levers do not simply add up.
+3. Gradients and optimizer state count as they will be in every step, also where the run ended before they were made.
+4. Activations shrink with the micro-batch; temporaries are left out, since some depend on the weights alone. Where a
+   run ended inside its first forward, only what had been made until then is known: the figures are a lower bound.
+5. ``full`` recomputation: from what the first forward saved in each block and outside (``ForwardMeter``).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from memsave_recipes.training.sample_order import Geometry
+
+SAME = "the same"
+MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
+BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """Something to type that frees memory.
+
+    Args:
+        flags: of the recipe, or of ``accelerate launch`` where it says so.
+        freed_bytes: see NOTE [ predicted savings ]; ``None`` where that cannot be computed.
+        curve: what becomes of the loss curve.
+    """
+
+    flags: str
+    freed_bytes: int | None
+    curve: str = SAME
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """A run that has no memory left.
+
+    Args:
+        flags: all flags of the recipe with their values; a lever is only offered where its flag is among them.
+        activations_bytes: at the peak, as far as they are known.
+        freed_by_recomputation_bytes: ``ForwardMeter``'s.
+    """
+
+    flags: dict[str, Any]
+    geometry: Geometry
+    model: nn.Module
+    mixed_precision: str
+    activations_bytes: int | None
+    freed_by_recomputation_bytes: int | None
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that have gradients and optimizer state."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @property
+    def largest_gradient_bytes(self) -> int:
+        """Of one parameter."""
+        return max((parameter.nbytes for parameter in self.trained), default=0)
+
+    @property
+    def gradients_bytes(self) -> int:
+        """Those that are there together."""
+        if self.flags.get("optimizer_in_backward"):
+            return self.largest_gradient_bytes
+        return sum(parameter.nbytes for parameter in self.trained)
+
+    def state_bytes(self, parameters: list[Tensor]) -> int:
+        """What the optimizer keeps for ``parameters`` from its first step on."""
+        if self.flags.get("optimizer") == "sgd" and not self.flags["momentum"]:
+            return 0
+        return state_bytes(self.flags.get("optimizer", ""), parameters)
+
+
+def find_levers(situation: Situation) -> list[Lever]:
+    """What would help, those that change no loss curve first, then by what they free."""
+    makers = (
+        _smaller_micro_batches,
+        _recomputation,
+        _chunked_loss,
+        _optimizer_in_backward,
+        _smaller_optimizers,
+        _adapters,
+        _half_precision,
+    )
+    found = [lever for make in makers for lever in make(situation) if lever.freed_bytes != 0]
+    return sorted(found, key=lambda lever: (lever.curve != SAME, -(lever.freed_bytes or 0)))
+
+
+def state_bytes(optimizer: str, parameters: list[Tensor]) -> int:
+    """What the optimizers of ``--optimizer`` keep for ``parameters``; 0 for one that is not known here."""
+    return sum(_state_of_one(optimizer, parameter) for parameter in parameters)
+
+
+def _state_of_one(optimizer: str, parameter: Tensor) -> int:
+    numel, size = parameter.numel(), parameter.element_size()
+    if optimizer == "adamw_8bit":
+        return 2 * (numel + 4 * numel // BITSANDBYTES_BLOCK) if numel >= MIN_8BIT_NUMEL else 8 * numel
+    if optimizer == "adafactor" and parameter.ndim > 1:
+        rows, columns = parameter.shape[-2:]
+        return size * (numel // rows + numel // columns)
+    return {"adamw": 2, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size
+
+
+def _smaller_micro_batches(situation: Situation) -> Iterator[Lever]:
+    size = situation.geometry.micro_batch_size
+    if situation.flags.get("optimizer_in_backward"):
+        return  # it cannot accumulate
+    has_batchnorm = any(isinstance(module, _BatchNorm) for module in situation.model.modules())
+    activations = situation.activations_bytes
+    for smaller in (size // 2, size // 4):
+        if smaller:
+            yield Lever(
+                flags=f"--micro_batch_size {smaller}",
+                freed_bytes=None if activations is None else activations * (size - smaller) // size,
+                curve="BatchNorm sees fewer samples" if has_batchnorm else SAME,
+            )
+
+
+def _recomputation(situation: Situation) -> Iterator[Lever]:
+    if situation.flags.get("activation_checkpointing") == "none":
+        yield Lever(flags="--activation_checkpointing full", freed_bytes=situation.freed_by_recomputation_bytes)
+
+
+def _chunked_loss(situation: Situation) -> Iterator[Lever]:
+    """The log-probabilities in float32 and their gradient, which are both there when the backward begins."""
+    vocabulary = getattr(getattr(_bare(situation.model), "config", None), "vocab_size", None)
+    if situation.flags.get("loss") == "full" and vocabulary:
+        rows = situation.geometry.micro_batch_size * situation.flags["block_size"]
+        yield Lever(flags="--loss auto", freed_bytes=2 * rows * vocabulary * torch.float32.itemsize)
+
+
+def _optimizer_in_backward(situation: Situation) -> Iterator[Lever]:
+    geometry = situation.geometry
+    if situation.flags.get("optimizer_in_backward") is False and (
+        geometry.num_processes == geometry.accumulation_steps == 1 and situation.mixed_precision != "fp16"
+    ):
+        freed = situation.gradients_bytes - situation.largest_gradient_bytes
+        yield Lever(flags="--optimizer_in_backward --max_grad_norm 0", freed_bytes=freed, curve="nothing is clipped")
+
+
+def _smaller_optimizers(situation: Situation) -> Iterator[Lever]:
+    if situation.flags.get("optimizer") == "adamw":
+        for other in ("adamw_8bit", "adafactor"):
+            freed = situation.state_bytes(situation.trained) - state_bytes(other, situation.trained)
+            yield Lever(flags=f"--optimizer {other}", freed_bytes=max(0, freed), curve="another optimizer's")
+
+
+def _adapters(situation: Situation) -> Iterator[Lever]:
+    """The frozen weights' gradients and state, less what adapters of all linear layers take in their place."""
+    if situation.flags.get("lora") is False:
+        adapters = [torch.empty(shape, device="meta") for shape in _adapter_shapes(situation)]
+        taken = 2 * sum(adapter.nbytes for adapter in adapters) + situation.state_bytes(adapters)  # with gradients
+        freed = situation.gradients_bytes + situation.state_bytes(situation.trained) - taken
+        yield Lever(flags="--lora", freed_bytes=max(0, freed), curve="adapters train, not the weights")
+
+
+def _adapter_shapes(situation: Situation) -> Iterator[tuple[int, int]]:
+    rank = situation.flags["lora_rank"]
+    for module in situation.model.modules():
+        if type(module).__name__ in ("Linear", "Conv1D"):
+            weight: Any = module.weight
+            outputs, inputs = weight.shape
+            yield rank, inputs
+            yield outputs, rank
+
+
+def _half_precision(situation: Situation) -> Iterator[Lever]:
+    if situation.flags.get("dtype") != "float32":
+        return
+    if situation.mixed_precision == "no":
+        yield Lever(flags="accelerate launch --mixed_precision bf16", freed_bytes=None, curve="rounded activations")
+    parameters = sum(parameter.nbytes for parameter in situation.model.parameters())
+    freed = (parameters + situation.gradients_bytes + situation.state_bytes(situation.trained)) // 2
+    yield Lever(flags="--dtype bfloat16", freed_bytes=freed, curve="rounded weights")
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model inside its wrappers: the outermost module with a configuration."""
+    return next((module for module in model.modules() if hasattr(module, "config")), model)

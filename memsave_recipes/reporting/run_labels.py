@@ -1,0 +1,23 @@
+"""What a dashboard is told about a run before the run trains."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.tracking import GeneralTracker
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLabels:
+    """Runs of one ``group`` do the same work and are meant to be compared; the ``name`` is that of the method."""
+
+    group: str
+    name: str
+    tags: list[str]
+    config: dict[str, Any]
+    output_dir: Path
+
+
+# Starts one tracker through Accelerate, from a configuration to be stored (or none) and the tracker's own arguments.
+Launch = Callable[[dict[str, Any] | None, dict[str, Any]], list[GeneralTracker]]

@@ -1,0 +1,292 @@
+"""Train a causal language model, from scratch or from pretrained weights, in the memory that is there.
+
+On the CPU of any machine, without a network (the text of Python's own library; three minutes on 2 cores):
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml recipes/language_modeling.py \
+        --model_type gpt2 --config_overrides "n_layer=4,n_head=4,n_embd=128" --block_size 256 \
+        --global_batch_size 16 --micro_batch_size 4 --max_steps 200 --output_dir out/lm
+
+On one GPU or several, fine-tuning a model of the Hub (or of a folder) on your text, all of it or by adapters:
+
+    accelerate launch --config_file accelerate_configs/single_gpu.yaml --mixed_precision bf16 \
+        recipes/language_modeling.py --model_name_or_path MODEL --train_file DATA.jsonl --block_size 2048 \
+        --activation_checkpointing full --lora --output_dir out/lora
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 4 recipes/... (the same flags)
+
+Expect: the same curve for every plan, geometry and number of ranks (no dropout unless --dropout asks for it); the
+logits, often the largest tensor of all, are never made (--loss). `--help` lists the flags.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import ceil
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
+from memsave_recipes.data.text import TextSplits, load_documents
+from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
+from memsave_recipes.errors import InputError
+from memsave_recipes.evidence.compare import compare
+from memsave_recipes.evidence.runs import read_run
+from memsave_recipes.evidence.table import show
+from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
+from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
+from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.reporting.report import RunReport, begin_run
+from memsave_recipes.reporting.run_folder import check_run_folder, save_model, write_json
+from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches, evaluation_batches
+from memsave_recipes.training.in_backward import check_in_backward
+from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.sample_order import Geometry, SampleOrder
+
+BYTES_A_TOKEN = 5  # of text in a stream; English in a vocabulary of 50k has 4 to 5
+
+
+@dataclass(kw_only=True)
+class DataArguments:
+    """Which text, in which tokens, in rows of which length."""
+
+    dataset: str | None = field(default=None, metadata={"help": "python-stdlib (the default, built in) or a Hub id"})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "which part of a Hub data set"})
+    train_file: str | None = field(default=None, metadata={"help": "text in a .txt, .jsonl or .parquet"})
+    validation_file: str | None = field(default=None, metadata={"help": "default: a twentieth of the training text"})
+    text_column: str = field(default="text", metadata={"help": "where the text is in a .jsonl, .parquet or Hub set"})
+    streaming: bool = field(default=False, metadata={"help": "read only as much of a Hub set as --max_steps needs"})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
+    vocab_size: int = field(default=8192, metadata={"help": "of the tokenizer that is trained where none is given"})
+    block_size: int = field(default=1024, metadata={"help": "tokens of a row"})
+    packing: bool = field(default=True, metadata={"help": "fill rows with several documents, kept apart; else pad"})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "evaluate on so many rows; default: all"})
+
+    def __post_init__(self) -> None:
+        require(self.block_size >= 2, "--block_size", self.block_size, "at least 2")
+        limit = self.max_eval_samples
+        require(limit is None or limit >= 1, "--max_eval_samples", limit, "at least 1")
+        require(self.vocab_size >= 260, "--vocab_size", self.vocab_size, "at least 260 (all bytes)")
+        self.dataset = self.dataset or (None if self.train_file else "python-stdlib")
+
+
+@dataclass(kw_only=True)
+class ModelArguments(TransformerArguments):
+    """Which causal language model, and how it makes its loss."""
+
+    loss: LossKind = field(default="auto", metadata={"help": "chunked never makes the logits; auto: where it pays"})
+    dropout: float = field(default=0.0, metadata={"help": "of every dropout layer; 0 gives every geometry one curve"})
+    prompt: str | None = field(default=None, metadata={"help": "continued at the end; default: held-out text"})
+
+    @property
+    def one_row(self) -> bool:
+        """Flash attention keeps documents apart only if a micro-batch is one long row."""
+        return "flash" in (self.attn_implementation or "")
+
+
+def main(args: list[str] | None = None) -> dict[str, Any]:
+    """Train as the flags say; returns what ``results.json`` holds."""
+    flags = parse_arguments(DataArguments, ModelArguments, LoraArguments, RunArguments, OptimizerArguments, args=args)
+    data, network, lora, run, optim = flags
+    folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
+    accelerator = start_accelerator(
+        log_with=resolve_trackers(run.report_to, folder),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
+    check_in_backward(optim, geometry, accelerator.mixed_precision)
+    set_seed(run.seed)
+
+    # Data
+    with accelerator.main_process_first():
+        text = load_text(data, run)
+        tokenizer = load_tokenizer(
+            data.tokenizer_name or network.model_name_or_path,
+            text.train["text"],
+            vocab_size=data.vocab_size,
+            trust_remote_code=network.trust_remote_code,
+        )
+        in_rows = partial(pack, one_row=network.one_row) if data.packing else pad
+        train, validation = (in_rows(part, tokenizer, data.block_size) for part in (text.train, text.validation))
+    order = SampleOrder(
+        num_samples=len(train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
+    )
+    num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
+    loading = {"num_workers": run.dataloader_num_workers}
+    num_samples = min(len(validation), data.max_eval_samples or len(validation))
+    batches = GlobalBatches(
+        accelerator,
+        train,
+        order=order,
+        geometry=geometry,
+        num_steps=num_steps,
+        seed=run.seed,
+        count_valid=count_valid,
+        collate_fn=train.collate,
+        **loading,
+    )
+
+    # Model
+    model = build_transformer(
+        AutoModelForCausalLM,
+        network,
+        dtype=run.torch_dtype,
+        in_4bit=lora.load_in_4bit,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    ).to(accelerator.device)
+    check_model(model, tokenizer, data, network)
+    saved_model = add_lora(model, lora, task_type="CAUSAL_LM")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    # Memory plan
+    plan = make_plan(model, run.activation_checkpointing)
+    plan_handle = apply_plan(model, plan)
+
+    # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
+    optimizer = make_optimizer(optim, model)
+    scheduler = make_scheduler(optim, optimizer, num_steps)
+    loss_model, optimizer = accelerator.prepare(CausalLMLoss(model, network.loss), optimizer)
+
+    # From here on files are written
+    settings = begin_run(
+        accelerator,
+        folder,
+        project="memsave-language-modeling",
+        work=f"{network.name}-gbs{run.global_batch_size}-{data.block_size}tok",
+        flags={name: value for part in flags for name, value in asdict(part).items()},
+        strategy=plan.strategy,
+        plan_json=plan.to_json(),
+        geometry=geometry,
+    )
+    accelerator.print(geometry.describe(), plan.describe(), sep="\n")
+    for notice in (text.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
+        if notice:
+            accelerator.print(notice)
+
+    # The loop
+    def train_step(batch: GlobalBatch) -> Tensor | None:
+        for micro_batch in batch.forwards(loss_model):
+            batch.backward(loss_model(**micro_batch))
+        grad_norm = clip_gradients(optim, accelerator, loss_model)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return grad_norm
+
+    report = RunReport(accelerator, batches, loss_model, optimizer, settings)
+    progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
+    for batch in report.clock.loading(progress):
+        learning_rate = scheduler.get_last_lr()[0]
+        grad_norm = report.run(batch.step, partial(train_step, batch))
+        report.count(batch)
+        step, is_last = batch.step + 1, batch.step + 1 == num_steps
+        if step % run.logging_steps == 0 or is_last:
+            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate, grad_norm=grad_norm))
+        if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
+            with report.clock.left_out():
+                evaluated = evaluate_model(loss_model, accelerator, validation, geometry, num_samples, loading)
+                report.log_evaluation(step, evaluated)
+
+    # Finish
+    plan_handle.remove()
+    if accelerator.is_main_process:
+        print("sample:", sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100]))
+        tokenizer.save_pretrained(folder / "final")
+    save_model(accelerator, merged(saved_model) if lora.lora_merge else saved_model, folder / "final")
+    results = {
+        "recipe": "language_modeling",
+        "model": network.name,
+        "num_parameters": num_parameters,
+        "num_trained_parameters": num_trained,
+        "plan": plan.strategy,
+        "eval": evaluated,
+        **report.results(),
+    }
+    if accelerator.is_main_process:
+        write_json(folder / "results.json", results)
+        show(compare([read_run(folder)]))
+    finish_trackers(accelerator, results)
+    return results
+
+
+def load_text(data: DataArguments, run: RunArguments) -> TextSplits:
+    """The documents that the flags name; of a stream, as many as fill the rows of ``--max_steps``."""
+    if data.streaming:
+        require(run.max_steps is not None, "--max_steps", run.max_steps, "given with --streaming, which reads for it")
+    num_tokens = (run.max_steps or 0) * run.global_batch_size * data.block_size
+    return load_documents(
+        dataset=data.dataset,
+        train_file=data.train_file,
+        validation_file=data.validation_file,
+        text_column=data.text_column,
+        dataset_config_name=data.dataset_config_name,
+        stream_bytes=BYTES_A_TOKEN * num_tokens if data.streaming else None,
+    )
+
+
+def check_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DataArguments, network: ModelArguments
+) -> None:
+    """Refuse rows and tokens that the model cannot take."""
+    check_vocabulary(tokenizer, model.config.vocab_size)
+    check_positions(data.block_size, getattr(model.config, "max_position_embeddings", None))
+    if data.packing and not keeps_documents_apart(model, one_row=network.one_row):
+        raise InputError(f"{network.name} lets the documents of a packed row see one another: pass --no_packing")
+
+
+@torch.no_grad()
+def evaluate_model(
+    loss_model: nn.Module, accelerator: Accelerator, rows: Any, geometry: Geometry, num_samples: int, loading: dict
+) -> dict[str, float]:
+    """Mean loss in nats a token, perplexity, and bits a byte of text (which does not depend on the tokenizer)."""
+    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # loss, tokens
+    loss_model.eval()
+    for batch in evaluation_batches(
+        accelerator,
+        rows,
+        micro_batch_size=geometry.micro_batch_size,
+        num_samples=num_samples,
+        collate_fn=rows.collate,
+        **loading,
+    ):
+        totals += torch.stack([loss_model(**batch).double(), count_valid(batch).double()])
+    loss_model.train()
+    loss_sum, num_tokens = accelerator.reduce(totals, "sum").tolist()
+    loss = loss_sum / num_tokens
+    bits_per_byte = loss / math.log(2) * rows.num_tokens / rows.num_bytes
+    return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
+
+
+@torch.no_grad()
+def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int = 60) -> str:
+    """``prompt`` as the model goes on with it, drawn at temperature 0.8, always in the same way."""
+    num_tokens = min(num_tokens, model.config.max_position_embeddings // 2)
+    tokens = tokenizer(prompt, return_tensors="pt").input_ids[:, -num_tokens:].to(model.device)
+    torch.manual_seed(0)
+    model.eval()
+    continued = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=num_tokens,
+        do_sample=True,
+        temperature=0.8,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return tokenizer.decode(continued[0])
+
+
+if __name__ == "__main__":
+    run_recipe(main)

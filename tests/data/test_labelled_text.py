@@ -1,0 +1,187 @@
+"""Labelled texts: what is found without being named, and every mistake in one line that leads to it."""
+
+import json
+
+import datasets
+import pytest
+
+from memsave_recipes.data.labelled_text import load_labelled_text
+from memsave_recipes.errors import InputError
+
+ROWS = [{"text": f"{name} number {i}", "label": name} for i in range(6) for name in ("cat", "dog")]
+
+
+def write(path, rows):
+    rows = datasets.Dataset.from_list(rows)
+    {".csv": rows.to_csv, ".jsonl": rows.to_json, ".parquet": rows.to_parquet}[path.suffix](str(path))
+    return str(path)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load lists of rows as the two files of a user."""
+
+    def run(train, validation=None, suffix=".jsonl", **names):
+        files = {"train_file": train, "validation_file": train if validation is None else validation}
+        paths = {flag: write(tmp_path / f"{flag}{suffix}", rows) for flag, rows in files.items()}
+        return load_labelled_text(dataset=None, **paths, **names)
+
+    return run
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_files_of_every_format(load, suffix):
+    texts = load(ROWS, ROWS[:3], suffix=suffix)
+    assert texts.label_names == ("cat", "dog")
+    assert texts.train[:]["text"] == [row["text"] for row in ROWS]
+    assert texts.train[:]["label"] == [0, 1] * 6
+    assert texts.validation[:]["label"] == [0, 1, 0]
+    assert texts.majority_share == pytest.approx(2 / 3)
+    assert texts.notice == "12 training texts, 3 held out; 2 classes, the largest with 66.7% of those held out"
+
+
+GLUE = {
+    "cola": ("sentence",),
+    "sst2": ("sentence",),
+    "mrpc": ("sentence1", "sentence2"),
+    "qqp": ("question1", "question2"),
+    "mnli": ("premise", "hypothesis"),
+    "qnli": ("question", "sentence"),
+    "rte": ("sentence1", "sentence2"),
+    "wnli": ("sentence1", "sentence2"),
+}
+
+
+@pytest.mark.parametrize("task", GLUE)
+def test_the_columns_of_glue_are_found(monkeypatch, task):
+    features = {column: datasets.Value("string") for column in GLUE[task]}
+    features |= {"label": datasets.ClassLabel(names=["no", "yes"]), "idx": datasets.Value("int32")}
+    rows = [{**{column: f"{column} {i}" for column in GLUE[task]}, "label": i % 2, "idx": i} for i in range(4)]
+    split = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    asked = []
+
+    def load_dataset(*names):
+        asked.append(names)
+        validation = "validation_matched" if task == "mnli" else "validation"
+        return {"train": split, validation: split, "test": split}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    texts = load_labelled_text(dataset="glue", dataset_config_name=task)
+    assert asked == [("nyu-mll/glue", task)]
+    first, *second = (f"{column} 0" for column in GLUE[task])
+    assert texts.train[0] == {"text": first, "label": 0} | ({"text_pair": second[0]} if second else {})
+    assert texts.label_names == ("no", "yes")
+    assert len(list(texts.documents())) == 4 * len(GLUE[task])
+
+
+def test_named_columns_win_over_found_ones(load):
+    rows = [{"text": "a", "body": f"b{i}", "reply": f"c{i}", "label": 0, "stars": i % 3 + 8} for i in range(6)]
+    texts = load(rows, text_column="body", text_pair_column="reply", label_column="stars")
+    assert texts.train[4] == {"text": "b4", "text_pair": "c4", "label": 1}
+    assert texts.label_names == ("8", "9", "10")
+
+
+def test_a_text_may_be_the_word_that_others_read_as_nothing(load):
+    rows = [{"text": word, "label": i % 2} for i, word in enumerate(("NA", "null", "None", "nan"))]
+    assert load(rows, suffix=".csv").train[:]["text"] == ["NA", "null", "None", "nan"]
+
+
+def test_labels_of_words_and_of_whole_numbers_need_not_be_of_one_type_in_both_files(tmp_path):
+    train = write(tmp_path / "train.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 2}])
+    held_out = write(tmp_path / "held_out.jsonl", [{"text": "c", "label": "2"}])
+    texts = load_labelled_text(dataset=None, train_file=train, validation_file=held_out)
+    assert texts.validation[:]["label"] == [1]
+
+
+def edited(index, **changes):
+    rows = [dict(row) for row in ROWS]
+    rows[index] |= changes
+    return rows
+
+
+MISTAKES = {
+    "a label outside the classes": ({"validation": edited(3, label="cow")}, "row 4 has the label cow"),
+    "a row without a label": ({"train": edited(2, label=None)}, "row 3 has no label"),
+    "a row without a text": ({"train": edited(2, text=None)}, "row 3 has no text"),
+    "one class": ({"train": ROWS[::2]}, "texts of 1 class"),
+    "no text column": ({"train": [{"txet": "a", "label": 0}]}, "--text_column"),
+    "no label column": ({"train": [{"text": "a", "lable": 0}]}, "--label_column"),
+    "no such column": ({"text_column": "txet"}, "no column txet, only text, label"),
+    "no such pair column": ({"text_pair_column": "reply"}, "--text_pair_column"),
+    "numbers as texts": ({"train": [{"text": 1.5, "label": 0}]}, "holds no text"),
+    "measurements as labels": ({"train": [{"text": "a", "label": 0.5}]}, "words or whole numbers"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_named(load, case):
+    changes, words = MISTAKES[case]
+    with pytest.raises(InputError) as error:
+        load(**{"train": ROWS} | changes)
+    assert words in str(error.value)
+    assert "_file " in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_jsonl_row_without_the_text_column_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + '\n{"label": "cat"}\n')
+    files = {"train_file": str(tmp_path / "a.jsonl"), "validation_file": str(tmp_path / "a.jsonl")}
+    with pytest.raises(InputError, match=r"a\.jsonl: row 13 has no text"):
+        load_labelled_text(dataset=None, **files)
+
+
+BROKEN_FILES = {
+    "empty.csv": ("", "is empty"),
+    "empty.jsonl": ("", "is empty"),
+    "blank.jsonl": ("\n\n", "cannot be read as json"),
+    "header.csv": ("text,label\n", "cannot be read as csv"),
+    "half.jsonl": ('{"text": "a"', "cannot be read as json"),
+    "words.parquet": ("words", "cannot be read as parquet"),
+    "words.txt": ("words", "must end in one of .csv"),
+    "absent.csv": (None, "not there"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_FILES)
+def test_a_broken_file_is_named(tmp_path, name):
+    content, words = BROKEN_FILES[name]
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    good = write(tmp_path / "good.jsonl", ROWS)
+    for files in ((str(tmp_path / name), good), (good, str(tmp_path / name))):
+        with pytest.raises(InputError) as error:
+            load_labelled_text(dataset=None, train_file=files[0], validation_file=files[1])
+        assert words in str(error.value)
+        assert name in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"dataset": None},
+        {"dataset": None, "train_file": "a.csv"},
+        {"dataset": None, "validation_file": "a.csv"},
+        {"dataset": "docstrings", "train_file": "a.csv", "validation_file": "b.csv"},
+    ],
+)
+def test_one_whole_source_is_needed(source):
+    with pytest.raises(InputError, match="--train_file and --validation_file"):
+        load_labelled_text(**source)
+
+
+def test_a_hub_set_while_offline():
+    with pytest.raises(InputError, match="--dataset nobody/nothing cannot be loaded"):
+        load_labelled_text(dataset="nobody/nothing")
+
+
+def test_an_unlabelled_split_of_the_hub_is_refused(monkeypatch):
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    train = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)
+    test = datasets.Dataset.from_dict({"text": ["c", "d"], "label": [-1, -1]}, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: {"train": train, "test": test})
+    with pytest.raises(InputError, match="split test: row 1 has the label -1, which is none of the 2 classes"):
+        load_labelled_text(dataset="some/set")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names: {"train": train})
+    with pytest.raises(InputError, match="no validation split"):
+        load_labelled_text(dataset="some/set")

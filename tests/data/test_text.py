@@ -1,0 +1,377 @@
+"""Every source gives the same documents always, none in both splits; every bad input is one line that names it."""
+
+import json
+import os
+from math import ceil
+
+import datasets
+import huggingface_hub
+import pytest
+
+from memsave_recipes.data import text_sources
+from memsave_recipes.data.text import load_documents
+from memsave_recipes.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def offline_with_an_own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def refusal(**options):
+    with pytest.raises(InputError) as caught:
+        load_documents(**options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def both(splits):
+    return splits.train["text"][:], splits.validation["text"][:]
+
+
+def stories(count):
+    return [f"Story {number}.\nIt ends with {number}." for number in range(count)]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_parquet(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    datasets.Dataset.from_list(rows).to_parquet(path)
+    return str(path)
+
+
+# Python's own library
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """40 modules, and what is to be left out."""
+    root = tmp_path / "python3"
+    modules = [f"module{number}.py" for number in range(38)] + ["package/__init__.py", "package/code.py"]
+    others = [
+        "site-packages/torch/code.py",
+        "test/test_code.py",
+        "package/tests/code.py",
+        "idlelib/idle_test/code.py",
+        "encodings/cp500.py",
+        "_sysconfigdata__linux_.py",
+        "package/data.txt",
+    ]
+    for name in modules + others:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n")
+    (root / "latin.py").write_bytes(b"# caf\xe9\n")
+    (root / "empty.py").write_text("\n")
+    monkeypatch.setattr(text_sources.sysconfig, "get_path", lambda name: str(root))
+    return sorted(f"# {name}\n" for name in modules), root
+
+
+def test_the_library_is_its_modules_each_once(library):
+    modules, _ = library
+    splits = load_documents(dataset="python-stdlib")
+    assert sorted(splits.train["text"][:] + splits.validation["text"][:]) == modules
+    assert splits.train.column_names == splits.validation.column_names == ["text"]
+    assert splits.train["text"][:] == sorted(splits.train["text"][:])
+    assert splits.notice == "note: 2 of the 40 documents of --dataset python-stdlib are held out"
+
+
+def test_a_module_stays_held_out_when_its_text_changes(library, tmp_path, monkeypatch):
+    _, root = library
+    held_out = {text.split()[1] for text in load_documents(dataset="python-stdlib").validation["text"]}
+    for path in root.glob("module*.py"):
+        path.write_bytes(path.read_bytes() + b"pass\n")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "another cache")
+    changed = load_documents(dataset="python-stdlib").validation["text"][:]
+    assert any(text.endswith("pass\n") for text in changed)
+    assert {text.split()[1] for text in changed} == held_out
+
+
+def test_the_real_library():
+    train, validation = both(load_documents(dataset="python-stdlib"))
+    assert sum(map(len, train)) > 5e6
+    assert 0.005 < sum(map(len, validation)) / sum(map(len, train)) < 0.25
+    assert not set(train) & set(validation)
+    assert any(text.startswith('"""Thread module emulating a subset') for text in train + validation)
+
+
+# Files
+
+
+def test_a_txt_is_one_document_and_its_end_is_held_out(tmp_path):
+    path = tmp_path / "book.txt"
+    written = "".join(f"Line {number} of the book.\n\n" for number in range(1000))
+    path.write_text(written)
+    splits = load_documents(train_file=str(path))
+    (train,), (validation,) = both(splits)
+    assert train + validation == written.rstrip("\n")
+    assert train.endswith("book.\n\n")
+    assert 0.05 <= len(validation) / len(written) < 0.06
+    assert splits.notice == f"note: the last 5% of its one document are held out of --train_file {path}"
+
+
+def test_a_text_of_one_long_line_is_cut_between_words_or_else_anywhere(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 100 + " " + "word " * 100)
+    (train,), (validation,) = both(load_documents(train_file=str(path)))
+    assert train.endswith("word ")
+    assert validation.startswith("word")
+    path.write_text("\n" + "x" * 100)
+    (train,), (validation,) = both(load_documents(train_file=str(path)))
+    assert (len(train), len(validation)) == (95, 5)
+
+
+def test_end_of_text_stands_between_the_documents_of_a_txt(tmp_path):
+    path = tmp_path / "stories.txt"
+    end = "<|endoftext|>"
+    path.write_bytes(f"\ufeffOne\r\n\r\ntwo\r\n{end}\r\nthree\r\n{end}four{end} {end}\r\n{end}".encode())
+    other = tmp_path / "other.txt"
+    other.write_text("x")
+    splits = load_documents(train_file=str(path), validation_file=str(other))
+    assert both(splits) == (["One\r\n\r\ntwo", "three", "four"], ["x"])
+    assert (
+        splits.notice == f"note: rows of --train_file {path} left out because they have no text: 1"
+    )  # the one of a space
+
+
+def test_a_jsonl_holds_a_document_a_line(tmp_path):
+    rows = [{"body": text, "id": None} for text in ["Grüße\n", "naïve 🙂", "\u2028"[:0] + "end"]]
+    path = write_jsonl(tmp_path / "a.JSONL", rows)
+    with open(path, "a") as file:
+        file.write("\n\n")
+    splits = load_documents(train_file=path, validation_file=path, text_column="body")
+    assert both(splits) == (["Grüße\n", "naïve 🙂", "end"],) * 2
+    assert splits.notice is None
+
+
+def test_a_parquet_gives_its_column(tmp_path):
+    path = write_parquet(tmp_path / "[a] *.parquet", [{"id": 1, "text": "one"}, {"id": 2, "text": None}])
+    splits = load_documents(train_file=path, validation_file=write_jsonl(tmp_path / "b.jsonl", [{"text": "two"}]))
+    assert both(splits) == (["one"], ["two"])
+    assert splits.train.column_names == ["text"]
+    assert splits.notice.endswith("left out because they have no text: 1")
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [{"text": text} for text in stories(30)])
+    before = load_documents(train_file=str(path)).train._fingerprint
+    assert load_documents(train_file=str(path)).train._fingerprint == before
+    write_jsonl(path, [{"text": text} for text in stories(31)])
+    os.utime(path, ns=(1, 1))
+    splits = load_documents(train_file=str(path))
+    assert sorted(splits.train["text"][:] + splits.validation["text"][:]) == sorted(stories(31))
+
+
+# Held out
+
+
+@pytest.mark.parametrize("count", [20, 21, 100])
+def test_a_twentieth_of_the_documents_is_held_out_whatever_their_order(tmp_path, count):
+    rows = [{"text": text} for text in stories(count)]
+    train, validation = both(load_documents(train_file=write_jsonl(tmp_path / "a.jsonl", rows)))
+    assert len(validation) == ceil(0.05 * count)
+    assert sorted(train + validation) == sorted(stories(count))
+    again = both(load_documents(train_file=write_jsonl(tmp_path / "b.jsonl", rows[::-1])))
+    assert [sorted(split) for split in again] == [sorted(train), sorted(validation)]
+
+
+def test_copies_are_on_one_side(tmp_path):
+    rows = [{"text": text} for text in stories(10) * 20]
+    train, validation = both(load_documents(train_file=write_jsonl(tmp_path / "a.jsonl", rows)))
+    assert len(validation) == 20
+    assert not set(train) & set(validation)
+
+
+def test_the_ends_of_few_documents_are_held_out(tmp_path):
+    rows = [{"text": text * 10} for text in stories(19)]
+    splits = load_documents(train_file=write_jsonl(tmp_path / "a.jsonl", rows))
+    assert [head + tail for head, tail in zip(*both(splits), strict=True)] == [row["text"] for row in rows]
+    assert "each of its 19 documents are held out" in splits.notice
+
+
+# Data sets by name
+
+
+def test_a_data_set_brings_its_validation_split(tmp_path):
+    root = tmp_path / "set"
+    write_parquet(root / "train.parquet", [{"content": text, "stars": 3} for text in stories(3)])
+    write_parquet(root / "test.parquet", [{"content": "t", "stars": 3}])
+    assert both(load_documents(dataset=str(root), text_column="content")) == (stories(3), ["t"])
+    write_parquet(root / "validation.parquet", [{"content": "v", "stars": 3}])
+    assert both(load_documents(dataset=str(root), text_column="content")) == (stories(3), ["v"])
+
+
+def test_a_data_set_without_one_is_held_out_from(tmp_path):
+    write_parquet(tmp_path / "set" / "train.parquet", [{"text": text} for text in stories(40)])
+    splits = load_documents(dataset=str(tmp_path / "set"))
+    assert [len(split) for split in both(splits)] == [38, 2]
+    assert splits.notice == f"note: 2 of the 40 documents of --dataset {tmp_path / 'set'} are held out"
+
+
+@pytest.fixture
+def streamed(tmp_path):
+    """1,000 documents of 100 bytes to train on, and 100 to validate."""
+    root = tmp_path / "set"
+    write_parquet(root / "train.parquet", [{"text": f"{number:0100}"} for number in range(1000)])
+    write_parquet(root / "validation.parquet", [{"text": f"v{number:099}"} for number in range(100)])
+    return root
+
+
+def test_streaming_reads_what_is_asked_for_from_the_front(streamed):
+    train, validation = both(load_documents(dataset=str(streamed), stream_bytes=30_050))
+    assert [int(text) for text in train] == list(range(301))
+    assert len(validation) == 16  # 5 % of 30,050 bytes are 1,502.5
+    everything = load_documents(dataset=str(streamed), stream_bytes=10**6)
+    assert [len(split) for split in both(everything)] == [1000, 100]
+
+
+def test_streamed_documents_are_on_disk_and_streamed_once(streamed, monkeypatch):
+    assert load_documents(dataset=str(streamed), stream_bytes=5000).train.cache_files
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("streamed again"))
+        again = load_documents(dataset=str(streamed), stream_bytes=5000)
+    assert len(again.train) == 50
+    write_parquet(streamed / "train.parquet", [{"text": text} for text in stories(7)])
+    os.utime(streamed / "train.parquet", ns=(1, 1))
+    assert load_documents(dataset=str(streamed), stream_bytes=5000).train["text"][:] == stories(7)
+
+
+def test_a_stream_is_held_out_from_as_well(streamed):
+    (streamed / "validation.parquet").unlink()
+    train, validation = both(load_documents(dataset=str(streamed), stream_bytes=10_000))
+    assert sorted(map(int, train + validation)) == list(range(100))
+    assert len(validation) == 5
+
+
+# Bad input
+
+
+def test_one_source_is_needed_and_only_one(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [])
+    assert "exactly one of --dataset python-stdlib, --dataset HUB_ID and --train_file" in refusal()
+    assert "exactly one of" in refusal(dataset="python-stdlib", train_file=path)
+    assert refusal(dataset="python-stdlib", validation_file=path).startswith("--validation_file goes with --train_file")
+
+
+@pytest.mark.parametrize("source", [{"dataset": "python-stdlib"}, {"train_file": "a.txt"}])
+def test_what_only_the_hub_has(source):
+    assert refusal(**source, stream_bytes=1).startswith("--streaming goes with --dataset HUB_ID")
+    assert refusal(**source, dataset_config_name="x").startswith("--dataset_config_name goes with --dataset HUB_ID")
+
+
+def test_files_that_are_not_there_or_of_another_kind(tmp_path):
+    assert (
+        refusal(train_file=str(tmp_path / "no.txt"))
+        == f"--train_file {tmp_path / 'no.txt'} is not a file: check the path"
+    )
+    assert "is not a file" in refusal(train_file=str(tmp_path))
+    (tmp_path / "a.csv").write_text("text\nhello\n")
+    assert f"--train_file {tmp_path / 'a.csv'} ends in none of .txt" in refusal(train_file=str(tmp_path / "a.csv"))
+    good = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    assert refusal(train_file=good, validation_file=f"{tmp_path}/b").startswith(
+        f"--validation_file {tmp_path}/b is not"
+    )
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_files_without_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    assert refusal(train_file=str(tmp_path / name)) == (
+        f"--train_file {tmp_path / name} has no text: give documents that are not blank"
+    )
+
+
+def test_rows_of_blanks(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": " \n"}])
+    assert "has no text" in refusal(train_file=path)
+    assert "has no text" in refusal(train_file=write_parquet(tmp_path / "a.parquet", [{"text": " "}]))
+    good = write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}])
+    assert "leaves no text for the validation split" in refusal(train_file=good, validation_file=path)
+
+
+def test_too_little_text_to_hold_some_out(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    assert "leaves no text for the train split" in refusal(train_file=str(tmp_path / "a.txt"))
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "the same"}] * 50)
+    assert "leaves no text for the train split" in refusal(train_file=path)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("{", "is not JSON (Expecting property name"),
+        (b"\xff\xfe", "is not JSON ("),
+        ("[1]", "is no JSON object"),
+        ('{"content": "c", "id": 1}', "has no string 'text' among its content, id: name the text with --text_column"),
+        ('{"text": 3}', "has no string 'text' among its text: "),
+        ('{"text": null}', "has no string 'text' among its text: "),
+        ('{"text": "\\ud83d"}', "holds half of a surrogate pair in 'text'"),
+    ],
+)
+def test_a_bad_row_of_a_jsonl_is_named(tmp_path, row, words):
+    path = tmp_path / "a.jsonl"
+    row = row if isinstance(row, bytes) else row.encode()
+    path.write_bytes(b'{"text": "one"}\n\n{"text": "two"}\n' + row + b'\n{"text": "three"}\n')
+    assert refusal(train_file=str(path)).startswith(f"{path} row 4 {words}")
+
+
+def test_text_in_another_encoding(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Grüße".encode("latin-1"))
+    message = refusal(train_file=str(tmp_path / "a.txt"))
+    assert message.startswith(f"{tmp_path / 'a.txt'} is not UTF-8 text (")
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+
+    def forbidden(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(text_sources, "open", forbidden, raising=False)
+    message = refusal(train_file=path)
+    assert message == f"--train_file {path} cannot be read: [Errno 13] Permission denied; check file and disk"
+
+
+def test_a_parquet_without_the_column(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", [{"body": "a", "id": 1}])
+    why = "among its body, id: name the text with --text_column"
+    assert refusal(train_file=path) == f"--train_file {path} has no string 'text' {why}"
+    assert refusal(train_file=path, text_column="id") == f"--train_file {path} has no string 'id' {why}"
+
+
+def test_a_parquet_that_is_none(tmp_path):
+    (tmp_path / "a.parquet").write_text("text")
+    message = refusal(train_file=str(tmp_path / "a.parquet"))
+    assert message.startswith(f"--train_file {tmp_path / 'a.parquet'} cannot be read: ")
+    assert message.endswith("; check the file")
+
+
+@pytest.mark.parametrize("stream_bytes", [None, 1000])
+def test_data_sets_that_cannot_be_used(tmp_path, stream_bytes):
+    message = refusal(dataset="someone/something", stream_bytes=stream_bytes)
+    assert message.startswith("--dataset someone/something cannot be loaded (offline, or no such data set): ")
+    assert message.endswith("; use python-stdlib or --train_file")
+    root = tmp_path / "set"
+    write_parquet(root / "test.parquet", [{"body": "a", "id": 1}])
+    assert f"--dataset {root} has no train split, only test" in refusal(dataset=str(root), stream_bytes=stream_bytes)
+    (root / "test.parquet").rename(root / "train.parquet")
+    for column in ("text", "id"):
+        message = refusal(dataset=str(root), stream_bytes=stream_bytes, text_column=column)
+        assert message.startswith(f"--dataset {root} has no string '{column}' among its body, id")
+
+
+def test_a_stream_that_breaks_off(streamed, monkeypatch):
+    def broken(*_, **__):
+        yield {"text": "one"}
+        raise ConnectionError("gone\nfor good")
+
+    monkeypatch.setattr(datasets, "load_dataset", broken)
+    assert ": gone; use" in refusal(dataset=str(streamed), stream_bytes=1000)

@@ -1,0 +1,159 @@
+"""A trained tokenizer loses no text, is the same every time and is trained once; a given one is checked before use."""
+
+import json
+import os
+import shutil
+
+import datasets
+import pytest
+import transformers
+from transformers import GPT2Config, PreTrainedTokenizerFast
+
+from memsave_recipes.data import tokenizers as ours
+from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
+from memsave_recipes.errors import InputError
+
+TEXTS = [f"def square_{number}(x):\n    return x ** {number}  # naïve 🙂\n" for number in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache" / "memsave_recipes_tokenizers"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    load_tokenizer(None, TEXTS, vocab_size=300).save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def refusal(name, **options):
+    with pytest.raises(InputError) as caught:
+        load_tokenizer(None if name is None else str(name), TEXTS, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# Trained
+
+
+@pytest.mark.parametrize("text", [*TEXTS[:2], "", " ", "\x00\r\n\t", "日本語 <|x|> \u2028 é", "    four\n\n\n"])
+def test_every_text_can_be_written_and_read_back(text):
+    tokenizer = load_tokenizer(None, TEXTS, vocab_size=300)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_it_has_the_size_asked_for_and_one_special_token():
+    tokenizer = load_tokenizer(None, TEXTS, vocab_size=300)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert len(tokenizer) == 300
+    assert tokenizer.bos_token == tokenizer.eos_token == tokenizer.pad_token == "<|endoftext|>"
+    assert tokenizer("a<|endoftext|>")["input_ids"][1:] == [tokenizer.eos_token_id]
+    assert len(tokenizer("    return x **")["input_ids"]) < 8
+    assert len(load_tokenizer(None, ["abc"], vocab_size=5000)) == 259  # a, b, c; ab, abc
+
+
+def test_the_same_text_gives_the_same_tokenizer(own_cache):
+    first = load_tokenizer(None, TEXTS, vocab_size=300).backend_tokenizer.to_str()
+    shutil.rmtree(own_cache)
+    assert load_tokenizer(None, iter(TEXTS), vocab_size=300).backend_tokenizer.to_str() == first
+
+
+def test_it_is_trained_once_for_each_text_and_size(own_cache, monkeypatch):
+    load_tokenizer(None, TEXTS, vocab_size=300)
+    with monkeypatch.context() as patch:
+        patch.setattr(ours, "_train", lambda *_: pytest.fail("trained again"))
+        assert len(load_tokenizer(None, datasets.Dataset.from_dict({"text": TEXTS})["text"], vocab_size=300)) == 300
+    load_tokenizer(None, TEXTS, vocab_size=301)
+    load_tokenizer(None, TEXTS[1:], vocab_size=300)
+    load_tokenizer(None, ["".join(TEXTS[:2]), *TEXTS[2:]], vocab_size=300)
+    assert len(list(own_cache.iterdir())) == 4  # and no temporary file
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "\x00"])
+def test_a_damaged_cache_is_made_anew(own_cache, content):
+    expected = load_tokenizer(None, TEXTS, vocab_size=300).get_vocab()
+    (path,) = own_cache.iterdir()
+    whole = path.read_text()
+    path.write_text(content)
+    assert load_tokenizer(None, TEXTS, vocab_size=300).get_vocab() == expected
+    assert path.read_text() == whole
+
+
+def test_the_cache_never_holds_half_a_file(own_cache, monkeypatch):
+    seen = []
+    replace = os.replace
+    monkeypatch.setattr(ours.os, "replace", lambda *paths: (seen.append([*own_cache.glob("*.json")]), replace(*paths)))
+    load_tokenizer(None, TEXTS, vocab_size=300)
+    assert seen == [[]]
+
+
+def test_long_text_is_sampled_from_the_front(monkeypatch):
+    taken = []
+    monkeypatch.setattr(ours, "TRAINING_BYTES", 250)
+    monkeypatch.setattr(ours, "_cached", lambda texts, vocab_size: taken.extend(texts))
+    with pytest.raises(ValueError, match="tokenizer"):
+        load_tokenizer(None, (text for text in ["é" * 100, "b" * 100, "c", "d"]), vocab_size=300)
+    assert taken == ["é" * 100, "b" * 100]
+
+
+def test_a_vocabulary_smaller_than_the_bytes():
+    assert refusal(None, vocab_size=256).startswith("--vocab_size 256 is too small")
+    assert len(load_tokenizer(None, TEXTS, vocab_size=257)) == 257
+
+
+# Given
+
+
+def test_a_folder_gives_its_tokenizer_and_nothing_is_trained(folder, monkeypatch):
+    monkeypatch.setattr(ours, "_cached", lambda *_: pytest.fail("trained"))
+    tokenizer = load_tokenizer(str(folder), TEXTS, vocab_size=5)
+    assert len(tokenizer) == 300
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
+def test_tokenizers_that_cannot_be_loaded(folder, tmp_path):
+    assert refusal(tmp_path / "no").startswith(f"no tokenizer can be loaded from {tmp_path / 'no'}: ")
+    assert refusal("someone/something").endswith("; check --tokenizer_name")
+    (tmp_path / "empty").mkdir()
+    assert "can be loaded from" in refusal(tmp_path / "empty")
+    (folder / "tokenizer.json").write_text("{")
+    assert "can be loaded from" in refusal(folder)
+
+
+def test_a_folder_that_holds_a_model_alone(tmp_path):
+    GPT2Config().save_pretrained(tmp_path / "model")
+    assert refusal(tmp_path / "model") == (
+        f"the tokenizer of {tmp_path / 'model'} has no vocabulary: name a tokenizer with --tokenizer_name"
+    )
+
+
+def test_code_is_not_run_unasked(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}, "tokenizer_class": "Mine"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ran = tmp_path / "ran"
+    (folder / "mine.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n"
+        "class Mine(PreTrainedTokenizerFast):\n    pass\n"
+        f"open({str(ran)!r}, 'w')\n"
+    )
+    message = refusal(folder)
+    assert message.startswith(f"the tokenizer of {folder} brings code of its own")
+    assert message.endswith("add --trust_remote_code")
+    assert not ran.exists()
+    assert len(load_tokenizer(str(folder), TEXTS, trust_remote_code=True)) == 300
+    assert ran.exists()
+
+
+def test_a_vocabulary_larger_than_the_models():
+    tokenizer = load_tokenizer(None, TEXTS, vocab_size=300)
+    check_vocabulary(tokenizer, 300)
+    with pytest.raises(InputError, match=r"token ids up to 299 but the model only 299 embeddings.*vocab_size=300"):
+        check_vocabulary(tokenizer, 299)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>"]})
+    with pytest.raises(InputError, match="token ids up to 300"):
+        check_vocabulary(tokenizer, 300)

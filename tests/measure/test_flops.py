@@ -1,0 +1,177 @@
+"""Model FLOPs are those of the formulas on paper, whatever runs a second time to save memory."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.losses import linear_cross_entropy
+from memsave_recipes.measure import flops as flops_module
+from memsave_recipes.measure.flops import ModelFlops
+from memsave_recipes.models import MODELS
+
+LAYERS, WIDTH, LENGTH, VOCABULARY, BATCH = 2, 256, 128, 1024, 2
+
+
+def count(step):
+    with ModelFlops() as counted:
+        step()
+    return counted
+
+
+def gpt2(attention="sdpa"):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=LAYERS,
+        n_embd=WIDTH,
+        n_head=4,
+        n_positions=LENGTH,
+        vocab_size=VOCABULARY,
+        attn_pdrop=0.0,  # with it, torch's fused attention is not taken on a CPU
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation=attention,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def tokens():
+    return torch.randint(VOCABULARY, (BATCH, LENGTH))
+
+
+def loss_of(model, tokens):
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+def by_hand(num_products=3):
+    """Six square products of a layer's width and the two of its attention, and the head."""
+    layer = 24 * WIDTH**2 * LENGTH + 4 * WIDTH * LENGTH**2
+    return num_products * BATCH * (LAYERS * layer + 2 * LENGTH * WIDTH * VOCABULARY)
+
+
+def test_vgg16_is_the_hand_formula():
+    with torch.device("meta"):
+        model = MODELS["vgg16"](num_classes=1000).train()
+        images = torch.empty(BATCH, 3, 224, 224)
+        counted = count(lambda: model(images).sum().backward())
+    stages = [(224, [3, 64, 64]), (112, [64, 128, 128]), (56, [128, 256, 256, 256])]
+    stages += [(28, [256, 512, 512, 512]), (14, [512, 512, 512, 512])]
+    sizes = [(side, before, after) for side, c in stages for before, after in pairwise(c)]
+    convolutions = [2 * side**2 * 9 * before * after for side, before, after in sizes]
+    linear = 2 * (25088 * 4096 + 4096 * 4096 + 4096 * 1000)
+    expected = BATCH * (3 * (sum(convolutions) + linear) - convolutions[0])  # the images need no gradient
+    assert counted.by_precision == {"float32": expected}
+    assert expected / BATCH == pytest.approx(3 * 30.96e9, rel=0.01)  # 15.5 G multiply-adds, as the literature has it
+
+
+def test_gpt2_is_the_hand_formula():
+    model = gpt2()
+    counted = count(lambda: loss_of(model, tokens()).backward())
+    assert counted.total == by_hand()
+    num_weights = sum(parameter.numel() for parameter in model.parameters()) - LENGTH * WIDTH  # without the positions
+    palm = 6 * num_weights + 12 * LAYERS * WIDTH * LENGTH
+    assert counted.total / (BATCH * LENGTH) == pytest.approx(palm, rel=0.01)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("strategy", ["full", "segments:2"])
+def test_neither_a_plan_nor_the_attention_kernel_changes_the_count(attention, strategy):
+    model = gpt2(attention)
+    with apply_plan(model, make_plan(model, strategy)):
+        assert count(lambda: loss_of(model, tokens()).backward()).total == by_hand()
+
+
+@pytest.mark.parametrize("strategy", ["full", "segments:3", "bottleneck"])
+def test_recomputed_convolutions_do_not_count(make_case, strategy):
+    plain, recomputing = make_case("densenet_small"), make_case("densenet_small")
+    apply_plan(recomputing.model, make_plan(recomputing.model, strategy))
+    expected, counted = (count(lambda c=c: c.loss_of(c.model, c.batch).backward()) for c in (plain, recomputing))
+    assert counted.by_precision == expected.by_precision
+
+
+def test_the_chunked_loss_counts_like_the_full_one():
+    model = gpt2()
+
+    def step():
+        labels = tokens()
+        hidden = model.transformer(labels, use_cache=False).last_hidden_state.flatten(0, 1)
+        linear_cross_entropy(hidden, model.lm_head.weight, labels.flatten(), chunk_bytes=64 * 4 * VOCABULARY).backward()
+
+    assert count(step).total == by_hand()
+
+
+def test_without_gradients_only_the_forward_counts():
+    model = gpt2()
+    with torch.no_grad():
+        assert count(lambda: loss_of(model, tokens())).total == by_hand(num_products=1)
+
+
+def test_frozen_weights_have_no_gradient_to_compute():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    model[0].requires_grad_(True)
+    product = 2 * 4 * 8 * 8
+    assert count(lambda: model(torch.randn(4, 8)).sum().backward()).total == (3 + 1 + 2) * product
+
+
+class Square(torch.autograd.Function):
+    """A product in a forward of its own, where autograd's mode is off."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x @ x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad @ x.t() + x.t() @ grad
+
+
+def test_a_custom_function_inside_a_checkpoint_counts_once():
+    x = torch.randn(8, 8, requires_grad=True)
+    counted = count(lambda: checkpoint(lambda x: Square.apply(x.sin()).sin(), x, use_reentrant=False).sum().backward())
+    assert counted.total == 3 * 2 * 8**3
+
+
+def test_flops_are_told_apart_by_precision():
+    model = nn.Linear(8, 8)
+    product = 2 * 4 * 8 * 8
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            hidden = model(torch.randn(4, 8))
+        F.linear(hidden.float(), torch.randn(8, 8)).sum().backward()
+
+    assert count(step).by_precision == {"bfloat16": 2 * product, "float32": 2 * product}
+
+
+@pytest.fixture
+def matmul_settings():
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("ieee", "float32"), ("tf32", "tf32")])
+def test_float32_factors_count_as_what_the_settings_let_a_gpu_make_of_them(matmul_settings, setting, expected):
+    on_gpu = SimpleNamespace(dtype=torch.float32, is_cuda=True)
+    matmul_settings.fp32_precision = setting
+    assert flops_module._precision(torch.ops.aten.mm, on_gpu) == expected
+    assert flops_module._precision(torch.ops.aten.convolution, on_gpu) == "tf32"  # torch's own setting
+    half = SimpleNamespace(dtype=torch.float16, is_cuda=True)
+    assert flops_module._precision(torch.ops.aten.mm, half) == "float16"
+
+
+def test_a_product_of_rounded_factors_whose_sum_is_not_rounded():
+    """What the loss without logits does on CUDA; the meta device knows its shapes."""
+    total = torch.zeros(5, 7, device="meta")
+    left, right = (torch.zeros(*shape, dtype=torch.bfloat16, device="meta") for shape in ((5, 3), (3, 7)))
+    with ModelFlops() as counted:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    assert counted.by_precision == {"bfloat16": 2 * 5 * 3 * 7}

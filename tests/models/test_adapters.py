@@ -1,0 +1,99 @@
+"""LoRA by peft: what trains, what is saved, what is refused."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, **shape)).eval()
+
+
+def with_trained_adapters(model, **flags):
+    adapted = add_lora(model, LoraArguments(lora=True, lora_rank=2, **flags), task_type="CAUSAL_LM")
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return adapted
+
+
+TOKENS = torch.arange(10)[None]
+
+
+def test_only_adapters_of_all_linear_layers_but_the_head_train(model):
+    with_trained_adapters(model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert len(trained) == 2 * 2 * 7  # A and B, two layers, seven projections
+    assert not any("lm_head" in name for name in trained)
+
+
+def test_the_model_goes_on_to_work_as_it_is_named(model):
+    names = [name for name, _ in model.named_modules() if name.endswith("layers.1")]
+    adapted = with_trained_adapters(model)
+    assert [name for name, _ in model.named_modules() if name.endswith("layers.1")] == names
+    assert torch.equal(model(TOKENS).logits, adapted(TOKENS).logits)
+
+
+def test_adapters_are_saved_in_the_layout_of_peft(model, tmp_path):
+    model.save_pretrained(tmp_path / "base")
+    adapted = with_trained_adapters(model, lora_target_modules=["q_proj", "v_proj"])
+    adapted.save_pretrained(tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(TOKENS).logits, adapted(TOKENS).logits)
+    assert {path.name for path in (tmp_path / "adapter").glob("adapter_*")} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+def test_merging_adds_the_updates_to_the_weights(model, tmp_path):
+    adapted = with_trained_adapters(model)
+    expected = adapted(TOKENS).logits
+    merged(adapted).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_the_flag_nothing_changes(model):
+    assert add_lora(model, LoraArguments(), task_type="CAUSAL_LM") is model
+    assert merged(model) is model
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_target_modules_that_are_not_there(model):
+    flags = LoraArguments(lora=True, lora_target_modules=["c_attn"])
+    with pytest.raises(InputError, match=r"--lora_target_modules c_attn: no such layers .*q_proj, k_proj"):
+        add_lora(model, flags, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"lora_rank": 0}, "--lora_rank 0"),
+        ({"lora_dropout": 1.0}, "--lora_dropout 1.0"),
+        ({"lora_merge": True}, "--lora_merge merges adapters"),
+    ],
+)
+def test_contradictions(flags, message):
+    with pytest.raises(InputError, match=message):
+        LoraArguments(**flags)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_4bit_without_cuda():
+    with pytest.raises(InputError, match="--load_in_4bit needs a CUDA device"):
+        LoraArguments(lora=True, load_in_4bit=True)
+
+
+def test_4bit_without_adapters():
+    with pytest.raises(InputError, match="nothing is left to train: pass --lora"):
+        LoraArguments(load_in_4bit=True)

@@ -1,0 +1,114 @@
+"""The loss module: that of transformers, with and without logits, whatever a model does after its head."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from memsave_recipes import losses
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.causal_lm import CausalLMLoss, find_head
+
+SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def build(model_type, **changes):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4} if model_type == "gpt2" else SHAPE
+    config = AutoConfig.for_model(model_type, **{**shape, **changes})
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    with torch.no_grad():  # larger logits than at the start of training, so that a forgotten cap or scale shows
+        model.get_output_embeddings().weight.mul_(20)
+    return model
+
+
+def batch():
+    random = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 128, (3, 16), generator=random)
+    labels = torch.where(torch.rand(3, 16, generator=random) < 0.3, -100, tokens)
+    return {"input_ids": tokens, "labels": labels}
+
+
+def loss_and_gradients(module, model):
+    model.zero_grad()
+    loss = module(**batch())
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+MODELS = {
+    "gpt2": {},
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "gemma2": {"final_logit_softcapping": 5.0},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 3.0},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "phi": {},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_logits_as_with_them(name, monkeypatch):
+    monkeypatch.setattr(losses, "default_chunk_bytes", lambda device: 128 * 4 * 5)  # five rows of logits
+    model = build(name.partition("-")[0], **MODELS[name])
+    own = model(**batch(), num_items_in_batch=1).loss  # transformers: the sum, divided by 1
+    expected, gradients = loss_and_gradients(CausalLMLoss(model, "full"), model)
+    torch.testing.assert_close(expected, own.double(), rtol=1e-6, atol=0)  # transformers casts logits to float32
+    loss, chunked = loss_and_gradients(CausalLMLoss(model, "chunked"), model)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(chunked[parameter], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_a_head_that_does_something_unknown_is_refused_by_name():
+    model = build("llama")
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output.sinh())
+    assert find_head(model) is None
+    with pytest.raises(InputError, match="--loss chunked: LlamaForCausalLM"):
+        CausalLMLoss(model, "chunked")
+    assert torch.isfinite(CausalLMLoss(model, "auto")(**batch()))  # falls back to the model's own logits
+
+
+def test_auto_makes_small_logits_at_once(monkeypatch):
+    model = build("llama")
+    calls = []
+    monkeypatch.setattr(F, "cross_entropy", lambda *a, **k: calls.append(1) or torch.tensor(0.0))
+    CausalLMLoss(model, "auto")(**batch())
+    assert calls
+
+
+def test_finding_the_head_leaves_the_model_as_it_was():
+    model = build("gpt2").train()
+    state = torch.get_rng_state()
+    find_head(model)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_liger_without_cuda():
+    with pytest.raises(InputError, match="--loss liger needs a CUDA device"):
+        CausalLMLoss(build("llama"), "liger")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need CUDA")
+def test_liger_gives_the_same_loss():
+    pytest.importorskip("liger_kernel")
+    model = build("llama").float().cuda()
+    on_device = {name: tensor.cuda() for name, tensor in batch().items()}
+    expected = CausalLMLoss(model, "full")(**on_device)
+    torch.testing.assert_close(CausalLMLoss(model, "liger")(**on_device), expected, rtol=1e-5, atol=0)

@@ -1,0 +1,104 @@
+"""Models of transformers by flags: from scratch, from a folder, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+
+TINY = "n_layer=2,n_head=2,n_embd=16"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_layer=2, n_head=2, n_embd=16)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_from_scratch(folder):
+    flags = TransformerArguments(model_type="gpt2", config_overrides=TINY, dropout=0.0, attn_implementation="eager")
+    model = build_transformer(AutoModelForCausalLM, flags, dtype=torch.bfloat16, vocab_size=77, eos_token_id=3)
+    assert model.config.vocab_size == 77
+    assert model.config.eos_token_id == 3
+    assert (model.config.resid_pdrop, model.config.embd_pdrop, model.config.attn_pdrop) == (0, 0, 0)
+    assert model.config._attn_implementation == "eager"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert flags.name == "gpt2"
+
+
+def test_entries_that_follow_from_the_overrides_follow_them(tmp_path):
+    shape = "num_hidden_layers=2,hidden_size=16,num_attention_heads=2,num_key_value_heads=1,intermediate_size=24"
+    flags = TransformerArguments(model_type="qwen3", config_overrides=shape)
+    model = build_transformer(AutoModelForCausalLM, flags, dtype=torch.float32, vocab_size=64)
+    assert len(model.config.layer_types) == 2
+    model.save_pretrained(tmp_path)  # refuses a configuration that contradicts itself
+
+
+def test_from_a_folder_the_vocabulary_stays(folder):
+    flags = TransformerArguments(model_name_or_path=str(folder), dropout=0.25)
+    model = build_transformer(AutoModelForCausalLM, flags, dtype=torch.float32, vocab_size=9, eos_token_id=3)
+    assert model.config.vocab_size == 64
+    assert model.config.resid_pdrop == 0.25
+    weights = GPT2LMHeadModel.from_pretrained(folder).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_new_head_for_other_classes(folder):
+    flags = TransformerArguments(model_name_or_path=str(folder))
+    labels = {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+    model = build_transformer(AutoModelForSequenceClassification, flags, dtype=torch.float32, **labels)
+    assert model.score.weight.shape[0] == 3
+
+
+def test_code_of_its_own_is_not_run(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    witness = tmp_path / "ran"
+    (folder / "mine.py").write_text(f"open({str(witness)!r}, 'w').close()\n")
+    with pytest.raises(InputError, match="--trust_remote_code"):
+        build_transformer(
+            AutoModelForCausalLM, TransformerArguments(model_name_or_path=str(folder)), dtype=torch.float32
+        )
+    assert not witness.exists()
+
+
+def test_weights_in_pickle_are_not_loaded(folder):
+    weights = GPT2LMHeadModel.from_pretrained(folder).state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="safetensors"):
+        build_transformer(
+            AutoModelForCausalLM, TransformerArguments(model_name_or_path=str(folder)), dtype=torch.float32
+        )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({}, "give one of"),
+        ({"model_type": "gpt2", "model_name_or_path": "x"}, "give one of"),
+        ({"model_name_or_path": "x", "config_overrides": "n_layer=1"}, "--config_overrides shapes"),
+        ({"model_type": "gpt2", "dropout": 1.0}, "--dropout 1.0"),
+    ],
+)
+def test_contradictions(flags, message):
+    with pytest.raises(InputError, match=message):
+        TransformerArguments(**flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model_type": "gpt2", "config_overrides": "n_legs=4"}, "gpt2 cannot be made: .*n_legs"),
+        ({"model_type": "gpt9"}, "gpt9 cannot be made"),
+        ({"model_type": "bert", "attn_implementation": "no_such"}, "bert cannot be made"),
+        ({"model_name_or_path": "/no/such/folder"}, "/no/such/folder cannot be made"),
+    ],
+)
+def test_models_that_cannot_be_made(flags, message):
+    with pytest.raises(InputError, match=message):
+        build_transformer(AutoModelForCausalLM, TransformerArguments(**flags), dtype=torch.float32)

@@ -1,0 +1,184 @@
+"""Chains: what the simulator says of small ones computed by hand, what is refused, JSON both ways."""
+
+import json
+
+import pytest
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.plan import Action, Plan, Span
+from memsave_recipes.plans.simulate import simulate
+
+KEEP, RECOMPUTE, SELECT_OPS, OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.SELECT_OPS, Action.OFFLOAD
+
+
+def option(action=KEEP, *, added_s=0.0, saved=0, forward=0, backward=0, saves=""):
+    return Option(
+        action=action,
+        added_s=added_s,
+        saved_bytes=saved,
+        saves_input="i" in saves,
+        saves_output="o" in saves,
+        forward_rise_bytes=forward,
+        backward_rise_bytes=backward,
+    )
+
+
+def block(name, *options, stack=0, output=0, seconds=1.0, gradient=0, passes=False):
+    return BlockCosts(
+        name=name,
+        stack=stack,
+        forward_s=seconds,
+        backward_s=2 * seconds,
+        output_bytes=output,
+        passes_input=passes,
+        gradient_bytes=gradient,
+        options=options,
+    )
+
+
+def plan_of(chain, *spans):
+    return Plan(
+        strategy="test",
+        blocks=chain.decided_names,
+        spans=tuple(Span(start=start, stop=stop, action=action) for start, stop, action in spans),
+    )
+
+
+@pytest.fixture
+def three():
+    """Three blocks, each saving its input and 100 bytes besides; gradients of 7; a loss that keeps 5 bytes."""
+    layer = option(saved=100, forward=130, backward=40, saves="i")
+    return Chain(
+        blocks=(
+            *(block(name, layer, output=20, gradient=7) for name in "abc"),
+            block("loss", option(saved=5, forward=6, backward=20, saves="i"), stack=None, seconds=0.5),
+        ),
+        resident_bytes=1000,
+    )
+
+
+def test_plain_peaks_where_the_backward_begins_with_everything_held(three):
+    plain = simulate(three, plan_of(three, (0, 3, KEEP)))
+    # a: 100 (its input is the batch), b: 100 + 20, c: 100 + 20; loss: its input 20, 5 inside, 20 in its backward
+    assert plain.peak.phase == "backward"
+    assert plain.peak.block == "c"
+    # c: held by a and b 100 + 120; own 120; gradient of its output 20; rise 40
+    assert (plain.peak.held_bytes, plain.peak.own_bytes) == (220, 180)
+    assert plain.peak_bytes == 1000 + 220 + 180
+    assert plain.added_s == 0
+
+
+def test_a_span_holds_its_input_then_all_that_it_rebuilds(three):
+    result = simulate(three, plan_of(three, (0, 2, RECOMPUTE), (2, 3, KEEP)))
+    # Recomputing b: a's 100, b's input 20, gradient of b's output 20, rise 130: 270, and c's parameters' gradient.
+    # The backward of b: a's 100, b's 120, gradient 20, rise 40: 280 and 7, against c's backward: 20 + 120 + 20 + 40.
+    assert (result.peak.phase, result.peak.block) == ("backward", "b")
+    assert (result.peak.gradients_bytes, result.peak.own_bytes, result.peak.held_bytes) == (7, 280, 0)
+    assert result.added_s == 2
+
+
+def test_every_span_holds_the_state_of_the_random_numbers(three):
+    chain = Chain(blocks=three.blocks, resident_bytes=1000, span_bytes=3)
+    for plan, spans_alive in (((0, 2, RECOMPUTE), (2, 3, KEEP)), 1), (((0, 1, RECOMPUTE), (1, 3, RECOMPUTE)), 2):
+        added = simulate(chain, plan_of(chain, *plan)).peak_bytes - simulate(three, plan_of(three, *plan)).peak_bytes
+        assert added == 3 * spans_alive
+
+
+def test_the_recomputation_itself_can_be_the_peak():
+    chain = Chain(blocks=(block("a", option(forward=90, backward=10), output=5),), resident_bytes=0)
+    result = simulate(chain, plan_of(chain, (0, 1, RECOMPUTE)))
+    assert (result.peak.phase, result.peak_bytes) == ("recomputation", 90 + 5)
+
+
+def test_gradients_are_there_from_the_start_when_they_are_resident(three):
+    accumulating = Chain(blocks=three.blocks, resident_bytes=1000, gradients_resident=True)
+    plan = plan_of(three, (0, 3, KEEP))
+    assert simulate(accumulating, plan).peak_bytes == simulate(three, plan).peak_bytes + 3 * 7
+    assert simulate(accumulating, plan).peak.resident_bytes == 1021
+
+
+def test_the_last_gradient_can_be_born_before_the_peak():
+    head = block("head", option(backward=900), stack=None, gradient=800)
+    chain = Chain(blocks=(block("a", option(saved=200, forward=200, backward=150)), head), resident_bytes=0)
+    peak = simulate(chain, plan_of(chain, (0, 1, KEEP))).peak
+    assert (peak.block, peak.gradients_bytes, peak.total_bytes) == ("a", 800, 800 + 200 + 150)
+
+
+def test_the_optimizer_has_the_last_word(three):
+    large = Chain(blocks=three.blocks, resident_bytes=1000, optimizer_bytes=5000)
+    peak = simulate(large, plan_of(three, (0, 3, KEEP))).peak
+    assert (peak.phase, peak.total_bytes) == ("optimizer", 1000 + 21 + 5000)
+
+
+def test_a_map_that_two_blocks_save_counts_once():
+    first = block("relu", option(saves="o", forward=50), output=50)
+    second = block("conv", option(saves="i", forward=30, backward=60), output=30)
+    chain = Chain(blocks=(first, second), resident_bytes=0)
+    peak = simulate(chain, plan_of(chain, (0, 2, KEEP))).peak
+    # In conv's backward: the map of 50 once, held by relu, the gradient of conv's output 30, and 60.
+    assert (peak.block, peak.held_bytes, peak.own_bytes) == ("conv", 50, 90)
+
+
+def test_dense_layers_hand_on_what_they_got():
+    layers = [block(name, option(forward=10, backward=5), output=10, passes=True) for name in "abc"]
+    chain = Chain(blocks=tuple(layers), resident_bytes=0)
+    peak = simulate(chain, plan_of(chain, (0, 1, KEEP), (1, 2, RECOMPUTE), (2, 3, RECOMPUTE))).peak
+    # Spans b and c hold 10 and 20 bytes, of which 10 are the same; the gradient of all three maps is 30.
+    assert (peak.phase, peak.block) == ("recomputation", "c")
+    assert (peak.held_bytes, peak.own_bytes) == (10, 10 + 30 + 10)
+
+
+def test_options_have_their_own_costs(three):
+    cheap = option(SELECT_OPS, added_s=0.25, saved=10, forward=130, backward=140, saves="i")
+    away = option(OFFLOAD, added_s=0.75, forward=130, backward=150)
+    first, *others = three.blocks
+    first = block("a", *first.options, cheap, away, output=20, gradient=7)
+    chain = Chain(blocks=(first, *others), resident_bytes=1000)
+    plain = simulate(chain, plan_of(chain, (0, 3, KEEP)))
+    selected = simulate(chain, plan_of(chain, (0, 1, SELECT_OPS), (1, 3, KEEP)))
+    offloaded = simulate(chain, plan_of(chain, (0, 1, OFFLOAD), (1, 3, KEEP)))
+    assert (plain.peak_bytes - selected.peak_bytes, selected.added_s) == (90, 0.25)
+    assert (plain.peak_bytes - offloaded.peak_bytes, offloaded.added_s) == (100, 0.75)
+
+
+def test_plans_that_the_chain_cannot_follow_are_refused(three):
+    two_stacks = Chain(blocks=(block("a", option()), block("b", option(), stack=1)), resident_bytes=0)
+    with pytest.raises(ValueError, match="leaves its stack"):
+        simulate(two_stacks, plan_of(two_stacks, (0, 2, RECOMPUTE)))
+    with pytest.raises(ValueError, match="no costs of offload for b"):
+        simulate(three, plan_of(three, (0, 1, KEEP), (1, 3, OFFLOAD)))
+    with pytest.raises(ValueError, match="other blocks"):
+        simulate(three, plan_of(two_stacks, (0, 2, KEEP)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: option(saved=-1),
+        lambda: option(RECOMPUTE),
+        lambda: option(KEEP, added_s=1.0),
+        lambda: option(OFFLOAD, added_s=float("nan")),
+        lambda: block("no keep", option(OFFLOAD)),
+        lambda: block("twice", option(), option(OFFLOAD), option(OFFLOAD)),
+        lambda: block("decided", option(), option(OFFLOAD), stack=None),
+        lambda: block("backwards", option(), seconds=-1.0),
+        lambda: Chain(blocks=(), resident_bytes=0),
+        lambda: Chain(blocks=tuple(block("x", option(), stack=s) for s in (0, 1, 0)), resident_bytes=0),
+    ],
+)
+def test_costs_that_no_measurement_gives_are_refused(make):
+    with pytest.raises(ValueError, match=r".+"):
+        make()
+
+
+def test_json_both_ways(three):
+    assert Chain.from_json(three.to_json()) == three
+
+
+@pytest.mark.parametrize("change", [{"version": 9}, {"blocks": [{}]}, {"blocks": 3}, {"colour": 1}])
+def test_a_damaged_chain_is_refused(three, change):
+    with pytest.raises(InputError, match="no chain of block costs"):
+        Chain.from_json(json.dumps(json.loads(three.to_json()) | change))
+    with pytest.raises(InputError):
+        Chain.from_json("[1]")

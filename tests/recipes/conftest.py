@@ -1,0 +1,53 @@
+"""A recipe, run in this process: the test module names it by ``RECIPE``, such as ``image_classification``."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+
+from memsave_recipes.reporting.failures import run_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def recipe(request):
+    """The module of the recipe."""
+    name = request.module.RECIPE
+    specification = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+@pytest.fixture
+def train(recipe, tmp_path):
+    """Run the recipe; returns its results."""
+
+    def run(*flags, output="run"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return recipe.main([*flags, "--report_to", "none", "--output_dir", str(tmp_path / output)])
+
+    return run
+
+
+@pytest.fixture
+def refuse(recipe, tmp_path, capsys):
+    """Run the recipe with a mistake; returns the one line that it ends with."""
+
+    def run(*flags, output="run"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        words = [*flags, *([] if "--report_to" in flags else ["--report_to", "none"])]
+        with pytest.raises(SystemExit) as end:
+            run_recipe(lambda: recipe.main([*words, "--output_dir", str(tmp_path / output)]))
+        assert end.value.code == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        assert not (tmp_path / output / "metrics.jsonl").exists()
+        return lines[0]
+
+    return run

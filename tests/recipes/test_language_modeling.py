@@ -1,0 +1,232 @@
+"""The recipe as people run it: one curve, less memory, adapters, models that load again, mistakes in one line."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Config, GPT2LMHeadModel
+
+from memsave_recipes.data.text import load_documents
+from memsave_recipes.data.tokenizers import load_tokenizer
+
+RECIPE = "language_modeling"
+ROOT = Path(__file__).parents[2]
+BITS_PER_BYTE = 2.5  # three seeds: 2.40, 2.40, 2.40
+SHAPES = {
+    "gpt2": "n_layer=2,n_head=2,n_embd=32",
+    "llama": "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=1,hidden_size=32,intermediate_size=48",
+}
+SHORT = [
+    *("--block_size", "32", "--global_batch_size", "8", "--micro_batch_size", "3", "--max_steps", "4"),
+    *("--logging_steps", "1", "--max_eval_samples", "6", "--vocab_size", "300", "--learning_rate", "0.01"),
+]
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    texts = [f"{n} and {n} are {2 * n}, and {n} times {n} are {n * n}." for n in range(120)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def small(text_file):
+    """The flags of a small run."""
+    return [*SHORT, "--train_file", str(text_file), *scratch("llama")]
+
+
+def scratch(model_type):
+    return ["--model_type", model_type, "--config_overrides", SHAPES[model_type]]
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder):
+    return [row["train/loss"] for row in rows(folder) if "train/loss" in row]
+
+
+@pytest.mark.parametrize("strategy", ["full", "every:2", "segments:2"])
+def test_checkpointing_changes_memory_and_nothing_else(train, tmp_path, small, strategy):
+    plain = train(*small, output="plain")
+    planned = train(*small, "--activation_checkpointing", strategy, output="planned")
+    assert curve(tmp_path / "planned") == curve(tmp_path / "plain")
+    assert planned["eval"] == plain["eval"]
+    assert planned["memory"]["saved_for_backward_gib"] < plain["memory"]["saved_for_backward_gib"]
+    assert all(
+        torch.equal(tensor, load_file(tmp_path / "plain/final/model.safetensors")[name])
+        for name, tensor in load_file(tmp_path / "planned/final/model.safetensors").items()
+    )
+
+
+@pytest.mark.parametrize("flags", [["--micro_batch_size", "8"], ["--micro_batch_size", "1"], ["--loss", "chunked"]])
+def test_the_geometry_and_the_kind_of_loss_do_not_change_the_curve(train, tmp_path, small, flags):
+    train(*small, "--dtype", "float64", output="one")
+    train(*small, "--dtype", "float64", *flags, output="other")
+    assert curve(tmp_path / "other") == pytest.approx(curve(tmp_path / "one"), rel=1e-12)
+
+
+@pytest.mark.parametrize("packing", ["--packing", "--no_packing"])
+def test_figures_of_the_evaluation(train, tmp_path, small, packing):
+    results = train(*small, packing, "--max_eval_samples", "1000")
+    evaluated = results["eval"]
+    assert evaluated["perplexity"] == pytest.approx(math.exp(evaluated["loss"]))
+    assert 0.5 < evaluated["bits_per_byte"] < 8  # 8 would be to know nothing
+    last = [row for row in rows(tmp_path / "run") if "progress/tokens_seen" in row][-1]
+    assert last["progress/tokens_seen"] == results["tokens_seen"] > 0
+    assert "tokens_per_sec" in results["perf"]
+    assert results["perf"]["tokens_per_sec"] > results["perf"]["samples_per_sec"]
+
+
+def test_a_pretrained_folder_fine_tunes_and_what_is_saved_generates(train, tmp_path, text_file):
+    tokenizer = load_tokenizer(None, load_documents(train_file=str(text_file)).train["text"], vocab_size=300)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tokenizer), n_layer=2, n_head=2, n_embd=32, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "pretrained")
+    tokenizer.save_pretrained(tmp_path / "pretrained")
+    flags = ["--model_name_or_path", str(tmp_path / "pretrained"), "--train_file", str(text_file), *SHORT]
+    results = train(*flags, "--activation_checkpointing", "full", "--eval_steps", "2")
+    assert sum("eval/loss" in row for row in rows(tmp_path / "run")) == 2
+    assert results["model"] == "pretrained"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/final")
+    tokens = tokenizer("7 and 7 are", return_tensors="pt")
+    assert model.generate(**tokens, max_new_tokens=5, do_sample=False).shape[1] > tokens.input_ids.shape[1]
+    trained = load_file(tmp_path / "run/final/model.safetensors")
+    before = load_file(tmp_path / "pretrained/model.safetensors")
+    assert any(not torch.equal(trained[name], before[name]) for name in trained)
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+@pytest.mark.parametrize("strategy", ["none", "full", "segments:2"])
+def test_adapters_train_under_any_plan_and_are_saved_apart(train, tmp_path, text_file, model_type, strategy):
+    flags = [*scratch(model_type), *SHORT, "--train_file", str(text_file)]
+    results = train(*flags, "--lora", "--lora_rank", "4", "--activation_checkpointing", strategy)
+    assert results["num_trained_parameters"] < results["num_parameters"] / 2
+    losses = curve(tmp_path / "run")
+    assert losses[-1] < losses[0]
+    names = {path.name for path in (tmp_path / "run/final").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names
+    assert "model.safetensors" not in names
+
+
+def test_merged_adapters_load_as_a_plain_model(train, tmp_path, small):
+    results = train(*small, "--lora", "--lora_merge")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/final")
+    assert not isinstance(model, PeftModel)
+    assert sum(p.numel() for p in model.parameters()) < results["num_parameters"]  # without the adapters' own
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit", "sgd"])
+def test_optimizers_by_name(train, tmp_path, small, optimizer):
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    train(*small, "--optimizer", optimizer, "--max_steps", "12")
+    losses = curve(tmp_path / "run")
+    assert losses[-1] < losses[0]
+
+
+def test_stepping_in_the_backward_gives_the_same_curve(train, tmp_path, small):
+    whole = [*small, "--micro_batch_size", "8", "--max_grad_norm", "0"]
+    train(*whole, output="usual")
+    train(*whole, "--optimizer_in_backward", output="in_backward")
+    assert curve(tmp_path / "in_backward") == curve(tmp_path / "usual")
+    assert not any("train/grad_norm" in row for row in rows(tmp_path / "in_backward"))
+
+
+MISTAKES = {
+    "rows longer than the positions": (["--block_size", "4096"], "longer than the model's 2048 positions"),
+    "a file that is not there": (["--train_file", "no.txt"], "no.txt"),
+    "none of the target modules": (["--lora", "--lora_target_modules", "c_attn"], "--lora_target_modules c_attn"),
+    "two sources of text": (["--dataset", "x"], "exactly one"),
+    "4-bit without adapters": (["--load_in_4bit"], "--load_in_4bit"),
+    "accumulation": (["--optimizer_in_backward", "--max_grad_norm", "0"], "--micro_batch_size as large"),
+    "no attention of that name": (["--attn_implementation", "no_such"], "llama cannot be made"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(refuse, small, mistake):
+    flags, expected = MISTAKES[mistake]
+    assert expected in refuse(*small, *flags)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_4bit_without_cuda(refuse, small):
+    assert "needs a CUDA device" in refuse(*small, "--lora", "--load_in_4bit")
+
+
+def test_data_that_cannot_be_read(refuse, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
+    for name, expected in (("empty.txt", "empty.txt"), ("rows.jsonl", "2")):
+        line = refuse(*SHORT, *scratch("gpt2"), "--train_file", str(tmp_path / name))
+        assert expected in line
+
+
+def test_code_that_comes_with_a_model_is_not_run(refuse, tmp_path, text_file):
+    tokenizer = load_tokenizer(None, load_documents(train_file=str(text_file)).train["text"], vocab_size=300)
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    (tmp_path / "model/mine.py").write_text("raise SystemExit('it was run')\n")
+    flags = ["--train_file", str(text_file), "--model_name_or_path", str(tmp_path / "model")]
+    assert "--trust_remote_code" in refuse(*SHORT, *flags)
+
+
+def test_a_tokenizer_that_is_larger_than_the_vocabulary(refuse, tmp_path, text_file):
+    tokenizer = load_tokenizer(None, load_documents(train_file=str(text_file)).train["text"], vocab_size=300)
+    GPT2LMHeadModel(GPT2Config(vocab_size=280, n_layer=1, n_head=2, n_embd=8)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    line = refuse(*SHORT, "--train_file", str(text_file), "--model_name_or_path", str(tmp_path / "model"))
+    assert "280 embeddings" in line
+
+
+def test_a_model_that_does_not_keep_packed_documents_apart(refuse, text_file):
+    shape = "hidden_size=32,n_layer=1,n_head=2"
+    line = refuse(*SHORT, "--train_file", str(text_file), "--model_type", "bloom", "--config_overrides", shape)
+    assert "--no_packing" in line
+
+
+def test_an_encoder_is_no_causal_language_model(refuse, text_file, tmp_path):
+    assert BertConfig.model_type == "bert"
+    line = refuse(*SHORT, "--train_file", str(text_file), "--model_type", "vit")
+    assert "vit cannot be made" in line
+
+
+DOCUMENTED = [
+    *("--model_type", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=128", "--block_size", "256"),
+    *("--global_batch_size", "16", "--micro_batch_size", "4", "--max_steps", "200"),
+]
+
+
+def launch(config, folder, *flags):
+    command = [Path(sys.executable).with_name("accelerate"), "launch"]
+    command += ["--config_file", f"accelerate_configs/{config}.yaml", "recipes/language_modeling.py"]
+    subprocess.run([*command, *flags, "--report_to", "none", "--output_dir", folder], cwd=ROOT, check=True)
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_documented_line_learns_the_standard_library_on_one_rank_and_on_two(tmp_path):
+    one, two = (launch(config, tmp_path / config, *DOCUMENTED) for config in ("cpu", "cpu_ddp"))
+    assert one["eval"]["bits_per_byte"] < BITS_PER_BYTE
+    assert (two["num_processes"], two["tokens_seen"]) == (2, one["tokens_seen"])
+    assert curve(tmp_path / "cpu_ddp") == pytest.approx(curve(tmp_path / "cpu"), rel=1e-5)
+
+
+def test_two_ranks_have_the_curve_of_one(tmp_path, small):
+    flags = [*small, "--dtype", "float64"]
+    one, two = (launch(config, tmp_path / config, *flags) for config in ("cpu", "cpu_ddp"))
+    assert (two["num_processes"], two["tokens_seen"]) == (2, one["tokens_seen"])
+    assert curve(tmp_path / "cpu_ddp") == pytest.approx(curve(tmp_path / "cpu"), rel=1e-12)
+    assert two["eval"] == pytest.approx(one["eval"], rel=1e-9)

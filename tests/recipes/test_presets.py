@@ -1,0 +1,54 @@
+"""Every preset is read by its recipe, says what it needs and reaches, and gives the command that its comment shows."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
+COMMAND = re.compile(r"accelerate launch .*?(recipes/\w+\.py)(.*)$")
+
+
+def comment_of(preset):
+    lines = preset.read_text().splitlines()
+    return " ".join(line.lstrip("# ").rstrip("\\ ") for line in lines if line.startswith("#"))
+
+
+def command_of(preset):
+    recipe, flags = COMMAND.search(comment_of(preset)).groups()
+    return ROOT / recipe, shlex.split(flags)
+
+
+def arguments_of(recipe):
+    """The dataclasses that the recipe's ``main`` parses, without running it."""
+    spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = re.search(r"parse_arguments\(([\w, \n]+?),\s*args=args", recipe.read_text()).group(1)
+    known = {**vars(module), "RunArguments": RunArguments, "OptimizerArguments": OptimizerArguments}
+    return [known[name.strip()] for name in names.split(",")]
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_its_comment_gives_a_command_that_its_recipe_takes(preset, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe, flags = command_of(preset)
+    assert "--config" in flags
+    parsed = parse_arguments(*arguments_of(recipe), args=flags)
+    values = {name: value for part in parsed for name, value in vars(part).items()}
+    for key, value in yaml.safe_load(preset.read_text()).items():
+        assert values[key] in (value, [value]), key
+
+
+@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem != "demo"], ids=lambda path: path.stem)
+def test_its_comment_says_what_it_needs_and_reaches(preset):
+    comment = comment_of(preset)
+    assert "Needs:" in comment
+    assert "Should reach:" in comment
+    assert re.search("measured", comment)

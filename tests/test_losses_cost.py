@@ -1,0 +1,102 @@
+"""What the chunked loss costs: bytes at the peak and FLOPs, counted; the sizes that it needs are known beforehand."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
+from memsave_recipes.measure.host_memory import instrumented_peak_bytes, storage_bytes
+from memsave_recipes.units import MIB
+
+CPU = torch.device("cpu")
+ROWS, WIDTH, VOCAB = 8, 512, 2000
+MATMUL_FLOPS = 2 * ROWS * WIDTH * VOCAB
+
+
+def make_tensors(num_rows=ROWS, width=WIDTH, vocab_size=VOCAB) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, a head and labels."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(size, width).requires_grad_() for size in (num_rows, vocab_size))
+    return hidden, weight, torch.randint(vocab_size, (num_rows,))
+
+
+def chunked(hidden, weight, labels):
+    """Two rows at a time."""
+    return linear_cross_entropy(hidden, weight, labels, chunk_bytes=2 * 4 * len(weight))
+
+
+def flops_of(step) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("function", [chunked, full_cross_entropy])
+def test_nothing_is_computed_twice(function):
+    tensors = make_tensors()
+    assert flops_of(lambda: function(*tensors).backward()) == 3 * MATMUL_FLOPS
+
+
+def test_a_frozen_head_costs_neither_memory_nor_work():
+    hidden, weight, labels = make_tensors()
+    weight.requires_grad_(False)
+    assert flops_of(lambda: chunked(hidden, weight, labels).backward()) == 2 * MATMUL_FLOPS
+    assert instrumented_peak_bytes(lambda: chunked(hidden, weight, labels).backward()) < storage_bytes([weight]) / 10
+
+
+def test_gradients_are_scaled_and_handed_over_without_a_copy():
+    tensors = make_tensors()
+    gradient_bytes = storage_bytes(tensors[:2])
+    assert instrumented_peak_bytes(lambda: (chunked(*tensors) / 3).backward()) < 1.1 * gradient_bytes
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_only_the_loss_is_computed(mode):
+    tensors = make_tensors()
+    with mode():
+        torch.testing.assert_close(chunked(*tensors), full_cross_entropy(*tensors))
+        assert flops_of(lambda: chunked(*tensors)) == MATMUL_FLOPS
+        assert instrumented_peak_bytes(lambda: chunked(*tensors)) < storage_bytes(tensors[1:2]) / 10
+
+
+def test_sizes_are_known_without_values():
+    """So fake tensors can predict memory, and nothing waits for a device."""
+    with FakeTensorMode():
+        tensors = make_tensors()
+        chunked(*tensors).backward()
+    assert [tensor.grad.shape for tensor in tensors[:2]] == [(ROWS, WIDTH), (VOCAB, WIDTH)]
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1024, 32_768), (512, 131_072)])
+def test_the_peak_falls_by_eighty_percent(num_rows, vocab_size):
+    *leaves, labels = make_tensors(num_rows, 16, vocab_size)
+
+    def results_of(function, leaves) -> list[Tensor]:
+        loss = function(*leaves, labels)
+        return [loss, *torch.autograd.grad(loss, leaves)]
+
+    def peak_beyond_gradients(function) -> int:
+        return instrumented_peak_bytes(lambda: results_of(function, leaves)) - storage_bytes(leaves)
+
+    def error(found: Tensor, exact: Tensor) -> float:
+        return ((found - exact).norm() / exact.norm()).item()
+
+    ways = linear_cross_entropy, full_cross_entropy
+    ours, full = (peak_beyond_gradients(function) for function in ways)
+    assert ours <= 0.2 * full
+    assert ours < 1.1 * default_chunk_bytes(CPU)
+
+    # test_losses.py holds the chunked loss in float64 against the full one
+    exact = results_of(linear_cross_entropy, [leaf.detach().double().requires_grad_() for leaf in leaves])
+    for own, other, right in zip(*(results_of(function, leaves) for function in ways), exact, strict=True):
+        assert error(own, right) <= error(other, right) + torch.finfo(torch.float32).eps / 2
+
+
+def test_chunks_are_as_few_as_fit():
+    assert num_chunks(1024, 32_768, 128 * MIB) == 1
+    assert num_chunks(1025, 32_768, 128 * MIB) == 2
+    assert num_chunks(1024, 32_768, 32 * MIB) == 4
+    assert num_chunks(6, 1_000_000, 1) == 6  # a row at least
+    assert num_chunks(0, 1000, MIB) == 0

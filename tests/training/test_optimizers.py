@@ -1,0 +1,115 @@
+"""Optimizers by name, the state that each keeps, and the one that steps in the backward."""
+
+import pytest
+import torch
+from torch import nn
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.in_backward import check_in_backward
+from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.sample_order import Geometry
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 128))
+
+
+def train(model, optimizer, scheduler, num_steps=5):
+    random = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(num_steps):
+        inputs = torch.randn(8, 128, generator=random)
+        loss = (model(inputs) - inputs).square().sum()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def state_bytes(optimizer):
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.numel() > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "most_bytes_a_parameter"), [("adamw", 8.0), ("adafactor", 0.3), ("adamw_8bit", 2.7), ("sgd", 4.0)]
+)
+def test_every_optimizer_learns_with_the_state_it_is_known_for(name, most_bytes_a_parameter):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    model = build()
+    optim = OptimizerArguments(optimizer=name, learning_rate=1e-3 if name != "sgd" else 1e-4)
+    optimizer = make_optimizer(optim, model)
+    losses = train(model, optimizer, make_scheduler(optim, optimizer, 20), 20)
+    assert losses[-1] < 0.95 * losses[0]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert state_bytes(optimizer) <= most_bytes_a_parameter * num_parameters
+
+
+def test_frozen_parameters_have_no_state():
+    model = build()
+    model[0].requires_grad_(False)
+    optimizer = make_optimizer(OptimizerArguments(), model)
+    assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [*model[2].parameters()]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+def test_stepping_in_the_backward_gives_the_same_weights(name):
+    results = []
+    for in_backward in (False, True):
+        model = build()
+        optim = OptimizerArguments(
+            optimizer=name, learning_rate=1e-3, warmup_steps=2, optimizer_in_backward=in_backward, max_grad_norm=0
+        )
+        optimizer = make_optimizer(optim, model)
+        optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does; it makes the groups anew
+        train(model, optimizer, make_scheduler(optim, optimizer, 5))
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    for usual, in_the_backward in zip(*results, strict=True):
+        assert torch.equal(usual, in_the_backward)
+
+
+def test_stepping_in_the_backward_never_holds_two_gradients():
+    model = build()
+    optim = OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0)
+    make_optimizer(optim, model)
+    alive = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(other.grad is not None for other in model.parameters()))
+        )
+    model(torch.randn(2, 128)).sum().backward()
+    assert alive == [0, 0, 0, 0]  # each was stepped and freed by the hook before this one
+    assert clip_gradients(optim, None, model) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "geometry", "precision", "reason"),
+    [
+        ({}, (8, 4, 1), "no", "2 accumulation steps"),
+        ({}, (8, 4, 2), "no", "2 ranks"),
+        ({"max_grad_norm": 1.0}, (8, 8, 1), "no", "--max_grad_norm 0"),
+        ({}, (8, 8, 1), "fp16", "take bf16"),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(changes, geometry, precision, reason):
+    optim = OptimizerArguments(**{"optimizer_in_backward": True, "max_grad_norm": 0.0, **changes})
+    with pytest.raises(InputError, match=f"--optimizer_in_backward .*{reason}"):
+        check_in_backward(optim, Geometry.of(*geometry), precision)
+
+
+def test_what_does_not_contradict_passes():
+    check_in_backward(OptimizerArguments(), Geometry.of(8, 1, 4), "fp16")
+    check_in_backward(
+        OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0.0), Geometry.of(8, None, 1), "bf16"
+    )
+
+
+def test_8bit_without_its_library(monkeypatch):
+    monkeypatch.setattr("memsave_recipes.training.optimizers.find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install bitsandbytes"):
+        make_optimizer(OptimizerArguments(optimizer="adamw_8bit"), build())
