@@ -203,7 +203,6 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     # Finish
     plan_handle.remove()
     if accelerator.is_main_process:
-        print("sample:", sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100]))
         tokenizer.save_pretrained(folder / "final")
     save_model(accelerator, merged(saved_model) if lora.lora_merge else saved_model, folder / "final")
     results = {
@@ -217,6 +216,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     }
     if accelerator.is_main_process:
         write_json(folder / "results.json", results)
+        print("sample:", sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100]))
         show(compare([read_run(folder)]))
     finish_trackers(accelerator, results)
     return results
