@@ -36,7 +36,13 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from memsave_recipes.activations import apply_plan, make_plan
 from memsave_recipes.data.labelled_text import load_labelled_text
-from memsave_recipes.data.tokenized_text import TokenizedText, check_length, load_text_tokenizer, tokenize
+from memsave_recipes.data.tokenized_text import (
+    TokenizedText,
+    check_inputs,
+    check_length,
+    load_text_tokenizer,
+    tokenize,
+)
 from memsave_recipes.data.tokenizers import check_vocabulary
 from memsave_recipes.evidence.compare import compare
 from memsave_recipes.evidence.runs import read_run
@@ -129,6 +135,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     # Model
     model = build_model(network, tokenizer, texts.label_names, run.torch_dtype, in_4bit=lora.load_in_4bit)
     check_vocabulary(tokenizer, model.config.vocab_size)
+    check_inputs(model, tokens.train)
     check_length(data.max_length, model, tokenizer)
     saved_model = add_lora(model, lora, task_type="SEQ_CLS")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

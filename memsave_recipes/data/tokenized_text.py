@@ -1,5 +1,6 @@
 """Labelled texts as tokens: cut to a length once, padded to the longest of their micro-batch when they are needed."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,16 @@ def check_length(max_length: int, model: PreTrainedModel, tokenizer: PreTrainedT
             longest = min(longest, module.num_embeddings - module.padding_idx - 1)  # RoBERTa begins after the padding
     if max_length > longest:
         raise InputError(f"--max_length {max_length} is more than the {longest} tokens that the model takes: lower it")
+
+
+def check_inputs(model: PreTrainedModel, texts: TokenizedText) -> None:
+    """Raises ``InputError`` where the tokenizer has made something that ``model`` does not take."""
+    made = set(texts.rows.column_names) - {"label"}
+    if unknown := made - set(inspect.signature(model.forward).parameters):
+        raise InputError(
+            f"the tokenizer makes {', '.join(sorted(unknown))}, which {type(model).__name__} does not take: give the "
+            "model's own --tokenizer_name"
+        )
 
 
 def tokenize(texts: LabelledText, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> TokenizedSplits:

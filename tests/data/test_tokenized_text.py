@@ -4,10 +4,25 @@ import datasets
 import pytest
 import torch
 from tokenizers.processors import Sequence
-from transformers import AutoTokenizer, BertConfig, BertModel, RobertaConfig, RobertaModel
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    ModernBertConfig,
+    ModernBertModel,
+    RobertaConfig,
+    RobertaModel,
+)
 
 from memsave_recipes.data.labelled_text import LabelledText
-from memsave_recipes.data.tokenized_text import BOUNDARY, check_length, load_text_tokenizer, tokenize
+from memsave_recipes.data.tokenized_text import (
+    BOUNDARY,
+    TokenizedText,
+    check_inputs,
+    check_length,
+    load_text_tokenizer,
+    tokenize,
+)
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.sample_order import SampleKey
 
@@ -121,3 +136,14 @@ def test_a_tokenizer_may_know_better_than_the_model(saved):
     model = BertModel(BertConfig(**SMALL, vocab_size=300, max_position_embeddings=20))
     with pytest.raises(InputError, match="more than the 12 tokens"):
         check_length(13, model, given)
+
+
+def test_what_the_model_does_not_take_is_refused(saved):
+    given = AutoTokenizer.from_pretrained(saved, model_input_names=["input_ids", "token_type_ids", "attention_mask"])
+    texts = labelled()
+    rows = texts.train.add_column("token_type_ids", [[0]] * len(texts.train)).remove_columns("text")
+    made = TokenizedText(rows=rows.add_column("input_ids", [[5]] * len(rows)), tokenizer=given)
+    check_inputs(BertModel(BertConfig(**SMALL, vocab_size=300)), made)
+    modern = ModernBertModel(ModernBertConfig(**SMALL, vocab_size=300, pad_token_id=0))
+    with pytest.raises(InputError, match="makes token_type_ids, which ModernBertModel does not take"):
+        check_inputs(modern, made)
