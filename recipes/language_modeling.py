@@ -144,7 +144,6 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     ).to(accelerator.device)
     check_model(model, tokenizer, data, network)
     saved_model = add_lora(model, lora, task_type="CAUSAL_LM")
