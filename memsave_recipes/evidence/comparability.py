@@ -28,6 +28,7 @@ TRAITS: dict[str, tuple[str, ...]] = {
 OF_THE_LOSS_ALONE = {"steps", "seed"}
 # A run's own place and how it reports: not worth a line among the differences of its configuration.
 NOT_A_CHOICE = {"output_dir", "overwrite", "report_to", "resume"}
+FOLLOWS_FROM_FLAGS = ("plan.", "geometry.")  # and stands in the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def trait_differences(runs: Sequence[Run]) -> tuple[Difference, ...]:
 def config_differences(runs: Sequence[Run]) -> tuple[Difference, ...]:
     """The flags, versions and hardware in which ``runs`` are not all the same, by their keys in ``config.json``."""
     configs = [{key: _text(value) for key, value in _flat(run.config).items()} for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
+    keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(FOLLOWS_FROM_FLAGS))
     return _differences((key for key in keys if key not in NOT_A_CHOICE), configs)
 
 

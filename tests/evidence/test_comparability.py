@@ -73,3 +73,8 @@ def test_config_differences_are_those_that_differ_and_were_chosen(make_run: Make
         "lr": {"0.1": (0,), "0.2": (1, 2)},
         "environment.git_commit": {"x": (0,), "y": (1, 2)},
     }
+
+
+def test_the_plan_itself_is_no_flag(make_run: Make) -> None:
+    configs = ({"plan": {"strategy": "none"}, "geometry": {"micro_batch_size": 1}}, {"plan": {"strategy": "full"}})
+    assert config_differences([make_run(name, config=c) for name, c in zip("ab", configs, strict=True)]) == ()
