@@ -1,6 +1,6 @@
 """Train a causal language model, from scratch or from pretrained weights, in the memory that is there.
 
-On the CPU of any machine, without a network (the text of Python's own library; three minutes on 2 cores):
+On the CPU of any machine, without a network (the text of Python's own library; two minutes on 2 cores):
 
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/language_modeling.py \
         --model_type gpt2 --config_overrides "n_layer=4,n_head=4,n_embd=128" --block_size 256 \
