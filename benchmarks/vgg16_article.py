@@ -50,7 +50,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils import collect_env
 from tqdm import tqdm
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.measure.device_memory import read_device_memory, reset_peaks
 from memsave_recipes.measure.host_memory import instrumented_peak_bytes, resident_bytes, storage_bytes
@@ -361,7 +361,9 @@ def make_methods(model_name: str, batch_size: int, strategies: Sequence[str]) ->
     rows = [(strategy, "", batch_size) for strategy in dict.fromkeys(["none", *strategies])]
     rows += [(strategy, f", {micro} at a time", micro) for strategy in ACCUMULATED_STRATEGIES]
     return [
-        Method(name=strategy.replace("none", "plain") + suffix, plan=make_plan(model, strategy), micro_batch_size=size)
+        Method(
+            name=strategy.replace("none", "plain") + suffix, plan=plan_blocks(model, strategy), micro_batch_size=size
+        )
         for strategy, suffix, size in rows
     ]
 

@@ -32,7 +32,7 @@ from torch.utils.data import default_collate
 from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.data.augmentation import to_pixel_values
 from memsave_recipes.data.vision import load_images
 from memsave_recipes.errors import InputError
@@ -111,7 +111,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     initial = deepcopy(bare.state_dict())
 
     # Memory plan
-    plan = make_plan(bare, run.activation_checkpointing)
+    plan = plan_blocks(bare, run.activation_checkpointing)
     plan_handle = apply_plan(bare, plan)
     model = accelerator.prepare(bare)
 

@@ -32,7 +32,7 @@ from transformers import AutoModelForImageClassification
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
 from memsave_recipes.data.vision import ImageDataset, load_images
 from memsave_recipes.errors import InputError
@@ -141,7 +141,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     # Memory plan
-    plan = make_plan(model, run.activation_checkpointing)
+    plan = plan_blocks(model, run.activation_checkpointing)
     plan_handle = apply_plan(model, plan)
 
     # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.

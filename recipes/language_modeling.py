@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
 from memsave_recipes.data.text import TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
@@ -151,7 +151,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     # Memory plan
-    plan = make_plan(model, run.activation_checkpointing)
+    plan = plan_blocks(model, run.activation_checkpointing)
     plan_handle = apply_plan(model, plan)
 
     # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.

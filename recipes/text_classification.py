@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.data.labelled_text import load_labelled_text
 from memsave_recipes.data.tokenized_text import (
     TokenizedText,
@@ -142,7 +142,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     # Memory plan
-    plan = make_plan(model, run.activation_checkpointing)
+    plan = plan_blocks(model, run.activation_checkpointing)
     plan_handle = apply_plan(model, plan)
 
     # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.

@@ -23,6 +23,15 @@ class Action(str, Enum):
     RECOMPUTE = "recompute"
     SELECT_OPS = "select_ops"
     OFFLOAD = "offload"
+    COMPILE = "compile"
+
+
+IN_WORDS = {
+    Action.SELECT_OPS: "recompute their cheap operators",
+    Action.OFFLOAD: "offloaded to the host",
+    Action.COMPILE: "compiled",
+}
+"""What ``Plan.describe`` says of blocks under an action."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,33 +55,48 @@ class Plan:
         strategy: the words that made the plan, such as ``segments:2``.
         blocks: the name of every block, in the order of the forward.
         spans: cover all blocks once, in order.
+        compiled_memory_ratio: of what a compiled block would save at most, the part that it may save, from 0 to 1; for
+            plans that compile, and for no others.
 
     Raises:
-        ValueError: the spans leave a block out or name one twice.
+        ValueError: the spans leave a block out or name one twice, or the ratio does not go with them.
     """
 
     strategy: str
     blocks: tuple[str, ...]
     spans: tuple[Span, ...]
+    compiled_memory_ratio: float | None = None
 
     def __post_init__(self) -> None:
         covered = [index for span in self.spans for index in range(span.start, span.stop)]
         if covered != list(range(len(self.blocks))):
             raise ValueError(f"the spans of a plan must cover its {len(self.blocks)} blocks once and in order")
+        ratio = self.compiled_memory_ratio
+        if (ratio is None) is bool(self.blocks_under(Action.COMPILE)) or not 0 <= (ratio or 0) <= 1:
+            raise ValueError(f"compiled_memory_ratio is {ratio}: plans that compile need one from 0 to 1, others none")
 
     @property
     def recomputed(self) -> tuple[str, ...]:
         """The names of the blocks that run twice."""
-        spans = [span for span in self.spans if span.action is Action.RECOMPUTE]
+        return self.blocks_under(Action.RECOMPUTE)
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether gradients are plain's bit for bit. A compiled block computes the same in another order."""
+        return not self.blocks_under(Action.COMPILE)
+
+    def blocks_under(self, action: Action) -> tuple[str, ...]:
+        """The names of the blocks under ``action``."""
+        spans = [span for span in self.spans if span.action is action]
         return tuple(name for span in spans for name in self.blocks[span.start : span.stop])
 
     def describe(self) -> str:
         """One line for people: ``segments:2: 9 of 18 blocks recomputed, in 1 span``."""
         num_spans = sum(span.action is Action.RECOMPUTE for span in self.spans)
         plural = "span" if num_spans == 1 else "spans"
-        return (
-            f"{self.strategy}: {len(self.recomputed)} of {len(self.blocks)} blocks recomputed, in {num_spans} {plural}"
-        )
+        parts = [f"{len(self.recomputed)} of {len(self.blocks)} blocks recomputed, in {num_spans} {plural}"]
+        parts += [f"{len(names)} {words}" for action, words in IN_WORDS.items() if (names := self.blocks_under(action))]
+        return f"{self.strategy}: {'; '.join(parts)}"
 
     def to_json(self) -> str:
         """The plan as the text of a ``plan.json``."""
@@ -90,7 +114,10 @@ class Plan:
             if data["version"] != FORMAT_VERSION:
                 raise ValueError(f"its version is {data['version']}, this software reads {FORMAT_VERSION}")
             spans = tuple(Span(start=s["start"], stop=s["stop"], action=Action(s["action"])) for s in data["spans"])
-            return cls(strategy=data["strategy"], blocks=tuple(data["blocks"]), spans=spans)
+            ratio = data.get("compiled_memory_ratio")
+            return cls(
+                strategy=data["strategy"], blocks=tuple(data["blocks"]), spans=spans, compiled_memory_ratio=ratio
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"this is no plan.json: {error}") from error
 

@@ -1,24 +1,34 @@
 """From the words of ``--activation_checkpointing`` to the spans of a plan."""
 
-from memsave_recipes.errors import InputError
-from memsave_recipes.plans.plan import Plan
-from memsave_recipes.plans.segments import segments
-from memsave_recipes.plans.uniform import Stacks, count_blocks, every, full, none
+from collections.abc import Callable
+from functools import partial
 
-PLAIN_STRATEGIES = {"none": none, "full": full}
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans.plan import Action, Plan, Span
+from memsave_recipes.plans.segments import segments
+from memsave_recipes.plans.uniform import Stacks, all_under, count_blocks, every, full, none
+
+PLAIN_STRATEGIES: dict[str, Callable[[Stacks], tuple[Span, ...]]] = {
+    "none": none,
+    "full": full,
+    "selective": partial(all_under, action=Action.SELECT_OPS),
+    "offload": partial(all_under, action=Action.OFFLOAD),
+}
 COUNTED_STRATEGIES = {"every": every, "segments": segments}
-KNOWN = "none, full, every:K, segments:K, bottleneck or the path of a plan.json"
+COMPILED_MEMORY_RATIO = 0.3
+KNOWN = "none, full, every:K, segments:K, selective, offload, compiled[:RATIO], bottleneck or the path of a plan.json"
 
 
 def plan_for(strategy: str, stacks: Stacks) -> Plan:
     """The plan that ``strategy`` makes for the blocks in ``stacks``.
 
     Args:
-        strategy: ``none``, ``full``, ``every:K`` or ``segments:K`` with K from 1 to the number of blocks.
+        strategy: ``none``, ``full``, ``selective``, ``offload``, ``every:K`` or ``segments:K`` with K from 1 to the
+            number of blocks, ``compiled`` or ``compiled:RATIO`` with a ratio from 0 to 1.
         stacks: names of the blocks, in the order of the forward.
 
     Raises:
-        InputError: no such strategy, or K is not a whole number in that range.
+        InputError: no such strategy, or K or RATIO is no number in its range.
     """
     blocks = tuple(name for stack in stacks for name in stack)
     name, colon, argument = strategy.partition(":")
@@ -27,6 +37,10 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
     if name in COUNTED_STRATEGIES:
         count = _parse_count(strategy, argument, count_blocks(stacks))
         return Plan(strategy=strategy, blocks=blocks, spans=COUNTED_STRATEGIES[name](stacks, count))
+    if name == "compiled":
+        ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
+        spans = all_under(stacks, Action.COMPILE)
+        return Plan(strategy=strategy, blocks=blocks, spans=spans, compiled_memory_ratio=ratio)
     raise InputError(f"--activation_checkpointing {strategy}: no such strategy; choose {KNOWN}")
 
 
@@ -39,3 +53,16 @@ def _parse_count(strategy: str, argument: str, num_blocks: int) -> int:
             "the blocks of this model"
         )
     return count
+
+
+def _parse_ratio(strategy: str, argument: str) -> float:
+    try:
+        ratio = float(argument)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise InputError(
+            f"--activation_checkpointing {strategy}: RATIO in compiled:RATIO is a number from 0 to 1, "
+            "the part of a compiled block's activations that it may keep"
+        )
+    return ratio

@@ -1,4 +1,4 @@
-"""Plans that treat all blocks alike: keep all, recompute all, recompute every K-th."""
+"""Plans that treat all blocks alike: one action for all, or recompute every K-th."""
 
 from collections.abc import Sequence
 
@@ -32,4 +32,9 @@ def full(stacks: Stacks) -> tuple[Span, ...]:
 
 def none(stacks: Stacks) -> tuple[Span, ...]:
     """Keep everything: plain training."""
-    return tuple(Span(start=index, stop=index + 1, action=Action.KEEP) for index in range(count_blocks(stacks)))
+    return all_under(stacks, Action.KEEP)
+
+
+def all_under(stacks: Stacks, action: Action) -> tuple[Span, ...]:
+    """Every block by itself under one action."""
+    return tuple(Span(start=index, stop=index + 1, action=action) for index in range(count_blocks(stacks)))

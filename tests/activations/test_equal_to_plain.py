@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, make_plan
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.plans import Plan
 
 LARGE_STRATEGIES = ["full", "every:2", "every:3", "segments:1", "segments:2", "segments:5", "segments:8"]
@@ -31,7 +31,7 @@ def assert_bitwise_equal(record, expected):
 
 
 def planned_step(case, strategy, *, bf16):
-    with apply_plan(case.model, make_plan(case.model, strategy)):
+    with apply_plan(case.model, plan_blocks(case.model, strategy)):
         return train_step(case, bf16=bf16)
 
 
@@ -86,7 +86,7 @@ def test_remove_restores_the_model_exactly(make_case, name):
     case = make_case(name)
     before = {module: dict(module.__dict__) for module in case.model.modules()}
     keys = list(case.model.state_dict())
-    handle = apply_plan(case.model, make_plan(case.model, "segments:3"))
+    handle = apply_plan(case.model, plan_blocks(case.model, "segments:3"))
     assert list(case.model.state_dict()) == keys
     assert any(dict(module.__dict__) != attributes for module, attributes in before.items())
     handle.remove()
@@ -97,7 +97,7 @@ def test_remove_restores_the_model_exactly(make_case, name):
 @pytest.mark.parametrize("name", ["vgg_small", "densenet_small", "gpt2"])
 def test_a_deep_copy_runs_its_own_modules(make_case, name):
     case = make_case(name)
-    apply_plan(case.model, make_plan(case.model, "segments:2"))
+    apply_plan(case.model, plan_blocks(case.model, "segments:2"))
     clone = copy.deepcopy(case.model)
     with torch.no_grad():
         for parameter in clone.parameters():
@@ -112,7 +112,7 @@ def test_evaluation_and_generation_ignore_the_plan(make_case):
     case.model.eval()
     case.model.generation_config.pad_token_id = 0
     expected = case.model.generate(case.batch, max_new_tokens=5, do_sample=False)
-    apply_plan(case.model, make_plan(case.model, "segments:2"))
+    apply_plan(case.model, plan_blocks(case.model, "segments:2"))
     assert torch.equal(case.model.generate(case.batch, max_new_tokens=5, do_sample=False), expected)
 
 
@@ -127,12 +127,12 @@ def test_a_span_may_begin_in_place():
         return model[1].weight.grad.clone()
 
     expected = gradient()
-    with apply_plan(model, make_plan(model, "full")):
+    with apply_plan(model, plan_blocks(model, "full")):
         assert torch.equal(gradient(), expected)
     assert model[0].inplace
 
 
 def test_a_plan_survives_json(make_case):
     case = make_case("densenet_small")
-    plan = make_plan(case.model, "segments:4")
+    plan = plan_blocks(case.model, "segments:4")
     assert Plan.from_json(plan.to_json()) == plan

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, make_plan
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 
@@ -56,7 +56,7 @@ def train_step(model_type, strategy, *, lora):
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(2))
     forward = CausalLMLoss(model, "chunked") if model_type in LANGUAGE_MODELS else model
     torch.manual_seed(7)
-    with apply_plan(model, make_plan(model, strategy)):
+    with apply_plan(model, plan_blocks(model, strategy)):
         output = forward(**batch_for(model_type))
         getattr(output, "loss", output).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}

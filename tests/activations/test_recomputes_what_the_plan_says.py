@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, make_plan
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.measure.saved_tensors import SavedTensors
 from memsave_recipes.plans import Action, Plan, Span
@@ -78,7 +78,7 @@ def test_recomputed_flops(make_case, name, tail):
     case = make_case(name)
     plain = step_flops(case)
     for strategy in STRATEGIES:
-        plan = make_plan(case.model, strategy)
+        plan = plan_blocks(case.model, strategy)
         expected = recomputed_flops(case, plan, tail=tail)
         assert step_flops(case, plan) - plain == expected, strategy
         assert (expected > 0) == bool(plan.recomputed), strategy
@@ -87,7 +87,7 @@ def test_recomputed_flops(make_case, name, tail):
 def test_recomputed_flops_by_hand(make_case):
     """Two segments of vgg_small: the first seven of its fifteen blocks are six convolutions and a pooling."""
     case = make_case("vgg_small")
-    plan = make_plan(case.model, "segments:2")
+    plan = plan_blocks(case.model, "segments:2")
     assert plan.blocks[6] == "features.11..12"
     batch, macs_at_32, macs_at_16 = 3, (3 * 16 + 3 * 16 * 16) * 9 * 32 * 32, (16 * 32 + 32 * 32) * 9 * 16 * 16
     assert step_flops(case, plan) - step_flops(case) == 2 * batch * (macs_at_32 + macs_at_16)
@@ -95,7 +95,7 @@ def test_recomputed_flops_by_hand(make_case):
 
 def test_the_bottleneck_of_densenet_recomputes_no_convolution(make_case):
     case = make_case("densenet_small")
-    plan = make_plan(case.model, "bottleneck")
+    plan = plan_blocks(case.model, "bottleneck")
     assert len(plan.recomputed) == 12
     assert step_flops(case, plan) == step_flops(case)
     assert saved_bytes(case, plan) < saved_bytes(case)
@@ -141,7 +141,7 @@ def test_saved_bytes(make_case, name):
     rest = plain - sum(kept.values())  # what the loss saves
     assert 0 <= rest < 2000
     for strategy in STRATEGIES:
-        plan = make_plan(case.model, strategy)
+        plan = plan_blocks(case.model, strategy)
         storages = dict(head)
         for span in plan.spans:
             if span.action is Action.RECOMPUTE:
@@ -155,13 +155,13 @@ def test_saved_bytes(make_case, name):
 def test_saved_bytes_of_transformer_layers(make_case):
     """With every layer recomputed, only what enters a layer is kept of it: one (B, T, D) float32 tensor."""
     case = make_case("gpt2")
-    full, kept = saved_bytes(case, make_plan(case.model, "full")), saved_bytes(case)
-    two = saved_bytes(case, make_plan(case.model, "every:2"))
+    full, kept = saved_bytes(case, plan_blocks(case.model, "full")), saved_bytes(case)
+    two = saved_bytes(case, plan_blocks(case.model, "every:2"))
     hidden_states = 2 * 16 * 32 * 4
     per_layer = (kept - two) / 2
     assert kept - full == 4 * per_layer
     assert per_layer > 5 * hidden_states
-    segments = saved_bytes(case, make_plan(case.model, "segments:4"))
+    segments = saved_bytes(case, plan_blocks(case.model, "segments:4"))
     assert segments == full + per_layer  # its last layer is kept
     one_span = Plan(
         strategy="one span",
@@ -173,7 +173,7 @@ def test_saved_bytes_of_transformer_layers(make_case):
 
 def test_an_action_that_cannot_be_done_is_refused(make_case):
     model = make_case("gpt2").model
-    plan = make_plan(model, "none")
+    plan = plan_blocks(model, "none")
     spans = (Span(start=0, stop=4, action=Action.OFFLOAD),)
     with pytest.raises(InputError, match="asks for offload, which cannot be done yet"):
         apply_plan(model, Plan(strategy="mine", blocks=plan.blocks, spans=spans))

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.measure.allocations import record_allocations
 from memsave_recipes.measure.breakdown import MemoryBreakdown, break_down_peak
 from memsave_recipes.measure.host_memory import resident_bytes
@@ -132,7 +132,7 @@ def test_it_is_what_torchs_tracker_says(make_case, name, strategy):
     if is_convolutional:
         case.batch = case.batch.repeat(1, 1, 2, 2)
     optimizer = AdamW(case.model.parameters(), fused=True)  # the tracker takes temporaries for state
-    apply_plan(case.model, make_plan(case.model, strategy))
+    apply_plan(case.model, plan_blocks(case.model, strategy))
 
     def step():
         case.loss_of(case.model, case.batch).backward()

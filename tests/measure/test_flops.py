@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.losses import linear_cross_entropy
 from memsave_recipes.measure import flops as flops_module
 from memsave_recipes.measure.flops import ModelFlops
@@ -83,14 +83,14 @@ def test_gpt2_is_the_hand_formula():
 @pytest.mark.parametrize("strategy", ["full", "segments:2"])
 def test_neither_a_plan_nor_the_attention_kernel_changes_the_count(attention, strategy):
     model = gpt2(attention)
-    with apply_plan(model, make_plan(model, strategy)):
+    with apply_plan(model, plan_blocks(model, strategy)):
         assert count(lambda: loss_of(model, tokens()).backward()).total == by_hand()
 
 
 @pytest.mark.parametrize("strategy", ["full", "segments:3", "bottleneck"])
 def test_recomputed_convolutions_do_not_count(make_case, strategy):
     plain, recomputing = make_case("densenet_small"), make_case("densenet_small")
-    apply_plan(recomputing.model, make_plan(recomputing.model, strategy))
+    apply_plan(recomputing.model, plan_blocks(recomputing.model, strategy))
     expected, counted = (count(lambda c=c: c.loss_of(c.model, c.batch).backward()) for c in (plain, recomputing))
     assert counted.by_precision == expected.by_precision
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.measure.host_memory import (
     instrumented_peak_bytes,
     resident_bytes,
@@ -46,7 +46,7 @@ def test_the_peak_of_a_step_is_that_of_torchs_tracker(make_case, name, strategy)
     case = make_case(name)
     case.batch = case.batch.repeat(1, 1, 2, 2) if name != "vit" else case.batch
     optimizer = torch.optim.AdamW(case.model.parameters(), foreach=False)
-    apply_plan(case.model, make_plan(case.model, strategy))
+    apply_plan(case.model, plan_blocks(case.model, strategy))
 
     def step():
         case.loss_of(case.model, case.batch).backward()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.measure.breakdown import break_down_peak
 from memsave_recipes.measure.saved_tensors import ForwardMeter, SavedTensors, find_blocks
 
@@ -92,7 +92,7 @@ def test_a_forward_that_fails_is_known_as_far_as_it_came():
 @pytest.mark.parametrize("name", ["vgg_small", "densenet_small", "vit", "gpt2"])
 def test_the_blocks_of_a_plan_are_found_inside_wrappers(make_case, name):
     model = make_case(name).model
-    plan = make_plan(model, "full")
+    plan = plan_blocks(model, "full")
     wrapped = nn.Sequential(nn.Sequential(nn.Identity(), model))
     assert find_blocks(wrapped, plan.blocks) == find_blocks(model, plan.blocks)
     assert len(find_blocks(model, plan.blocks)) == len(plan.blocks)
@@ -100,7 +100,7 @@ def test_the_blocks_of_a_plan_are_found_inside_wrappers(make_case, name):
 
 def test_blocks_that_are_no_modules_are_none(make_case):
     model = make_case("densenet_small").model
-    assert find_blocks(model, make_plan(model, "bottleneck").blocks) == []
+    assert find_blocks(model, plan_blocks(model, "bottleneck").blocks) == []
     assert find_blocks(model, ()) == []
 
 
@@ -112,7 +112,7 @@ def test_the_prediction_is_what_full_recomputation_frees(make_case, name):
         case = make_case(name)
         case.batch = case.batch.repeat(16, *[1] * (case.batch.ndim - 1)) if name == "gpt2" else case.batch
         case.batch = case.batch.repeat(1, 1, 2, 2) if name == "densenet_small" else case.batch
-        plan = make_plan(case.model, strategy)
+        plan = plan_blocks(case.model, strategy)
         optimizer = torch.optim.SGD(case.model.parameters(), lr=0.1)
 
         def loss(case=case):

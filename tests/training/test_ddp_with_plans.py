@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from memsave_recipes.activations import apply_plan, make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 
 MICRO_BATCHES = 3
 
@@ -20,7 +20,7 @@ def digest(tensors):
 def accumulated_step(make_case, name, strategy, accelerator):
     """One step of three micro-batches that differ between ranks; what it did to the gradients, and how often."""
     case = make_case(name)
-    apply_plan(case.model, make_plan(case.model, strategy))
+    apply_plan(case.model, plan_blocks(case.model, strategy))
     model = accelerator.prepare(case.model)
     last_buckets = []
 
