@@ -36,11 +36,12 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.data.augmentation import to_pixel_values
 from memsave_recipes.data.vision import load_images
 from memsave_recipes.errors import InputError
+from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.reporting.failures import run_recipe
 from memsave_recipes.reporting.report import begin_run
 from memsave_recipes.reporting.run_folder import check_run_folder, device_name, save_model, write_json
 from memsave_recipes.reporting.trackers import finish_trackers, log_metrics, resolve_trackers
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
@@ -69,6 +70,9 @@ class ProofArguments(RunArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        budget = self.memory_budget_gib
+        require(budget is None, "--memory_budget_gib", budget, "left to the recipes that train once")
+        require(self.verify == "off", "--verify", self.verify, "left to the recipes that train once")
         if self.compare_with is not None and not Path(self.compare_with, WEIGHTS).is_file():
             raise InputError(
                 f"--compare_with {self.compare_with} holds no {WEIGHTS}: name a finished run's --output_dir"
@@ -122,8 +126,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         project="memsave-ddp-equals-accumulation",
         work=f"vit-gbs{run.global_batch_size}-16px",
         flags=asdict(run) | asdict(optim),
-        strategy=plan.strategy,
-        plan_json=plan.to_json(),
+        planned=RunPlan(plan),
         geometry=undivided,
     )
 

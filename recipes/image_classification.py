@@ -24,7 +24,7 @@ from typing import Any, Literal
 import evaluate
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -32,7 +32,7 @@ from transformers import AutoModelForImageClassification
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations import apply_plan
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
 from memsave_recipes.data.vision import ImageDataset, load_images
 from memsave_recipes.errors import InputError
@@ -42,12 +42,15 @@ from memsave_recipes.evidence.table import show
 from memsave_recipes.metrics import ACCURACY
 from memsave_recipes.models import MODELS, load_weights
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.reporting.failures import run_recipe
 from memsave_recipes.reporting.report import RunReport, begin_run
 from memsave_recipes.reporting.run_folder import check_run_folder, save_model, write_json
 from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.reporting.verification import verify_plan
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
 from memsave_recipes.training.batching import (
+    Batch,
     GlobalBatch,
     GlobalBatches,
     evaluation_batches,
@@ -106,10 +109,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     flags = parse_arguments(DataArguments, ModelArguments, RunArguments, OptimizerArguments, args=args)
     data, network, run, optim = flags
     folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    accelerator = start_accelerator(
-        log_with=resolve_trackers(run.report_to, folder),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
+    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
     geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
     check_in_backward(optim, geometry, accelerator.mixed_precision)
     set_seed(run.seed)
@@ -140,14 +140,19 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         model = synchronize_batchnorm(model, accelerator.device)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
-    # Memory plan
-    plan = plan_blocks(model, run.activation_checkpointing)
-    plan_handle = apply_plan(model, plan)
-
     # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
     optimizer = make_optimizer(optim, model)
     scheduler = make_scheduler(optim, optimizer, num_steps)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    trained, optimizer = accelerator.prepare(model, optimizer)
+
+    def loss_of(micro_batch: Batch) -> Tensor:
+        logits = logits_of(trained(pixels(micro_batch["images"], micro_batch.get("affine"))))
+        return F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
+
+    # Memory plan
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of)
+    plan_handle = apply_plan(model, planned.plan)
+    equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
 
     # From here on files are written
     settings = begin_run(
@@ -156,27 +161,25 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         project="memsave-image-classification",
         work=f"{network.name}-gbs{run.global_batch_size}-{data.image_size}px",
         flags={name: value for part in flags for name, value in asdict(part).items()},
-        strategy=plan.strategy,
-        plan_json=plan.to_json(),
+        planned=planned,
         geometry=geometry,
     )
-    accelerator.print(geometry.describe(), plan.describe(), sep="\n")
+    accelerator.print(geometry.describe(), planned.plan.describe(), sep="\n")
     for notice in (images.notice, order.notice, batchnorm_notice(model, geometry)):
         if notice:
             accelerator.print(notice)
 
     # The loop
     def train_step(batch: GlobalBatch) -> Tensor | None:
-        for micro_batch in batch.forwards(model):
-            logits = logits_of(model(pixels(micro_batch["images"], micro_batch.get("affine"))))
-            batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
-        grad_norm = clip_gradients(optim, accelerator, model)
+        for micro_batch in batch.forwards(trained):
+            batch.backward(loss_of(micro_batch))
+        grad_norm = clip_gradients(optim, accelerator, trained)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         return grad_norm
 
-    report = RunReport(accelerator, batches, model, optimizer, settings)
+    report = RunReport(accelerator, batches, trained, optimizer, settings)
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
@@ -187,7 +190,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate, grad_norm=grad_norm))
         if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
             with report.clock.left_out():
-                evaluated = evaluate_model(model, accelerator, images.validation, geometry, pixels, loading)
+                evaluated = evaluate_model(trained, accelerator, images.validation, geometry, pixels, loading)
                 report.log_evaluation(step, evaluated)
 
     # Finish
@@ -197,8 +200,9 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         "recipe": "image_classification",
         "model": network.name,
         "num_parameters": num_parameters,
-        "plan": plan.strategy,
+        "plan": planned.plan.strategy,
         "eval": evaluated,
+        **equivalence,
         **report.results(),
     }
     if accelerator.is_main_process:

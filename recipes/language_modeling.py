@@ -24,13 +24,13 @@ from math import ceil
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations import apply_plan
 from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
 from memsave_recipes.data.text import TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
@@ -41,12 +41,14 @@ from memsave_recipes.evidence.table import show
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.reporting.failures import run_recipe
 from memsave_recipes.reporting.report import RunReport, begin_run
 from memsave_recipes.reporting.run_folder import check_run_folder, save_model, write_json
 from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.reporting.verification import verify_plan
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
-from memsave_recipes.training.batching import GlobalBatch, GlobalBatches, evaluation_batches
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches
 from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
@@ -98,10 +100,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     flags = parse_arguments(DataArguments, ModelArguments, LoraArguments, RunArguments, OptimizerArguments, args=args)
     data, network, lora, run, optim = flags
     folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    accelerator = start_accelerator(
-        log_with=resolve_trackers(run.report_to, folder),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
+    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
     geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
     check_in_backward(optim, geometry, accelerator.mixed_precision)
     set_seed(run.seed)
@@ -150,14 +149,18 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
-    # Memory plan
-    plan = plan_blocks(model, run.activation_checkpointing)
-    plan_handle = apply_plan(model, plan)
-
     # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
     optimizer = make_optimizer(optim, model)
     scheduler = make_scheduler(optim, optimizer, num_steps)
     loss_model, optimizer = accelerator.prepare(CausalLMLoss(model, network.loss), optimizer)
+
+    def loss_of(micro_batch: Batch) -> Tensor:
+        return loss_model(**micro_batch)
+
+    # Memory plan
+    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of)
+    plan_handle = apply_plan(model, planned.plan)
+    equivalence = verify_plan(run.verify, accelerator, loss_model, plan_handle, batches, loss_of)
 
     # From here on files are written
     settings = begin_run(
@@ -166,11 +169,10 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         project="memsave-language-modeling",
         work=f"{network.name}-gbs{run.global_batch_size}-{data.block_size}tok",
         flags={name: value for part in flags for name, value in asdict(part).items()},
-        strategy=plan.strategy,
-        plan_json=plan.to_json(),
+        planned=planned,
         geometry=geometry,
     )
-    accelerator.print(geometry.describe(), plan.describe(), sep="\n")
+    accelerator.print(geometry.describe(), planned.plan.describe(), sep="\n")
     for notice in (text.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
         if notice:
             accelerator.print(notice)
@@ -178,7 +180,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     # The loop
     def train_step(batch: GlobalBatch) -> Tensor | None:
         for micro_batch in batch.forwards(loss_model):
-            batch.backward(loss_model(**micro_batch))
+            batch.backward(loss_of(micro_batch))
         grad_norm = clip_gradients(optim, accelerator, loss_model)
         optimizer.step()
         scheduler.step()
@@ -209,8 +211,9 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         "model": network.name,
         "num_parameters": num_parameters,
         "num_trained_parameters": num_trained,
-        "plan": plan.strategy,
+        "plan": planned.plan.strategy,
         "eval": evaluated,
+        **equivalence,
         **report.results(),
     }
     if accelerator.is_main_process:

@@ -28,13 +28,13 @@ from typing import Any
 import evaluate
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations import apply_plan
 from memsave_recipes.data.labelled_text import load_labelled_text
 from memsave_recipes.data.tokenized_text import (
     TokenizedText,
@@ -50,10 +50,12 @@ from memsave_recipes.evidence.table import show
 from memsave_recipes.metrics import ACCURACY, F1
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.reporting.failures import run_recipe
 from memsave_recipes.reporting.report import RunReport, begin_run
 from memsave_recipes.reporting.run_folder import check_run_folder, save_model, write_json
 from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.reporting.verification import verify_plan
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
 from memsave_recipes.training.in_backward import check_in_backward
@@ -97,10 +99,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     )
     data, network, lora, run, optim = flags
     folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    accelerator = start_accelerator(
-        log_with=resolve_trackers(run.report_to, folder),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
+    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
     geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
     check_in_backward(optim, geometry, accelerator.mixed_precision)
     set_seed(run.seed)
@@ -141,14 +140,19 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
-    # Memory plan
-    plan = plan_blocks(model, run.activation_checkpointing)
-    plan_handle = apply_plan(model, plan)
-
     # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
     optimizer = make_optimizer(optim, model)
     scheduler = make_scheduler(optim, optimizer, num_steps)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    trained, optimizer = accelerator.prepare(model, optimizer)
+
+    def loss_of(micro_batch: Batch) -> Tensor:
+        logits, labels = logits_and_labels(trained, micro_batch)
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+    # Memory plan
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of)
+    plan_handle = apply_plan(model, planned.plan)
+    equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
 
     # From here on files are written
     settings = begin_run(
@@ -157,28 +161,25 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         project="memsave-text-classification",
         work=f"{network.name}-gbs{run.global_batch_size}-{data.max_length}tok",
         flags={name: value for part in flags for name, value in asdict(part).items()},
-        strategy=plan.strategy,
-        plan_json=plan.to_json(),
+        planned=planned,
         geometry=geometry,
     )
-    trained = f"{num_trained:,} of {num_parameters:,} parameters train"
-    accelerator.print(geometry.describe(), plan.describe(), texts.notice, trained, sep="\n")
-    for notice in (tokens.notice, order.notice):
+    accelerator.print(geometry.describe(), planned.plan.describe(), texts.notice, sep="\n")
+    for notice in (tokens.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
         if notice:
             accelerator.print(notice)
 
     # The loop
     def train_step(batch: GlobalBatch) -> Tensor | None:
-        for micro_batch in batch.forwards(model):
-            logits, labels = logits_and_labels(model, micro_batch)
-            batch.backward(F.cross_entropy(logits, labels, reduction="sum"))
-        grad_norm = clip_gradients(optim, accelerator, model)
+        for micro_batch in batch.forwards(trained):
+            batch.backward(loss_of(micro_batch))
+        grad_norm = clip_gradients(optim, accelerator, trained)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         return grad_norm
 
-    report = RunReport(accelerator, batches, model, optimizer, settings)
+    report = RunReport(accelerator, batches, trained, optimizer, settings)
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
@@ -189,7 +190,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate, grad_norm=grad_norm))
         if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
             with report.clock.left_out():
-                evaluated = evaluate_model(model, accelerator, tokens.validation, geometry, loading)
+                evaluated = evaluate_model(trained, accelerator, tokens.validation, geometry, loading)
                 report.log_evaluation(step, evaluated)
 
     # Finish
@@ -202,8 +203,9 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         "model": network.name,
         "num_parameters": num_parameters,
         "num_trained_parameters": num_trained,
-        "plan": plan.strategy,
+        "plan": planned.plan.strategy,
         "eval": {**evaluated, "majority_share": texts.majority_share},
+        **equivalence,
         **report.results(),
     }
     if accelerator.is_main_process:

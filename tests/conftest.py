@@ -12,7 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from memsave_recipes.models import MODELS
 
@@ -53,6 +62,29 @@ def _vit() -> nn.Module:
     )
 
 
+def _resnet() -> nn.Module:
+    """ResNet-50's blocks, at a quarter of their widths."""
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=[3, 4, 6, 3], num_labels=10)
+    )
+
+
+def _llama() -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
 def _language_case(model: nn.Module, length: int) -> Case:
     tokens = torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(1))
     return Case(model.train(), tokens, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)
@@ -66,7 +98,17 @@ def _build(name: str) -> Case:
         return _language_case(GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=4, n_head=4, n_embd=32)), 16)
     if name == "gpt2_124m":
         return _language_case(GPT2LMHeadModel(GPT2Config()), 32)
+    if name == "llama":
+        return _language_case(_llama(), 16)
+    if name == "resnet50":
+        return _image_case(_resnet(), 32)
     return _image_case(MODELS[name](num_classes=10), 32)
+
+
+@pytest.fixture(scope="session")
+def build_case() -> Callable[[str], Case]:
+    """As ``make_case``, for fixtures that outlive a test."""
+    return _build
 
 
 @pytest.fixture

@@ -22,13 +22,18 @@ TABLE = {
         {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn"},
     ),
     "activations": ({"plans"}, {"torch", "transformers"}),
-    "measure": ({"plans"}, {"torch", "psutil"}),
-    "training": ({"measure"}, {"torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"}),
-    "reporting": ({"measure", "training"}, {"torch", "accelerate", "rich", "wandb", "trackio", "huggingface_hub"}),
-    "evidence": (set(), {"rich", "matplotlib", "wandb", "wandb_workspaces", "trackio"}),
+    "measure": ({"plans", "activations"}, {"torch", "psutil"}),
+    "costs": ({"plans", "activations", "measure"}, {"torch"}),
+    "training": ({"measure", "plans"}, {"torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"}),
+    "planner": ({"plans", "activations", "costs", "training"}, {"torch", "accelerate", "rich", "tqdm"}),
+    "reporting": (
+        {"activations", "evidence", "measure", "planner", "training"},
+        {"torch", "accelerate", "rich", "wandb", "trackio", "huggingface_hub"},
+    ),
+    "evidence": ({"activations", "plans"}, {"torch", "rich", "matplotlib", "wandb", "wandb_workspaces", "trackio"}),
     "cli": ({"evidence"}, set()),
     "recipes": (
-        {"activations", "data", "evidence", "measure", "metrics", "models", "plans", "reporting", "training"},
+        {"activations", "data", "evidence", "metrics", "models", "planner", "plans", "reporting", "training"},
         {"torch", "accelerate", "transformers", "datasets", "evaluate", "rich", "tqdm"},
     ),
 }

@@ -13,15 +13,17 @@ from torch import nn
 from memsave_recipes.activations.blocks import (
     Block,
     Layer,
+    Layers,
     Sequence,
     Stack,
     begins_in_place,
     block_names,
     find_bottlenecks,
     find_stacks,
+    named_stack,
 )
+from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
 from memsave_recipes.activations.spans import (
-    RUN,
     LayerInSpan,
     SpannedBlocks,
     SpannedLayers,
@@ -62,16 +64,14 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
 
     Raises:
         InputError: the plan was made for other blocks, a span reaches over the end of a stack, or an action is one that
-            only a later version can do.
+            this model or machine cannot do.
     """
-    if unknown := {span.action for span in plan.spans} - set(RUN):
-        words = ", ".join(sorted(action.value for action in unknown))
-        raise InputError(
-            f"the plan {plan.strategy} asks for {words}, which cannot be done yet: keep or recompute instead"
-        )
     handle = PlanHandle(plan)
+    stacks = _stacks_of(model, plan)
+    if plan.compiled_memory_ratio is not None:
+        _compile_layers(model, stacks, handle, plan.compiled_memory_ratio)
     first = 0
-    for stack in _stacks_of(model, plan):
+    for stack in stacks:
         last = first + len(stack.blocks)
         spans = [span for span in plan.spans if first <= span.start < last]
         if spans and spans[-1].stop > last:
@@ -128,9 +128,29 @@ def _stacks_of(model: nn.Module, plan: Plan) -> list[Stack]:
     for stacks in (find_stacks(model), find_bottlenecks(model)):
         if tuple(name for names in block_names(stacks) for name in names) == plan.blocks:
             return stacks
-    raise InputError(
-        f"the plan {plan.strategy} was made for other blocks than those of this {type(model).__name__}: make it again"
-    )
+    try:
+        return [named_stack(model, plan.blocks)]
+    except AttributeError:
+        raise InputError(
+            f"the plan {plan.strategy} was made for other blocks than those of this {type(model).__name__}: "
+            "make it again"
+        ) from None
+
+
+def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, ratio: float) -> None:
+    """Compile the forwards of the layers under ``COMPILE``; what runs them afterwards keeps them as they are."""
+    names = handle.plan.blocks_under(Action.COMPILE)
+    if any(block.name in names for stack in stacks if isinstance(stack, Sequence) for block in stack.blocks):
+        raise InputError(
+            f"--activation_checkpointing {handle.plan.strategy}: {type(model).__name__} has no layer that repeats, and "
+            "only such layers are compiled; use budget, selective or segments:K"
+        )
+    check_compiler(model)
+    region = Region(ratio)
+    for layer in (block for stack in stacks if isinstance(stack, Layers) for block in stack.blocks):
+        if layer.name in names:
+            method = getattr(layer.module, layer.method)
+            handle.replace(layer.module, layer.method, CompiledLayer(method, layer.module, region))
 
 
 def _runs(spans: list[Span]) -> Iterator[Span]:
@@ -159,11 +179,15 @@ def _install_sequence(
         # A span that begins in place would overwrite the very input it has to start from again.
         if action is Action.RECOMPUTE and begins_in_place(blocks[0].modules[0]):
             handle.replace(blocks[0].modules[0], "inplace", False)
+        if action is Action.SELECT_OPS:
+            _set_out_of_place([module for block in blocks for module in block.modules], handle)
     spans = [SpannedBlocks(blocks, action, watch) for blocks, action in parts]
     handle.replace(stack.root, "forward", SpannedSequence(stack, spans))
 
 
 def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandle, watch: Watch | None) -> None:
+    if action is Action.SELECT_OPS:
+        _set_out_of_place([layer.module for layer in layers], handle)
     span = SpannedLayers(
         name=layers[0].name,
         action=action,
@@ -173,3 +197,10 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
     )
     for position, layer in enumerate(layers):
         handle.replace(layer.module, layer.method, LayerInSpan(span, position))
+
+
+def _set_out_of_place(modules: list[nn.Module], handle: PlanHandle) -> None:
+    """For blocks that keep what some of their operators give, and so must not overwrite it."""
+    below = dict.fromkeys(child for module in modules for child in module.modules())
+    for module in filter(begins_in_place, below):
+        handle.replace(module, "inplace", False)

@@ -4,13 +4,17 @@ Blocks that feed one another form a *stack*, and a plan's spans stay inside a st
 
 * ``Sequence``: an ``nn.Sequential``. We run its children ourselves, so any run of neighbours can recompute together.
   The dense blocks of a DenseNet are opened up into their layers.
-* ``Layers``: modules that the model's own code calls one after the other, such as the layers of a transformers model.
+* ``Layers``: modules that the model's own code calls one after the other, such as the layers of a transformers model,
+  or the children of an ``nn.Sequential`` that its parent goes through in a loop.
 
 Nothing here changes a model; ``memsave_recipes.activations.apply`` does.
 """
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -70,6 +74,15 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     return _transformer_layers(model) or _outermost_sequences(model)
 
 
+def named_stack(model: nn.Module, names: SequenceOf[str]) -> Layers:
+    """Modules of ``model`` as one stack of blocks, in the order in which the model calls them.
+
+    Raises:
+        AttributeError: it has no module of such a name.
+    """
+    return Layers(tuple(Layer(name, model.get_submodule(name)) for name in names))
+
+
 def find_bottlenecks(model: nn.Module) -> list[Stack]:
     """The ``bottleneck`` functions of a DenseNet's layers, each a stack of its own.
 
@@ -125,9 +138,28 @@ def _outermost_sequences(model: nn.Module) -> list[Stack]:
     for name, module in model.named_modules():
         # A subclass with a forward of its own need not run its children in order.
         if module not in covered and type(module).forward is nn.Sequential.forward and len(module):
-            stacks.append(_sequence(name, module))
+            stacks.append(_children(name, module) if _is_looped_over(model, name) else _sequence(name, module))
             covered.update(module.modules())
     return stacks
+
+
+def _is_looped_over(model: nn.Module, name: str) -> bool:
+    """Whether the parent of a module goes through its children in a loop of its own forward, as ResNet stages do.
+
+    Replacing the forward of such a module would change nothing. Read from the source; without one, taken to be called.
+    """
+    parent_name, _, attribute = name.rpartition(".")
+    try:
+        source = inspect.getsource(type(model.get_submodule(parent_name)).forward)
+    except (OSError, TypeError):
+        return False
+    loops = [node.iter for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.For)]
+    read = (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Attribute))
+    return bool(attribute) and any(node.attr == attribute for node in read)
+
+
+def _children(name: str, root: nn.Module) -> Layers:
+    return Layers(tuple(Layer(f"{name}.{child_name}", child) for child_name, child in root.named_children()))
 
 
 def _sequence(name: str, root: nn.Module) -> Sequence:

@@ -4,6 +4,7 @@ These are objects that hold the modules they run, so that a deep copy of the mod
 modules. Without gradients (evaluation, generation) the model runs as if there were no plan.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from memsave_recipes.activations.blocks import Block, Sequence
+from memsave_recipes.activations.offload import offload
 from memsave_recipes.activations.recompute import recompute
+from memsave_recipes.activations.selective import select_ops
 from memsave_recipes.plans import Action
 
 Watch = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
@@ -24,8 +27,14 @@ def keep(function: Callable[..., Any], *inputs: Any, modules: list[nn.Module]) -
     return function(*inputs)
 
 
-RUN: dict[Action, Callable[..., Any]] = {Action.KEEP: keep, Action.RECOMPUTE: recompute}
-"""How each action runs a function: ``RUN[action](function, *inputs, modules=...)``."""
+RUN: dict[Action, Callable[..., Any]] = {
+    Action.KEEP: keep,
+    Action.RECOMPUTE: recompute,
+    Action.SELECT_OPS: select_ops,
+    Action.OFFLOAD: offload,
+    Action.COMPILE: keep,
+}
+"""How each action runs a function: ``RUN[action](function, *inputs, modules=...)``. What is compiled is so already."""
 
 
 @dataclass
@@ -122,7 +131,7 @@ class _CallAll:
     def __call__(self, *state: Any) -> Any:
         hidden: Any = list(state) if self.takes_list else state[0]
         for method, (args, kwargs) in zip(self.methods, self.calls, strict=True):
-            hidden = method(hidden, *args, **kwargs)
+            hidden = method(hidden, *map(_own_cache, args), **kwargs)
         return hidden
 
 
@@ -146,3 +155,12 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Drop a key-value cache, which a second run of the layer would fill a second time."""
     without = {"past_key_values": None, "layer_past": None, "use_cache": False}
     return {name: without.get(name, value) for name, value in kwargs.items()}
+
+
+def _own_cache(arg: Any) -> Any:
+    """A key-value cache that GPT-2 hands by position: every run of a layer fills a copy, and so finds it as it was."""
+    if not hasattr(arg, "get_seq_length"):
+        return arg
+    own = copy.copy(arg)
+    own.layers = [copy.copy(layer) for layer in arg.layers]
+    return own

@@ -115,6 +115,10 @@ class PaddedDataset(Dataset):
         """Of all documents in UTF-8."""
         return self.tokens.num_bytes
 
+    def longest(self, count: int) -> list[int]:
+        """The ``count`` samples with most tokens."""
+        return np.argsort(self.starts - self.stops, kind="stable")[:count].tolist()
+
     def __len__(self) -> int:
         return len(self.starts)
 

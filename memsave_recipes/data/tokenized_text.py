@@ -30,6 +30,11 @@ class TokenizedText(torch.utils.data.Dataset):
     rows: datasets.Dataset
     tokenizer: PreTrainedTokenizerBase
 
+    def longest(self, count: int) -> list[int]:
+        """The ``count`` samples with most tokens."""
+        lengths = [len(tokens) for tokens in self.rows["input_ids"]]
+        return sorted(range(len(lengths)), key=lambda index: -lengths[index])[:count]
+
     def __len__(self) -> int:
         return len(self.rows)
 

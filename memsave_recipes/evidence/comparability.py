@@ -27,7 +27,7 @@ TRAITS: dict[str, tuple[str, ...]] = {
 # These two change the loss alone, so runs that differ in them still compete for memory and speed.
 OF_THE_LOSS_ALONE = {"steps", "seed"}
 # A run's own place and how it reports: not worth a line among the differences of its configuration.
-NOT_A_CHOICE = {"output_dir", "overwrite", "report_to", "resume"}
+NOT_A_CHOICE = {"output_dir", "overwrite", "report_to", "resume", "verify"}
 FOLLOWS_FROM_FLAGS = ("plan.", "geometry.")  # and stands in the table
 
 

@@ -3,7 +3,7 @@
 Counted exactly with ``torch.autograd.graph.saved_tensors_hooks``
 (https://pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc): every storage that autograd saves, once,
 without those of the parameters, which live anyway. What a checkpointed span saves *inside* does not reach these hooks,
-and is not held; its inputs do.
+and is not held; its inputs do. What a selective one keeps of the inside is told by its policy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memsave_recipes.activations.selective import kept_by_policy
+
 Ends = tuple[nn.Module, nn.Module]
 """The first and the last module of a block; the same one where the block is a module."""
 
@@ -19,13 +21,13 @@ Ends = tuple[nn.Module, nn.Module]
 class SavedTensors:
     """``with SavedTensors(model) as saved: loss = ...`` and then ``saved.num_bytes``.
 
-    ``storages`` holds each storage's address and bytes. Leave the context before ``backward()``: storages are told
-    apart by address, which may be used again once the backward frees them.
+    ``storages`` holds the bytes of each by its identity. Leave the context before ``backward()``: the identity of a
+    storage may be another one's once the backward has freed it.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self.storages: dict[int, int] = {}  # address -> bytes
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self.storages: dict[int, int] = {}  # identity -> bytes
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     @property
@@ -35,17 +37,21 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            self.storages[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in self._parameters:
+            self.storages[storage._cdata] = storage.nbytes()
         # Detached: a saved output that came back as itself would keep its own graph alive if no backward follows.
         return tensor.detach()
 
     def __enter__(self) -> "SavedTensors":
         self._hooks.__enter__()
+        self._selective = kept_by_policy()
+        self._kept = self._selective.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._selective.__exit__(*exception)
         self._hooks.__exit__(*exception)
+        self.storages |= self._kept
 
 
 class ForwardMeter:
@@ -61,7 +67,7 @@ class ForwardMeter:
         self._model = model
         self._blocks = blocks
         self._saved = SavedTensors(model)
-        self._inputs: dict[int, int] = {}  # what enters the blocks: address -> bytes
+        self._inputs: dict[int, int] = {}  # what enters the blocks: identity -> bytes
         self._in_blocks: list[dict[int, int]] = []  # what each block was the first to save
         self._before_block: set[int] = set()
         self._handles: list[Any] = []
@@ -82,10 +88,10 @@ class ForwardMeter:
         """
         if not self._in_blocks:
             return None
-        in_blocks = {address for saved in self._in_blocks for address in saved}
-        kept = {address: size for address, size in self._saved.storages.items() if address not in in_blocks}
+        in_blocks = {storage for saved in self._in_blocks for storage in saved}
+        kept = {storage: size for storage, size in self._saved.storages.items() if storage not in in_blocks}
         kept |= self._inputs
-        again = max(sum(size for a, size in saved.items() if a not in kept) for saved in self._in_blocks)
+        again = max(sum(size for storage, size in saved.items() if storage not in kept) for saved in self._in_blocks)
         freed = max(0, self.num_bytes - sum(kept.values()) - again)
         return freed if freed or self._has_ended else None
 
@@ -114,7 +120,7 @@ class ForwardMeter:
 
     def _stop(self, *_: Any) -> None:
         if self._counting:
-            self._saved.__exit__()
+            self._saved.__exit__(None, None, None)
             self._counting = False
 
     def _enter_block(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -123,12 +129,12 @@ class ForwardMeter:
         self._before_block = set(self._saved.storages)
         for tensor in _tensors(inputs):
             storage = tensor.untyped_storage()
-            self._inputs[storage.data_ptr()] = storage.nbytes()
+            self._inputs[storage._cdata] = storage.nbytes()
 
     def _leave_block(self, *_: Any) -> None:
         if self._counting:
             saved = self._saved.storages
-            self._in_blocks.append({address: saved[address] for address in saved.keys() - self._before_block})
+            self._in_blocks.append({storage: saved[storage] for storage in saved.keys() - self._before_block})
 
 
 def find_blocks(model: nn.Module, names: Sequence[str]) -> list[Ends]:

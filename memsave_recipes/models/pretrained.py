@@ -52,7 +52,7 @@ class TransformerArguments:
 def build_transformer(
     auto_class: Any, flags: TransformerArguments, *, dtype: torch.dtype, in_4bit: bool = False, **config_changes: Any
 ) -> PreTrainedModel:
-    """The model that the flags name.
+    """The model that the flags name, ready to train: ``from_pretrained`` alone leaves dropout off.
 
     Args:
         auto_class: such as ``AutoModelForCausalLM``.
@@ -69,7 +69,7 @@ def build_transformer(
             raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
         model: nn.Module = _naming_the_model(flags, lambda: _from_scratch(auto_class, flags, config_changes))
         return model.to(dtype)  # type: ignore[return-value]
-    return _naming_the_model(flags, lambda: _from_pretrained(auto_class, flags, dtype, in_4bit, config_changes))
+    return _naming_the_model(flags, lambda: _from_pretrained(auto_class, flags, dtype, in_4bit, config_changes)).train()
 
 
 def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:

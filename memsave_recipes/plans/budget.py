@@ -84,7 +84,13 @@ def _plan_of(chain: Chain, path: list[Move]) -> Plan:
             spans.append(Span(start=index, stop=index + move.stop - position, action=move.action))
             index += move.stop - position
         position = move.stop
-    return Plan(strategy=STRATEGY, blocks=chain.decided_names, spans=tuple(spans))
+    compiles = any(span.action is Action.COMPILE for span in spans)
+    return Plan(
+        strategy=STRATEGY,
+        blocks=chain.decided_names,
+        spans=tuple(spans),
+        compiled_memory_ratio=chain.compiled_memory_ratio if compiles else None,
+    )
 
 
 def _too_small(chain: Chain, budget_bytes: int) -> str:

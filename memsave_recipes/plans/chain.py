@@ -123,6 +123,7 @@ class Chain:
         optimizer_bytes: what the optimizer's update needs besides parameters, gradients and its state.
         span_bytes: what each span that recomputes holds besides its input until its backward is done: the state of the
             random numbers, 5,056 bytes where the CPU is the device and 0 elsewhere, as it stays on the host.
+        compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
 
     Raises:
         ValueError: no blocks, a negative figure, or a stack whose blocks are not neighbours.
@@ -133,6 +134,7 @@ class Chain:
     gradients_resident: bool = False
     optimizer_bytes: int = 0
     span_bytes: int = 0
+    compiled_memory_ratio: float | None = None
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes")

@@ -29,7 +29,7 @@ class Action(str, Enum):
 IN_WORDS = {
     Action.SELECT_OPS: "recompute their cheap operators",
     Action.OFFLOAD: "offloaded to the host",
-    Action.COMPILE: "compiled",
+    Action.COMPILE: "compiled (equal to plain within rounding, not bitwise)",
 }
 """What ``Plan.describe`` says of blocks under an action."""
 

@@ -56,17 +56,47 @@ class Simulation:
         return self.peak.total_bytes
 
 
+@dataclass(frozen=True)
+class SpanCosts:
+    """What a span adds to the bytes held when the forward ends, and to the seconds of plain's step.
+
+    What two spans hold counts in the first of them.
+    """
+
+    held_bytes: int
+    added_s: float
+
+
 def simulate(chain: Chain, plan: Plan) -> Simulation:
     """Run ``plan`` on paper.
 
     Raises:
         ValueError: the plan was made for other blocks, joins blocks of two stacks, or needs costs that the chain lacks.
     """
-    spans = _spans(chain, plan)
     return Simulation(
-        peak=max(_moments(chain, spans), key=lambda moment: moment.total_bytes),
-        added_s=sum(_added_s(chain, span) for span in spans),
+        peak=max(moments(chain, plan), key=lambda moment: moment.total_bytes),
+        added_s=sum(_added_s(chain, span) for span in _spans(chain, plan)),
     )
+
+
+def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
+    """The costs of each span of ``plan``.
+
+    Raises:
+        ValueError: as ``simulate``.
+    """
+    costs = {position: SpanCosts(0, 0.0) for position in chain.decided}  # by the first block of what runs as one
+    states = _states(chain)
+    held: Storages = {}
+    for span in _spans(chain, plan):
+        if span.action is Action.RECOMPUTE:
+            now = held | _held_by_span(chain, span, states)
+        else:
+            now = held | _saved(chain, span.start, chain.blocks[span.start].option(span.action), states)
+        costs[span.start] = SpanCosts(_total(now) - _total(held), _added_s(chain, span))
+        held = now
+    parts = [[costs[position] for position in chain.decided[span.start : span.stop]] for span in plan.spans]
+    return [SpanCosts(sum(c.held_bytes for c in part), sum(c.added_s for c in part)) for part in parts]
 
 
 def _spans(chain: Chain, plan: Plan) -> list[Span]:
@@ -92,7 +122,13 @@ def _added_s(chain: Chain, span: Span) -> float:
     return blocks[0].option(span.action).added_s
 
 
-def _moments(chain: Chain, spans: list[Span]) -> Iterator[Moment]:
+def moments(chain: Chain, plan: Plan) -> Iterator[Moment]:
+    """The moments of a step under ``plan``, in order: every block's forward and backward, then the optimizer.
+
+    Raises:
+        ValueError: as ``simulate``.
+    """
+    spans = _spans(chain, plan)
     states = _states(chain)
     held_before: list[Storages] = []
     held: Storages = {}

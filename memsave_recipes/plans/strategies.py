@@ -15,8 +15,12 @@ PLAIN_STRATEGIES: dict[str, Callable[[Stacks], tuple[Span, ...]]] = {
     "offload": partial(all_under, action=Action.OFFLOAD),
 }
 COUNTED_STRATEGIES = {"every": every, "segments": segments}
+BUDGET_WORDS = ("budget", "budget:bitwise")  # made from measured costs, by memsave_recipes.planner
 COMPILED_MEMORY_RATIO = 0.3
-KNOWN = "none, full, every:K, segments:K, selective, offload, compiled[:RATIO], bottleneck or the path of a plan.json"
+KNOWN = (
+    "none, full, every:K, segments:K, selective, offload, compiled[:RATIO], bottleneck, budget, budget:bitwise or the "
+    "path of a plan.json"
+)
 
 
 def plan_for(strategy: str, stacks: Stacks) -> Plan:

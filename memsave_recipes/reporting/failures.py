@@ -1,6 +1,7 @@
 """How a recipe ends: the user's mistakes in one line and exit code 2, no memory left on one page and exit code 3.
 
-Exit codes: 0 done, 2 the user's input, 3 out of memory, 1 anything unforeseen (with its traceback).
+Exit codes: 0 done, 2 the user's input, 3 out of memory, 5 ``--verify`` found no proof, 1 anything unforeseen (with its
+traceback).
 """
 
 import os
@@ -11,9 +12,11 @@ from typing import Any, NoReturn
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.reporting.out_of_memory import is_out_of_memory
+from memsave_recipes.reporting.verification import VerificationFailed
 
 USER_INPUT = 2
 OUT_OF_MEMORY = 3
+FAILED_VERIFICATION = 5
 GRACE_S = 2.0
 
 
@@ -22,14 +25,18 @@ def run_recipe(main: Callable[[], Any]) -> None:
 
     An out-of-memory error's message is printed by the rank that had it: the page that ``RunReport.run`` makes, or, for
     an error outside the training steps, torch's own words. Exit code 3.
+
+    A failed ``--verify`` is known to all ranks and told once. Exit code 5.
     """
     try:
         main()
     except InputError as error:
-        if not _is_rank_0() and not error.found_by_one_rank:
-            time.sleep(GRACE_S)
-            sys.exit(USER_INPUT)
+        if not error.found_by_one_rank:
+            _let_rank_0_speak(USER_INPUT)
         _say_and_exit(f"error: {error.one_line}", USER_INPUT)
+    except VerificationFailed as error:
+        _let_rank_0_speak(FAILED_VERIFICATION)
+        _say_and_exit(str(error), FAILED_VERIFICATION)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -42,6 +49,12 @@ def _is_rank_0() -> bool:
     # Rank 0 speaks for what all ranks find; what only another rank can find, such as a broken image in its share, is
     # told by that rank. The launcher ends all ranks when one exits, so the silent ones let rank 0 finish.
     return os.environ.get("RANK", "0") == "0"
+
+
+def _let_rank_0_speak(code: int) -> None:
+    if not _is_rank_0():
+        time.sleep(GRACE_S)
+        sys.exit(code)
 
 
 def _say_and_exit(message: str, code: int) -> NoReturn:

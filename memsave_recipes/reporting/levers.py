@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memsave_recipes.training.optimizers import state_bytes
 from memsave_recipes.training.sample_order import Geometry
 
 SAME = "the same"
-MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
-BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +76,7 @@ class Situation:
 
     def state_bytes(self, parameters: list[Tensor]) -> int:
         """What the optimizer keeps for ``parameters`` from its first step on."""
-        if self.flags.get("optimizer") == "sgd" and not self.flags["momentum"]:
-            return 0
-        return state_bytes(self.flags.get("optimizer", ""), parameters)
+        return state_bytes(self.flags.get("optimizer", ""), parameters, momentum=self.flags.get("momentum", 0))
 
 
 def find_levers(situation: Situation) -> list[Lever]:
@@ -95,21 +92,6 @@ def find_levers(situation: Situation) -> list[Lever]:
     )
     found = [lever for make in makers for lever in make(situation) if lever.freed_bytes != 0]
     return sorted(found, key=lambda lever: (lever.curve != SAME, -(lever.freed_bytes or 0)))
-
-
-def state_bytes(optimizer: str, parameters: list[Tensor]) -> int:
-    """What the optimizers of ``--optimizer`` keep for ``parameters``; 0 for one that is not known here."""
-    return sum(_state_of_one(optimizer, parameter) for parameter in parameters)
-
-
-def _state_of_one(optimizer: str, parameter: Tensor) -> int:
-    numel, size = parameter.numel(), parameter.element_size()
-    if optimizer == "adamw_8bit":
-        return 2 * (numel + 4 * numel // BITSANDBYTES_BLOCK) if numel >= MIN_8BIT_NUMEL else 8 * numel
-    if optimizer == "adafactor" and parameter.ndim > 1:
-        rows, columns = parameter.shape[-2:]
-        return size * (numel // rows + numel // columns)
-    return {"adamw": 2, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size
 
 
 def _smaller_micro_batches(situation: Situation) -> Iterator[Lever]:

@@ -5,6 +5,9 @@ allocation by allocation: from then on the optimizer's state is there, so its pe
 the breakdown, and on a CPU, which has no allocator statistics, the exact peak. Both steps are the clock's warm-up. A
 run of one step has only that.
 
+Under a plan that compiles there is a step before these two. It runs uncompiled, because that is how FLOPs are counted,
+so its memory is no figure of the run; the next one compiles, and what compiling takes is none either.
+
 A step that finds no memory left ends with a page that explains it (``memsave_recipes.reporting.out_of_memory``).
 """
 
@@ -69,9 +72,19 @@ class MemoryWatch:
             reset_peaks(accelerator.device)
 
     @property
+    def metered_step(self) -> int:
+        """The one whose first forward is counted."""
+        return min(self.steps.start + self.settings.compiles, self.steps.stop - 1)
+
+    @property
     def instrumented_step(self) -> int:
         """The one whose allocations are recorded."""
-        return min(self.steps.start + 1, self.steps.stop - 1)
+        return min(self.metered_step + 1, self.steps.stop - 1)
+
+    @property
+    def num_slow_steps(self) -> int:
+        """How many steps at the start do not show the speed of the run."""
+        return 3 if self.settings.compiles else 2
 
     def run(self, step: int, train_step: Callable[[], Any]) -> Any:
         """``train_step()``, instrumented if it is its turn.
@@ -80,7 +93,7 @@ class MemoryWatch:
             torch.OutOfMemoryError: there is no memory left; its message is the page that explains it.
         """
         try:
-            with self.forward_meter if step == self.steps.start else nullcontext():
+            with self.forward_meter if step == self.metered_step else nullcontext():
                 return self._run_recorded(train_step) if step == self.instrumented_step else train_step()
         except RuntimeError as error:
             if is_out_of_memory(error):
@@ -88,7 +101,9 @@ class MemoryWatch:
             raise
 
     def end_step(self, step: int) -> None:
-        """Write ``--memory_snapshot`` if ``step`` is the last one of it. That takes a while."""
+        """Write ``--memory_snapshot`` if ``step`` is the last one of it, which takes a while."""
+        if self.settings.compiles and step < self.instrumented_step and not self.on_cpu:
+            reset_peaks(self.accelerator.device)
         if step == self.last_recorded_step:
             write_snapshot(self.settings.snapshot_path(self.accelerator.process_index))
 
@@ -121,11 +136,19 @@ class MemoryWatch:
         parts = {name: ranks[hungriest] for name, ranks in of_ranks.items() if name.startswith(BREAKDOWN)}
         return {
             **largest_in_gib(figures),
+            **self._prediction(max(peaks)),
             "peak_rank": hungriest,
             "breakdown": {f"{name.removeprefix(BREAKDOWN)}_gib": to_gib(int(size)) for name, size in parts.items()},
             "instrumented_step": self.instrumented_step + 1,
             "source": "allocations of one instrumented step" if self.on_cpu else "device allocator",
         }
+
+    def _prediction(self, peak_bytes: float) -> dict[str, float]:
+        predicted = self.settings.predicted_peak_bytes
+        if predicted is None or not peak_bytes:
+            return {}
+        error = 100 * (predicted - peak_bytes) / peak_bytes
+        return {"predicted_peak_gib": to_gib(predicted), "prediction_error_pct": error}
 
     def _run_recorded(self, train_step: Callable[[], Any]) -> Any:
         result, self.breakdown = break_down_peak(train_step, self.model, self.optimizer, self.accelerator.device)

@@ -31,11 +31,15 @@ class RunSettings:
         folder: of the run.
         flags: of the recipe, all of them.
         blocks: the names of the model's blocks, from its memory plan.
+        compiles: whether the plan compiles some of them.
+        predicted_peak_bytes: of a plan that was made for a budget.
     """
 
     folder: Path
     flags: dict[str, Any]
     blocks: tuple[str, ...]
+    compiles: bool = False
+    predicted_peak_bytes: int | None = None
 
     def snapshot_path(self, rank: int) -> Path:
         """Where a rank writes the state of its device's allocator."""

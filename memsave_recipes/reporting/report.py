@@ -17,6 +17,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.measure.clock import StepClock
 from memsave_recipes.measure.flops import ModelFlops
 from memsave_recipes.measure.peak_flops import utilization_pct
+from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.reporting.memory import MemoryWatch, largest_in_gib
 from memsave_recipes.reporting.out_of_memory import RunSettings
 from memsave_recipes.reporting.run_folder import claim_run_folder, describe_environment, device_name
@@ -32,8 +33,7 @@ def begin_run(
     project: str,
     work: str,
     flags: dict[str, Any],
-    strategy: str,
-    plan_json: str,
+    planned: RunPlan,
     geometry: Geometry,
 ) -> RunSettings:
     """Claim the run's folder, write its configuration and start its trackers: what a run does last before it trains.
@@ -42,8 +42,7 @@ def begin_run(
         project: where dashboards keep the runs of a recipe.
         work: what is trained, such as ``vgg16-gbs64-224px``; runs of the same work are meant to be compared.
         flags: of the command line.
-        strategy: the words of the memory plan; with the geometry it is the method, and names the run.
-        plan_json: the plan itself.
+        planned: the memory plan. Its strategy's words and the geometry are the method, and name the run.
 
     Returns:
         What ``RunReport`` wants to know of it.
@@ -54,10 +53,11 @@ def begin_run(
     if flags.get("memory_snapshot") and accelerator.device.type != "cuda":
         raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
     sizes = {**asdict(geometry), "accumulation_steps": geometry.accumulation_steps}
-    about = {"plan": json.loads(plan_json), "geometry": sizes, "environment": describe_environment(accelerator)}
+    plan = planned.plan
+    about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
     if accelerator.is_main_process:
-        claim_run_folder(folder, config, plan_json)
+        claim_run_folder(folder, config, plan.to_json())
     accelerator.wait_for_everyone()
     device = "gpu" if accelerator.device.type == "cuda" else accelerator.device.type
     batches = f"mbs{geometry.micro_batch_size}x{geometry.accumulation_steps}"
@@ -65,12 +65,18 @@ def begin_run(
         accelerator,
         project=project,
         group=work,
-        name=f"{strategy}-{batches}-{geometry.num_processes}{device}",
-        tags=[strategy, flags["dtype"], device],
+        name=f"{plan.strategy}-{batches}-{geometry.num_processes}{device}",
+        tags=[plan.strategy, flags["dtype"], device],
         config=config,
         output_dir=folder,
     )
-    return RunSettings(folder=folder, flags=flags, blocks=tuple(about["plan"]["blocks"]))
+    return RunSettings(
+        folder=folder,
+        flags=flags,
+        blocks=plan.blocks,
+        compiles=not plan.is_bitwise,
+        predicted_peak_bytes=planned.predicted_peak_bytes,
+    )
 
 
 class RunReport:
@@ -94,10 +100,10 @@ class RunReport:
         self.accelerator = accelerator
         self.batches = batches
         self.device = device_name(accelerator.device)
-        self.clock = StepClock()
         self.memory = MemoryWatch(
             accelerator, model, optimizer, steps=batches.steps, geometry=batches.geometry, settings=settings
         )
+        self.clock = StepClock(warmup_steps=self.memory.num_slow_steps)
         self.flops_per_sample: dict[str, float] = {}  # by precision
         self.losses: list[Tensor] = []  # this rank's parts, since the last window
         self.samples_seen = 0

@@ -16,6 +16,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.plans import BUDGET_WORDS
 
 # Schedules that need no argument beyond the number of steps.
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
@@ -37,10 +38,27 @@ class RunArguments:
     )
     drop_last: bool = field(default=False, metadata={"help": "leave out an epoch's last short step"})
     activation_checkpointing: str | None = field(
-        default=None, metadata={"help": "none (default), full, every:K, segments:K, bottleneck, or a plan.json"}
+        default=None,
+        metadata={
+            "help": "none (default), full, every:K, segments:K, selective, offload, compiled[:RATIO], bottleneck, "
+            "budget, budget:bitwise, or a plan.json"
+        },
+    )
+    memory_budget_gib: float | None = field(
+        default=None,
+        metadata={"help": "device memory of a step, for budget: the fastest plan that stays below it is found"},
     )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "the same as --activation_checkpointing full"}
+    )
+    verify: str = field(
+        default="off",
+        metadata={
+            "nargs": "?",
+            "const": "stop",
+            "help": "before training, prove on one global batch that the plan changes nothing, at the cost of two: "
+            "stop (what --verify alone means) or warn on a difference",
+        },
     )
     num_epochs: float = field(default=3, metadata={"help": "passes over the training set"})
     max_steps: int | None = field(default=None, metadata={"help": "optimizer steps; overrides --num_epochs"})
@@ -71,6 +89,9 @@ class RunArguments:
         self.activation_checkpointing = (
             "full" if self.gradient_checkpointing else self.activation_checkpointing or "none"
         )
+        self.verify = {"True": "stop", "False": "off"}.get(self.verify, self.verify)  # what YAML reads in yes and no
+        require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
+        self._check_budget()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
         micro_batch_size = self.micro_batch_size
         require(micro_batch_size is None or micro_batch_size >= 1, "--micro_batch_size", micro_batch_size, "at least 1")
@@ -82,6 +103,20 @@ class RunArguments:
         snapshot = self.memory_snapshot
         require(snapshot is None or snapshot >= 1, "--memory_snapshot", snapshot, "at least 1")
         require(self.logging_steps >= 1, "--logging_steps", self.logging_steps, "at least 1")
+
+    def _check_budget(self) -> None:
+        """``budget`` and ``--memory_budget_gib`` go together."""
+        strategy, budget = self.activation_checkpointing, self.memory_budget_gib
+        if strategy in BUDGET_WORDS:
+            if budget is None:
+                raise InputError(
+                    f"--activation_checkpointing {strategy} needs --memory_budget_gib: the GiB that a step may take"
+                )
+            require(isfinite(budget) and budget > 0, "--memory_budget_gib", budget, "a finite number, more than 0")
+        elif budget is not None:
+            raise InputError(
+                f"--memory_budget_gib says nothing to --activation_checkpointing {strategy}: take budget or drop it"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.training.sample_order import Geometry, MicroBatchSampler, SampleOrder, seed_for
+from memsave_recipes.training.sample_order import Geometry, MicroBatchSampler, SampleKey, SampleOrder, seed_for
 
 IGNORED = -100
 """The label of a position that does not count, as everywhere in torch and transformers."""
@@ -100,6 +100,13 @@ class GlobalBatches:
                 micro_batches=mine,
                 seed=self.seed,
             )
+
+    def largest_micro_batch(self) -> Batch:
+        """A full micro-batch on the device; of the longest samples, where the data set has a ``longest(count)``."""
+        dataset, count = self.loader.dataset, min(self.geometry.micro_batch_size, self.order.num_samples)
+        longest = dataset.longest(count) if hasattr(dataset, "longest") else range(count)
+        samples = [dataset[SampleKey(index)] for index in longest]
+        return send_to_device(self.loader.collate_fn(samples), self.accelerator.device)
 
     def _num_valid(self, mine: list[Batch], num_samples: int) -> Tensor:
         if self.count_valid is None:

@@ -32,7 +32,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.commands.config import default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import get_cpu_distributed_information, parse_flag_from_env
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    KwargsHandler,
+    get_cpu_distributed_information,
+    parse_flag_from_env,
+)
 
 from memsave_recipes.errors import InputError
 
@@ -49,10 +55,12 @@ class LaunchRequest:
 def start_accelerator(**kwargs: Any) -> Accelerator:
     """Build the ``Accelerator`` on the device and in the world that the launch asked for.
 
-    It stays on the CPU where there is no accelerator or where the launch says ``use_cpu: true`` or ``--cpu``.
+    It stays on the CPU where there is no accelerator or where the launch says ``use_cpu: true`` or ``--cpu``. Autocast
+    keeps no casts for later: its cache would hold a copy of all weights until the forward ends, also of those whose
+    activations are recomputed, and is of use to weights that a forward uses twice alone.
 
     Args:
-        **kwargs: passed on to ``accelerate.Accelerator``; ``cpu`` is decided here.
+        **kwargs: passed on to ``accelerate.Accelerator``; ``cpu`` and ``kwargs_handlers`` are decided here.
 
     Raises:
         InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
@@ -66,7 +74,7 @@ def start_accelerator(**kwargs: Any) -> Accelerator:
         _check_cpu_precision(kwargs)
     else:
         _check_enough_devices(world.world_size, world.local_world_size)
-    accelerator = _SettlingAccelerator(cpu=on_cpu, **kwargs)
+    accelerator = _SettlingAccelerator(cpu=on_cpu, kwargs_handlers=_handlers(), **kwargs)
     if accelerator.num_processes < world.world_size:
         raise InputError(
             f"the launcher started {world.world_size} processes but this one joined a world of "
@@ -155,6 +163,10 @@ def _check_cpu_precision(kwargs: dict[str, Any]) -> None:
     precision = kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION")
     if precision == "fp16":
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
+
+
+def _handlers() -> list[KwargsHandler]:
+    return [DistributedDataParallelKwargs(gradient_as_bucket_view=True), AutocastKwargs(cache_enabled=False)]
 
 
 class _SettlingAccelerator(Accelerator):

@@ -4,6 +4,7 @@ State beside each 32-bit parameter: AdamW 8 bytes, 8-bit AdamW 2, Adafactor a ro
 (0 without momentum).
 """
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 
 from accelerate import Accelerator
@@ -15,6 +16,9 @@ from transformers import get_scheduler
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.in_backward import step_in_backward
+
+MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
+BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
 
 
 def make_optimizer(optim: OptimizerArguments, model: nn.Module) -> Optimizer:
@@ -62,3 +66,20 @@ def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: n
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
     """Linear warm-up, then the named schedule over ``num_steps`` optimizer steps."""
     return get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, num_steps)
+
+
+def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:
+    """What the optimizers of ``--optimizer`` keep for ``parameters``; 0 for one that is not known here."""
+    if optimizer == "sgd" and not momentum:
+        return 0
+    return sum(_state_of_one(optimizer, parameter) for parameter in parameters)
+
+
+def _state_of_one(optimizer: str, parameter: Tensor) -> int:
+    numel, size = parameter.numel(), parameter.element_size()
+    if optimizer == "adamw_8bit":
+        return 2 * (numel + 4 * numel // BITSANDBYTES_BLOCK) if numel >= MIN_8BIT_NUMEL else 8 * numel
+    if optimizer == "adafactor" and parameter.ndim > 1:
+        rows, columns = parameter.shape[-2:]
+        return size * (numel // rows + numel // columns)
+    return {"adamw": 2, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size

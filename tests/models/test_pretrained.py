@@ -42,6 +42,7 @@ def test_from_a_folder_the_vocabulary_stays(folder):
     model = build_transformer(AutoModelForCausalLM, flags, dtype=torch.float32, vocab_size=9, eos_token_id=3)
     assert model.config.vocab_size == 64
     assert model.config.resid_pdrop == 0.25
+    assert all(module.training for module in model.modules())
     weights = GPT2LMHeadModel.from_pretrained(folder).state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
 

@@ -37,9 +37,44 @@ def test_segments_differ_by_at_most_one_block_and_the_last_is_kept():
     assert plan_for("segments:8", STACKS).recomputed == tuple("abcdefg")
 
 
+def test_one_action_for_all_blocks():
+    assert plan_for("selective", STACKS).blocks_under(Action.SELECT_OPS) == tuple("abcdefgh")
+    assert plan_for("offload", STACKS).blocks_under(Action.OFFLOAD) == tuple("abcdefgh")
+    compiled = [plan_for(words, STACKS) for words in ("compiled", "compiled:0", "compiled:0.75")]
+    assert [plan.compiled_memory_ratio for plan in compiled] == [0.3, 0, 0.75]
+    assert all(plan.blocks_under(Action.COMPILE) == tuple("abcdefgh") and not plan.is_bitwise for plan in compiled)
+    assert plan_for("selective", STACKS).is_bitwise
+    assert all(Plan.from_json(plan.to_json()) == plan for plan in compiled)
+
+
+def test_a_ratio_and_compiled_blocks_go_together():
+    kept = plan_for("none", STACKS)
+    with pytest.raises(ValueError, match=r"compiled_memory_ratio is 0\.5"):
+        Plan(strategy="mine", blocks=kept.blocks, spans=kept.spans, compiled_memory_ratio=0.5)
+    with pytest.raises(ValueError, match="compiled_memory_ratio is None"):
+        Plan(strategy="mine", blocks=kept.blocks, spans=plan_for("compiled", STACKS).spans)
+
+
 @pytest.mark.parametrize(
     "strategy",
-    ["segments:0", "segments:9", "segments:x", "segments:", "segments", "every:-1", "full:2", "", "ful", "every:²"],
+    [
+        "compiled:2",
+        "compiled:x",
+        "compiled:",
+        "compiled:nan",
+        "selective:2",
+        "budget",
+        "segments:0",
+        "segments:9",
+        "segments:x",
+        "segments:",
+        "segments",
+        "every:-1",
+        "full:2",
+        "",
+        "ful",
+        "every:²",
+    ],
 )
 def test_anything_else_is_one_line_that_names_the_flag(strategy):
     with pytest.raises(InputError) as refusal:

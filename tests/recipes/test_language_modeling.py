@@ -54,7 +54,7 @@ def curve(folder):
     return [row["train/loss"] for row in rows(folder) if "train/loss" in row]
 
 
-@pytest.mark.parametrize("strategy", ["full", "every:2", "segments:2"])
+@pytest.mark.parametrize("strategy", ["full", "every:2", "segments:2", "selective"])
 def test_checkpointing_changes_memory_and_nothing_else(train, tmp_path, small, strategy):
     plain = train(*small, output="plain")
     planned = train(*small, "--activation_checkpointing", strategy, output="planned")

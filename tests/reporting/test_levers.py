@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from memsave_recipes.reporting.levers import SAME, Situation, find_levers, state_bytes
+from memsave_recipes.reporting.levers import SAME, Situation, find_levers
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.optimizers import make_optimizer
+from memsave_recipes.training.optimizers import make_optimizer, state_bytes
 from memsave_recipes.training.sample_order import Geometry
 
 WEIGHT = 64 * 128  # numbers
@@ -123,4 +123,5 @@ def test_the_state_is_what_the_optimizer_makes(name, dtype):
     optimizer.step()
     tensors = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     expected = sum(tensor.nbytes for tensor in tensors if tensor.ndim)  # not the counters of steps
-    assert state_bytes(name, list(network.parameters())) == expected
+    assert state_bytes(name, list(network.parameters()), momentum=0.9) == expected
+    assert not state_bytes("sgd", list(network.parameters()))

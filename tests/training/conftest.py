@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 
 from memsave_recipes.training.launch import start_accelerator
 
@@ -120,7 +120,7 @@ def _be_rank(function: RankFunction, rank: int, num_ranks: int, port: int, resul
         os.environ |= {name: str(value) for name, value in world.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        accelerator = start_accelerator(kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+        accelerator = start_accelerator()
         outcome = True, function(accelerator)
     except Exception:
         outcome = False, traceback.format_exc()

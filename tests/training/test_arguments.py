@@ -33,6 +33,7 @@ def parse(*args):
         ["--optimizer", "adam"],
         ["--lr_scheduler_type", "lin"],
         ["--gradient_checkpointing", "--activation_checkpointing", "segments:2"],
+        ["--verify", "waarn"],
         ["--max_step", "3"],
         ["--config", "absent.yaml"],
         ["word"],
@@ -78,3 +79,19 @@ def test_a_preset_that_is_no_list_of_flags(tmp_path, text):
 def test_a_mistyped_flag_gets_the_nearest():
     with pytest.raises(InputError, match="did you mean --learning_rate"):
         parse("--learning_rte", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [([], "off"), (["--verify"], "stop"), (["--verify", "warn"], "warn"), (["--verify", "off"], "off")],
+)
+def test_verify_has_an_optional_value(words, mode):
+    assert parse(*words)[0].verify == mode
+    assert parse(*words, "--seed", "3")[0].verify == mode
+
+
+@pytest.mark.parametrize(("text", "mode"), [("true", "stop"), ("warn", "warn"), ("off", "off"), ("stop", "stop")])
+def test_verify_in_a_preset(tmp_path, text, mode):
+    path = preset(tmp_path, f"verify: {text}\nseed: 3\n")
+    assert parse("--config", path)[0].verify == mode
+    assert parse("--config", path, "--verify", "warn")[0].verify == "warn"

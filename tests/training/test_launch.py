@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from accelerate.utils import AutocastKwargs
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training import launch
@@ -288,8 +289,9 @@ class Machine:
         monkeypatch.setattr(launch.atexit, "register", self.at_exit.append)
         self.set(devices=0, joined=1)
 
-    def _build(self, **kwargs: object) -> SimpleNamespace:
+    def _build(self, *, kwargs_handlers: list, **kwargs: object) -> SimpleNamespace:
         self.built_with = kwargs
+        self.handlers = kwargs_handlers
         return SimpleNamespace(num_processes=self.joined)
 
     def set(self, devices: int, joined: int, asked: LaunchRequest | None = None, **environment: str) -> None:
@@ -318,6 +320,10 @@ class TestDevice:
     def test_cpu_where_there_is_no_accelerator(self, machine: Machine) -> None:
         start_accelerator(log_with=[])
         assert machine.built_with == {"cpu": True, "log_with": []}
+
+    def test_autocast_keeps_no_copy_of_the_weights(self, machine: Machine) -> None:
+        start_accelerator()
+        assert [h.cache_enabled for h in machine.handlers if isinstance(h, AutocastKwargs)] == [False]
 
     def test_accelerator_where_there_is_one(self, machine: Machine) -> None:
         machine.set(devices=2, joined=2, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")

@@ -9,6 +9,8 @@ from torch import nn
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.measure import peak_flops
+from memsave_recipes.planner.run_plan import RunPlan
+from memsave_recipes.plans import Plan
 from memsave_recipes.reporting import memory as memory_module
 from memsave_recipes.reporting.memory import largest_in_gib
 from memsave_recipes.reporting.out_of_memory import RunSettings
@@ -230,8 +232,7 @@ def begin_with_a_snapshot(accelerator):
             project="",
             work="",
             flags={"memory_snapshot": 2, "dtype": "float32"},
-            strategy="none",
-            plan_json='{"blocks": []}',
+            planned=RunPlan(Plan(strategy="none", blocks=(), spans=())),
             geometry=Geometry.of(2, 1, 1),
         )
     return Path("never-made").exists()

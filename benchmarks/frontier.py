@@ -1,0 +1,140 @@
+"""Memory against time of six models: plans made for a budget, and what others offer, measured in turns.
+
+    OMP_NUM_THREADS=1 python benchmarks/frontier.py                  # six models at a size for a CPU
+    python benchmarks/frontier.py --device cuda                      # VGG16, DenseNet-121, GPT-2 124M, Llama 1B
+    python benchmarks/frontier.py --model vgg16 --repetitions 9      # one of them; the others stay in the files
+
+How it is measured is in memory_time/bench.py, how ours is held against the others in memory_time/verdicts.py. A method
+that raises, or whose gradients are not plain's, keeps its row with the reason and is in no plot. `ckptplan` takes part
+where it is installed.
+
+Writes frontier-DEVICE.json, .md and a plot for each model to docs/results/, and all plots in one to the folder above:
+frontier.png, or on CUDA frontier-cuda.png.
+"""
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory_time import pages, peers, picture
+from memory_time.bench import Bench
+from memory_time.methods import SEQUENTIAL, TINY, Extent, plain
+from memory_time.ours import ours
+from memory_time.verdicts import judge
+from memory_time.works import SIZES, TITLES, build_work
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch._inductor.utils import fresh_cache
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.reporting.run_folder import device_name, write_json
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+PACKAGES = ("torch", "transformers", "ckptplan")
+
+
+def measure(name: str, size: dict[str, Any], extent: Extent, rounds: int, device: torch.device) -> dict[str, Any]:
+    """One model: its rows and what they say."""
+    work = build_work(name, size, device)
+    bench = Bench(work)
+    baseline = bench.admit(plain(work))[0]
+    if baseline.reason:
+        raise InputError(f"--model {name} does not run plain on this device: {baseline.reason}")
+    others = bench.admit(peers.peers(work, extent))
+    raising = [entry.method for entry in others if entry.method.series == SEQUENTIAL and entry.reason]
+    others += bench.admit(peers.segments(work, method.num_segments) for method in raising)
+    others += bench.admit(peers.chunked_peers(work))
+    bench.admit(ours(work, extent, [entry.peak_bytes for entry in others if entry.forward]))
+    bench.take_turns(rounds)
+    rows = bench.rows()
+    torch._dynamo.reset()  # graphs hold on to their models
+    verdict = judge(name, rows, bench.noise)
+    about = {"model": name, "size": size, "machine": describe_machine(device), "rounds": rounds}
+    return {**about, "verdict": verdict, "rows": rows}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Hardware and the versions of what is installed."""
+    versions = {package: version(package) for package in PACKAGES if find_spec(package)}
+    return {"device": device_name(device), "num_threads": torch.get_num_threads(), "versions": versions}
+
+
+def write(results: dict[str, Any], newest: dict[str, Any], folder: Path) -> None:
+    """JSON, page and picture of all models, and the plot of the newest."""
+    device, models = results["device"], results["models"]
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = {model["model"]: f"frontier-{model['model']}-{device}.png" for model in models}
+    picture.write_model(newest, folder / plots[newest["model"]])
+    picture.write_all(models, folder.parent / ("frontier.png" if device == "cpu" else f"frontier-{device}.png"))
+    (folder / f"frontier-{device}.md").write_text(pages.to_markdown(results, plots), encoding="utf-8")
+    write_json(folder / f"frontier-{device}.json", results)
+
+
+def with_earlier(models: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """``models``, and those of an earlier run that were not measured again."""
+    earlier = json.loads(path.read_text(encoding="utf-8"))["models"] if path.exists() else []
+    by_name = {model["model"]: model for model in (*earlier, *models)}
+    return [by_name[name] for name in TITLES if name in by_name]
+
+
+def show(results: dict[str, Any]) -> None:
+    """The verdicts, 120 columns wide where there is no terminal to say how wide."""
+    table = Table(*pages.VERDICT_HEADINGS, box=box.SIMPLE_HEAD)
+    for cells in pages.verdict_cells(results):
+        table.add_row(*(cell.replace("<br>", "\n") for cell in cells))
+    console = Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns)
+    console.print(table, *(f"beaten: {line}" for line in pages.beaten(results["models"])), sep="\n", highlight=False)
+
+
+def parse_flags(args: Sequence[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", choices=TITLES, nargs="+", help="default: all that have a size for the device")
+    parser.add_argument("--repetitions", type=int, default=5, help="rounds; default: 5")
+    parser.add_argument("--tiny", action="store_true", help="tiny models and few methods, in seconds")
+    parser.add_argument("--output_dir", type=Path, default=RESULTS)
+    flags = parser.parse_args(args)
+    if flags.repetitions < 1:
+        raise InputError(f"--repetitions {flags.repetitions} measures nothing: give at least 1")
+    if flags.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch finds none here; run without --device")
+    if flags.tiny and flags.output_dir == RESULTS:
+        raise InputError("--tiny would replace the results in docs/: give another --output_dir")
+    sizes = SIZES["tiny" if flags.tiny else flags.device]
+    flags.model = flags.model or list(sizes)
+    if unknown := set(flags.model) - set(sizes):
+        raise InputError(f"--model {min(unknown)} has no size for {flags.device}: choose {', '.join(sizes)}")
+    return flags
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the flags say, writing after every model; returns what the JSON file holds."""
+    flags = parse_flags(args)
+    with fresh_cache():  # so that what compiles is seen to compile
+        return run(flags)
+
+
+def run(flags: argparse.Namespace) -> dict[str, Any]:
+    """``main`` on parsed flags."""
+    sizes, extent = SIZES["tiny" if flags.tiny else flags.device], TINY if flags.tiny else Extent()
+    results: dict[str, Any] = {"benchmark": "frontier", "device": flags.device, "models": []}
+    for name in flags.model:
+        model = measure(name, sizes[name], extent, flags.repetitions, torch.device(flags.device))
+        models = with_earlier([*results["models"], model], flags.output_dir / f"frontier-{flags.device}.json")
+        results["models"] = models
+        write(results, model, flags.output_dir)
+    show(results)
+    return results
+
+
+if __name__ == "__main__":
+    run_recipe(main)

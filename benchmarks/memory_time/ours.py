@@ -1,0 +1,82 @@
+"""Ours: the plans that ``--activation_checkpointing budget`` makes, from the smallest budget that works to plain's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from memory_time.methods import BITWISE, BUDGET, Extent, Method, applied
+from memory_time.works import Work
+from memsave_recipes.activations import block_names, find_stacks
+from memsave_recipes.costs import Measurement, Workload, measure
+from memsave_recipes.models.causal_lm import LossKind
+from memsave_recipes.planner.budget import RESERVE, Beside, forecast, keep_all, uniform_plans
+from memsave_recipes.plans import Plan
+from memsave_recipes.plans.budget import smallest_feasible
+from memsave_recipes.plans.chain import Chain
+from memsave_recipes.plans.simulate import simulate, span_costs
+from memsave_recipes.units import format_bytes
+
+CLOSE = 0.01  # of plain's activations: budgets nearer than that share the smaller one
+
+
+def ours(work: Work, extent: Extent, peaks: Sequence[int]) -> Iterator[Method]:
+    """Plans for even budgets from the smallest to plain's, and for the peaks that others reached.
+
+    Args:
+        peaks: bytes of a forward and backward above what is resident.
+    """
+    loss: LossKind = "chunked" if work.is_language_model else "full"
+    measured = _measure(work, loss, bitwise=not (work.is_language_model and extent.ratios))
+    plans = [(BUDGET, _plans(measured, extent.num_budgets, peaks))]
+    if work.is_language_model and extent.ratios:
+        bitwise = replace(measured, seen=[seen for seen in measured.seen if seen[0].compiled_memory_ratio is None])
+        plans.append((BITWISE, _plans(bitwise, extent.num_budgets, ())))
+    for name, found in plans:
+        for plan, budget_bytes in found.items():
+            yield Method(
+                series=name,
+                name=f"{name} {format_bytes(budget_bytes)}",
+                build=partial(applied, work, plan, loss),
+                loss=loss,
+                is_compiled=plan.compiled_memory_ratio is not None,
+                budget_bytes=budget_bytes,
+                plan=plan,
+            )
+
+
+def _measure(work: Work, loss: LossKind, *, bitwise: bool) -> Measurement:
+    model = work.copy(loss)
+    workload = Workload(
+        model=model,
+        forward=lambda: work.loss_of(model),
+        batch=list(work.batch.values()),
+        device=work.device,
+        stacks=block_names(find_stacks(model)),
+    )
+    return measure(workload, uniform_plans(model, workload.stacks, bitwise=bitwise))
+
+
+def _plans(measurement: Measurement, num_budgets: int, peaks: Sequence[int]) -> dict[Plan, int]:
+    """Every plan with the smallest of the budgets that it was made for."""
+    chain = measurement.chain()
+    reserve = _reserve(chain)
+    largest = simulate(chain, keep_all(chain)).peak_bytes + reserve
+    smallest = min(largest, *(smallest_feasible(each) + _reserve(each) for each in _chains(measurement)))
+    even = [smallest + (largest - smallest) * step // (num_budgets - 1) for step in range(num_budgets)]
+    matched = [chain.resident_bytes + peak + reserve for peak in peaks]
+    plans: dict[Plan, int] = {}
+    last = 0
+    for budget in sorted(budget for budget in {*even, *matched} if smallest <= budget <= largest):
+        if budget in even or budget - last > CLOSE * (largest - chain.resident_bytes):
+            last = budget
+            plans.setdefault(forecast(measurement, budget, Beside()).plan, budget - chain.resident_bytes)
+    return plans
+
+
+def _chains(measurement: Measurement) -> list[Chain]:
+    return [measurement.chain(ratio=ratio) for ratio in {plan.compiled_memory_ratio for plan, _ in measurement.seen}]
+
+
+def _reserve(chain: Chain) -> int:
+    """What ``forecast`` leaves free; given on top, so that ours may be as large as what it is compared with."""
+    return int(RESERVE * sum(costs.held_bytes for costs in span_costs(chain, keep_all(chain))))

@@ -1,0 +1,177 @@
+"""Compile the layers that a model repeats, once for all of them, with a budget for what each keeps for its backward.
+
+Regional compilation (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html) takes seconds where a whole
+model takes a minute. Inside the compiled layer torch's partitioner chooses what to keep and what to compute again so
+that a given part of the bytes is enough (``torch._functorch.config.activation_memory_budget``: 1 keeps what makes the
+fastest backward, 0 the layer's inputs only). Fused kernels round at other places than the plain layer, so gradients are
+equal within rounding, not bit for bit.
+
+NOTE [ one graph, one ratio ]
+1. torch reads the ratio while it makes a graph, and none of a graph's guards knows it: the same code under another
+   ratio would go on with the first one's graphs. Graphs belong to a code object, so every plan has one of its own. Its
+   name is its own too, because what torch has learned about changing shapes goes by the name of the code. A second
+   plan with the same ratio finds its kernels in torch's cache on disk, in less than a second.
+2. A graph is made in the first call, and more of them in later calls: for other kinds of layers of a model, for a
+   micro-batch of another size (the second size makes one for all sizes), for a single sample. So the settings hold
+   around every call, and nowhere else.
+3. ``optimize_ddp`` would cut a layer where DDP's buckets end, and each piece would have a budget of its own.
+4. torch gives up after 8 graphs of one code and runs the plain layer, with the plain layer's memory. Here it may be
+   ``MOST_GRAPHS``, and what cannot be compiled in one piece is an error.
+5. An observer that sees every operation (a ``TorchDispatchMode``: FLOP counters, memory trackers) sees nothing inside a
+   compiled layer, and torch would run the plain one for it, with the plain one's memory. Here it sees the layer
+   recomputed: the same operations, in about the memory of a small ratio.
+
+NOTE [ dropout once ]
+1. Under a ratio below 1 torch 2.13 draws random numbers a second time in the backward, other ones: gradients of another
+   mask than the loss had, without a word (https://github.com/pytorch/pytorch/issues/190758). So what draws is marked as
+   to be kept, or something after it, such as the mask. A ratio of 0 leaves no room for that: torch gets the smallest
+   ratio instead.
+2. ``fallback_random`` draws the numbers of the plain layer, so dropout drops the same.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import count
+from shutil import which
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._functorch import config as functorch_config
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.exc import InvalidCxxCompiler
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memsave_recipes.activations.recompute import recompute
+from memsave_recipes.errors import InputError
+
+MOST_GRAPHS = 64
+SMALLEST_RATIO = 1e-6
+WAYS_OUT = "use selective, full or every:K"
+_numbers = count()
+
+
+class Region:
+    """Compiles layers under one ratio; those that are alike share a graph.
+
+    Args:
+        ratio: of what a layer would keep for the fastest backward, the part that it may keep, from 0 to 1.
+    """
+
+    def __init__(self, ratio: float) -> None:
+        def run_layer(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        name = f"{run_layer.__name__}_{next(_numbers)}"
+        run_layer.__code__ = run_layer.__code__.replace(co_name=name)
+        options: dict[str, Any] = {"fallback_random": True, "joint_custom_pre_pass": _DrawOnce()}
+        self._ratio = max(ratio, SMALLEST_RATIO)
+        self._run_layer = torch.compile(run_layer, fullgraph=True, options=options)
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``method(*args, **kwargs)``, compiled.
+
+        Raises:
+            InputError: it cannot be compiled as one graph.
+        """
+        try:
+            with (
+                functorch_config.patch(activation_memory_budget=self._ratio),
+                dynamo_config.patch(optimize_ddp=False, recompile_limit=MOST_GRAPHS),
+            ):
+                return self._run_layer(method, *args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise _refusal(method, f"its inputs and settings take more than {MOST_GRAPHS} forms") from error
+        except TorchDynamoException as error:
+            raise _refusal(method, str(error).strip().partition("\n")[0]) from error
+
+
+def _refusal(method: Callable[..., Any], reason: str) -> InputError:
+    layer = type(getattr(method, "__self__", method)).__name__
+    return InputError(
+        f"--activation_checkpointing compiled: {layer} cannot be compiled as one graph ({reason}); {WAYS_OUT}"
+    )
+
+
+@dataclass(frozen=True)
+class CompiledLayer:
+    """A layer's forward, compiled where gradients are wanted; evaluation and generation run the plain one."""
+
+    method: Callable[..., Any]
+    module: nn.Module
+    region: Region
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``method`` gives."""
+        if not torch.is_grad_enabled():
+            return self.method(*args, **kwargs)
+        # A key-value cache asks for the number of the layer: one graph each. GPT-2 hands it on by position.
+        args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
+        if is_in_torch_dispatch_mode(include_infra_modes=False):
+            return recompute(partial(self.method, **kwargs), *args, modules=[self.module])
+        return self.region.run(self.method, *args, **kwargs)
+
+
+def check_compiler(model: nn.Module) -> None:
+    """Whether torch finds what it compiles with for the devices of ``model``.
+
+    Raises:
+        InputError: something is missing.
+    """
+    devices = {parameter.device.type for parameter in model.parameters()}
+    needs = {
+        "triton (pip install triton)": "cuda" in devices and find_spec("triton") is None,
+        "a C compiler (gcc, clang, or the one that CC names)": "cuda" in devices and not _finds_c_compiler(),
+        "a C++ compiler (g++, or the one that CXX names)": "cpu" in devices and not _finds_cpp_compiler(),
+    }
+    for name, is_missing in needs.items():
+        if is_missing:
+            raise InputError(
+                f"--activation_checkpointing compiled needs {name}, which is not there: install it, or {WAYS_OUT}"
+            )
+
+
+def _finds_c_compiler() -> bool:
+    """Triton builds the launchers of its kernels with one."""
+    return any(which(name) for name in (os.environ.get("CC", ""), "gcc", "clang"))
+
+
+def _finds_cpp_compiler() -> bool:
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+class _DrawOnce(CustomGraphPass):
+    """Marks what draws random numbers as not to be drawn again."""
+
+    def __call__(self, graph: Graph) -> None:
+        for node in graph.nodes:
+            if _draws(node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+    def uuid(self) -> bytes:
+        """For torch's cache of kernels."""
+        return get_hash_for_files((__file__,))
+
+
+def _draws(node: Node) -> bool:
+    """Whether the operation takes random numbers. Attention says that it does, also where its ``dropout_p`` is 0."""
+    operation: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    for position, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            dropout = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
+            return bool(dropout != 0.0)
+    return True

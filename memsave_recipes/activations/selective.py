@@ -1,0 +1,227 @@
+"""Run a function now, keep what its expensive operators give, and run the cheap ones again in the backward.
+
+What checkpointing costs is nearly all in a few kinds of operators, and what plain training keeps is mostly the rest:
+normalisations, activations, dropout, casts. A thin layer over ``create_selective_checkpoint_contexts`` (non-reentrant
+checkpoint, https://pytorch.org/docs/stable/checkpoint.html), with BatchNorm counted once. Gradients are those of the
+plain run, bit for bit.
+
+NOTE [ random numbers ]
+1. The second run begins with the generator where the first one began. So whatever draws has to draw again, in the same
+   order: were one drawing operator kept, every mask after it would be another one.
+2. Attention draws where its ``dropout_p`` is not 0, and is kept where it is 0. Its tag alone does not tell the two
+   apart, and attention of other packages carries no tag.
+
+NOTE [ writing in place ]
+1. What is kept must stay as it was, and the second run starts from the inputs: nothing may write on either. Both are
+   known while the function runs, and end in one line then instead of an error of autograd's in the backward.
+2. ``inplace=True`` of the modules inside is no concern of the user: ``apply_plan`` sets them out of place. That costs
+   no memory, because what they give is not kept.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from memsave_recipes.activations.batchnorm import FrozenStatistics
+from memsave_recipes.errors import InputError
+
+KEPT_OPERATORS = frozenset(
+    {
+        # Matrix products: nearly all FLOPs of a transformer.
+        "aten::mm",  # linear layers without a bias
+        "aten::addmm",  # linear layers with one
+        "aten::bmm",  # attention that is written out: its scores are kept, its softmax is not
+        "aten::baddbmm",  # the same with a bias on the scores
+        "aten::addbmm",  # the same, summed over the batch
+        "aten::mv",  # reads a whole matrix for one vector
+        "aten::addmv",  # the same with a bias
+        "aten::linear",  # where a backend has it as one operator; elsewhere it is addmm or mm by now
+        "aten::_addmm_activation",  # a product with its activation fused in
+        "aten::_int_mm",  # 8-bit integers
+        "aten::_scaled_mm",  # 8-bit floats
+        "aten::_scaled_mm_v2",  # the same, newer
+        "aten::_grouped_mm",  # the experts of a mixture, one call for all
+        "aten::_scaled_grouped_mm",  # the same in 8-bit floats
+        "aten::_scaled_grouped_mm_v2",  # the same, newer
+        # Convolutions: nearly all FLOPs of a CNN.
+        "aten::convolution",  # every kind: transposed, grouped and depthwise ones too
+        "aten::conv_tbc",  # sequences first
+        # Attention: quadratic time for a linear output. One name for every kernel.
+        "aten::_scaled_dot_product_flash_attention",  # CUDA
+        "aten::_scaled_dot_product_flash_attention_for_cpu",  # CPU
+        "aten::_scaled_dot_product_efficient_attention",  # CUDA, any mask
+        "aten::_scaled_dot_product_cudnn_attention",  # CUDA, Hopper and newer
+        "aten::_scaled_dot_product_fused_attention_overrideable",  # XPU and devices outside torch
+        "aten::_scaled_dot_product_attention_math_for_mps",  # Apple
+        "aten::_triton_scaled_dot_attention",  # written in Triton
+        "aten::_flash_attention_forward",  # what the CUDA kernels are called by for nested tensors
+        "aten::_efficient_attention_forward",  # the same, any mask
+        "aten::_cudnn_attention_forward",  # the same, cuDNN
+        "torch_attn::_varlen_attn",  # sequences of many lengths in one row
+        "flash_attn::_flash_attn_forward",  # the flash-attn package, as transformers calls it
+        "flash_attn::_flash_attn_varlen_forward",  # the same, sequences of many lengths
+        "flex_attention",  # not compiled by itself; what is compiled is not seen, and runs again
+        # Communication: slow, and all ranks have to meet for it. What writes in place is not among it.
+        "_c10d_functional::all_gather_into_tensor",  # tensor and sequence parallel layers
+        "_c10d_functional::all_reduce",  # tensor parallel layers
+        "_c10d_functional::reduce_scatter_tensor",  # sequence parallel layers
+        "_c10d_functional::all_to_all_single",  # tokens to experts and back
+        "_c10d_functional::broadcast",  # rarely
+        # Routing.
+        "aten::topk",  # which experts take a token: small, slow to find, and ties must break the same way again
+    }
+)
+"""What ``select_ops`` keeps, by name, in all overloads; a name that this torch does not have matches nothing.
+
+Everything else runs again: it costs about one pass over memory, as reading what was kept would. That holds for the
+embeddings, the casts of autocast and the unpacking of 4-bit weights too, whose outputs are large.
+"""
+
+
+def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
+    """``function(*inputs)``, of which only the inputs and what ``KEPT_OPERATORS`` give are kept.
+
+    One backward only: a second one through the same graph raises, also with ``retain_graph=True``.
+
+    Args:
+        function: runs once now and once, without those operators, in the backward; must do the same both times.
+        inputs: tensors among them are kept for the backward; pass them here rather than by closure so that they count
+            as saved tensors.
+        modules: what ``function`` runs; their BatchNorm layers record nothing the second time.
+
+    Raises:
+        InputError: an operator writes in place on an input or on what is kept; in the backward, if that was done after
+            ``function`` ended, or if the second run uses other operators than the first. Under autocast it does where
+            the first one found weights cast already, because another block has the same or ran twice: known limit.
+        RuntimeError: in the backward, if it is the second one.
+    """
+    modules = list(modules)
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=partial(_contexts, modules, inputs))
+
+
+@contextmanager
+def kept_by_policy() -> Iterator[dict[int, int]]:
+    """Notes what every ``select_ops`` inside keeps: identity to bytes of the storages, each once.
+
+    This memory does not pass through the hooks of saved tensors. Together with what does (``SavedTensors.storages`` has
+    the same form, and may hold some of the same storages) it is what a forward keeps. As there, leave the context
+    before the backward, which frees them.
+    """
+    _WATCHING.append({})
+    try:
+        yield _WATCHING[-1]
+    finally:
+        _WATCHING.pop()
+
+
+_WATCHING: list[dict[int, int]] = []
+
+
+def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``select_ops`` keeps what this call of an operator gives. See NOTE [ random numbers ]."""
+    name = op.name().partition(".")[0]
+    return name in KEPT_OPERATORS and not _is_mutable(op) and not _draws(op, args, kwargs)
+
+
+def _contexts(
+    modules: list[nn.Module], inputs: tuple[Any, ...]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    policy = _Policy(modules, inputs)
+    first_run, second_run = create_selective_checkpoint_contexts(policy)
+    return first_run, _SecondRun(second_run, FrozenStatistics(modules), policy.block)
+
+
+class _Policy:
+    """Decides for every operator of one run of a block, after the operator has run."""
+
+    def __init__(self, modules: list[nn.Module], inputs: tuple[Any, ...]) -> None:
+        self.block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
+        self.protected = dict.fromkeys(_storages(inputs), "an input of the block")
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if _is_mutable(op):
+            self._check(op, args, kwargs)
+        if not is_kept(op, args, kwargs):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        storages = _storages(context.op_output)
+        self.protected |= dict.fromkeys(storages, f"what {op.name()} gave")
+        for kept in _WATCHING:
+            kept |= storages
+        return CheckpointPolicy.MUST_SAVE
+
+    def _check(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See NOTE [ writing in place ]."""
+        for position, argument in enumerate(op._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[position] if position < len(args) else kwargs.get(argument.name)
+                for storage in _storages(written):
+                    if what := self.protected.get(storage):
+                        raise _refusal(self.block, f"{op.name()} writes in place on {what}: write it out of place")
+
+
+class _SecondRun:
+    """The context of the run in the backward: kept outputs in place of their operators, BatchNorm recording nothing."""
+
+    def __init__(self, cached: AbstractContextManager[Any], frozen: FrozenStatistics, block: str) -> None:
+        self.cached = cached
+        self.frozen = frozen
+        self.block = block
+
+    def __enter__(self) -> None:
+        self.frozen.__enter__()
+        self.cached.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cached.__exit__(kind, error, trace)
+        self.frozen.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError):
+            for words, reason in _IN_OUR_WORDS.items():
+                if words in str(error):
+                    raise _refusal(self.block, reason) from error
+
+
+_IN_OUR_WORDS = {
+    "has been mutated": "what it keeps was written on in place after it ran: write it out of place",
+    "not found in storage": (
+        "its second run uses other operators than its first: leave contexts and remove the plan after the backward, "
+        "use no weight twice under one autocast"
+    ),
+}
+"""What torch's errors of the second run mean, and the way out."""
+
+
+def _refusal(block: str, reason_and_way_out: str) -> InputError:
+    return InputError(
+        f"--activation_checkpointing: {block} cannot run under selective, because {reason_and_way_out}, or keep or "
+        "recompute this block"
+    )
+
+
+def _is_mutable(op: Any) -> bool:
+    schema = getattr(op, "_schema", None)  # higher-order operators have none
+    return schema is not None and schema.is_mutable
+
+
+def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operator takes random numbers. See NOTE [ random numbers ]."""
+    schema = getattr(op, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema else ()):
+        if argument.name == "dropout_p":
+            dropout = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return dropout != 0
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+
+
+def _storages(values: Any) -> dict[int, int]:
+    """Identity and bytes of the storages of all tensors in ``values``; fake ones have no address."""
+    storages = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return {storage._cdata: storage.nbytes() for storage in storages if storage.nbytes()}

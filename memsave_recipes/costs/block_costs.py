@@ -1,0 +1,164 @@
+"""Measure block costs: run a step plain, and once more under each other action, and read every run block by block.
+
+A run is read once for its bytes and several times for its seconds, in turns, so that a slow moment of the machine meets
+every action. ``chains.py`` makes the chain from the readings.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memsave_recipes.activations import apply_plan
+from memsave_recipes.costs.chains import Seen, chain_of
+from memsave_recipes.costs.meters import DeviceInstruments, Instruments, Meter
+from memsave_recipes.costs.parts import PartsOfStep
+from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import Action, Plan
+from memsave_recipes.plans.chain import Chain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a model does with one micro-batch.
+
+    Args:
+        model: in training mode, on its device, without a plan.
+        forward: one forward that ends in a loss, under the precision of the run.
+        batch: the tensors that it is given, on the device.
+        device: of the model.
+        stacks: the names of its blocks, stack by stack.
+    """
+
+    model: nn.Module
+    forward: Callable[[], Tensor]
+    batch: Sequence[Tensor]
+    device: torch.device
+    stacks: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A step as it was seen under several plans."""
+
+    workload: Workload
+    seen: list[tuple[Plan, Seen]]
+
+    def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
+        """The chain of the model's blocks, with an option for each action that was measured.
+
+        Only parameters, buffers and the batch are its ``resident_bytes``.
+
+        Args:
+            ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
+            offload: whether blocks may offload, for which the largest one is set aside.
+        """
+        seen = {_action(plan): seen for plan, seen in self.seen if plan.compiled_memory_ratio in (None, ratio)}
+        if not offload:
+            seen.pop(Action.OFFLOAD, None)
+        tensors = [*self.workload.model.parameters(), *self.workload.model.buffers(), *self.workload.batch]
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return chain_of(
+            seen,
+            stack_of={name: number for number, names in enumerate(self.workload.stacks) for name in names},
+            resident_bytes=sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values()),
+            on_cpu=self.workload.device.type == "cpu",
+            compiled_memory_ratio=ratio,
+        )
+
+
+def num_runs(plans: Sequence[Plan]) -> int:
+    """How many forwards and backwards ``measure`` takes on a device."""
+    return len(plans) * (2 + DeviceInstruments.repetitions)
+
+
+def measure(
+    workload: Workload,
+    plans: Sequence[Plan],
+    *,
+    instruments: Instruments | None = None,
+    on_run: Callable[[], Any] = lambda: None,
+) -> Measurement:
+    """Run the step under each of ``plans`` that the model can run under.
+
+    Leaves no trace in the model, its gradients and the random numbers.
+
+    Args:
+        plans: the first keeps everything; each of the others has all blocks under one other action.
+        instruments: what reads the steps; by default those of the device. ``PaperInstruments`` read a model of fake
+            tensors, made and run under ``torch._subclasses.FakeTensorMode``.
+        on_run: is called after every run.
+
+    Raises:
+        InputError: the model does not run its blocks once each and in the order of the plans.
+    """
+    instruments = instruments or DeviceInstruments(workload.device)
+    with undisturbed(workload.model, workload.device):
+        seen: dict[_Run, Seen] = {}
+        for plan in plans:
+            run = _Run(workload, plan, instruments, on_run)
+            try:
+                seen[run] = run.see()
+            except InputError:  # the model cannot run under this action, so it is no option
+                if plan is plans[0]:
+                    raise
+        _check_order(next(iter(seen.values())), plans[0])
+        for _ in range(instruments.repetitions):
+            for run, figures in seen.items():
+                figures.seconds.append(run.time())
+    return Measurement(workload, [(run.plan, figures) for run, figures in seen.items()])
+
+
+def _action(plan: Plan) -> Action:
+    """The one that all blocks of ``plan`` are under."""
+    return plan.spans[0].action if plan.spans else Action.KEEP
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """The step of a workload under one plan."""
+
+    workload: Workload
+    plan: Plan
+    instruments: Instruments
+    on_run: Callable[[], Any]
+
+    def see(self) -> Seen:
+        """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile what compiles."""
+        self.time()
+        with self._parts(counting=True) as parts:
+            memory = self.instruments.read_memory(partial(self._step, parts))
+        self.on_run()
+        return Seen(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[])
+
+    def time(self) -> list[float]:
+        """The seconds between its boundaries."""
+        with self._parts(counting=False) as parts:
+            seconds = self.instruments.read_clock(partial(self._step, parts))
+        self.on_run()
+        return seconds
+
+    @contextmanager
+    def _parts(self, *, counting: bool) -> Iterator[PartsOfStep]:
+        parts = PartsOfStep(self.workload.model, self.workload.batch, counting=counting)
+        with apply_plan(self.workload.model, self.plan, watch=parts.watch):
+            yield parts
+
+    def _step(self, parts: PartsOfStep, meter: Meter) -> None:
+        parts.run(self.workload.forward, meter)
+        clear_gradients(self.workload.model)
+
+
+def _check_order(seen: Seen, plan: Plan) -> None:
+    ran = [part.block for part in seen.parts if part.block is not None]
+    if ran != list(plan.blocks):
+        raise InputError(
+            f"--activation_checkpointing budget: this model does not run its {len(plan.blocks)} blocks once each "
+            "and in the order in which they are registered, so their costs are no chain: use full or every:K"
+        )

@@ -1,0 +1,166 @@
+"""One forward and backward, seen block by block: which storages each block takes, gives and saves, and where it begins.
+
+NOTE [ the parts of a step ]
+1. A *part* is a block of a plan, or what stands between two of them: the embedding before the first layer, a transition
+   between two stacks, the head and the loss. The parts cover the forward without a gap.
+2. The forward of a part ends where the next one begins. Its backward begins when the gradient of its output is there
+   and ends where that of the part before begins, so the parts cover the backward as well. A part whose output needs no
+   gradient has none.
+3. Storages are told apart by weak references, which keep an address from being used again: fake tensors, too, have
+   them.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from memsave_recipes.activations.selective import kept_by_policy
+from memsave_recipes.costs.meters import Meter
+
+Storages = dict[int, int]
+"""Bytes of storages by their identity."""
+
+
+@dataclass
+class Part:
+    """See NOTE [ the parts of a step ]; ``block`` is the name of its block, ``None`` between blocks.
+
+    ``forward`` and ``backward`` are the numbers of the boundaries where these begin.
+    """
+
+    block: str | None
+    inputs: Storages
+    forward: int = -1
+    outputs: Storages = field(default_factory=dict)
+    saved: Storages = field(default_factory=dict)
+    backward: int | None = None
+    gradient_bytes: int = 0  # of the parameters that get theirs in its backward
+
+
+class Ends(NamedTuple):
+    """The numbers of the boundaries where the forward ends and where the backward does."""
+
+    forward: int
+    backward: int
+
+
+class PartsOfStep:
+    """The parts of the step that ``run`` runs.
+
+    Args:
+        model: with a plan applied whose watch is ``self.watch``.
+        batch: what the forward is given; with the parameters and buffers it is there all the time.
+        counting: storages too; else only the boundaries, which costs the step next to nothing.
+    """
+
+    def __init__(self, model: nn.Module, batch: Iterable[Tensor], *, counting: bool) -> None:
+        self.model = model
+        self.counting = counting
+        self.parts: list[Part] = []
+        self.ends = Ends(0, 0)
+        self._references: list[StorageWeakRef] = []
+        self._resident: Storages = {}
+        self._resident = self._storages([*model.parameters(), *model.buffers(), *batch])
+        self._num_boundaries = 0
+        self._flowing: list[weakref.ref[Tensor]] = []  # what the current part was given
+        self._in_backward: Part | None = None
+
+    def run(self, forward: Callable[[], Tensor], meter: Meter) -> None:
+        """``forward()``, a loss, and its backward."""
+        self._meter = meter
+        self.parts = [Part(None, {}, self._boundary())]
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor) if self.counting else nullcontext():
+            loss = forward()
+        self.parts[-1].outputs = self._storages([loss])
+        forward_end = self._boundary()
+        self._begin_backward(self.parts[-1])
+        with self._noting_gradients() if self.counting else nullcontext():
+            loss.backward()
+        self.ends = Ends(forward_end, self._boundary())
+
+    def watch(self, name: str, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The ``Watch`` of ``apply_plan``."""
+        taken = _tensors(inputs)
+        self._begin(Part(name, self._storages(taken)), taken)
+        with kept_by_policy() as kept:
+            outputs = run(*inputs)
+        self.parts[-1].saved |= kept
+        given = _tensors(outputs)
+        self._begin(Part(None, self._storages(given)), given)
+        return outputs
+
+    def _begin(self, part: Part, flowing: list[Tensor]) -> None:
+        """End the current part with ``flowing`` as its output, and begin ``part``, whose input that is."""
+        current = self.parts[-1]
+        new = [tensor for tensor in flowing if not any(tensor is known() for known in self._flowing)]
+        part.forward = self._boundary()
+        if current.block is None and not current.saved and not new:
+            self.parts[-1] = part  # nothing stands between two blocks, or before the first
+        else:
+            current.outputs = part.inputs
+            self._note_backward(current, new)
+            self.parts.append(part)
+        self._flowing = [weakref.ref(tensor) for tensor in flowing]
+
+    def _note_backward(self, part: Part, outputs: list[Tensor]) -> None:
+        """Its backward begins with the gradient of the newest of its outputs."""
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        if trained:
+            trained[-1].register_hook(lambda _: self._begin_backward(part))
+
+    def _begin_backward(self, part: Part) -> None:
+        part.backward = self._boundary()
+        self._in_backward = part
+
+    @contextmanager
+    def _noting_gradients(self) -> Iterator[None]:
+        def note(parameter: Tensor) -> None:
+            # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
+            part = self.parts[-1] if parameter in tied else self._in_backward
+            if part is not None and parameter.grad is not None:
+                part.gradient_bytes += parameter.grad.untyped_storage().nbytes()
+
+        tied = _tied_parameters(self.model)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _boundary(self) -> int:
+        self._meter.note()
+        self._num_boundaries += 1
+        return self._num_boundaries - 1
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.parts[-1].saved |= self._storages([tensor])
+        # Detached: a saved output that came back as itself would keep its own graph alive if no backward follows.
+        return tensor.detach()
+
+    def _storages(self, tensors: Iterable[Tensor]) -> Storages:
+        """Those that are not there all the time."""
+        found: Storages = {}
+        for storage in [tensor.untyped_storage() for tensor in tensors] if self.counting else ():
+            self._references.append(StorageWeakRef(storage))
+            if storage._cdata not in self._resident:
+                found[storage._cdata] = storage.nbytes()
+        return found
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _tied_parameters(model: nn.Module) -> set[Tensor]:
+    counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in counts.items() if count > 1}

@@ -1,0 +1,99 @@
+"""Three lines for a script of one's own: ``make_plan``, ``apply_plan`` and, at the end, ``handle.remove()``."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.costs import Workload, measure, num_runs
+from memsave_recipes.errors import InputError
+from memsave_recipes.planner.budget import Beside, Forecast, forecast, uniform_plans
+from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
+from memsave_recipes.units import GIB
+
+
+def make_plan(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    strategy: str,
+    budget_gib: float | None = None,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    blocks: Sequence[str] | None = None,
+    beside: Beside | None = None,
+) -> Plan:
+    """The plan that ``strategy`` makes for ``model``; give it to ``apply_plan``.
+
+    Args:
+        model: in training mode, on its device.
+        batch: one micro-batch on that device, for ``budget``: a mapping for ``model(**batch)``, a sequence for
+            ``model(*batch)``, or what ``model(batch)`` takes. Call under the autocast of the training, if there is one.
+        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``compiled[:RATIO]``,
+            ``bottleneck``, the path of a ``plan.json``, ``budget``, or ``budget:bitwise``, which never compiles.
+        budget_gib: for ``budget``: device memory of a step, in GiB.
+        loss_fn: from the model's output to the loss, a scalar. Default: the output's ``loss``, or the sum of its
+            first tensor, whose own memory is not that of the training's loss.
+        blocks: names of modules, in the order in which they run, for a model whose blocks are not found.
+        beside: what lives there besides, such as the optimizer's state; default: AdamW's two copies of all parameters
+            that train.
+
+    Raises:
+        InputError: no such strategy, a budget that no plan fits in, or a model without blocks for it.
+    """
+    stacks = [list(blocks)] if blocks else block_names(find_stacks(model))
+    if strategy not in BUDGET_WORDS:
+        return plan_for(strategy, stacks) if blocks else plan_blocks(model, strategy)
+    if budget_gib is None or batch is None:
+        raise InputError(f"strategy {strategy!r} needs a batch and budget_gib")
+    workload = Workload(
+        model=model,
+        forward=lambda: (loss_fn or _loss)(_call(model, batch)),
+        batch=[leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)],
+        device=next(model.parameters()).device,
+        stacks=stacks,
+    )
+    beside = beside or Beside(resident_bytes=2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
+    return plan_workload(workload, strategy, int(budget_gib * GIB), beside).plan
+
+
+def plan_workload(
+    workload: Workload,
+    strategy: str,
+    budget_bytes: int,
+    beside: Beside,
+    *,
+    on_runs: Callable[[int], Any] = lambda count: None,
+    on_run: Callable[[], Any] = lambda: None,
+) -> Forecast:
+    """Measure the blocks of a workload and choose the fastest plan that fits.
+
+    Args:
+        on_runs, on_run: for a progress bar: how many forwards and backwards it will take, and another one is done.
+
+    Raises:
+        InputError: as ``make_plan``.
+    """
+    if not any(workload.stacks):
+        raise InputError(
+            f"--activation_checkpointing {strategy}: {type(workload.model).__name__} has no blocks for it; use none"
+        )
+    plans = uniform_plans(workload.model, workload.stacks, bitwise=strategy != "budget")
+    on_runs(num_runs(plans))
+    return forecast(measure(workload, plans, on_run=on_run), budget_bytes, beside)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, list | tuple) else model(batch)
+
+
+def _loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if loss is not None:
+        return loss
+    first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    return first if first.ndim == 0 else first.float().sum()

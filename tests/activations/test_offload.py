@@ -1,0 +1,350 @@
+"""Offloaded blocks, on a CPU, with copies that happen as late as they may: plain's gradients bit for bit."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations.offload import SMALLEST_BYTES, Mover, _say_once_that_nothing_moves, offload
+from memsave_recipes.plans import Action, Plan, Span
+
+CPU = torch.device("cpu")
+MODELS = ["vgg_small", "densenet_small", "vit", "gpt2"]
+
+
+class LateCopies:
+    """Copies that happen only when somebody waits for them, from and to memory that must still be held by then.
+
+    Fresh host memory and fresh targets are filled with NaN, so that reading before the wait shows.
+    """
+
+    def __init__(self):
+        self.pending = {}
+        self.log = []  # "out" or "back", with the bytes
+        self.host = []
+        self.sent = []  # weak references to the storages that left
+
+    def empty_on_host(self, num_bytes):
+        memory = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        self.host.append(weakref.ref(memory))
+        return memory
+
+    def start(self, pairs):
+        event = object()
+        is_host = {id(reference()) for reference in self.host}
+        out = id(pairs[0][0]) in is_host
+        self.log.append(("out" if out else "back", sum(len(target) for target, _ in pairs)))
+        for target, source in pairs:
+            target.fill_(255)
+            if out:
+                self.sent.append(source.untyped_storage()._weak_ref())
+        self.pending[event] = [(weakref.ref(target), weakref.ref(source)) for target, source in pairs]
+        return event
+
+    def wait(self, event):
+        for target, source in self.pending.pop(event):
+            assert target() is not None
+            assert source() is not None
+            target().copy_(source())
+
+    @property
+    def bytes_out(self):
+        return sum(size for way, size in self.log if way == "out")
+
+    @property
+    def bytes_back(self):
+        return sum(size for way, size in self.log if way == "back")
+
+
+@pytest.fixture
+def mover(monkeypatch):
+    """Moves everything, and takes the place of the one of ``offload``."""
+    mover = Mover(CPU, LateCopies(), smallest_bytes=1)
+    monkeypatch.setattr("memsave_recipes.activations.spans.RUN", {Action.OFFLOAD: mover.run, Action.KEEP: keep})
+    return mover
+
+
+def keep(function, *inputs, modules):
+    return function(*inputs)
+
+
+def train_step(case, *, bf16=False, micro_batches=1):
+    torch.manual_seed(7)
+    losses = []
+    for _ in range(micro_batches):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            losses.append(case.loss_of(case.model, case.batch))
+        losses[-1].backward()
+    record = {f"gradient of {name}": parameter.grad for name, parameter in case.model.named_parameters()}
+    record |= {f"buffer {name}": buffer for name, buffer in case.model.named_buffers()}
+    record |= {"losses": torch.stack([loss.detach() for loss in losses]), "rng": torch.get_rng_state()}
+    return {name: tensor.clone() for name, tensor in record.items()}
+
+
+def different(record, expected):
+    assert record.keys() == expected.keys()
+    return [name for name in expected if not torch.equal(record[name], expected[name])]
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_micro_batches_give_plain_bit_for_bit(make_case, mover, name, bf16):
+    expected = train_step(make_case(name), bf16=bf16, micro_batches=2)
+    case = make_case(name)
+    with apply_plan(case.model, plan_blocks(case.model, "offload")):
+        assert not different(train_step(case, bf16=bf16, micro_batches=2), expected)
+    assert mover.copies.bytes_out > 0
+    assert not mover.copies.pending
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_second_block_offloaded(make_case, mover, name):
+    expected, case = train_step(make_case(name)), make_case(name)
+    blocks = plan_blocks(case.model, "none").blocks
+    actions = [Action.KEEP if index % 2 else Action.OFFLOAD for index in range(len(blocks))]
+    spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
+    with apply_plan(case.model, Plan(strategy="mine", blocks=blocks, spans=spans)):
+        assert not different(train_step(case), expected)
+    assert mover.copies.bytes_out > 0
+
+
+class Square(nn.Module):
+    """Saves its own output (tanh) and the input of a product; ``num_floats`` floats each."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, size) / size)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+
+SIZE = 16
+BYTES = SIZE * SIZE * 4
+
+
+def chain(run, num_blocks, seed=0):
+    """Blocks, and what they give one after the other."""
+    torch.manual_seed(seed)
+    blocks = [Square(SIZE) for _ in range(num_blocks)]
+    x = torch.randn(SIZE, SIZE)
+    for block in blocks:
+        x = run(block, x, modules=[block])
+    return blocks, x
+
+
+def chain_gradients(num_blocks, seed=0):
+    blocks, output = chain(keep, num_blocks, seed)
+    output.sum().backward()
+    return [block.weight.grad for block in blocks]
+
+
+def test_each_storage_moves_once_though_two_blocks_save_it(mover):
+    """tanh saves what it gives, and the next product the same: one copy. The last block's output stays."""
+    chain(mover.run, 4)
+    assert mover.copies.log == [("out", BYTES)] * 2
+    # The batch stays; blocks 1 and 2 return what blocks 2 and 3 take; what block 3 took has not left: 4 never began.
+
+
+def test_the_backward_is_one_block_ahead(mover):
+    """Of five outputs the first three left; the third was still on its way when the backward came for it."""
+    blocks, output = chain(mover.run, 5)
+    events = mover.copies.log = []
+    for index, block in enumerate(blocks):
+        block.weight.register_hook(lambda gradient, index=index: events.append(index))
+    output.sum().backward()
+    back = ("back", BYTES)
+    assert events == [4, back, 3, back, 2, 1, 0]
+
+
+def test_what_left_is_freed_and_at_most_two_blocks_are_on_the_device(mover):
+    alive = []
+
+    class Wide(nn.Module):
+        def forward(self, x):
+            wide = x * 2
+            alive.append(weakref.ref(wide.untyped_storage()))
+            return (wide.exp() * wide).sum(0, keepdim=True).expand(SIZE, SIZE) * 1.0
+
+    block, x = Wide(), torch.randn(SIZE, SIZE, requires_grad=True) * 1.0
+    for _ in range(6):
+        x = mover.run(block, x, modules=[block])
+    gc.collect()
+    sent = [torch.UntypedStorage._expired(cdata) for cdata in mover.copies.sent]
+    assert len(sent) >= 8
+    assert sum(not gone for gone in sent) <= 3  # those of one block, still under way
+    for cdata in mover.copies.sent:
+        torch.UntypedStorage._free_weak_ref(cdata)
+
+
+def test_after_the_backward_nothing_is_held(mover):
+    blocks, output = chain(mover.run, 5)
+    output.sum().backward()
+    del output
+    gc.collect()
+    assert not mover.known
+    assert mover.under_way is None
+    assert all(reference() is None for reference in mover.copies.host)
+    assert mover.last() is None
+    assert all(block.weight.grad is not None for block in blocks)
+
+
+def test_parameters_buffers_and_the_batch_stay(mover):
+    norm = nn.BatchNorm1d(8)
+    linear, batch = nn.Linear(8, 8), torch.randn(4, 8)
+    model = nn.Sequential(linear, norm)
+    y = mover.run(model, batch, modules=[model])
+    mover.run(nn.Identity(), y, modules=[])
+    # What BatchNorm saves: its input (4, 8), mean and inverse deviation (8,), and nothing that lives anyway.
+    assert mover.copies.bytes_out == 4 * (4 * 8 + 8 + 8)
+
+
+def test_small_storages_stay():
+    mover = Mover(CPU, LateCopies(), smallest_bytes=BYTES + 1)
+    _, output = chain(mover.run, 4)
+    output.sum().backward()
+    assert not mover.copies.log
+
+
+def test_what_a_block_returns_stays_if_the_next_is_not_offloaded(mover):
+    first, second, third = (Square(SIZE) for _ in range(3))
+    y = mover.run(first, torch.randn(SIZE, SIZE), modules=[first])
+    z = second(y)  # keeps y on the device, whatever the first block does
+    mover.run(third, z, modules=[third])
+    assert not mover.copies.log
+    z.sum().backward()
+
+
+def test_views_keep_their_strides_and_share_their_storage(mover):
+    def function(x):
+        y = x * 2
+        halves = y.t()[1:], y[:, ::2]
+        return halves[0].exp().sum() + (halves[1] ** 3).sum() + (y.to(torch.float64) ** 2).sum()
+
+    def chained(x):
+        first = mover.run(function, x, modules=[])
+        second = mover.run(lambda f: f * f, first, modules=[])
+        return second
+
+    x = torch.randn(SIZE, SIZE)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    chained(leaves[0]).backward()
+    (function(leaves[1]) ** 2).backward()
+    assert mover.copies.bytes_out > 0
+    assert torch.equal(*(leaf.grad for leaf in leaves))
+
+
+@pytest.mark.parametrize("between", [0, 3], ids=["at once", "with a forward between"])
+def test_a_second_backward_through_the_same_graph(mover, between):
+    blocks, output = chain(mover.run, 4)
+    output.sum().backward(retain_graph=True)
+    chain(mover.run, between)
+    output.sum().backward()
+    doubled = [2 * gradient for gradient in chain_gradients(4)]
+    assert all(torch.equal(block.weight.grad, gradient) for block, gradient in zip(blocks, doubled, strict=True))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_forwards_and_then_their_backwards(mover, order):
+    chains = [chain(mover.run, 4, seed) for seed in range(2)]
+    for seed in order:
+        blocks, output = chains[seed]
+        output.sum().backward()
+        expected = chain_gradients(4, seed)
+        assert all(torch.equal(block.weight.grad, gradient) for block, gradient in zip(blocks, expected, strict=True))
+
+
+def test_a_skip_connection_moves_once(mover):
+    """What an early block gave is saved again by a late one."""
+
+    def run(through):
+        torch.manual_seed(0)
+        blocks = [Square(SIZE) for _ in range(4)]
+        early = x = through(blocks[0], torch.randn(SIZE, SIZE), modules=[blocks[0]])
+        for block in blocks[1:]:
+            x = through(block, x, modules=[block])
+        x = through(lambda x, early: x * early, x, early, modules=[])
+        through(nn.Identity(), x, modules=[]).sum().backward()
+        return [block.weight.grad for block in blocks]
+
+    assert all(map(torch.equal, run(mover.run), run(keep)))
+    assert mover.copies.bytes_out == 4 * BYTES  # what four blocks gave, each once
+
+
+def test_a_backward_that_was_given_up_frees_nothing_that_is_still_written_to(mover):
+    class Stop(RuntimeError):
+        pass
+
+    def stop(gradient):
+        raise Stop
+
+    blocks = [Square(SIZE) for _ in range(5)]
+    x = torch.randn(SIZE, SIZE)
+    for index, block in enumerate(blocks):
+        x = mover.run(block, x, modules=[block])
+        if index == 3:
+            x.register_hook(stop)
+    with pytest.raises(Stop):
+        x.sum().backward()
+    del x
+    _, output = chain(mover.run, 4)  # waits for what was under way: LateCopies checks that both ends still live
+    output.sum().backward()
+    assert not mover.copies.pending
+
+
+def test_tensors_that_are_more_than_their_storage_stay(mover):
+    def function(x):
+        y = torch.view_as_complex(x * 2).conj()
+        return torch.view_as_real((y * y).resolve_conj()).sum()
+
+    leaves = [torch.randn(8, 2, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
+    first = mover.run(function, leaves[0], modules=[])
+    mover.run(lambda x: x * x, first, modules=[]).backward()
+    (function(leaves[1]) ** 2).backward()
+    assert torch.equal(*(leaf.grad for leaf in leaves))
+
+
+def test_on_a_cpu_nothing_moves_and_one_warning_says_so(make_case):
+    _say_once_that_nothing_moves.cache_clear()
+    expected, case = train_step(make_case("vgg_small")), make_case("vgg_small")
+    with apply_plan(case.model, plan_blocks(case.model, "offload")):
+        with pytest.warns(UserWarning, match="offload: the model runs on a CPU") as caught:
+            assert not different(train_step(case), expected)
+        assert len(caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = case.loss_of(case.model, case.batch)
+    loss.backward()
+
+
+def test_without_gradients_the_plan_is_ignored(make_case, mover):
+    case = make_case("vgg_small")
+    case.model.eval()
+    expected = case.model(case.batch)
+    with apply_plan(case.model, plan_blocks(case.model, "offload")), torch.no_grad():
+        assert torch.equal(case.model(case.batch), expected)
+    assert not mover.copies.log
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_on_an_accelerator():
+    device = torch.accelerator.current_accelerator()
+    size = int((SMALLEST_BYTES / 4) ** 0.5) + 1
+
+    def gradients(run):
+        torch.manual_seed(0)
+        blocks = [Square(size).to(device) for _ in range(5)]
+        x = torch.randn(size, size, device=device)
+        for block in blocks:
+            x = run(block, x, modules=[block])
+        kept_bytes = torch.accelerator.memory_allocated()
+        x.sum().backward()
+        return [block.weight.grad for block in blocks], kept_bytes
+
+    (plain, plain_bytes), (moved, moved_bytes) = gradients(keep), gradients(offload)
+    assert all(map(torch.equal, plain, moved))
+    assert moved_bytes < plain_bytes + sum(gradient.nbytes for gradient in plain)

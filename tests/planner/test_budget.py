@@ -1,0 +1,184 @@
+"""A plan made for a budget: fits, is predicted, recomputes what it says and changes not a bit."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.costs import DeviceInstruments, Workload, measure
+from memsave_recipes.errors import InputError
+from memsave_recipes.planner.budget import Beside, forecast, keep_all, uniform_plans
+from memsave_recipes.plans import Action, Plan
+from memsave_recipes.plans.simulate import simulate
+
+MODELS = ["vgg16", "densenet121", "resnet50", "vit", "gpt2", "llama"]
+NUM_BUDGETS = 5
+
+
+@dataclass
+class Costed:
+    """A case with what was measured of it."""
+
+    case: object
+    workload: Workload
+    measurement: object
+    beside: Beside
+
+    @property
+    def chain(self):
+        return self.measurement.chain()
+
+    def budgets(self):
+        """From the smallest that works to what plain needs."""
+        smallest = smallest_bytes(self)
+        plain = simulate(self.chain, keep_all(self.chain)).peak_bytes
+        return [smallest + (plain - smallest) * step // (NUM_BUDGETS - 1) for step in range(NUM_BUDGETS)]
+
+
+def smallest_bytes(costed):
+    with pytest.raises(InputError, match="the smallest that works is") as refusal:
+        forecast(costed.measurement, 0, costed.beside)
+    words = str(refusal.value).partition("works is ")[2]
+    return int(float(words.partition(",")[0]) * 1024**3)
+
+
+def workload_of(case):
+    return Workload(
+        model=case.model,
+        forward=lambda: case.loss_of(case.model, case.batch),
+        batch=[case.batch],
+        device=torch.device("cpu"),
+        stacks=block_names(find_stacks(case.model)),
+    )
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def costed(request):
+    case = request.getfixturevalue("build_case")(request.param)
+    if request.param == "vgg16":  # images large enough that its activations count beside its 512 MiB of gradients
+        case.batch = torch.randn(3, 3, 96, 96, generator=torch.Generator().manual_seed(1))
+    if config := getattr(case.model, "config", None):
+        config.use_cache = False  # as the recipes have it
+    workload = workload_of(case)
+    plans = uniform_plans(case.model, workload.stacks, bitwise=True)
+    return Costed(case, workload, measure(workload, plans), Beside())
+
+
+def step(case):
+    case.model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = case.loss_of(case.model, case.batch)
+    loss.backward()
+    return loss
+
+
+def peak_bytes(costed):
+    """The most that a step adds to what is there before it."""
+    costed.case.model.zero_grad(set_to_none=True)
+
+    def measured(meter):
+        costed.workload.forward().backward()
+        meter.note()
+
+    return DeviceInstruments(torch.device("cpu")).read_memory(measured)[-1].peak_bytes
+
+
+def record_of_step(case, buffers):
+    for buffer, before in zip(case.model.buffers(), buffers, strict=True):
+        buffer.copy_(before)
+    loss = step(case)
+    record = {f"gradient of {name}": parameter.grad for name, parameter in case.model.named_parameters()}
+    record |= {f"buffer {name}": buffer for name, buffer in case.model.named_buffers()}
+    record |= {"loss": loss.detach(), "rng": torch.get_rng_state()}
+    return {name: tensor.clone() for name, tensor in record.items()}
+
+
+def test_plans_fit_their_budgets_and_peak_where_they_were_predicted(costed):
+    resident = costed.chain.resident_bytes
+    for budget in costed.budgets():
+        found = forecast(costed.measurement, budget, costed.beside)
+        with apply_plan(costed.case.model, found.plan):
+            measured = resident + peak_bytes(costed)
+        assert measured <= budget
+        assert abs(found.peak.total_bytes - measured) <= 0.01 * (measured - resident)
+
+
+def test_every_budget_leaves_gradients_buffers_and_random_numbers_as_they_are(costed):
+    case = costed.case
+    buffers = [buffer.clone() for buffer in case.model.buffers()]
+    expected = record_of_step(case, buffers)
+    for budget in costed.budgets():
+        with apply_plan(case.model, forecast(costed.measurement, budget, costed.beside).plan):
+            record = record_of_step(case, buffers)
+        assert [name for name in expected if not torch.equal(record[name], expected[name])] == []
+
+
+def test_tighter_budgets_never_add_less_time(costed):
+    added = [forecast(costed.measurement, budget, costed.beside).added_s for budget in costed.budgets()]
+    assert added == sorted(added, reverse=True)
+
+
+def flops_of(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def test_recomputed_flops_are_those_of_the_spans_that_recompute(costed):
+    """Each span alone recomputes some FLOPs; a plan recomputes the sum of its spans', and selected operators none."""
+    case = costed.case
+    plain = flops_of(lambda: step(case))
+    for budget in costed.budgets():
+        plan = forecast(costed.measurement, budget, costed.beside).plan
+        alone = 0
+        for span in plan.spans:
+            if span.action is Action.RECOMPUTE:
+                with apply_plan(case.model, only(plan, span)):
+                    alone += flops_of(lambda: step(case)) - plain
+        with apply_plan(case.model, plan):
+            assert flops_of(lambda: step(case)) - plain == alone
+
+
+def only(plan, span):
+    """``plan`` with everything kept but ``span``."""
+    spans = [s if s == span else replace(s, action=Action.KEEP) for s in plan.spans]
+    return replace(plan, spans=tuple(spans))
+
+
+def test_measuring_leaves_no_trace(costed):
+    case = costed.case
+    step(case)
+    gradients = [parameter.grad for parameter in case.model.parameters()]
+    before = [*(buffer.clone() for buffer in case.model.buffers()), torch.get_rng_state()]
+    measure(costed.workload, [plan_blocks(case.model, "none")])
+    after = [*case.model.buffers(), torch.get_rng_state()]
+    assert all(torch.equal(then, now) for then, now in zip(before, after, strict=True))
+    assert all(then is parameter.grad for then, parameter in zip(gradients, case.model.parameters(), strict=True))
+
+
+@pytest.mark.slow  # compiles three times
+def test_compiled_plans_fit_and_are_predicted_too(build_case):
+    case = build_case("gpt2")
+    case.model.config.use_cache = False
+    case.batch = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
+    case.model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=4, n_head=4, n_embd=128)).train()
+    workload = workload_of(case)
+    measurement = measure(workload, uniform_plans(case.model, workload.stacks, bitwise=False))
+    ratios = [plan.compiled_memory_ratio for plan, _ in measurement.seen if not plan.is_bitwise]
+    assert ratios == [0.3, 0.5, 0.7]
+    costed = Costed(case, workload, measurement, Beside())
+    resident = costed.chain.resident_bytes
+    compiled = 0
+    for budget in costed.budgets():
+        found = forecast(measurement, budget, Beside())
+        compiled += not found.plan.is_bitwise
+        with apply_plan(case.model, found.plan):
+            step(case)  # compiles
+            measured = resident + peak_bytes(costed)
+        assert measured <= budget
+        assert abs(found.peak.total_bytes - measured) <= 0.02 * (measured - resident)
+        assert Plan.from_json(found.plan.to_json()) == found.plan
+    assert compiled

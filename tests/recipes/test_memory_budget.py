@@ -1,0 +1,71 @@
+"""``--activation_checkpointing budget --memory_budget_gib F``: the run fits, was predicted, and has plain's curve."""
+
+import json
+
+import pytest
+
+RECIPE = "image_classification"
+SHORT = ["--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
+GEOMETRIES = {"accumulating": ["--micro_batch_size", "8"], "undivided": ["--micro_batch_size", "16"]}
+
+
+def curve(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+@pytest.mark.parametrize("optimizer", [["--optimizer", "sgd"], ["--optimizer", "adamw"]], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_a_run_stays_below_its_budget_and_keeps_its_curve(train, tmp_path, capsys, geometry, optimizer):
+    flags = ["--model", "densenet_small", *SHORT, *GEOMETRIES[geometry], *optimizer]
+    plain = train(*flags, output="plain")
+    budget = 0.7 * plain["memory"]["peak_allocated_gib"]
+    flags += ["--activation_checkpointing", "budget", "--memory_budget_gib", str(budget)]
+    planned = train(*flags, output="planned")
+    assert planned["memory"]["peak_allocated_gib"] <= budget
+    assert planned["memory"]["predicted_peak_gib"] <= budget
+    assert abs(planned["memory"]["prediction_error_pct"]) <= 2
+    assert curve(tmp_path / "planned") == curve(tmp_path / "plain")
+    assert "predicted peak" in capsys.readouterr().out
+
+
+def test_measuring_does_not_step_an_optimizer_that_steps_in_the_backward(train, tmp_path):
+    flags = ["--model", "densenet_small", *SHORT, "--micro_batch_size", "16"]
+    flags += ["--optimizer_in_backward", "--max_grad_norm", "0"]
+    plain = train(*flags, output="plain")
+    budget = 0.7 * plain["memory"]["peak_allocated_gib"]
+    planned = train(
+        *flags, "--activation_checkpointing", "budget", "--memory_budget_gib", str(budget), output="planned"
+    )
+    assert curve(tmp_path / "planned") == curve(tmp_path / "plain")
+    assert planned["memory"]["peak_allocated_gib"] <= budget
+    assert abs(planned["memory"]["prediction_error_pct"]) <= 2
+
+
+def test_the_plan_file_reproduces_it_without_measuring(train, tmp_path, capsys):
+    flags = ["--model", "densenet_small", *SHORT, "--micro_batch_size", "16"]
+    planned = train(*flags, "--activation_checkpointing", "budget", "--memory_budget_gib", "0.02", output="planned")
+    capsys.readouterr()
+    again = train(*flags, "--activation_checkpointing", str(tmp_path / "planned" / "plan.json"), output="again")
+    assert "predicted peak" not in capsys.readouterr().out
+    assert again["plan"] == planned["plan"] == "budget"
+    assert again["memory"]["peak_allocated_gib"] == planned["memory"]["peak_allocated_gib"]
+    assert curve(tmp_path / "again") == curve(tmp_path / "planned")
+
+
+MISTAKES = {
+    "too small": (["budget", "--memory_budget_gib", "0.001"], "the smallest that works is"),
+    "no number": (["budget"], "needs --memory_budget_gib"),
+    "a number that says nothing": (
+        ["full", "--memory_budget_gib", "1"],
+        "says nothing to --activation_checkpointing full",
+    ),
+    "below zero": (["budget", "--memory_budget_gib", "-1"], "--memory_budget_gib -1.0 cannot be"),
+    "no ratio": (["compiled:2"], "RATIO in compiled:RATIO is a number from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(refuse, mistake):
+    flags, expected = MISTAKES[mistake]
+    assert expected in refuse("--model", "densenet_small", *SHORT, "--activation_checkpointing", *flags)

@@ -1,0 +1,146 @@
+"""``--verify`` as people run it: the same weights as without, and no training on a difference."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
+
+from memsave_recipes.activations import spans
+from memsave_recipes.plans import Action
+from memsave_recipes.reporting.failures import run_recipe
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["--global_batch_size", "8", "--micro_batch_size", "3", "--max_steps", "2", "--report_to", "none"]
+TINY = "num_hidden_layers=2,num_attention_heads=2,hidden_size=32,intermediate_size=48"
+TEXTS = [*("--vocab_size", "300"), *SHORT]
+RECIPES = {
+    "image_classification": ["--model", "densenet_small", *SHORT],
+    "language_modeling": [
+        *("--model_type", "llama", "--config_overrides", f"{TINY},num_key_value_heads=1", "--block_size", "32"),
+        *("--max_eval_samples", "4", "--train_file", "text.jsonl", *TEXTS),
+    ],
+    "text_classification": [
+        *("--model_type", "bert", "--config_overrides", TINY, "--max_length", "24"),
+        *("--train_file", "labelled.jsonl", "--validation_file", "labelled.jsonl", *TEXTS),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    texts = [{"text": f"{n} and {n} are {2 * n}", "label": "even" if n % 2 else "odd"} for n in range(40)]
+    for name in ("text", "labelled"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return folder
+
+
+@pytest.fixture
+def main(monkeypatch, folder, tmp_path):
+    """``main(recipe, *flags, output=...)`` runs it beside its texts; returns its results."""
+    monkeypatch.chdir(folder)
+
+    def run(name, *flags, output="run"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        specification = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
+        module = importlib.util.module_from_spec(specification)
+        monkeypatch.setitem(sys.modules, name, module)
+        specification.loader.exec_module(module)
+        return module.main([*RECIPES[name], *flags, "--output_dir", str(tmp_path / output)])
+
+    return run
+
+
+@pytest.fixture
+def fault(monkeypatch):
+    """Statistics of BatchNorm move twice."""
+    badly = lambda function, *inputs, modules: checkpoint(function, *inputs, use_reentrant=False)  # noqa: E731
+    monkeypatch.setitem(spans.RUN, Action.RECOMPUTE, badly)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_verified_run_trains_bit_for_bit_the_same(main, tmp_path, capsys, name):
+    plan = ["--activation_checkpointing", "full"]
+    plain = main(name, *plan, output="plain")
+    verified = main(name, *plan, "--verify", output="verified")
+    assert "equivalence" not in plain
+    equivalence = verified["equivalence"]
+    assert equivalence["verdict"] == "identical"
+    assert equivalence["num_compared"] > 10
+    assert json.loads((tmp_path / "verified/results.json").read_text())["equivalence"] == equivalence
+    assert json.loads((tmp_path / "verified/config.json").read_text())["verify"] == "stop"
+    assert "--verify: one global batch, without the plan and with it: identical" in capsys.readouterr().out
+    expected, weights = (load_file(tmp_path / run / "final/model.safetensors") for run in ("plain", "verified"))
+    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert verified["train_loss"] == plain["train_loss"]
+    assert verified["eval"] == plain["eval"]
+
+
+def test_without_a_plan_there_is_nothing_to_verify(main, capsys):
+    assert main("image_classification", "--verify")["equivalence"]["verdict"] == "nothing to verify"
+    assert "nothing to verify; the plan keeps everything" in capsys.readouterr().out
+
+
+def test_a_difference_ends_the_run_before_it_begins(main, fault, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/results.json").write_text("{}")
+    flags = ["--activation_checkpointing", "full", "--verify", "--overwrite"]
+    with pytest.raises(SystemExit) as end:
+        run_recipe(partial(main, "image_classification", *flags))
+    assert end.value.code == 5
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: --verify, plan full: the plan changes the training step (different; buffer ")
+    assert "running_mean: " in lines[0]
+    assert " ulp (" in lines[0]
+    assert lines[0].endswith("--activation_checkpointing none or another plan, or go on with --verify warn")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["results.json"]
+    assert (tmp_path / "run/results.json").read_text() == "{}"
+
+
+def test_warn_goes_on(main, fault, capsys):
+    results = main("image_classification", "--activation_checkpointing", "full", "--verify", "warn")
+    assert results["equivalence"]["verdict"] == "different"
+    assert results["equivalence"]["first_kind"] == "buffer"
+    assert results["steps"] == 2
+    assert "warning: --verify, plan full: the plan changes the training step" in capsys.readouterr().out
+
+
+def test_no_memory_for_the_plain_run(main, monkeypatch, capsys):
+    def exhausted(*args, **kwargs):
+        raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand so on")
+
+    monkeypatch.setattr("memsave_recipes.reporting.verification.verify", exhausted)
+    with pytest.raises(SystemExit) as end:
+        run_recipe(partial(main, "image_classification", "--activation_checkpointing", "full", "--verify"))
+    assert end.value.code == 3
+    assert "--verify, which also runs one global batch without the plan" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_on_two_ranks_through_accelerate_launch(tmp_path):
+    command = [Path(sys.executable).with_name("accelerate"), "launch"]
+    command += ["--config_file", ROOT / "accelerate_configs/cpu_ddp.yaml", ROOT / "recipes/image_classification.py"]
+    flags = ["--activation_checkpointing", "full", "--verify", "--output_dir", tmp_path / "run"]
+    done = subprocess.run(
+        [str(word) for word in [*command, *RECIPES["image_classification"], *flags]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert (results["num_processes"], results["equivalence"]["verdict"]) == (2, "identical")
+    assert done.stdout.count("--verify: one global batch") == 1
