@@ -21,7 +21,7 @@ otherwise, and plain with our loss has a row of its own. `checkpoint_sequential`
 stages of the CNN; where it raises, our `segments:K` stands beside it, and so it does for transformers. `every n blocks`
 is that of transformers where the model has it. `torch.compile` compiles a whole language model with its loss under
 `activation_memory_budget`. It does not take part with CNNs: when tried once, on a busy CPU, ResNet-50 took 192 s to its
-first step and VGG16 34 s, and their gradients were 0.04 and 0.009 away from plain's. Nobody has looked into why.
+first step and VGG16 34 s, and their gradients were 0.04 and 0.009 away from plain's. The cause is not known.
 
 Each point of the others meets the fastest of ours that needs no more memory (within {100 * SAME_MEMORY:g} % of plain's
 activation peak); nothing is interpolated. What differs by no more than the noise of the run is "as fast".

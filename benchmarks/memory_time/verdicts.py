@@ -2,8 +2,8 @@
 
 NOTE [ ours against a point of another's ]
 Nothing is interpolated: of our points, the fastest that needs no more memory than the other's point does stands against
-it. Within ``SAME_MEMORY`` of plain's activation peak counts as no more. Their times are compared round by round, and
-what differs by no more than the noise of the run is a tie.
+it. Within ``SAME_MEMORY`` of plain's activation peak counts as no more. Their medians are compared, and what differs by
+no more than the noise of the run is a tie.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _duel(other: Row, ours: Sequence[Row], noise: float) -> dict[str, Any]:
     if not as_small:
         return {**duel, "outcome": OUT_OF_REACH}
     best = min(as_small, key=lambda row: row["time_ratio"])
-    against = median(own / their for own, their in zip(best["ratios"], other["ratios"], strict=True))
+    against = best["time_ratio"] / other["time_ratio"]
     outcome = FASTER if against < 1 - noise else SLOWER if against > 1 + noise else TIE
     ours_here = {"ours": best["method"], "ours_share": best["share"], "ours_time_ratio": best["time_ratio"]}
     return {**duel, **ours_here, "against": against, "outcome": outcome}

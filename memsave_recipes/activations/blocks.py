@@ -67,7 +67,7 @@ def find_stacks(model: nn.Module) -> list[Stack]:
 
     Looks, in this order, for the ``nn.Sequential`` modules that the model names in a class attribute
     ``activation_stacks``, for the ``GradientCheckpointingLayer`` modules of transformers, and for every outermost
-    ``nn.Sequential``. A model with none of them has no stacks.
+    ``nn.Sequential``, with the stems before them. A model with none of them has no stacks.
     """
     if declared := getattr(model, "activation_stacks", None):
         return [_sequence(name, model.get_submodule(name)) for name in declared]
@@ -133,14 +133,43 @@ def _returns_tensor(module: nn.Module) -> bool:
 
 
 def _outermost_sequences(model: nn.Module) -> list[Stack]:
+    sequences = _sequences(model)
     stacks: list[Stack] = []
+    left = len(sequences)
+    for name, module in model.named_modules():
+        if name in sequences:
+            left -= 1
+            stacks.append(_children(name, module) if _is_looped_over(model, name) else _sequence(name, module))
+        elif left and _is_stem(name, module, sequences):
+            stacks.append(Layers((Layer(name, module),)))
+    return stacks
+
+
+def _sequences(model: nn.Module) -> set[str]:
+    """The names of every ``nn.Sequential`` that is in no other one."""
+    names: set[str] = set()
     covered: set[nn.Module] = set()
     for name, module in model.named_modules():
         # A subclass with a forward of its own need not run its children in order.
         if module not in covered and type(module).forward is nn.Sequential.forward and len(module):
-            stacks.append(_children(name, module) if _is_looped_over(model, name) else _sequence(name, module))
+            names.add(name)
             covered.update(module.modules())
-    return stacks
+    return names
+
+
+def _is_stem(name: str, module: nn.Module, sequences: set[str]) -> bool:
+    """Several layers beside a Sequential, such as the first convolution of a ResNet, its norm and its pooling.
+
+    They often make the largest feature maps of all. A single layer has nothing inside to recompute.
+    """
+    parent = name.rpartition(".")[0]
+    inside_or_above = any(_is_below(name, other) or _is_below(other, name) for other in sequences)
+    beside = any(_is_below(other, parent) for other in sequences)
+    return beside and not inside_or_above and any(module.children())
+
+
+def _is_below(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
 
 
 def _is_looped_over(model: nn.Module, name: str) -> bool:

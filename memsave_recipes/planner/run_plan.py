@@ -55,8 +55,9 @@ def plan_run(
     Raises:
         InputError: no such strategy, or no plan fits in ``--memory_budget_gib``.
     """
+    strategy = run.activation_checkpointing or "none"
     if run.memory_budget_gib is None:
-        return RunPlan(plan_blocks(model, run.activation_checkpointing or "none"))
+        return RunPlan(plan_blocks(model, strategy))
     batch = batches.largest_micro_batch()
 
     def forward() -> Tensor:
@@ -70,22 +71,26 @@ def plan_run(
         device=accelerator.device,
         stacks=block_names(find_stacks(model)),
     )
-    beside = beside_the_step(optim, batches.geometry, model)
     budget_bytes = int(run.memory_budget_gib * GIB)
+    beside = beside_the_step(optim, batches.geometry, model)
+    forecast = _of_the_first_rank(accelerator, partial(plan_workload, workload, strategy, budget_bytes, beside))
+    if accelerator.is_main_process:
+        show_forecast(forecast, budget_bytes)
+    return RunPlan(forecast.plan, forecast.peak.total_bytes)
+
+
+def _of_the_first_rank(accelerator: Accelerator, choose: Callable[..., Forecast]) -> Forecast:
+    """What ``choose`` finds on the first rank, or its refusal, for all of them."""
     found: list[Forecast | str] = []
     with _progress(accelerator) as progress:
-        choose = partial(plan_workload, workload, run.activation_checkpointing or "", budget_bytes, beside)
         try:
             found = [choose(on_runs=partial(setattr, progress, "total"), on_run=progress.update)]
         except InputError as refusal:
             found = [refusal.one_line]
     broadcast_object_list(found)
-    forecast = found[0]
-    if isinstance(forecast, str):
-        raise InputError(forecast)
-    if accelerator.is_main_process:
-        show_forecast(forecast, budget_bytes)
-    return RunPlan(forecast.plan, forecast.peak.total_bytes)
+    if isinstance(found[0], str):
+        raise InputError(found[0])
+    return found[0]
 
 
 def beside_the_step(optim: OptimizerArguments, geometry: Geometry, model: nn.Module) -> Beside:

@@ -10,7 +10,7 @@ from memsave_recipes.plans import Plan
 
 LARGE_STRATEGIES = ["full", "every:2", "every:3", "segments:1", "segments:2", "segments:5", "segments:8"]
 SMALL_MODELS = ["vgg_small", "densenet_small", "vit", "gpt2"]
-LARGE_MODELS = ["vgg16", "vgg16_bn", "densenet121", "gpt2_124m"]
+LARGE_MODELS = ["vgg16", "vgg16_bn", "densenet121", "resnet50", "gpt2_124m"]
 
 
 def train_step(case, *, bf16):
@@ -136,3 +136,11 @@ def test_a_plan_survives_json(make_case):
     case = make_case("densenet_small")
     plan = plan_blocks(case.model, "segments:4")
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_blocks_of_a_model_that_loops_over_its_sequentials(make_case):
+    """As the ResNets of transformers do: a forward put in place of the Sequential's would never be called."""
+    stacks = block_names(find_stacks(make_case("resnet50").model))
+    assert stacks[0] == ["resnet.embedder"]
+    assert [len(names) for names in stacks[1:]] == [3, 4, 6, 3, 2]
+    assert stacks[1][0] == "resnet.encoder.stages.0.layers.0"

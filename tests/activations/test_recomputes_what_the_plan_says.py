@@ -60,6 +60,11 @@ def dense_tail(flops, name):
     return flops[f"{name}.conv2"] if "denselayer" in name else 0
 
 
+def linear_tail(flops, name):
+    """The head is a linear layer."""
+    return flops[name] if name == "classifier.1" else 0
+
+
 STRATEGIES = ["none", "full", "every:2", "every:3", "segments:1", "segments:2", "segments:3", "segments:4"]
 MODELS = [
     ("vgg_small", no_tail),
@@ -67,6 +72,7 @@ MODELS = [
     ("vgg16_bn", no_tail),
     ("densenet_small", dense_tail),
     ("densenet121", dense_tail),
+    ("resnet50", linear_tail),
     ("vit", no_tail),
     ("gpt2", no_tail),
 ]

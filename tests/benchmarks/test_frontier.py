@@ -209,7 +209,7 @@ def test_ours_meets_a_point_with_no_more_memory_than_it(benchmark, share, ratio,
     assert judge(benchmark, rows)["duels"][0]["outcome"] == outcome
 
 
-def test_the_fastest_of_ours_counts_and_rounds_are_paired(benchmark):
+def test_the_fastest_of_ours_counts_by_its_median(benchmark):
     rows = [
         *(row("budget", 0.3, 1.3, 1.3, 1.3), row("budget:bitwise", 0.4, 1.1, 1.1, 9.0)),
         row("selective", 0.5, 1.2, 1.2, 9.9),

@@ -1,9 +1,14 @@
 """``--activation_checkpointing budget --memory_budget_gib F``: the run fits, was predicted, and has plain's curve."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 RECIPE = "image_classification"
 SHORT = ["--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 GEOMETRIES = {"accumulating": ["--micro_batch_size", "8"], "undivided": ["--micro_batch_size", "16"]}
@@ -51,6 +56,30 @@ def test_the_plan_file_reproduces_it_without_measuring(train, tmp_path, capsys):
     assert again["plan"] == planned["plan"] == "budget"
     assert again["memory"]["peak_allocated_gib"] == planned["memory"]["peak_allocated_gib"]
     assert curve(tmp_path / "again") == curve(tmp_path / "planned")
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "budget"), [("8", 0.0035), ("4", 0.003)], ids=["undivided", "accumulating"]
+)
+def test_two_ranks_agree_on_a_plan_that_fits_both(tmp_path, micro_batch_size, budget):
+    flags = ["--model", "densenet_small", *SHORT, "--micro_batch_size", micro_batch_size, "--report_to", "none"]
+    flags += ["--activation_checkpointing", "budget", "--memory_budget_gib", str(budget), "--verify"]
+    config, script = ROOT / "accelerate_configs" / "cpu_ddp.yaml", ROOT / "recipes" / f"{RECIPE}.py"
+    command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", config, script]
+    launched = subprocess.run(
+        [*command, *flags, "--output_dir", tmp_path / "run"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.count("predicted peak") == 1
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["equivalence"]["verdict"] == "identical"
+    assert results["memory"]["peak_allocated_gib"] <= budget
+    assert abs(results["memory"]["prediction_error_pct"]) <= 5
 
 
 MISTAKES = {
