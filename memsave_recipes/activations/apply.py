@@ -10,18 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from memsave_recipes.activations.blocks import (
-    Block,
-    Layer,
-    Layers,
-    Sequence,
-    Stack,
-    begins_in_place,
-    block_names,
-    find_bottlenecks,
-    find_stacks,
-    named_stack,
-)
+from memsave_recipes.activations.blocks import block_names, find_bottlenecks, find_stacks, named_stack
 from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
 from memsave_recipes.activations.spans import (
     LayerInSpan,
@@ -30,6 +19,7 @@ from memsave_recipes.activations.spans import (
     SpannedSequence,
     Watch,
 )
+from memsave_recipes.activations.stacks import Block, Layer, Layers, Sequence, Stack, begins_in_place
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.activations.blocks import Block, Sequence
 from memsave_recipes.activations.offload import offload
 from memsave_recipes.activations.recompute import recompute
 from memsave_recipes.activations.selective import select_ops
+from memsave_recipes.activations.stacks import Block, Sequence
 from memsave_recipes.plans import Action
 
 Watch = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]

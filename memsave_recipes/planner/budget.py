@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from memsave_recipes.activations import find_stacks
-from memsave_recipes.activations.blocks import Layers
 from memsave_recipes.activations.compiled import check_compiler
+from memsave_recipes.activations.stacks import Layers
 from memsave_recipes.costs import Measurement
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Plan, plan_for

@@ -1,12 +1,34 @@
 """A plan changes nothing: loss, gradients, buffers and RNG state are bitwise those of the plain model."""
 
 import copy
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    MobileNetV2Config,
+    MobileNetV2ForImageClassification,
+    RegNetConfig,
+    RegNetForImageClassification,
+)
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.plans import Plan
+
+
+@dataclass
+class Case:
+    """As in tests/conftest.py."""
+
+    model: nn.Module
+    batch: torch.Tensor
+    loss_of: Any
+
 
 LARGE_STRATEGIES = ["full", "every:2", "every:3", "segments:1", "segments:2", "segments:5", "segments:8"]
 SMALL_MODELS = ["vgg_small", "densenet_small", "vit", "gpt2"]
@@ -144,3 +166,72 @@ def test_blocks_of_a_model_that_loops_over_its_sequentials(make_case):
     assert stacks[0] == ["resnet.embedder"]
     assert [len(names) for names in stacks[1:]] == [3, 4, 6, 3, 2]
     assert stacks[1][0] == "resnet.encoder.stages.0.layers.0"
+
+
+class LoopedLayers(nn.Module):
+    """As people write transformers of their own: a list of layers in a dictionary of modules, and a loop over it."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear, self.dropout = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.3)
+
+        def forward(self, x):
+            return x + self.dropout(self.linear(self.norm(x)).tanh())
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleDict({"embed": nn.Linear(4, 8), "h": nn.ModuleList(self.Layer() for _ in range(3))})
+        self.heads = nn.ModuleList([nn.Linear(8, 1), nn.Linear(8, 1)])  # no layers: nothing inside to recompute
+
+    def forward(self, x):
+        x = self.body.embed(x)
+        for layer in self.body.h:
+            x = layer(x)
+        return sum(head(x).sum() for head in self.heads)
+
+
+def test_layers_of_ones_own_in_a_list():
+    torch.manual_seed(0)
+    case = Case(LoopedLayers(), torch.randn(5, 4), lambda model, batch: model(batch))
+    assert block_names(find_stacks(case.model)) == [["body.h.0"], ["body.h.1"], ["body.h.2"]]
+    expected = train_step(case, bf16=False)
+    for strategy in ("full", "every:2", "segments:3", "selective"):
+        case.model.zero_grad(set_to_none=True)
+        assert_bitwise_equal(planned_step(case, strategy, bf16=False), expected)
+    recomputed = FlopCounterMode(display=False)
+    with recomputed, apply_plan(case.model, plan_blocks(case.model, "full")):
+        case.loss_of(case.model, case.batch).backward()
+    assert recomputed.get_total_flops() > _flops(case)
+
+
+def _flops(case):
+    with FlopCounterMode(display=False) as counter:
+        case.loss_of(case.model, case.batch).backward()
+    return counter.get_total_flops()
+
+
+WITHOUT_CHECKPOINTING_OF_THEIR_OWN = {
+    "convnext": lambda: ConvNextForImageClassification(
+        ConvNextConfig(hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 3, 2], num_labels=10, drop_path_rate=0.2)
+    ),
+    "mobilenet_v2": lambda: MobileNetV2ForImageClassification(MobileNetV2Config(num_labels=10)),
+    "regnet": lambda: RegNetForImageClassification(
+        RegNetConfig(hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2], groups_width=8, num_labels=10)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CHECKPOINTING_OF_THEIR_OWN)
+def test_models_of_transformers_that_have_no_checkpointing_of_their_own(name):
+    torch.manual_seed(0)
+    model = WITHOUT_CHECKPOINTING_OF_THEIR_OWN[name]().train()
+    original = copy.deepcopy(model.state_dict())
+    case = Case(model, torch.randn(2, 3, 64, 64), lambda model, images: model(images).logits.logsumexp(1).sum())
+    expected = train_step(case, bf16=False)
+    for strategy in ("full", "every:2", "selective"):
+        model.load_state_dict(original)
+        model.zero_grad(set_to_none=True)
+        plan = plan_blocks(model, strategy)
+        assert len(plan.blocks) >= 10
+        assert_bitwise_equal(planned_step(case, strategy, bf16=False), expected)

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from torch import nn
 
 from memsave_recipes.activations import block_names, find_bottlenecks, find_stacks
-from memsave_recipes.activations.blocks import Block
+from memsave_recipes.activations.stacks import Block
 from memsave_recipes.plans import Plan
 
 
