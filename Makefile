@@ -38,7 +38,7 @@ lint: install  ## ruff: rules and format
 types: install  ## mypy on the package
 	$(BIN)/mypy
 
-test: install  ## the tests (ten minutes on 2 cores)
+test: install  ## the tests (a quarter of an hour on 2 cores)
 	$(BIN)/python -m pytest -m 'not slow'
 
 test-all: install  ## the slow ones too
