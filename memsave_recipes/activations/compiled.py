@@ -46,11 +46,12 @@ from torch._functorch import config as functorch_config
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
-from torch.fx import Graph, Node
+from torch.fx import Graph
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memsave_recipes.activations.recompute import recompute
+from memsave_recipes.activations.selective import draws
 from memsave_recipes.errors import InputError
 
 MOST_GRAPHS = 64
@@ -157,21 +158,9 @@ class _DrawOnce(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.nodes:
-            if _draws(node):
+            if draws(node.target, node.args, node.kwargs):
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     def uuid(self) -> bytes:
         """For torch's cache of kernels."""
-        return get_hash_for_files((__file__,))
-
-
-def _draws(node: Node) -> bool:
-    """Whether the operation takes random numbers. Attention says that it does, also where its ``dropout_p`` is 0."""
-    operation: Any = node.target
-    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
-        return False
-    for position, argument in enumerate(operation._schema.arguments):
-        if argument.name == "dropout_p":
-            dropout = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name, 0.0)
-            return bool(dropout != 0.0)
-    return True
+        return get_hash_for_files((__file__, draws.__code__.co_filename))

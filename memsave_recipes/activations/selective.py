@@ -127,7 +127,7 @@ _WATCHING: list[dict[int, int]] = []
 def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``select_ops`` keeps what this call of an operator gives. See NOTE [ random numbers ]."""
     name = op.name().partition(".")[0]
-    return name in KEPT_OPERATORS and not _is_mutable(op) and not _draws(op, args, kwargs)
+    return name in KEPT_OPERATORS and not _is_mutable(op) and not draws(op, args, kwargs)
 
 
 def _contexts(
@@ -211,8 +211,8 @@ def _is_mutable(op: Any) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operator takes random numbers. See NOTE [ random numbers ]."""
+def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an operator takes random numbers. See NOTE [ random numbers ]."""
     schema = getattr(op, "_schema", None)
     for position, argument in enumerate(schema.arguments if schema else ()):
         if argument.name == "dropout_p":

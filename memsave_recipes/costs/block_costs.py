@@ -53,11 +53,11 @@ class Measurement:
     def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
         """The chain of the model's blocks, with an option for each action that was measured.
 
-        Only parameters, buffers and the batch are its ``resident_bytes``.
+        Parameters, buffers and the batch are its ``resident_bytes``.
 
         Args:
             ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
-            offload: whether blocks may offload, for which the largest one is set aside.
+            offload: whether blocks may offload, for which twice the largest one is set aside, in ``resident_bytes``.
         """
         seen = {_action(plan): seen for plan, seen in self.seen if plan.compiled_memory_ratio in (None, ratio)}
         if not offload:
