@@ -35,7 +35,8 @@ from torch._inductor.utils import fresh_cache
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.run_folder import device_name, write_json
+from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.training.environment import device_name
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 PACKAGES = ("torch", "transformers", "ckptplan")

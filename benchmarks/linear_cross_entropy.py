@@ -43,7 +43,8 @@ from tqdm import tqdm
 from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
 from memsave_recipes.measure.device_memory import read_device_memory, reset_peaks
 from memsave_recipes.measure.host_memory import instrumented_peak_bytes, storage_bytes
-from memsave_recipes.reporting.run_folder import device_name, write_json
+from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.training.environment import device_name
 from memsave_recipes.units import to_mib
 
 SHAPES_ON_CPU = [(1024, 512, 32_768), (512, 512, 131_072)]

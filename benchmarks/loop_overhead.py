@@ -47,9 +47,10 @@ from transformers import (
 )
 
 from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import describe_environment, write_json
+from memsave_recipes.reporting.run_folder import write_json
 from memsave_recipes.reporting.trackers import resolve_trackers, start_trackers
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
+from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
@@ -192,9 +193,9 @@ def our_loop(work: Work, end_step: EndStep) -> None:
         for batch in report.clock.loading(batches):
             learning_rate = scheduler.get_last_lr()[0]
             grad_norm = report.run(batch.step, partial(train_step, batch))
-            report.count(batch)
+            report.count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
-                report.log_window(batch.step + 1, learning_rate=learning_rate, grad_norm=grad_norm)
+                report.log_window(batch.step + 1, learning_rate=learning_rate)
             end_step()
 
 

@@ -33,9 +33,10 @@ from torch.utils.data import Dataset
 from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import describe_environment, write_json
+from memsave_recipes.reporting.run_folder import write_json
 from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers, start_trackers
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
+from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
@@ -142,9 +143,9 @@ class Loop:
         count, log_window = self.calls.timed(report.count), self.calls.timed(report.log_window)
         for batch in report.clock.loading(report.batches):
             grad_norm = report.run(batch.step, partial(train_step, memory.model, memory.optimizer, batch))
-            count(batch)
+            count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
-                log_window(batch.step + 1, learning_rate=LEARNING_RATE, grad_norm=grad_norm)
+                log_window(batch.step + 1, learning_rate=LEARNING_RATE)
             if batch.step + 1 == NUM_STEPS:
                 finish_trackers(accelerator, {})
             yield

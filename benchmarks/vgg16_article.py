@@ -58,7 +58,8 @@ from memsave_recipes.measure.saved_tensors import SavedTensors
 from memsave_recipes.models import MODELS
 from memsave_recipes.plans import Plan
 from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.run_folder import device_name, write_json
+from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.training.environment import device_name
 from memsave_recipes.units import to_mib
 
 ON_ACCELERATOR = {"image_size": 224, "batch_size": 64, "rounds": 5, "warmup_steps": 3, "steps": 10}

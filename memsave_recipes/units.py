@@ -1,5 +1,7 @@
 """Bytes and their text: the only conversion. Bytes are ``int``; only what people read is in GiB (1024^3) or MiB."""
 
+from math import ceil
+
 MIB = 1024**2
 GIB = 1024**3
 
@@ -12,6 +14,11 @@ def to_gib(num_bytes: int) -> float:
 def to_mib(num_bytes: int) -> float:
     """Bytes in MiB."""
     return num_bytes / MIB
+
+
+def gib_that_suffice(num_bytes: int) -> str:
+    """Bytes in GiB and never rounded down, so that the figure works as a budget when it is typed in."""
+    return f"{ceil(to_gib(num_bytes) * 10_000) / 10_000:.4f}"
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -38,13 +38,14 @@ from memsave_recipes.data.vision import load_images
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.report import begin_run
-from memsave_recipes.reporting.run_folder import check_run_folder, device_name, save_model, write_json
+from memsave_recipes.reporting.run_folder import begin_run, check_run_folder, save_model, write_json
 from memsave_recipes.reporting.trackers import finish_trackers, log_metrics, resolve_trackers
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, require
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.training.environment import device_name
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
+from memsave_recipes.training.parsing import parse_arguments
 from memsave_recipes.training.sample_order import Geometry, SampleOrder, seed_for
 
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}

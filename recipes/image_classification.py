@@ -15,8 +15,9 @@ Expect: the loss curve and the accuracy of the plain run, digit for digit, in le
 all recipes are in `memsave_recipes/training/arguments.py`, those of this one below; `--help` lists them.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from typing import Any, Literal
@@ -33,8 +34,9 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.checkpoints import Training
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
-from memsave_recipes.data.vision import ImageDataset, load_images
+from memsave_recipes.data.vision import ImageDataset, count_classes, load_images
 from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.compare import compare
 from memsave_recipes.evidence.runs import read_run
@@ -43,12 +45,13 @@ from memsave_recipes.metrics import ACCURACY
 from memsave_recipes.models import MODELS, load_weights
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 from memsave_recipes.planner.run_plan import plan_run
+from memsave_recipes.planner.sketch import Sketch
 from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.report import RunReport, begin_run
-from memsave_recipes.reporting.run_folder import check_run_folder, save_model, write_json
-from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run, save_model, write_json
+from memsave_recipes.reporting.trackers import finish_trackers
 from memsave_recipes.reporting.verification import verify_plan
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
 from memsave_recipes.training.batching import (
     Batch,
     GlobalBatch,
@@ -57,10 +60,13 @@ from memsave_recipes.training.batching import (
     gather_counted,
 )
 from memsave_recipes.training.batchnorm import batchnorm_notice, synchronize_batchnorm
+from memsave_recipes.training.finite import FiniteGate
 from memsave_recipes.training.in_backward import check_in_backward
-from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.parsing import flag_values, parse_arguments
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
+
+USUAL_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
 
 @dataclass(kw_only=True)
@@ -104,14 +110,29 @@ class ModelArguments(TransformerArguments):
         return self.model or super().name
 
 
+FLAGS = (DataArguments, ModelArguments, RunArguments, OptimizerArguments, SafetyArguments)
+
+
 def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train as the flags say; returns what ``results.json`` holds."""
-    flags = parse_arguments(DataArguments, ModelArguments, RunArguments, OptimizerArguments, args=args)
-    data, network, run, optim = flags
-    folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
-    geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
-    check_in_backward(optim, geometry, accelerator.mixed_precision)
+    flags = parse_arguments(*FLAGS, args=args)
+    data, network, run, optim, safety = flags
+    with open_run(run, safety, flag_values(flags)) as opened:
+        return train(opened, data, network, opened.planned(run), optim, safety)
+
+
+def train(
+    opened: OpenRun,
+    data: DataArguments,
+    network: ModelArguments,
+    run: RunArguments,
+    optim: OptimizerArguments,
+    safety: SafetyArguments,
+) -> dict[str, Any]:
+    """The run itself, in a folder that is its own."""
+    accelerator, folder = opened.accelerator, opened.folder
+    geometry = run.geometry(accelerator.num_processes)
+    check_in_backward(optim, geometry, accelerator.mixed_precision, skip_nonfinite=safety.skip_nonfinite)
     set_seed(run.seed)
 
     # Data
@@ -145,14 +166,17 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     scheduler = make_scheduler(optim, optimizer, num_steps)
     trained, optimizer = accelerator.prepare(model, optimizer)
 
-    def loss_of(micro_batch: Batch) -> Tensor:
-        logits = logits_of(trained(pixels(micro_batch["images"], micro_batch.get("affine"))))
-        return F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
+    loss_of = partial(summed_loss, trained, pixels=pixels)
 
-    # Memory plan
+    # Memory plan, and the micro-batch where that is left to the planner
     planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of)
+    geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
+
+    # Checkpoints: where the run goes on, and when it saves
+    checkpoints = opened.checkpoints(Training(accelerator, trained, optimizer, scheduler), batches)
+    resumed = checkpoints.resume_into(batches) if safety.resume else None
 
     # From here on files are written
     settings = begin_run(
@@ -160,9 +184,10 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         folder,
         project="memsave-image-classification",
         work=f"{network.name}-gbs{run.global_batch_size}-{data.image_size}px",
-        flags={name: value for part in flags for name, value in asdict(part).items()},
+        flags=opened.flags,
         planned=planned,
         geometry=geometry,
+        resumed=resumed,
     )
     accelerator.print(geometry.describe(), planned.plan.describe(), sep="\n")
     for notice in (images.notice, order.notice, batchnorm_notice(model, geometry)):
@@ -170,28 +195,41 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
             accelerator.print(notice)
 
     # The loop
+    gate = FiniteGate(accelerator, trained, optimizer, skips=safety.skip_nonfinite)
+
     def train_step(batch: GlobalBatch) -> Tensor | None:
         for micro_batch in batch.forwards(trained):
             batch.backward(loss_of(micro_batch))
         grad_norm = clip_gradients(optim, accelerator, trained)
-        optimizer.step()
+        if gate.opens(batch, grad_norm):
+            optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         return grad_norm
 
+    def evaluate_after(step: int) -> None:
+        with report.clock.left_out():
+            evaluated = evaluate_model(trained, accelerator, images.validation, geometry, pixels, loading)
+            if report.log_evaluation(step, evaluated) and safety.save_best:
+                checkpoints.save_best(step, partial(save_model, accelerator, model))
+
     report = RunReport(accelerator, batches, trained, optimizer, settings)
+    if resumed:
+        report.load_state_dict(resumed.state)
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
         grad_norm = report.run(batch.step, partial(train_step, batch))
-        report.count(batch)
+        report.count(batch, grad_norm)
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
-            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate, grad_norm=grad_norm))
+            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
         if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
-            with report.clock.left_out():
-                evaluated = evaluate_model(trained, accelerator, images.validation, geometry, pixels, loading)
-                report.log_evaluation(step, evaluated)
+            evaluate_after(step)
+        with report.clock.left_out():
+            checkpoints.after_step(step, report.state_dict)
+    if report.evaluated_at != num_steps:
+        evaluate_after(num_steps)
 
     # Finish
     plan_handle.remove()
@@ -201,7 +239,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         "model": network.name,
         "num_parameters": num_parameters,
         "plan": planned.plan.strategy,
-        "eval": evaluated,
+        "eval": report.evaluated,
         **equivalence,
         **report.results(),
     }
@@ -212,15 +250,44 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     return results
 
 
-def build_model(network: ModelArguments, label_names: tuple[str, ...], run: RunArguments, image_size: int) -> nn.Module:
+def sketch(args: list[str]) -> Sketch:
+    """What ``memsave plan`` needs to know of a run, before there are images or weights."""
+    data, network, run, optim, _ = parse_arguments(*FLAGS, args=args)
+    known = count_classes(data.dataset, data.data_dir)
+    names = tuple(map(str, range(known or USUAL_CLASSES)))
+
+    def micro_batch(size: int) -> Batch:
+        images = torch.empty(size, 3, data.image_size, data.image_size, dtype=torch.uint8, device="meta")
+        batch = {"images": images, "labels": torch.empty(size, dtype=torch.int64, device="meta")}
+        return batch if data.augmentation == "none" else batch | {"affine": torch.empty(size, 2, 3, device="meta")}
+
+    return Sketch(
+        run=run,
+        optim=optim,
+        build_model=partial(build_model, network, names, run, data.image_size, with_weights=False),
+        loss_of=partial(summed_loss, pixels=partial(to_pixel_values, **normalization(network), dtype=run.torch_dtype)),
+        micro_batch=micro_batch,
+        assumed=() if known else (f"{USUAL_CLASSES:,} classes",),
+    )
+
+
+def build_model(
+    network: ModelArguments,
+    label_names: tuple[str, ...],
+    run: RunArguments,
+    image_size: int,
+    with_weights: bool = True,
+) -> nn.Module:
     """The network that the flags name, with one output a label."""
     if network.model is None:
         labels = {"id2label": dict(enumerate(label_names)), "label2id": {name: i for i, name in enumerate(label_names)}}
         if network.model_type is not None:
             labels["image_size"] = image_size
-        return build_transformer(AutoModelForImageClassification, network, dtype=run.torch_dtype, **labels)
+        return build_transformer(
+            AutoModelForImageClassification, network, dtype=run.torch_dtype, with_weights=with_weights, **labels
+        )
     model = MODELS[network.model](num_classes=len(label_names))
-    if network.weights is not None:
+    if network.weights is not None and with_weights:
         load_weights(model, network.weights)
     return model.to(run.torch_dtype)
 
@@ -233,6 +300,12 @@ def normalization(network: ModelArguments) -> dict[str, Any]:
             expected, _ = ImageProcessingMixin.get_image_processor_dict(network.model_name_or_path)
     mean, std = expected.get("image_mean"), expected.get("image_std")
     return {"mean": mean or IMAGENET_DEFAULT_MEAN, "std": std or IMAGENET_DEFAULT_STD}
+
+
+def summed_loss(trained: nn.Module, micro_batch: Batch, *, pixels: Callable[..., Tensor]) -> Tensor:
+    """The cross-entropy of a micro-batch, summed over its images."""
+    logits = logits_of(trained(pixels(micro_batch["images"], micro_batch.get("affine"))))
+    return F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
 
 
 def logits_of(output: Any) -> Tensor:
@@ -262,4 +335,4 @@ def evaluate_model(
 
 
 if __name__ == "__main__":
-    run_recipe(main)
+    run_recipe(main, sketch)

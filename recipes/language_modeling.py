@@ -18,7 +18,7 @@ logits, often the largest tensor of all, are never made (--loss). `--help` lists
 """
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from typing import Any
@@ -31,6 +31,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.checkpoints import Training
 from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
 from memsave_recipes.data.text import TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
@@ -38,20 +39,23 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.compare import compare
 from memsave_recipes.evidence.runs import read_run
 from memsave_recipes.evidence.table import show
+from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 from memsave_recipes.planner.run_plan import plan_run
+from memsave_recipes.planner.sketch import Sketch
 from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.report import RunReport, begin_run
-from memsave_recipes.reporting.run_folder import check_run_folder, save_model, write_json
-from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run, save_model, write_json
+from memsave_recipes.reporting.trackers import finish_trackers
 from memsave_recipes.reporting.verification import verify_plan
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches
+from memsave_recipes.training.finite import FiniteGate
 from memsave_recipes.training.in_backward import check_in_backward
-from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.parsing import flag_values, parse_arguments
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
 BYTES_A_TOKEN = 5  # of text in a stream; English in a vocabulary of 50k has 4 to 5
@@ -95,14 +99,30 @@ class ModelArguments(TransformerArguments):
         return "flash" in (self.attn_implementation or "")
 
 
+FLAGS = (DataArguments, ModelArguments, LoraArguments, RunArguments, OptimizerArguments, SafetyArguments)
+
+
 def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train as the flags say; returns what ``results.json`` holds."""
-    flags = parse_arguments(DataArguments, ModelArguments, LoraArguments, RunArguments, OptimizerArguments, args=args)
-    data, network, lora, run, optim = flags
-    folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
-    geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
-    check_in_backward(optim, geometry, accelerator.mixed_precision)
+    flags = parse_arguments(*FLAGS, args=args)
+    data, network, lora, run, optim, safety = flags
+    with open_run(run, safety, flag_values(flags)) as opened:
+        return train(opened, data, network, lora, opened.planned(run), optim, safety)
+
+
+def train(
+    opened: OpenRun,
+    data: DataArguments,
+    network: ModelArguments,
+    lora: LoraArguments,
+    run: RunArguments,
+    optim: OptimizerArguments,
+    safety: SafetyArguments,
+) -> dict[str, Any]:
+    """The run itself, in a folder that is its own."""
+    accelerator, folder = opened.accelerator, opened.folder
+    geometry = run.geometry(accelerator.num_processes)
+    check_in_backward(optim, geometry, accelerator.mixed_precision, skip_nonfinite=safety.skip_nonfinite)
     set_seed(run.seed)
 
     # Data
@@ -153,14 +173,17 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     optimizer = make_optimizer(optim, model)
     scheduler = make_scheduler(optim, optimizer, num_steps)
     loss_model, optimizer = accelerator.prepare(CausalLMLoss(model, network.loss), optimizer)
+    loss_of = partial(summed_loss, loss_model)
 
-    def loss_of(micro_batch: Batch) -> Tensor:
-        return loss_model(**micro_batch)
-
-    # Memory plan
-    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of)
+    # Memory plan, and the micro-batch where that is left to the planner
+    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of, takes_adapters=not lora.lora)
+    geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, loss_model, plan_handle, batches, loss_of)
+
+    # Checkpoints: where the run goes on, and when it saves
+    checkpoints = opened.checkpoints(Training(accelerator, loss_model, optimizer, scheduler), batches)
+    resumed = checkpoints.resume_into(batches) if safety.resume else None
 
     # From here on files are written
     settings = begin_run(
@@ -168,9 +191,10 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         folder,
         project="memsave-language-modeling",
         work=f"{network.name}-gbs{run.global_batch_size}-{data.block_size}tok",
-        flags={name: value for part in flags for name, value in asdict(part).items()},
+        flags=opened.flags,
         planned=planned,
         geometry=geometry,
+        resumed=resumed,
     )
     accelerator.print(geometry.describe(), planned.plan.describe(), sep="\n")
     for notice in (text.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
@@ -178,28 +202,41 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
             accelerator.print(notice)
 
     # The loop
+    gate = FiniteGate(accelerator, loss_model, optimizer, skips=safety.skip_nonfinite)
+
     def train_step(batch: GlobalBatch) -> Tensor | None:
         for micro_batch in batch.forwards(loss_model):
             batch.backward(loss_of(micro_batch))
         grad_norm = clip_gradients(optim, accelerator, loss_model)
-        optimizer.step()
+        if gate.opens(batch, grad_norm):
+            optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         return grad_norm
 
+    def evaluate_after(step: int) -> None:
+        with report.clock.left_out():
+            evaluated = evaluate_model(loss_model, accelerator, validation, geometry, num_samples, loading)
+            if report.log_evaluation(step, evaluated) and safety.save_best:
+                checkpoints.save_best(step, partial(save_model, accelerator, saved_model))
+
     report = RunReport(accelerator, batches, loss_model, optimizer, settings)
+    if resumed:
+        report.load_state_dict(resumed.state)
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
         grad_norm = report.run(batch.step, partial(train_step, batch))
-        report.count(batch)
+        report.count(batch, grad_norm)
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
-            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate, grad_norm=grad_norm))
+            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
         if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
-            with report.clock.left_out():
-                evaluated = evaluate_model(loss_model, accelerator, validation, geometry, num_samples, loading)
-                report.log_evaluation(step, evaluated)
+            evaluate_after(step)
+        with report.clock.left_out():
+            checkpoints.after_step(step, report.state_dict)
+    if report.evaluated_at != num_steps:
+        evaluate_after(num_steps)
 
     # Finish
     plan_handle.remove()
@@ -212,7 +249,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         "num_parameters": num_parameters,
         "num_trained_parameters": num_trained,
         "plan": planned.plan.strategy,
-        "eval": evaluated,
+        "eval": report.evaluated,
         **equivalence,
         **report.results(),
     }
@@ -222,6 +259,47 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         show(compare([read_run(folder)]))
     finish_trackers(accelerator, results)
     return results
+
+
+def sketch(args: list[str]) -> Sketch:
+    """What ``memsave plan`` needs to know of a run, before there are text or weights."""
+    data, network, lora, run, optim, _ = parse_arguments(*FLAGS, args=args)
+    if lora.load_in_4bit:
+        raise InputError("--load_in_4bit packs weights on a CUDA device, which no plan on paper can: leave it out")
+
+    def build() -> PreTrainedModel:
+        model = build_transformer(
+            AutoModelForCausalLM,
+            network,
+            dtype=run.torch_dtype,
+            with_weights=False,
+            vocab_size=data.vocab_size,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+        add_lora(model, lora, task_type="CAUSAL_LM")
+        return model
+
+    def micro_batch(size: int) -> Batch:
+        shape = (1, size * data.block_size) if network.one_row and data.packing else (size, data.block_size)
+        names = ("input_ids", "labels", "position_ids" if data.packing else "attention_mask")
+        return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
+
+    return Sketch(
+        run=run,
+        optim=optim,
+        build_model=build,
+        trained=lambda model, loss, device: CausalLMLoss(model, loss, default_chunk_bytes(device)),
+        loss_of=summed_loss,
+        micro_batch=micro_batch,
+        takes_adapters=not lora.lora,
+        losses=("full", "chunked") if network.loss == "auto" else (network.loss,),
+    )
+
+
+def summed_loss(loss_model: nn.Module, micro_batch: Batch) -> Tensor:
+    """The loss of a micro-batch, summed over the tokens that count."""
+    return loss_model(**micro_batch)
 
 
 def load_text(data: DataArguments, run: RunArguments) -> TextSplits:
@@ -291,4 +369,4 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
 
 
 if __name__ == "__main__":
-    run_recipe(main)
+    run_recipe(main, sketch)

@@ -20,7 +20,7 @@ every plan, and with --dropout 0 for every geometry and number of ranks: a text 
 micro-batch and no further, and padding counts nowhere. `--help` lists the flags.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
 from typing import Any
@@ -32,9 +32,10 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.checkpoints import Training
 from memsave_recipes.data.labelled_text import load_labelled_text
 from memsave_recipes.data.tokenized_text import (
     TokenizedText,
@@ -44,6 +45,7 @@ from memsave_recipes.data.tokenized_text import (
     tokenize,
 )
 from memsave_recipes.data.tokenizers import check_vocabulary
+from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.compare import compare
 from memsave_recipes.evidence.runs import read_run
 from memsave_recipes.evidence.table import show
@@ -51,17 +53,21 @@ from memsave_recipes.metrics import ACCURACY, F1
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 from memsave_recipes.planner.run_plan import plan_run
+from memsave_recipes.planner.sketch import Sketch
 from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.report import RunReport, begin_run
-from memsave_recipes.reporting.run_folder import check_run_folder, save_model, write_json
-from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run, save_model, write_json
+from memsave_recipes.reporting.trackers import finish_trackers
 from memsave_recipes.reporting.verification import verify_plan
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments, require
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
+from memsave_recipes.training.finite import FiniteGate
 from memsave_recipes.training.in_backward import check_in_backward
-from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.parsing import flag_values, parse_arguments
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
+
+USUAL_CLASSES = 2  # where a plan is made before the texts are there
 
 
 @dataclass(kw_only=True)
@@ -92,16 +98,30 @@ class FineTuningArguments(OptimizerArguments):
     learning_rate: float = field(default=5e-5, metadata={"help": "take about 1e-3 from scratch, 3e-4 with --lora"})
 
 
+FLAGS = (DataArguments, TransformerArguments, LoraArguments, RunArguments, FineTuningArguments, SafetyArguments)
+
+
 def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train as the flags say; returns what ``results.json`` holds."""
-    flags = parse_arguments(
-        DataArguments, TransformerArguments, LoraArguments, RunArguments, FineTuningArguments, args=args
-    )
-    data, network, lora, run, optim = flags
-    folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
-    geometry = Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
-    check_in_backward(optim, geometry, accelerator.mixed_precision)
+    flags = parse_arguments(*FLAGS, args=args)
+    data, network, lora, run, optim, safety = flags
+    with open_run(run, safety, flag_values(flags)) as opened:
+        return train(opened, data, network, lora, opened.planned(run), optim, safety)
+
+
+def train(
+    opened: OpenRun,
+    data: DataArguments,
+    network: TransformerArguments,
+    lora: LoraArguments,
+    run: RunArguments,
+    optim: FineTuningArguments,
+    safety: SafetyArguments,
+) -> dict[str, Any]:
+    """The run itself, in a folder that is its own."""
+    accelerator, folder = opened.accelerator, opened.folder
+    geometry = run.geometry(accelerator.num_processes)
+    check_in_backward(optim, geometry, accelerator.mixed_precision, skip_nonfinite=safety.skip_nonfinite)
     set_seed(run.seed)
 
     # Data
@@ -132,7 +152,14 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     )
 
     # Model
-    model = build_model(network, tokenizer, texts.label_names, run.torch_dtype, in_4bit=lora.load_in_4bit)
+    model = build_model(
+        network,
+        texts.label_names,
+        dtype=run.torch_dtype,
+        in_4bit=lora.load_in_4bit,
+        vocab_size=len(tokenizer),
+        **{f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "cls", "sep")},
+    )
     check_vocabulary(tokenizer, model.config.vocab_size)
     check_inputs(model, tokens.train)
     check_length(data.max_length, model, tokenizer)
@@ -144,15 +171,17 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     optimizer = make_optimizer(optim, model)
     scheduler = make_scheduler(optim, optimizer, num_steps)
     trained, optimizer = accelerator.prepare(model, optimizer)
+    loss_of = partial(summed_loss, trained)
 
-    def loss_of(micro_batch: Batch) -> Tensor:
-        logits, labels = logits_and_labels(trained, micro_batch)
-        return F.cross_entropy(logits, labels, reduction="sum")
-
-    # Memory plan
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of)
+    # Memory plan, and the micro-batch where that is left to the planner
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, takes_adapters=not lora.lora)
+    geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
+
+    # Checkpoints: where the run goes on, and when it saves
+    checkpoints = opened.checkpoints(Training(accelerator, trained, optimizer, scheduler), batches)
+    resumed = checkpoints.resume_into(batches) if safety.resume else None
 
     # From here on files are written
     settings = begin_run(
@@ -160,9 +189,10 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         folder,
         project="memsave-text-classification",
         work=f"{network.name}-gbs{run.global_batch_size}-{data.max_length}tok",
-        flags={name: value for part in flags for name, value in asdict(part).items()},
+        flags=opened.flags,
         planned=planned,
         geometry=geometry,
+        resumed=resumed,
     )
     accelerator.print(geometry.describe(), planned.plan.describe(), texts.notice, sep="\n")
     for notice in (tokens.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
@@ -170,28 +200,41 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
             accelerator.print(notice)
 
     # The loop
+    gate = FiniteGate(accelerator, trained, optimizer, skips=safety.skip_nonfinite)
+
     def train_step(batch: GlobalBatch) -> Tensor | None:
         for micro_batch in batch.forwards(trained):
             batch.backward(loss_of(micro_batch))
         grad_norm = clip_gradients(optim, accelerator, trained)
-        optimizer.step()
+        if gate.opens(batch, grad_norm):
+            optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         return grad_norm
 
+    def evaluate_after(step: int) -> None:
+        with report.clock.left_out():
+            evaluated = evaluate_model(trained, accelerator, tokens.validation, geometry, loading)
+            if report.log_evaluation(step, evaluated) and safety.save_best:
+                checkpoints.save_best(step, partial(save_model, accelerator, saved_model))
+
     report = RunReport(accelerator, batches, trained, optimizer, settings)
+    if resumed:
+        report.load_state_dict(resumed.state)
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
         grad_norm = report.run(batch.step, partial(train_step, batch))
-        report.count(batch)
+        report.count(batch, grad_norm)
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
-            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate, grad_norm=grad_norm))
+            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
         if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
-            with report.clock.left_out():
-                evaluated = evaluate_model(trained, accelerator, tokens.validation, geometry, loading)
-                report.log_evaluation(step, evaluated)
+            evaluate_after(step)
+        with report.clock.left_out():
+            checkpoints.after_step(step, report.state_dict)
+    if report.evaluated_at != num_steps:
+        evaluate_after(num_steps)
 
     # Finish
     plan_handle.remove()
@@ -204,7 +247,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
         "num_parameters": num_parameters,
         "num_trained_parameters": num_trained,
         "plan": planned.plan.strategy,
-        "eval": {**evaluated, "majority_share": texts.majority_share},
+        "eval": {**report.evaluated, "majority_share": texts.majority_share},
         **equivalence,
         **report.results(),
     }
@@ -215,28 +258,56 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     return results
 
 
+def sketch(args: list[str]) -> Sketch:
+    """What ``memsave plan`` needs to know of a run, before there are texts or weights."""
+    data, network, lora, run, optim, _ = parse_arguments(*FLAGS, args=args)
+    if lora.load_in_4bit:
+        raise InputError("--load_in_4bit packs weights on a CUDA device, which no plan on paper can: leave it out")
+    names = tuple(map(str, range(USUAL_CLASSES)))
+
+    def build() -> PreTrainedModel:
+        without_weights = {"with_weights": False, "vocab_size": data.vocab_size, "pad_token_id": 0}
+        model = build_model(network, names, dtype=run.torch_dtype, **without_weights)
+        add_lora(model, lora, task_type="SEQ_CLS")
+        return model
+
+    def micro_batch(size: int) -> Batch:
+        shapes = {"input_ids": (size, data.max_length), "attention_mask": (size, data.max_length), "labels": (size,)}
+        return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
+
+    return Sketch(
+        run=run,
+        optim=optim,
+        build_model=build,
+        loss_of=summed_loss,
+        micro_batch=micro_batch,
+        takes_adapters=not lora.lora,
+        assumed=(f"{USUAL_CLASSES} classes", f"texts of {data.max_length} tokens"),
+    )
+
+
 def build_model(
-    network: TransformerArguments,
-    tokenizer: PreTrainedTokenizerBase,
-    label_names: tuple[str, ...],
-    dtype: torch.dtype,
-    in_4bit: bool,
+    network: TransformerArguments, label_names: tuple[str, ...], *, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """The model that the flags name, with one output a label."""
+    """The model that the flags name, with one output a label; ``options`` are those of ``build_transformer``."""
     model = build_transformer(
         AutoModelForSequenceClassification,
         network,
         dtype=dtype,
-        in_4bit=in_4bit,
         id2label=dict(enumerate(label_names)),
         label2id={name: index for index, name in enumerate(label_names)},
         use_cache=False,  # decoders would fill it again when they recompute
-        vocab_size=len(tokenizer),
-        **{f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "cls", "sep")},
+        **options,
     )
     if model.config.pad_token_id is None:  # decoders look for a text's last token by it
-        model.config.pad_token_id = tokenizer.pad_token_id
+        model.config.pad_token_id = options["pad_token_id"]
     return model
+
+
+def summed_loss(trained: nn.Module, micro_batch: Batch) -> Tensor:
+    """The cross-entropy of a micro-batch, summed over its texts."""
+    logits, labels = logits_and_labels(trained, micro_batch)
+    return F.cross_entropy(logits, labels, reduction="sum")
 
 
 def logits_and_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -269,4 +340,4 @@ def evaluate_model(
 
 
 if __name__ == "__main__":
-    run_recipe(main)
+    run_recipe(main, sketch)

@@ -9,7 +9,8 @@ from memory_time.works import Work
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.costs import Measurement, Workload, measure
 from memsave_recipes.models.causal_lm import LossKind
-from memsave_recipes.planner.budget import RESERVE, Beside, forecast, keep_all, uniform_plans
+from memsave_recipes.planner.beside import Beside
+from memsave_recipes.planner.budget import RESERVE, forecast, keep_all, plans_to_measure
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.budget import smallest_feasible
 from memsave_recipes.plans.chain import Chain
@@ -53,7 +54,8 @@ def _measure(work: Work, loss: LossKind, *, bitwise: bool) -> Measurement:
         device=work.device,
         stacks=block_names(find_stacks(model)),
     )
-    return measure(workload, uniform_plans(model, workload.stacks, bitwise=bitwise))
+    strategy = "budget:bitwise" if bitwise else "budget"
+    return measure(workload, plans_to_measure(strategy, workload, device_type=workload.device.type))
 
 
 def _plans(measurement: Measurement, num_budgets: int, peaks: Sequence[int]) -> dict[Plan, int]:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -234,7 +235,7 @@ class Mover:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether its storage, with size, stride and offset, is all there is to it."""
-    is_own_kind = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    is_own_kind = type(tensor) in (Tensor, nn.Parameter, FakeTensor) and tensor.layout is torch.strided
     return is_own_kind and not (tensor.is_conj() or tensor.is_neg())
 
 

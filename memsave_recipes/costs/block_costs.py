@@ -42,6 +42,16 @@ class Workload:
     device: torch.device
     stacks: Sequence[Sequence[str]]
 
+    @property
+    def weights_bytes(self) -> int:
+        """Of the model's parameters and buffers."""
+        return _bytes_of([*self.model.parameters(), *self.model.buffers()])
+
+    @property
+    def resident_bytes(self) -> int:
+        """With the batch: what is there all the time."""
+        return _bytes_of([*self.model.parameters(), *self.model.buffers(), *self.batch])
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -62,15 +72,18 @@ class Measurement:
         seen = {_action(plan): seen for plan, seen in self.seen if plan.compiled_memory_ratio in (None, ratio)}
         if not offload:
             seen.pop(Action.OFFLOAD, None)
-        tensors = [*self.workload.model.parameters(), *self.workload.model.buffers(), *self.workload.batch]
-        storages = [tensor.untyped_storage() for tensor in tensors]
         return chain_of(
             seen,
             stack_of={name: number for number, names in enumerate(self.workload.stacks) for name in names},
-            resident_bytes=sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values()),
+            resident_bytes=self.workload.resident_bytes,
             on_cpu=self.workload.device.type == "cpu",
             compiled_memory_ratio=ratio,
         )
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
 
 
 def num_runs(plans: Sequence[Plan]) -> int:
@@ -131,11 +144,13 @@ class _Run:
 
     def see(self) -> Seen:
         """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile what compiles."""
-        self.time()
+        if self.instruments.repetitions:
+            self.time()
         with self._parts(counting=True) as parts:
             memory = self.instruments.read_memory(partial(self._step, parts))
         self.on_run()
-        return Seen(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[])
+        seconds = [reading.seconds for reading in memory[1:] if reading.seconds is not None]
+        return Seen(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[seconds] if seconds else [])
 
     def time(self) -> list[float]:
         """The seconds between its boundaries."""

@@ -123,6 +123,7 @@ def _without_rises(part: Part, saved_bytes: int, name: str, stack: int | None) -
         output_bytes=sum(part.outputs[storage] for storage in new),
         passes_input=bool(part.outputs.keys() & part.inputs.keys()),
         gradient_bytes=part.gradient_bytes,
+        tied_gradient_bytes=part.tied_gradient_bytes,
         options=(option,),
     )
 

@@ -20,11 +20,13 @@ from memsave_recipes.measure.allocations import Allocation, Event, Labels, Use, 
 class Reading:
     """Bytes at a boundary, above those at the first one.
 
-    ``peak_bytes`` is the most between the boundary before and this one.
+    ``peak_bytes`` is the most between the boundary before and this one, ``seconds`` the time since that one, where the
+    run that gives the bytes gives the time as well.
     """
 
     live_bytes: int
     peak_bytes: int
+    seconds: float | None = None
 
 
 class Meter(Protocol):
@@ -39,7 +41,8 @@ class Instruments(Protocol):
 
     @property
     def repetitions(self) -> int:
-        """How often a clock has to be read for its readings to mean something."""
+        """How often a clock has to be read for its readings to mean something; 0 where the readings of memory have
+        the seconds, and nothing has to warm up."""
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """A reading for each boundary; bytes are counted from where the step begins."""

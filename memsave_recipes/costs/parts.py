@@ -43,6 +43,7 @@ class Part:
     saved: Storages = field(default_factory=dict)
     backward: int | None = None
     gradient_bytes: int = 0  # of the parameters that get theirs in its backward
+    tied_gradient_bytes: int = 0  # those of them that wait for an earlier use of the parameter
 
 
 class Ends(NamedTuple):
@@ -126,7 +127,9 @@ class PartsOfStep:
             # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
             part = self.parts[-1] if parameter in tied else self._in_backward
             if part is not None and parameter.grad is not None:
-                part.gradient_bytes += parameter.grad.untyped_storage().nbytes()
+                num_bytes = parameter.grad.untyped_storage().nbytes()
+                part.gradient_bytes += num_bytes
+                part.tied_gradient_bytes += num_bytes if parameter in tied else 0
 
         tied = _tied_parameters(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]

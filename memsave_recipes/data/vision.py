@@ -127,6 +127,18 @@ def load_images(
     )
 
 
+def count_classes(dataset: str | None, data_dir: str | None) -> int | None:
+    """The classes of a source, without reading an image; ``None`` where only reading would tell.
+
+    Raises:
+        InputError: ``data_dir`` is no folder, or has no training split.
+    """
+    if data_dir:
+        folders = dict(_choose_splits([path.name for path in _folders(_root(data_dir))], f"--data_dir {data_dir}"))
+        return len(_folders(Path(data_dir, folders["train"])))
+    return 10 if dataset == "digits" else None
+
+
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     were_shown = not datasets.are_progress_bars_disabled()
@@ -142,7 +154,7 @@ def _read(dataset: str | None, data_dir: str | None) -> dict[str, datasets.Datas
     if dataset and not data_dir:
         return _read_digits() if dataset == "digits" else _read_hub(dataset)
     if data_dir and not dataset:
-        return _read_folder(Path(data_dir))
+        return _read_folder(_root(data_dir))
     raise InputError("give the images by exactly one of --dataset digits, --dataset HUB_ID and --data_dir DIR")
 
 
@@ -163,8 +175,6 @@ def _read_digits() -> dict[str, datasets.Dataset]:
 
 @_no_progress_bars()
 def _read_folder(root: Path) -> dict[str, datasets.Dataset]:
-    if not root.is_dir():
-        raise InputError(f"--data_dir {root} is not a directory: name one that holds train/ and validation/")
     patterns = {}
     for split, name in _choose_splits([path.name for path in _folders(root)], f"--data_dir {root}"):
         classes = _folders(root / name)
@@ -173,6 +183,13 @@ def _read_folder(root: Path) -> dict[str, datasets.Dataset]:
         # One pattern per class, because ``**`` follows a link only where it starts.
         patterns[split] = [f"{glob.escape(str(path))}/**" for path in classes]
     return datasets.load_dataset("imagefolder", data_files=patterns, drop_labels=False)
+
+
+def _root(data_dir: str) -> Path:
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise InputError(f"--data_dir {root} is not a directory: name one that holds train/ and validation/")
+    return root
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -1,44 +1,32 @@
 """Charts of the page: HTML with small SVGs inside, drawn here so that the page needs no script to show them.
 
-Lines are an SVG that stretches with the page; dots, bars and every word are HTML at percentages of it, so text keeps
-its size on a phone and on a wide screen. Whatever carries ``data-run`` belongs to the run of that number.
+Whatever carries ``data-run`` belongs to the run of that number.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
+from memsave_recipes.evidence.axes import (
+    Axis,
+    figure,
+    frame,
+    front_line,
+    loss_axis,
+    memory_axis,
+    samples_axis,
+    speed_axis,
+)
 from memsave_recipes.evidence.columns import memory, rate
 from memsave_recipes.evidence.compare import ComparisonRow
 from memsave_recipes.evidence.series import MEMORY_PARTS, REST, Point, by_samples_seen, memory_parts, pareto_fronts
-from memsave_recipes.units import GIB, MIB
 
 Entry = tuple[int, ComparisonRow]  # with the run's number on the page
 NUM_COLORS = 10
 DASHES = ("none", "7 3", "2 3", "9 3 2 3")  # tell runs of one color apart
 MAX_POINTS = 600
 FEW = 8  # so many runs are named in a chart; more are numbers, with their names in the table and the tooltips
-LEAST_SPAN = 0.3  # of the largest memory or speed that its axis covers
-LOG_FROM = 30.0  # a loss that falls by more than this factor is drawn on a logarithmic axis
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A range of values as percentages of the plot's side, with the ticks that are written beside it."""
-
-    title: str
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-    text: Callable[[float], str]
-    is_log: bool = False
-
-    def at(self, value: float) -> float:
-        """Where ``value`` is, in per cent."""
-        low, high, value = map(math.log, (self.low, self.high, value)) if self.is_log else (self.low, self.high, value)
-        return 100 * (value - low) / (high - low)
 
 
 def badge(number: int) -> str:
@@ -51,13 +39,13 @@ def scatter(entries: Sequence[Entry]) -> str:
     places = {number: row.place for number, row in entries if row.place}
     if not places:
         return ""
-    x = _memory_axis([peak for peak, _ in places.values()])
-    y = _speed_axis([speed for _, speed in places.values()])
-    lines = "".join(_front_line(front, x, y) for front in pareto_fronts([row for _, row in entries]))
+    x = memory_axis([peak for peak, _ in places.values()])
+    y = speed_axis([speed for _, speed in places.values()])
+    lines = "".join(front_line(front, x, y) for front in pareto_fronts([row for _, row in entries]))
     is_few = len(places) <= FEW
     dots = "".join(_dot(n, row, x.at(row.place[0]), y.at(row.place[1]), is_few) for n, row in entries if row.place)
     hint = "up and left is better; dashes join the Pareto-optimal"
-    return _figure("Memory against throughput", hint, _frame(x, y, lines, dots), is_wide=not is_few)
+    return figure("Memory against throughput", hint, frame(x, y, lines, dots), is_wide=not is_few)
 
 
 def loss_curves(entries: Sequence[Entry], key: str, title: str) -> str:
@@ -69,8 +57,8 @@ def loss_curves(entries: Sequence[Entry], key: str, title: str) -> str:
     finite = [point for points in curves.values() for point in points if math.isfinite(point[1])]
     if all(len(points) < 2 for points in curves.values()) or not finite:
         return ""
-    x = _samples_axis([seen for seen, _ in finite])
-    y = _loss_axis([loss for _, loss in finite])
+    x = samples_axis([seen for seen, _ in finite])
+    y = loss_axis([loss for _, loss in finite])
     lines = "".join(
         _polyline(number, part, x, y, width=_line_width(index, len(curves)))
         for index, (number, points) in enumerate(curves.items())
@@ -79,7 +67,7 @@ def loss_curves(entries: Sequence[Entry], key: str, title: str) -> str:
     others = [row.loss_difference for _, row in entries if not row.is_baseline]
     is_same = key == "train/loss" and others and all(difference == 0 for difference in others)
     hint = "the same at every logged step" if is_same else "equal curves lie on one another"
-    return _figure(title, hint, _legend(entries) + _frame(x, y, lines, ""))
+    return figure(title, hint, _legend(entries) + frame(x, y, lines, ""))
 
 
 def memory_bars(entries: Sequence[Entry]) -> str:
@@ -92,7 +80,7 @@ def memory_bars(entries: Sequence[Entry]) -> str:
     is_broken_down = named != {REST}
     bars = "".join(_bar(n, row, parts[n], largest, is_broken_down) for n, row in entries if parts[n])
     legend = _parts_legend(named) if is_broken_down else ""
-    return _figure("Peak memory", "what filled it" if is_broken_down else "", f'{legend}<div class="bars">{bars}</div>')
+    return figure("Peak memory", "what filled it" if is_broken_down else "", f'{legend}<div class="bars">{bars}</div>')
 
 
 def summary(row: ComparisonRow) -> str:
@@ -108,22 +96,6 @@ def summary(row: ComparisonRow) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _figure(title: str, hint: str, content: str, *, is_wide: bool = False) -> str:
-    kind = "card wide" if is_wide else "card"
-    return f'<figure class="{kind}"><figcaption>{title} <small>{hint}</small></figcaption>{content}</figure>'
-
-
-def _frame(x: Axis, y: Axis, lines: str, dots: str) -> str:
-    grid = "".join(f'<path class="grid" d="M0 {100 - y.at(tick):.2f}H100"/>' for tick in y.ticks)
-    x_ticks = "".join(f'<span style="left:{x.at(tick):.2f}%">{x.text(tick)}</span>' for tick in x.ticks)
-    y_ticks = "".join(f'<span style="bottom:{y.at(tick):.2f}%">{y.text(tick)}</span>' for tick in y.ticks)
-    return (
-        f'<div class="y-title">{y.title}</div><div class="frame"><div class="y-ticks">{y_ticks}</div>'
-        f'<div class="plot"><svg viewBox="0 0 100 100" preserveAspectRatio="none">{grid}{lines}</svg>{dots}</div>'
-        f'<div class="x-ticks">{x_ticks}</div></div><div class="x-title">{x.title}</div>'
-    )
-
-
 def _dot(number: int, row: ComparisonRow, across: float, up: float, is_named: bool) -> str:
     kind = "dot optimal" if row.is_pareto_optimal else "dot"
     side = "before" if across > 60 else "after"
@@ -135,13 +107,6 @@ def _dot(number: int, row: ComparisonRow, across: float, up: float, is_named: bo
 def _legend(entries: Sequence[Entry]) -> str:
     names = [f"<span>{badge(n)}{escape(row.name) if len(entries) <= FEW else ''}</span>" for n, row in entries]
     return f'<div class="legend">{"".join(names)}</div>'
-
-
-def _front_line(front: Sequence[Point], x: Axis, y: Axis) -> str:
-    """Steps: up to the memory of the next run, no run is faster than this one."""
-    (first_peak, first_speed), *others = front
-    steps = "".join(f"H{x.at(peak):.2f}V{100 - y.at(speed):.2f}" for peak, speed in others)
-    return f'<path class="front" d="M{x.at(first_peak):.2f} {100 - y.at(first_speed):.2f}{steps}"/>'
 
 
 def _polyline(number: int, points: Sequence[Point], x: Axis, y: Axis, *, width: float) -> str:
@@ -201,49 +166,3 @@ def _thinned(points: Sequence[Point]) -> Sequence[Point]:
     stretches = [points[start : start + size] for start in range(0, len(points), size)]
     kept = [{pick(stretch, key=lambda point: point[1]) for pick in (min, max)} for stretch in stretches]
     return [points[0], *(point for few in kept for point in sorted(few)), points[-1]]
-
-
-def _memory_axis(values: Sequence[float]) -> Axis:
-    unit, size = ("GiB", GIB) if max(values) >= GIB else ("MiB", MIB)
-    low, high = _range_of_cost(values)
-    ticks = tuple(tick * size for tick in _ticks(low / size, high / size))
-    return Axis(f"peak memory, {unit}", low, high, ticks, lambda value: f"{value / size:g}")
-
-
-def _speed_axis(values: Sequence[float]) -> Axis:
-    return _linear_axis("samples/s", *_range_of_cost(values))
-
-
-def _samples_axis(values: Sequence[float]) -> Axis:
-    low, high = min(values), max(values)
-    return _linear_axis("samples seen", low, high if low < high else low + 1)
-
-
-def _loss_axis(values: Sequence[float]) -> Axis:
-    low, high = min(values), max(values)
-    if low <= 0 or high / low < LOG_FROM:
-        margin = 0.04 * (high - low) or 0.5
-        return _linear_axis("loss", low - margin, high + margin)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = tuple(10.0**power for power in powers if low <= 10.0**power <= high)
-    return Axis("loss, logarithmic", low, high, ticks, lambda value: f"{value:g}", is_log=True)
-
-
-def _linear_axis(title: str, low: float, high: float) -> Axis:
-    return Axis(title, low, high, _ticks(low, high), lambda value: f"{value:,.10g}")
-
-
-def _range_of_cost(values: Sequence[float]) -> tuple[float, float]:
-    """With some air, and wide enough that a difference of a few per cent looks like one."""
-    high = max(values)
-    low = min(*values, (1 - LEAST_SPAN) * high)
-    air = 0.08 * (high - low) or 1.0
-    return low - air, high + air
-
-
-def _ticks(low: float, high: float) -> tuple[float, ...]:
-    """Some five round numbers between ``low`` and ``high``."""
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    return tuple(round(index * step, 12) for index in range(math.ceil(low / step), math.floor(high / step) + 1))

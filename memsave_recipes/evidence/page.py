@@ -27,14 +27,24 @@ IN_THE_TITLE = ("device", "mixed precision", "torch")
 
 def to_html(table: ComparisonTable) -> str:
     """The whole page: for each model a table, three charts and the differences of the configurations."""
-    template = Template(resources.files("memsave_recipes.evidence").joinpath("page.html").read_text(encoding="utf-8"))
     numbers = iter(range(1, len(table.rows) + 1))
     sections = [[(next(numbers), row) for row in rows] for rows in table.sections]
+    return fill_page(
+        f"{_counted(len(table.rows), 'run')} compared",
+        " · ".join(_common(table)),
+        [note for note in notes(table) if not note.startswith("!")],
+        "".join(map(_section, sections)),
+    )
+
+
+def fill_page(title: str, subtitle: str, lines: Sequence[str], sections: str) -> str:
+    """``page.html`` with these texts, which are escaped, and ``sections``, which is HTML."""
+    template = Template(resources.files("memsave_recipes.evidence").joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=f"{_counted(len(table.rows), 'run')} compared",
-        subtitle=escape(" · ".join(_common(table))),
-        notes="".join(f"<li>{escape(note)}</li>" for note in notes(table) if not note.startswith("!")),
-        sections="".join(map(_section, sections)),
+        title=escape(title),
+        subtitle=escape(subtitle),
+        notes="".join(f"<li>{escape(line)}</li>" for line in lines),
+        sections=sections,
     )
 
 

@@ -1,4 +1,4 @@
-"""The plot: a comparison as one PNG, for papers and slides; a row of three charts for each model.
+"""The plots, for papers and slides: a comparison as one PNG, a row of three charts for each model; and a frontier.
 
 matplotlib is optional and imported in no other module.
 """
@@ -8,13 +8,24 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
+from memsave_recipes.evidence.axes import WIDE
 from memsave_recipes.evidence.compare import ComparisonRow, ComparisonTable
-from memsave_recipes.evidence.series import MEMORY_PARTS, REST, by_samples_seen, memory_parts, pareto_fronts
+from memsave_recipes.evidence.series import (
+    MEMORY_PARTS,
+    REST,
+    Spot,
+    by_samples_seen,
+    front_of,
+    memory_parts,
+    pareto_fronts,
+)
 from memsave_recipes.units import GIB, MIB
 
 NUM_COLORS = 10  # of matplotlib's cycle
 LINE_STYLES = ("-", "--", ":", "-.")
+NAME_WIDTH, NAME_HEIGHT = 0.13, 0.025  # of the name of a spot, as parts of the picture
 FEW = 8  # so many runs are named in their charts; more are numbers, named beside their bars
 PART_COLORS = dict(
     zip((*MEMORY_PARTS, REST), ("#3b64d6", "#7fa3f0", "#8e44c9", "#e0892b", "#e9c46a", "0.65"), strict=True)
@@ -32,6 +43,55 @@ def write_png(table: ComparisonTable, path: Path) -> None:
         _draw_bars(axes[1], rows)
         _draw_losses(axes[2], rows)
     figure.savefig(path, format="png")
+
+
+def write_frontier_png(spots: Sequence[Spot], path: Path, title: str, budget_bytes: int) -> None:
+    """Draws memory against throughput of every spot; a color a kind of plan, the optimal ones filled and named."""
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    unit, size = ("GiB", GIB) if max(spot.place[0] for spot in spots) >= GIB else ("MiB", MIB)
+    memory, speed = zip(*front_of(spots), strict=True)
+    axes.step([value / size for value in memory], speed, where="post", color="0.6", linestyle="--", zorder=1)
+    for index, family in enumerate(dict.fromkeys(spot.family for spot in spots)):
+        _draw_family(axes, [spot for spot in spots if spot.family == family], f"C{index % NUM_COLORS}", size)
+    if budget_bytes < max(spot.place[0] for spot in spots):
+        axes.axvline(budget_bytes / size, color="C3", linestyle=":", label="the budget")
+    axes.set(title=_plain(title), xlabel=f"memory needed, {unit}", ylabel="throughput, samples/s")
+    reached = [spot.place for spot in spots] + [spot.measured for spot in spots if spot.measured]
+    scales = ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis))
+    for (set_scale, axis), values in zip(scales, zip(*reached, strict=True), strict=True):
+        if max(values) > WIDE * min(values):
+            set_scale("log")
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:,g}")
+            axis.set_minor_formatter(NullFormatter())
+    _name_spots(axes, [spot for spot in spots if spot.is_optimal], size)
+    axes.legend(fontsize=9)
+    figure.savefig(path, format="png")
+
+
+def _name_spots(axes: Axes, spots: Sequence[Spot], size: int) -> None:
+    """Names the fast ones first; one whose name would lie on another's stays without."""
+    named: list[tuple[float, float]] = []
+    for spot in sorted(spots, key=lambda spot: -spot.place[1]):
+        place = spot.place[0] / size, spot.place[1]
+        across, up = axes.transAxes.inverted().transform(axes.transData.transform(place))
+        if all(abs(across - x) > NAME_WIDTH or abs(up - y) > NAME_HEIGHT for x, y in named):
+            named.append((across, up))
+            axes.annotate(_plain(spot.name), place, xytext=(6, -10), textcoords="offset points", fontsize=8)
+
+
+def _draw_family(axes: Axes, spots: Sequence[Spot], color: str, size: int) -> None:
+    """Predicted spots as circles, filled where they are optimal; measured ones as crosses, joined to them."""
+    places = [(spot.place[0] / size, spot.place[1]) for spot in spots]
+    faces = [color if spot.is_optimal else "none" for spot in spots]
+    across, up = zip(*places, strict=True)
+    axes.scatter(across, up, s=36, edgecolors=color, facecolors=faces, label=spots[0].family, zorder=2)
+    for spot, place in zip(spots, places, strict=True):
+        if spot.measured is not None:
+            measured = spot.measured[0] / size, spot.measured[1]
+            axes.plot(*zip(place, measured, strict=True), color=color, linewidth=0.8)
+            axes.scatter(*measured, s=40, marker="x", color=color, zorder=3)
 
 
 def _draw_scatter(axes: Axes, rows: Sequence[ComparisonRow]) -> None:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from memsave_recipes.evidence.comparability import competition
 from memsave_recipes.evidence.compare import ComparisonRow
@@ -12,6 +13,30 @@ Point = tuple[float, float]
 # What fills the memory at its peak, as memory.breakdown in results.json names it with _gib behind.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "temporaries")
 REST = "not_broken_down"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spot:
+    """A way to run a model, in a picture of memory against throughput.
+
+    Args:
+        name: in a few words.
+        family: what has its color: the kind of plan.
+        place: bytes and samples a second, as predicted.
+        is_optimal: no other spot is faster in as little memory.
+        measured: the same, where it was really run.
+    """
+
+    name: str
+    family: str
+    place: Point
+    is_optimal: bool
+    measured: Point | None = None
+
+
+def front_of(spots: Sequence[Spot]) -> list[Point]:
+    """The places of the optimal ones, by memory."""
+    return sorted(spot.place for spot in spots if spot.is_optimal)
 
 
 def by_samples_seen(run: Run, key: str) -> list[Point]:

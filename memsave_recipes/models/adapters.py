@@ -7,16 +7,18 @@ as they are. Recomputation works although the first block's input needs no gradi
 import warnings
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import LoraConfig, PeftModel
+
+ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
 
 
 @dataclass(kw_only=True)
@@ -99,10 +101,20 @@ def lora_config(model: nn.Module, flags: LoraArguments, task_type: str) -> "Lora
     )
 
 
+def adapters_on_meta(model: nn.Module, rank: int) -> list[Tensor]:
+    """Tensors of the shapes that adapters of all linear layers have, without their memory."""
+    adapters = []
+    for module in model.modules():
+        if type(module).__name__ in ADAPTABLE:
+            weight: Any = module.weight
+            outputs, inputs = weight.shape
+            adapters += [torch.empty(rank, inputs, device="meta"), torch.empty(outputs, rank, device="meta")]
+    return adapters
+
+
 def linear_names(model: nn.Module) -> list[str]:
     """The last parts of the names of the layers that can have adapters, each once."""
-    kinds = ("Linear", "Conv1D")
-    names = [name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds]
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in ADAPTABLE]
     return list(dict.fromkeys(names))
 
 

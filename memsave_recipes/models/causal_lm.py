@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError
@@ -29,16 +30,18 @@ class CausalLMLoss(nn.Module):
         model: a transformers ``...ForCausalLM``; kept as ``.model``.
         loss: ``full`` makes all logits at once, ``chunked`` and ``liger`` (Liger Kernel's, on CUDA) never do; ``auto``
             is chunked as soon as the logits are more than one chunk and the model's head allows it.
+        chunk_bytes: of the logits at a time; by default what suits the device of the states.
 
     Raises:
         InputError: ``chunked`` or ``liger``, and what the model does to its logits is not known, or ``liger`` and it is
             not there.
     """
 
-    def __init__(self, model: PreTrainedModel, loss: LossKind = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, loss: LossKind = "auto", chunk_bytes: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.chunk_bytes = chunk_bytes
         self.head = None if loss == "full" else find_head(model)
         if loss in ("chunked", "liger") and self.head is None:
             raise InputError(
@@ -63,12 +66,12 @@ class CausalLMLoss(nn.Module):
         """
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
-        if self.head is None or (self.loss == "auto" and not pays(targets, self.head)):
+        if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
             logits = logits if logits.dtype == torch.float64 else logits.float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
-        return self.head.loss(hidden.flatten(0, 1), targets)
+        return self.head.loss(hidden.flatten(0, 1), targets, self.chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Head:
         logits = F.linear(hidden, self.linear.weight, self.linear.bias) * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None) -> Tensor:
         """The summed loss of (N, D) hidden states against (N,) targets, without the (N, V) logits."""
         return linear_cross_entropy(
             hidden,
@@ -98,12 +101,13 @@ class Head:
             bias=self.linear.bias,
             logit_scale=self.scale,
             softcap=self.softcap,
+            chunk_bytes=chunk_bytes,
         )
 
 
-def pays(targets: Tensor, head: Head) -> bool:
+def pays(targets: Tensor, head: Head, chunk_bytes: int | None = None) -> bool:
     """Whether the logits of ``targets`` are more than one chunk."""
-    return num_chunks(targets.numel(), head.vocab_size, default_chunk_bytes(targets.device)) > 1
+    return num_chunks(targets.numel(), head.vocab_size, chunk_bytes or default_chunk_bytes(targets.device)) > 1
 
 
 def with_liger(head: Head) -> Head:
@@ -124,8 +128,8 @@ def with_liger(head: Head) -> Head:
 class LigerHead(Head):
     """The same logits, another way to their loss."""
 
-    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """As ``Head.loss``."""
+    def loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None) -> Tensor:
+        """As ``Head.loss``; its kernels choose their own chunks."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # optional, and needs CUDA
 
         fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", softcap=self.softcap)
@@ -134,10 +138,15 @@ class LigerHead(Head):
 
 @torch.no_grad()
 def find_head(model: PreTrainedModel) -> Head | None:
-    """The head that gives the model's own logits on a few tokens; ``None`` if no reading of its configuration does."""
+    """The head that gives the model's own logits on a few tokens; ``None`` if no reading of its configuration does.
+
+    A model of fake tensors has no logits to compare, and the first reading is believed.
+    """
     linear = model.get_output_embeddings()
     if type(linear) is not nn.Linear:
         return None
+    if isinstance(linear.weight, FakeTensor):
+        return Head(linear, next(_scales(model)), next(_softcaps(model)))
     was_training = model.training
     model.eval()
     try:

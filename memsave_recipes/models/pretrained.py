@@ -50,13 +50,20 @@ class TransformerArguments:
 
 
 def build_transformer(
-    auto_class: Any, flags: TransformerArguments, *, dtype: torch.dtype, in_4bit: bool = False, **config_changes: Any
+    auto_class: Any,
+    flags: TransformerArguments,
+    *,
+    dtype: torch.dtype,
+    in_4bit: bool = False,
+    with_weights: bool = True,
+    **config_changes: Any,
 ) -> PreTrainedModel:
     """The model that the flags name, ready to train: ``from_pretrained`` alone leaves dropout off.
 
     Args:
         auto_class: such as ``AutoModelForCausalLM``.
         dtype: of the parameters.
+        with_weights: else a pretrained model is only made by its configuration, and no weights are read.
         in_4bit: pack the linear layers' weights on the current CUDA device; they cannot train.
         **config_changes: entries of its configuration, such as ``id2label``; those of a tokenizer
             (``vocab_size``, ``*_token_id``) only count for a model from scratch.
@@ -69,6 +76,9 @@ def build_transformer(
             raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
         model: nn.Module = _naming_the_model(flags, lambda: _from_scratch(auto_class, flags, config_changes))
         return model.to(dtype)  # type: ignore[return-value]
+    if not with_weights:
+        outline: nn.Module = _naming_the_model(flags, lambda: _from_configuration(auto_class, flags, config_changes))
+        return outline.to(dtype).train()  # type: ignore[return-value]
     return _naming_the_model(flags, lambda: _from_pretrained(auto_class, flags, dtype, in_4bit, config_changes)).train()
 
 
@@ -84,14 +94,25 @@ def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: 
     return auto_class.from_config(config, attn_implementation=flags.attn_implementation)
 
 
-def _from_pretrained(
-    auto_class: Any, flags: TransformerArguments, dtype: torch.dtype, in_4bit: bool, config_changes: dict[str, Any]
-) -> PreTrainedModel:
+def _from_configuration(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> Any:
+    config = _pretrained_config(flags, config_changes)
+    source = {"trust_remote_code": flags.trust_remote_code}
+    return auto_class.from_config(config, attn_implementation=flags.attn_implementation, **source)
+
+
+def _pretrained_config(flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedConfig:
     of_a_tokenizer = {name for name in config_changes if name == "vocab_size" or name.endswith("_token_id")}
     changes = {name: value for name, value in config_changes.items() if name not in of_a_tokenizer}
     source = {"trust_remote_code": flags.trust_remote_code}
     config = AutoConfig.from_pretrained(str(flags.model_name_or_path), **source, **changes)
     _set_dropout(config, flags.dropout)
+    return config
+
+
+def _from_pretrained(
+    auto_class: Any, flags: TransformerArguments, dtype: torch.dtype, in_4bit: bool, config_changes: dict[str, Any]
+) -> PreTrainedModel:
+    config = _pretrained_config(flags, config_changes)
     packing: dict[str, Any] = {}
     if in_4bit:
         packing = {"quantization_config": nf4(), "device_map": {"": torch.cuda.current_device()}}
@@ -101,8 +122,8 @@ def _from_pretrained(
         dtype=dtype,
         attn_implementation=flags.attn_implementation,
         use_safetensors=True,
-        ignore_mismatched_sizes="id2label" in changes,  # a head for other classes is a new head
-        **source,
+        ignore_mismatched_sizes="id2label" in config_changes,  # a head for other classes is a new head
+        trust_remote_code=flags.trust_remote_code,
         **packing,
     )
 

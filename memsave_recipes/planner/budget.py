@@ -6,7 +6,7 @@ a compiler is there) are measured on this device with this batch; recomputing fo
 one, and once with offloading, which sets memory aside.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -14,9 +14,10 @@ from torch import nn
 from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.activations.stacks import Layers
-from memsave_recipes.costs import Measurement
+from memsave_recipes.costs import Measurement, Workload
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans import Plan, plan_for
+from memsave_recipes.planner.beside import Beside
+from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.budget import smallest_feasible, solve
 from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.simulate import Moment, simulate, span_costs
@@ -24,24 +25,6 @@ from memsave_recipes.plans.simulate import Moment, simulate, span_costs
 COMPILED_RATIOS = (0.3, 0.5, 0.7)
 RESERVE = 0.01  # of what plain holds for its backward: for what a chain does not know of
 WORTH_ROUNDING = 0.01  # of plain's step: what compiling has to save before it is preferred to plain's very bits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beside:
-    """What lives on the device beside the parameters, the buffers, the batch and what a forward and backward make.
-
-    Args:
-        resident_bytes: optimizer state, and the buckets of DDP.
-        gradients_resident: whether an earlier micro-batch's gradients are there already.
-        gradients_stay: whether the gradient of a parameter outlives the backward of its block. One that goes into a
-            bucket of DDP or is used up at once does not.
-        optimizer_bytes: what the optimizer's update needs for itself.
-    """
-
-    resident_bytes: int = 0
-    gradients_resident: bool = False
-    gradients_stay: bool = True
-    optimizer_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +38,11 @@ class Forecast:
     def peak(self) -> Moment:
         """The moment of a step at which most lives."""
         return simulate(self.chain, self.plan).peak
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Kept free for what a chain does not know of: 1 % of what plain holds for its backward."""
+        return reserve_bytes(self.chain)
 
     @property
     def plain_peak_bytes(self) -> int:
@@ -71,20 +59,32 @@ class Forecast:
         """Seconds that the plan adds to that; below 0 where it is faster than plain."""
         return simulate(self.chain, self.plan).added_s
 
+    @property
+    def micro_batch_s(self) -> float:
+        """Seconds of one forward and backward under the plan."""
+        return self.plain_s + self.added_s
+
 
 def keep_all(chain: Chain) -> Plan:
     """The plain plan of a chain."""
     return plan_for("none", [chain.decided_names])
 
 
-def uniform_plans(model: nn.Module, stacks: Sequence[Sequence[str]], *, bitwise: bool) -> list[Plan]:
-    """The plans that have to be measured for a budget; the first keeps everything."""
-    words = ["none", "selective"]
-    if next(model.parameters()).device.type not in ("cpu", "meta"):
-        words.append("offload")
-    if not bitwise and _can_compile(model):
-        words += [f"compiled:{ratio}" for ratio in COMPILED_RATIOS]
-    return [plan_for(word, stacks) for word in words]
+def plans_to_measure(strategy: str, workload: Workload, *, device_type: str, compiles: bool = True) -> list[Plan]:
+    """The plans that have to be measured for a strategy; the first keeps everything.
+
+    Args:
+        device_type: of the step; a CPU has no host to offload to.
+        compiles: whether there is a device to compile for.
+    """
+    words = ["none"]
+    if strategy in BUDGET_WORDS:
+        words += ["selective"] if device_type == "cpu" else ["selective", "offload"]
+        if compiles and strategy == "budget" and _can_compile(workload.model):
+            words += [f"compiled:{ratio}" for ratio in COMPILED_RATIOS]
+    elif strategy.partition(":")[0] in ("selective", "offload", "compiled"):
+        words.append(strategy)
+    return [plan_for(word, workload.stacks) for word in words]
 
 
 def _can_compile(model: nn.Module) -> bool:
@@ -107,7 +107,7 @@ def forecast(measurement: Measurement, budget_bytes: int, beside: Beside) -> For
     """
     best: Forecast | None = None
     refusals: dict[int, InputError] = {}  # by the smallest budget that would do
-    for chain in (_beside(chain, beside) for chain in _chains(measurement)):
+    for chain in (beside.added_to(chain) for chain in _chains(measurement)):
         try:
             found = Forecast(plan=solve(_with_reserve(chain), budget_bytes), chain=chain)
         except InputError as refusal:
@@ -120,6 +120,13 @@ def forecast(measurement: Measurement, budget_bytes: int, beside: Beside) -> For
     return best
 
 
+def least_memory(measurement: Measurement, beside: Beside) -> Forecast:
+    """The plan with the lowest predicted peak of all."""
+    chains = [beside.added_to(chain) for chain in _chains(measurement)]
+    budget_bytes, chain = min(((smallest_feasible(_with_reserve(c)), c) for c in chains), key=lambda pair: pair[0])
+    return Forecast(plan=solve(_with_reserve(chain), budget_bytes), chain=chain)
+
+
 def _chains(measurement: Measurement) -> Iterator[Chain]:
     """Of everything bitwise but offloading, with that, and with each ratio of compiled memory."""
     yield measurement.chain()
@@ -130,17 +137,10 @@ def _chains(measurement: Measurement) -> Iterator[Chain]:
             yield measurement.chain(ratio=plan.compiled_memory_ratio)
 
 
-def _beside(chain: Chain, beside: Beside) -> Chain:
-    blocks = chain.blocks if beside.gradients_stay else [replace(block, gradient_bytes=0) for block in chain.blocks]
-    return replace(
-        chain,
-        blocks=tuple(blocks),
-        resident_bytes=chain.resident_bytes + beside.resident_bytes,
-        gradients_resident=beside.gradients_resident,
-        optimizer_bytes=beside.optimizer_bytes,
-    )
+def reserve_bytes(chain: Chain) -> int:
+    """``Forecast.reserve_bytes``."""
+    return int(RESERVE * sum(costs.held_bytes for costs in span_costs(chain, keep_all(chain))))
 
 
 def _with_reserve(chain: Chain) -> Chain:
-    held = sum(costs.held_bytes for costs in span_costs(chain, keep_all(chain)))
-    return replace(chain, resident_bytes=chain.resident_bytes + int(RESERVE * held))
+    return replace(chain, resident_bytes=chain.resident_bytes + reserve_bytes(chain))

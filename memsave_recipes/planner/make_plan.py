@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.costs import Workload, measure, num_runs
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import Beside, Forecast, forecast, uniform_plans
+from memsave_recipes.planner.beside import Beside
+from memsave_recipes.planner.budget import Forecast, forecast, plans_to_measure
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.units import GIB
 
@@ -55,7 +56,7 @@ def make_plan(
         device=next(model.parameters()).device,
         stacks=stacks,
     )
-    beside = beside or Beside(resident_bytes=2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
+    beside = beside or Beside(state_bytes=2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
     return plan_workload(workload, strategy, int(budget_gib * GIB), beside).plan
 
 
@@ -80,7 +81,7 @@ def plan_workload(
         raise InputError(
             f"--activation_checkpointing {strategy}: {type(workload.model).__name__} has no blocks for it; use none"
         )
-    plans = uniform_plans(workload.model, workload.stacks, bitwise=strategy != "budget")
+    plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
     on_runs(num_runs(plans))
     return forecast(measure(workload, plans, on_run=on_run), budget_bytes, beside)
 

@@ -1,4 +1,4 @@
-"""The plan of a run: what ``--activation_checkpointing`` says, with ``budget`` measured on the run's own step.
+"""The plan of a run: what its flags say, and what they leave open measured on the run's own step, then rehearsed.
 
 All ranks measure, since a model may make them meet (SyncBatchNorm); what the first one finds holds for all.
 """
@@ -7,23 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.costs import Workload
+from memsave_recipes.costs import Measurement, Workload, measure, num_runs
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import Beside, Forecast
-from memsave_recipes.planner.make_plan import plan_workload
-from memsave_recipes.planner.picture import show_forecast
+from memsave_recipes.planner.beside import beside_the_step, overheads_of_device
+from memsave_recipes.planner.budget import plans_to_measure
+from memsave_recipes.planner.refusal import refusal
+from memsave_recipes.planner.rehearsal import out_of_memory_together, rehearse
+from memsave_recipes.planner.report import show_choice
+from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries, search
 from memsave_recipes.plans import Plan
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import Batch, GlobalBatches
-from memsave_recipes.training.optimizers import state_bytes
 from memsave_recipes.training.sample_order import Geometry
-from memsave_recipes.units import GIB
+from memsave_recipes.units import GIB, format_bytes
 
 SECONDS_BEFORE_THE_BAR = 5
 
@@ -44,76 +47,181 @@ def plan_run(
     batches: GlobalBatches,
     prepared: nn.Module,
     loss_of: Callable[[Batch], Tensor],
+    *,
+    takes_adapters: bool = False,
 ) -> RunPlan:
-    """The plan that the flags ask for; where it is made for a budget, it is printed as a picture.
+    """The plan that the flags ask for. What is found for a budget is shown, and rehearsed before it is believed.
+
+    Sets ``batches.geometry`` where the micro-batch is left to the planner, or turns out to be too large.
 
     Args:
         model: the one with the blocks, inside ``prepared``.
         prepared: what ``accelerator.prepare`` made of it.
         loss_of: a forward of ``prepared`` on a micro-batch, as in training.
+        takes_adapters: whether ``--lora`` would train less than this run does.
 
     Raises:
-        InputError: no such strategy, or no plan fits in ``--memory_budget_gib``.
+        InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
     """
-    strategy = run.activation_checkpointing or "none"
-    if run.memory_budget_gib is None:
-        return RunPlan(plan_blocks(model, strategy))
-    batch = batches.largest_micro_batch()
-
-    def forward() -> Tensor:
-        with accelerator.no_sync(prepared):
-            return loss_of(batch)
-
-    workload = Workload(
-        model=model,
-        forward=forward,
-        batch=list(batch.values()),
-        device=accelerator.device,
-        stacks=block_names(find_stacks(model)),
-    )
-    budget_bytes = int(run.memory_budget_gib * GIB)
-    beside = beside_the_step(optim, batches.geometry, model)
-    forecast = _of_the_first_rank(accelerator, partial(plan_workload, workload, strategy, budget_bytes, beside))
-    if accelerator.is_main_process:
-        show_forecast(forecast, budget_bytes)
-    return RunPlan(forecast.plan, forecast.peak.total_bytes)
+    if not run.searches:
+        return RunPlan(plan_blocks(model, run.activation_checkpointing or "none"))
+    planning = _Planning(run, optim, accelerator, model, batches, prepared, loss_of, takes_adapters)
+    candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
+    batches.geometry = candidate.geometry
+    return RunPlan(candidate.forecast.plan, candidate.peak_bytes)
 
 
-def _of_the_first_rank(accelerator: Accelerator, choose: Callable[..., Forecast]) -> Forecast:
-    """What ``choose`` finds on the first rank, or its refusal, for all of them."""
-    found: list[Forecast | str] = []
-    with _progress(accelerator) as progress:
+@dataclass(frozen=True)
+class _Planning:
+    """A run that is being planned; all methods are for all ranks."""
+
+    run: RunArguments
+    optim: OptimizerArguments
+    accelerator: Accelerator
+    model: nn.Module
+    batches: GlobalBatches
+    prepared: nn.Module
+    loss_of: Callable[[Batch], Tensor]
+    takes_adapters: bool
+
+    @property
+    def strategy(self) -> str:
+        """The word of ``--activation_checkpointing``."""
+        return self.run.activation_checkpointing or "none"
+
+    def open_geometries(self) -> list[Geometry]:
+        """Those that the flags leave open; a compiler, which takes its time, gets to see the best of them alone.
+
+        Raises:
+            InputError: as ``search``.
+        """
+        geometries = open_geometries(self.run, self.optim, self.accelerator.num_processes)
+        if self.strategy != "budget" or len(geometries) == 1:
+            return geometries
+        choice = self._search(geometries, "budget:bitwise")
+        return [(choice.chosen or choice.smallest).geometry]
+
+    def _terms(self, strategy: str) -> Terms:
+        device = self.accelerator.device
+        return Terms(
+            budget_bytes=self.budget_bytes,
+            strategy=strategy,
+            beside=partial(beside_the_step, self.optim, self.model),
+            overheads=overheads_of_device(device),
+            plan_of=partial(plan_blocks, self.model),
+        )
+
+    @property
+    def budget_bytes(self) -> int:
+        """That the flags name, or all that the device has.
+
+        Raises:
+            InputError: neither is there.
+        """
+        if self.run.memory_budget_gib is not None:
+            return int(self.run.memory_budget_gib * GIB)
+        if self.accelerator.device.type == "cpu":
+            raise InputError("--micro_batch_size auto needs --memory_budget_gib on a CPU: the GiB that a step may take")
+        return torch.get_device_module(self.accelerator.device).mem_get_info(self.accelerator.device)[1]
+
+    def choose(self, geometries: list[Geometry]) -> Candidate:
+        """The fastest that fits; shown by the first rank, with all that was looked at.
+
+        Raises:
+            InputError: nothing fits.
+        """
+        choice = self._search(geometries, self.strategy)
+        if choice.chosen is None:
+            raise refusal(choice.smallest, self.model, self.optim, takes_adapters=self.takes_adapters)
+        if self.accelerator.is_main_process:
+            show_choice(choice)
+        return choice.chosen
+
+    def rehearsed(self, candidate: Candidate) -> Candidate:
+        """``candidate``, or the next smaller one that needs no more than the budget when it is tried out.
+
+        Raises:
+            InputError: not even single samples fit.
+        """
+        while (problem := self._problem(candidate)) is not None:
+            size = candidate.geometry.micro_batch_size
+            if size == 1 or self.optim.optimizer_in_backward:
+                raise InputError(f"{problem}, and the micro-batch cannot be halved: raise --memory_budget_gib")
+            smaller = Geometry.of(self.run.global_batch_size, -(-size // 2), candidate.geometry.num_processes)
+            self.accelerator.print(
+                f"{problem}: falling back to micro-batches of {smaller.micro_batch_size}, {smaller.describe()}"
+            )
+            candidate = self.choose([smaller])
+        return candidate
+
+    def _problem(self, candidate: Candidate) -> str | None:
+        """What is wrong with a prediction, in words; ``None`` for one that holds."""
+        predicted = f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong"
+        forward = self._forward(candidate.geometry)
         try:
-            found = [choose(on_runs=partial(setattr, progress, "total"), on_run=progress.update)]
-        except InputError as refusal:
-            found = [refusal.one_line]
-    broadcast_object_list(found)
-    if isinstance(found[0], str):
-        raise InputError(found[0])
-    return found[0]
+            needed = rehearse(candidate, self.accelerator, self.model, forward)
+        except torch.OutOfMemoryError:
+            return f"{predicted}, a rank had no memory left"
+        needed += sum(candidate.overheads.values())
+        if needed <= candidate.budget_bytes:
+            return None
+        return f"{predicted}, a step needs {format_bytes(needed)} of {format_bytes(candidate.budget_bytes)}"
 
+    def _search(self, geometries: list[Geometry], strategy: str) -> Choice:
+        terms = self._terms(strategy)
+        with self._progress() as progress:
+            choice = search(geometries, (None,), lambda geometry, _: self._candidates(terms, geometry, progress))
+        if not choice.candidates:
+            size = geometries[0].micro_batch_size
+            raise InputError(
+                f"this device has no memory for a plain micro-batch of {size}, which has to be measured first: give a "
+                "smaller --micro_batch_size"
+            )
+        return choice
 
-def beside_the_step(optim: OptimizerArguments, geometry: Geometry, model: nn.Module) -> Beside:
-    """What a run holds besides its forward and backward.
+    def _candidates(self, terms: Terms, geometry: Geometry, progress: tqdm) -> list[Candidate]:
+        """What the first rank finds, for all; nothing if a rank has no memory left for the plain step."""
+        found: list[list[Candidate] | str] = [[]]
+        try:
+            with out_of_memory_together(self.accelerator):
+                try:
+                    found = [terms.candidates(self._measure(geometry, terms.strategy, progress), geometry)]
+                except InputError as refused:
+                    found = [refused.one_line]
+        except torch.OutOfMemoryError:
+            return []
+        broadcast_object_list(found)
+        if isinstance(found[0], str):
+            raise InputError(found[0])
+        return found[0]
 
-    Under DDP the gradients live in its buckets from the start; under accumulation the micro-batches' own do as well.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = state_bytes(optim.optimizer, trained, momentum=optim.momentum)
-    buckets = sum(parameter.nbytes for parameter in trained) if geometry.num_processes > 1 else 0
-    accumulates = geometry.accumulation_steps > 1
-    return Beside(
-        resident_bytes=state + buckets,
-        gradients_resident=accumulates,
-        gradients_stay=not optim.optimizer_in_backward and not (buckets and not accumulates),
-    )
+    def _measure(self, geometry: Geometry, strategy: str, progress: tqdm) -> Measurement:
+        batch = self.batches.largest_micro_batch(geometry.micro_batch_size)
+        workload = Workload(
+            model=self.model,
+            forward=self._forward(geometry, batch),
+            batch=list(batch.values()),
+            device=self.accelerator.device,
+            stacks=block_names(find_stacks(self.model)),
+        )
+        plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
+        progress.total = (progress.total or 0) + num_runs(plans)
+        return measure(workload, plans, on_run=progress.update)
 
+    def _forward(self, geometry: Geometry, batch: Batch | None = None) -> Callable[[], Tensor]:
+        batch = batch or self.batches.largest_micro_batch(geometry.micro_batch_size)
 
-def _progress(accelerator: Accelerator) -> tqdm:
-    return tqdm(
-        desc="measuring blocks",
-        unit="run",
-        delay=SECONDS_BEFORE_THE_BAR,
-        leave=False,
-        disable=not accelerator.is_main_process,
-    )
+        def forward() -> Tensor:
+            with self.accelerator.no_sync(self.prepared):
+                return self.loss_of(batch)
+
+        return forward
+
+    def _progress(self) -> tqdm:
+        return tqdm(
+            desc="measuring blocks",
+            unit="run",
+            delay=SECONDS_BEFORE_THE_BAR,
+            leave=False,
+            disable=not self.accelerator.is_main_process,
+        )

@@ -17,15 +17,13 @@ DenseNet-121; below that it alone goes on, to 29 % at x1.36 of plain's time and 
 goes further and costs less, so nested plans are left out.
 """
 
-import math
-
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.cheapest_path import cheapest_path, rooms_for
 from memsave_recipes.plans.moves import Move, moves_of, tick_s
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import Moment, simulate
-from memsave_recipes.units import format_bytes, to_gib
+from memsave_recipes.units import format_bytes, gib_that_suffice, to_gib
 
 STRATEGY = "budget"
 
@@ -99,7 +97,7 @@ def _too_small(chain: Chain, budget_bytes: int) -> str:
     way_out = "a smaller model or optimizer" if peak.phase == "optimizer" else "a smaller --micro_batch_size"
     return (
         f"--memory_budget_gib {to_gib(budget_bytes):g} is too small for any plan: the smallest that works is "
-        f"{_gib_that_suffice(smallest)}, needed in {_describe(peak)}; raise it to that, or take {way_out}"
+        f"{gib_that_suffice(smallest)}, needed in {_describe(peak)}; raise it to that, or take {way_out}"
     )
 
 
@@ -114,8 +112,3 @@ def _describe(peak: Moment) -> str:
     }
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
     return f"{where} ({', '.join(f'{name} {format_bytes(size)}' for name, size in largest_first if size)})"
-
-
-def _gib_that_suffice(num_bytes: int) -> str:
-    """In GiB and never rounded down, so that it works when it is typed in."""
-    return f"{math.ceil(to_gib(num_bytes) * 10_000) / 10_000:.4f}"

@@ -20,7 +20,8 @@ NOTE [ what the figures of a chain mean ]
    gradient of its input, the gradients of its parameters (as if there were none before), their temporaries,
    workspaces, and what an option brings back.
 7. ``gradient_bytes``: the parameter gradients that are there after its backward and were not before. A tied weight
-   counts where its gradient is born: in the later of its blocks.
+   counts where its gradient is born: in the later of its blocks. ``tied_gradient_bytes`` of them wait there for the
+   gradient of the earlier use, even where the gradients of an earlier micro-batch are there already.
 8. What several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and in no
    other's.
 """
@@ -75,7 +76,7 @@ class BlockCosts:
         stack: the number of its stack, which no span leaves; ``None`` for what is always kept.
         forward_s, backward_s: seconds of its forward and its backward when kept.
         output_bytes, passes_input: rule 3 of the NOTE.
-        gradient_bytes: rule 7 of the NOTE.
+        gradient_bytes, tied_gradient_bytes: rule 7 of the NOTE.
         options: ``KEEP``, and what else it can do by itself. ``RECOMPUTE`` it can where it has a stack.
 
     Raises:
@@ -89,10 +90,11 @@ class BlockCosts:
     output_bytes: int
     passes_input: bool = False
     gradient_bytes: int
+    tied_gradient_bytes: int = 0
     options: tuple[Option, ...]
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "forward_s", "backward_s", "output_bytes", "gradient_bytes")
+        _check_not_negative(self, "forward_s", "backward_s", "output_bytes", "gradient_bytes", "tied_gradient_bytes")
         actions = [option.action for option in self.options]
         if Action.KEEP not in actions or len(set(actions)) < len(actions):
             raise ValueError(f"{self.name} needs the option KEEP, and each option once")
@@ -159,6 +161,12 @@ class Chain:
     def always_there_bytes(self) -> int:
         """``resident_bytes``, with the parameter gradients where these are resident."""
         return self.resident_bytes + (self.all_gradients_bytes if self.gradients_resident else 0)
+
+    def new_gradients_bytes(self, *blocks: BlockCosts) -> int:
+        """What the backward of ``blocks`` leaves behind of parameter gradients: rule 7 of the NOTE."""
+        if self.gradients_resident:
+            return sum(block.tied_gradient_bytes for block in blocks)
+        return sum(block.gradient_bytes for block in blocks)
 
     @property
     def all_gradients_bytes(self) -> int:

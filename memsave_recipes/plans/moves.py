@@ -84,7 +84,7 @@ class _Sizes:
             self.states.append(block.output_bytes + (self.states[-1] if block.passes_input else 0))
         self.gradients = [0]  # made by the blocks behind each one
         for block in reversed(chain.blocks[1:]):
-            self.gradients.append(self.gradients[-1] + (0 if chain.gradients_resident else block.gradient_bytes))
+            self.gradients.append(self.gradients[-1] + chain.new_gradients_bytes(block))
         self.gradients.reverse()
 
     def ticks(self, seconds: float) -> int:

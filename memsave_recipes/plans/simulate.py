@@ -15,7 +15,7 @@ Not modelled: fragmentation of the allocator; the little that torch saves by end
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.chain import Chain, Option
 from memsave_recipes.plans.plan import Action, Plan, Span
 
 Storages = dict[str, int]
@@ -27,7 +27,8 @@ class Moment:
     """What lives while one block runs.
 
     ``resident_bytes`` are those of the chain; ``gradients_bytes`` the parameter gradients made so far;
-    ``held_bytes`` what other blocks hold until their backward; ``own_bytes`` all that is there for this block.
+    ``held_bytes`` what other blocks hold until their backward; ``own_bytes`` all that is there for this block, of
+    which ``temporary_bytes`` are neither its input nor its output nor saved by it.
     """
 
     phase: str  # forward, recomputation, backward, optimizer
@@ -36,6 +37,7 @@ class Moment:
     gradients_bytes: int
     held_bytes: int
     own_bytes: int
+    temporary_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -144,8 +146,9 @@ def moments(chain: Chain, plan: Plan) -> Iterator[Moment]:
     gradients_bytes = 0
     for span, held in zip(reversed(spans), reversed(held_before), strict=True):
         yield from _backward(chain, span, held, gradients_bytes, states)
-        gradients_bytes += _new_gradients(chain, chain.blocks[span.start : span.stop])
-    yield _moment(chain, "optimizer", None, {}, gradients_bytes, {}, chain.optimizer_bytes)
+        gradients_bytes += chain.new_gradients_bytes(*chain.blocks[span.start : span.stop])
+    made_bytes = 0 if chain.gradients_resident else gradients_bytes
+    yield _moment(chain, "optimizer", None, {}, made_bytes, {}, chain.optimizer_bytes)
 
 
 def _backward(
@@ -167,7 +170,7 @@ def _backward(
         block = chain.blocks[position]
         rise = _total(states[position + 1]) + block.option(option_action).backward_rise_bytes
         yield _moment(chain, "backward", position, held, gradients_bytes, own[position - span.start], rise)
-        gradients_bytes += _new_gradients(chain, (block,))
+        gradients_bytes += chain.new_gradients_bytes(block)
 
 
 def _states(chain: Chain) -> list[Storages]:
@@ -194,10 +197,6 @@ def _saved(chain: Chain, position: int, option: Option, states: list[Storages]) 
     return saved
 
 
-def _new_gradients(chain: Chain, blocks: tuple[BlockCosts, ...]) -> int:
-    return 0 if chain.gradients_resident else sum(block.gradient_bytes for block in blocks)
-
-
 def _moment(
     chain: Chain, phase: str, position: int | None, held: Storages, gradients_bytes: int, own: Storages, rise_bytes: int
 ) -> Moment:
@@ -209,6 +208,7 @@ def _moment(
         gradients_bytes=gradients_bytes,
         held_bytes=held_bytes,
         own_bytes=_total(held | own) - held_bytes + rise_bytes,
+        temporary_bytes=rise_bytes,
     )
 
 

@@ -1,32 +1,40 @@
-"""How a recipe ends: the user's mistakes in one line and exit code 2, no memory left on one page and exit code 3.
+"""How a recipe ends: everything that can be foreseen in one line, or on one page, with an exit code of its own.
 
-Exit codes: 0 done, 2 the user's input, 3 out of memory, 5 ``--verify`` found no proof, 1 anything unforeseen (with its
-traceback).
+The codes are those of ``docs/failures.md``; what is not foreseen keeps its traceback and ends with 1.
 """
 
 import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from memsave_recipes.checkpoints import StoppedBySignal
 from memsave_recipes.errors import InputError
-from memsave_recipes.reporting.out_of_memory import is_out_of_memory
+from memsave_recipes.planner.sketch import Sketch
+from memsave_recipes.reporting.out_of_memory.page import is_out_of_memory
 from memsave_recipes.reporting.verification import VerificationFailed
+from memsave_recipes.training.finite import NotFinite
+from memsave_recipes.training.launch import a_rank_had_no_memory, tell_ranks_of_no_memory
 
 USER_INPUT = 2
 OUT_OF_MEMORY = 3
+NOT_FINITE = 4
 FAILED_VERIFICATION = 5
 GRACE_S = 2.0
+WAY_OUT = (
+    "no weight has changed since the step before: look at these samples, or go on with --resume --skip_nonfinite N"
+)
 
 
-def run_recipe(main: Callable[[], Any]) -> None:
-    """Call ``main()``; an ``InputError`` becomes ``error: ...`` on stderr, once for all ranks, and exit code 2.
+def run_recipe(main: Callable[[], Any], sketch: Callable[[list[str]], Sketch] | None = None) -> None:
+    """Call ``main()``; what ends it becomes a message on stderr and an exit code. ``--debug`` adds the traceback.
 
-    An out-of-memory error's message is printed by the rank that had it: the page that ``RunReport.run`` makes, or, for
-    an error outside the training steps, torch's own words. Exit code 3.
-
-    A failed ``--verify`` is known to all ranks and told once. Exit code 5.
+    What all ranks know is told once: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
+    signal. No memory left is told by the rank that had it: on the page that ``RunReport.run`` makes, or, for an error
+    outside the training steps, in torch's own words.
     """
     try:
         main()
@@ -34,15 +42,41 @@ def run_recipe(main: Callable[[], Any]) -> None:
         if not error.found_by_one_rank:
             _let_rank_0_speak(USER_INPUT)
         _say_and_exit(f"error: {error.one_line}", USER_INPUT)
+    except NotFinite as error:
+        _let_rank_0_speak(NOT_FINITE)
+        _say_and_exit(f"error: {error}; {WAY_OUT}", NOT_FINITE)
     except VerificationFailed as error:
         _let_rank_0_speak(FAILED_VERIFICATION)
         _say_and_exit(str(error), FAILED_VERIFICATION)
+    except StoppedBySignal as stop:
+        _let_rank_0_speak(stop.exit_code)
+        _say_and_exit(stop.message, stop.exit_code)
     except RuntimeError as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            _end_without_memory(error, sketch)
+        if not a_rank_had_no_memory():
             raise
-        if not _is_rank_0():
-            time.sleep(GRACE_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
-        _say_and_exit(str(error), OUT_OF_MEMORY)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends one now, and the code would be that of it
+        sys.exit(OUT_OF_MEMORY)  # that rank has spoken
+
+
+def _end_without_memory(error: RuntimeError, sketch: Callable[[list[str]], Sketch] | None) -> NoReturn:
+    tell_ranks_of_no_memory()
+    if not _is_rank_0():
+        time.sleep(GRACE_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
+    if sketch is not None:
+        print(error, file=sys.stderr, flush=True)  # at once: the planner takes a moment
+        _say_and_exit(_advice(sketch), OUT_OF_MEMORY)
+    _say_and_exit(str(error), OUT_OF_MEMORY)
+
+
+def _advice(sketch: Callable[[list[str]], Sketch]) -> str:
+    from memsave_recipes.reporting.out_of_memory.advice import planned_advice  # much that only a failed run needs
+
+    try:
+        return planned_advice(sketch, sys.argv[1:])
+    except Exception as error:  # the page has been printed, and the exit code matters more than advice
+        return f"memsave plan could not say what would fit: {' '.join(str(error).split())}"
 
 
 def _is_rank_0() -> bool:
@@ -58,5 +92,7 @@ def _let_rank_0_speak(code: int) -> None:
 
 
 def _say_and_exit(message: str, code: int) -> NoReturn:
+    if "--debug" in sys.argv:
+        traceback.print_exc()
     print(message, file=sys.stderr, flush=True)
     sys.exit(code)

@@ -24,7 +24,7 @@ from memsave_recipes.measure.breakdown import MemoryBreakdown, break_down_peak
 from memsave_recipes.measure.device_memory import read_device_memory, record_history, reset_peaks, write_snapshot
 from memsave_recipes.measure.host_memory import peak_rss_bytes, rss_bytes
 from memsave_recipes.measure.saved_tensors import ForwardMeter, find_blocks
-from memsave_recipes.reporting.out_of_memory import Failure, RunSettings, is_out_of_memory
+from memsave_recipes.reporting.out_of_memory.page import Failure, RunSettings, is_out_of_memory
 from memsave_recipes.training.sample_order import Geometry
 from memsave_recipes.units import to_gib
 
@@ -136,14 +136,15 @@ class MemoryWatch:
         parts = {name: ranks[hungriest] for name, ranks in of_ranks.items() if name.startswith(BREAKDOWN)}
         return {
             **largest_in_gib(figures),
-            **self._prediction(max(peaks)),
+            **self.prediction(max(peaks)),
             "peak_rank": hungriest,
             "breakdown": {f"{name.removeprefix(BREAKDOWN)}_gib": to_gib(int(size)) for name, size in parts.items()},
             "instrumented_step": self.instrumented_step + 1,
             "source": "allocations of one instrumented step" if self.on_cpu else "device allocator",
         }
 
-    def _prediction(self, peak_bytes: float) -> dict[str, float]:
+    def prediction(self, peak_bytes: float) -> dict[str, float]:
+        """What was predicted, and by how much it differs from the peak of a step; empty where either is unknown."""
         predicted = self.settings.predicted_peak_bytes
         if predicted is None or not peak_bytes:
             return {}

@@ -7,6 +7,8 @@ from typing import Any, TextIO
 
 from accelerate.tracking import GeneralTracker, on_main_process
 
+NAME = "metrics.jsonl"
+
 
 class MetricsFile(GeneralTracker):
     """Appends one JSON object a line to ``metrics.jsonl``: ``{"step": n, **values}``, on disk as soon as it is logged.
@@ -20,7 +22,7 @@ class MetricsFile(GeneralTracker):
 
     def __init__(self, output_dir: Path):
         super().__init__()
-        self.path = Path(output_dir) / "metrics.jsonl"
+        self.path = Path(output_dir) / NAME
         self._file: TextIO | None = None
 
     @property
@@ -47,6 +49,27 @@ class MetricsFile(GeneralTracker):
         """Closes the file."""
         if self._file is not None:
             self._file.close()
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """Take out the rows after ``step``, what a killed run left half written, and the final figures.
+
+    A run that goes on from ``step`` writes them again.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _is_before(line, step)]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _is_before(line: str, step: int) -> bool:
+    if not line.endswith("\n"):
+        return False
+    row = json.loads(line)
+    return row["step"] is not None and row["step"] <= step and not any(key.startswith("result/") for key in row)
 
 
 def _as_json(value: Any) -> Any:

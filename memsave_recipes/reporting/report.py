@@ -1,82 +1,27 @@
-"""A run's beginning and its figures: a row a logging window while it trains, ``results.json`` when it is done.
+"""A run's figures: a row a logging window while it trains, ``results.json`` when it is done.
 
 Keys are those of ``docs/architecture.md``; the part before the ``/`` becomes a section of a dashboard.
 """
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from memsave_recipes.errors import InputError
 from memsave_recipes.measure.clock import StepClock
 from memsave_recipes.measure.flops import ModelFlops
 from memsave_recipes.measure.peak_flops import utilization_pct
-from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.reporting.memory import MemoryWatch, largest_in_gib
-from memsave_recipes.reporting.out_of_memory import RunSettings
-from memsave_recipes.reporting.run_folder import claim_run_folder, describe_environment, device_name
-from memsave_recipes.reporting.trackers import log_metrics, start_trackers
+from memsave_recipes.reporting.out_of_memory.page import RunSettings
+from memsave_recipes.reporting.trackers import log_metrics, tracker_ids
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.sample_order import Geometry
+from memsave_recipes.training.environment import device_name
+from memsave_recipes.training.step_losses import StepLosses, gather_figures
 
-
-def begin_run(
-    accelerator: Accelerator,
-    folder: Path,
-    *,
-    project: str,
-    work: str,
-    flags: dict[str, Any],
-    planned: RunPlan,
-    geometry: Geometry,
-) -> RunSettings:
-    """Claim the run's folder, write its configuration and start its trackers: what a run does last before it trains.
-
-    Args:
-        project: where dashboards keep the runs of a recipe.
-        work: what is trained, such as ``vgg16-gbs64-224px``; runs of the same work are meant to be compared.
-        flags: of the command line.
-        planned: the memory plan. Its strategy's words and the geometry are the method, and name the run.
-
-    Returns:
-        What ``RunReport`` wants to know of it.
-
-    Raises:
-        InputError: the folder cannot be written, or this device cannot do what a flag asks for.
-    """
-    if flags.get("memory_snapshot") and accelerator.device.type != "cuda":
-        raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
-    sizes = {**asdict(geometry), "accumulation_steps": geometry.accumulation_steps}
-    plan = planned.plan
-    about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
-    config = {**flags, **about}
-    if accelerator.is_main_process:
-        claim_run_folder(folder, config, plan.to_json())
-    accelerator.wait_for_everyone()
-    device = "gpu" if accelerator.device.type == "cuda" else accelerator.device.type
-    batches = f"mbs{geometry.micro_batch_size}x{geometry.accumulation_steps}"
-    start_trackers(
-        accelerator,
-        project=project,
-        group=work,
-        name=f"{plan.strategy}-{batches}-{geometry.num_processes}{device}",
-        tags=[plan.strategy, flags["dtype"], device],
-        config=config,
-        output_dir=folder,
-    )
-    return RunSettings(
-        folder=folder,
-        flags=flags,
-        blocks=plan.blocks,
-        compiles=not plan.is_bitwise,
-        predicted_peak_bytes=planned.predicted_peak_bytes,
-    )
+COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_loss")
+"""What a ``RunReport`` counts and a checkpoint keeps, by its name."""
 
 
 class RunReport:
@@ -105,10 +50,13 @@ class RunReport:
         )
         self.clock = StepClock(warmup_steps=self.memory.num_slow_steps)
         self.flops_per_sample: dict[str, float] = {}  # by precision
-        self.losses: list[Tensor] = []  # this rank's parts, since the last window
+        self.losses = StepLosses(accelerator, batches.order, skips=self.memory.settings.flags.get("skip_nonfinite", 0))
         self.samples_seen = 0
         self.tokens_seen: Tensor | int = 0
         self.train_loss = float("nan")
+        self.evaluated: dict[str, float] = {}
+        self.evaluated_at: int | None = None
+        self.best_loss = float("inf")
 
     def run(self, step: int, train_step: Callable[[], Any]) -> Any:
         """``train_step()``, with all that is measured in it: the memory, and in the first one the model's FLOPs.
@@ -126,36 +74,66 @@ class RunReport:
             self.memory.end_step(step)
         return result
 
-    def count(self, batch: GlobalBatch) -> None:
+    def count(self, batch: GlobalBatch, grad_norm: Tensor | None = None) -> None:
         """Take in a finished step. Reads nothing from the device."""
-        self.losses.append(torch.as_tensor(batch.loss))
+        self.losses.add(batch, grad_norm)
         tokens = batch.num_valid if self.batches.count_valid else 0
         self.clock.step(samples=batch.num_samples, tokens=tokens)
         self.samples_seen += batch.num_samples
         self.tokens_seen = self.tokens_seen + tokens
 
-    def log_window(self, step: int, *, learning_rate: float, grad_norm: Tensor | None) -> str:
-        """Log the window that ends with ``step`` (from 1); returns its figures in a few words."""
-        part_of_loss = torch.stack(self.losses).mean().item()  # waits for the device, so the clock reads true
-        self.losses = []
+    def log_window(self, step: int, *, learning_rate: float) -> str:
+        """Log the window that ends with ``step`` (from 1); returns its figures in a few words.
+
+        Raises:
+            NotFinite: more of its steps than allowed are not finite.
+        """
+        losses = self.losses.parts()  # waits for the device, so the clock reads true
         perf = self.clock.end_window()
         with self.clock.left_out():
             perf |= self._utilization(perf)
-            of_ranks = gather_figures(self.accelerator, {"loss": part_of_loss, **self.memory.end_window()})
-            self.train_loss = sum(of_ranks.pop("loss"))
-            memory = largest_in_gib(of_ranks)
-            train = {"loss": self.train_loss, "lr": learning_rate}
-            if grad_norm is not None:
-                train["grad_norm"] = grad_norm.item()
+            of_ranks = gather_figures(self.accelerator, {**losses, **self.memory.end_window()})
+            self.losses.take_in({step: of_ranks.pop(step) for step in losses})
+            self.train_loss = self.losses.end_window()
+            memory = largest_in_gib(of_ranks) | self.memory.prediction(max(of_ranks.get("peak_allocated", [0])))
+            train = {"loss": self.train_loss, "lr": learning_rate, **self.losses.skipped()}
+            if self.losses.grad_norm is not None:
+                train["grad_norm"] = self.losses.grad_norm
             progress = {"epoch": step / self.batches.order.steps_per_epoch, **self._seen()}
             sections = {"train": train, "perf": perf, "memory": memory, "progress": progress}
             row = {f"{section}/{key}": value for section, figures in sections.items() for key, value in figures.items()}
             log_metrics(self.accelerator, row, step)
         return _in_words(self.train_loss, perf, memory)
 
-    def log_evaluation(self, step: int, figures: dict[str, float]) -> None:
-        """Log an evaluation after ``step``."""
+    def log_evaluation(self, step: int, figures: dict[str, float]) -> bool:
+        """Log an evaluation after ``step``; returns whether its loss is the lowest so far."""
         log_metrics(self.accelerator, {f"eval/{key}": value for key, value in figures.items()}, step)
+        self.evaluated, self.evaluated_at = figures, step
+        is_best = figures["loss"] < self.best_loss
+        if is_best:
+            self.best_loss = figures["loss"]
+        return is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on has to know, in plain values.
+
+        Raises:
+            NotFinite: more steps than allowed are not finite.
+        """
+        return {
+            **{name: getattr(self, name) for name in COUNTED},
+            "tokens_seen": int(self.tokens_seen),
+            "losses": self.losses.state_dict(),
+            "clock": self.clock.state_dict(),
+            "trackers": {"name": self.memory.settings.name, **tracker_ids(self.accelerator)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        for name in (*COUNTED, "tokens_seen"):
+            setattr(self, name, state[name])
+        self.losses.load_state_dict(state["losses"])
+        self.clock.load_state_dict(state["clock"])
 
     def results(self) -> dict[str, Any]:
         """The part of ``results.json`` that every recipe fills alike."""
@@ -171,6 +149,7 @@ class RunReport:
             "mixed_precision": self.accelerator.mixed_precision,
             "steps": self.batches.steps.stop,
             **self._seen(),
+            **self.losses.skipped(),
             "train_loss": self.train_loss,
             "memory": self.memory.results(gather_figures(self.accelerator, self.memory.end_run())),
             "perf": perf,
@@ -202,13 +181,6 @@ class RunReport:
     def _seen(self) -> dict[str, int]:
         tokens = {"tokens_seen": int(self.tokens_seen)} if self.batches.count_valid else {}
         return {"samples_seen": self.samples_seen, **tokens}
-
-
-def gather_figures(accelerator: Accelerator, figures: Mapping[str, float]) -> dict[str, list[float]]:
-    """Every figure of every rank, in one collective; all ranks must have the same. Whole numbers are exact to 2^53."""
-    device = accelerator.device if accelerator.num_processes > 1 else "cpu"
-    values = torch.tensor([list(figures.values())], dtype=torch.float64, device=device)
-    return dict(zip(figures, accelerator.gather(values).T.tolist(), strict=True))
 
 
 def _in_words(loss: float, perf: dict[str, float], memory: dict[str, float]) -> str:

@@ -1,56 +1,227 @@
-"""The folder that holds everything a run writes: ``config.json``, ``plan.json``, ``results.json``, ``final/``."""
+"""A run's folder: who may have it, and what it holds from the run's beginning to its ``results.json``."""
 
 import json
-import platform
 import shutil
-import subprocess
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 
+from memsave_recipes.checkpoints import (
+    Checkpoints,
+    Resumed,
+    StoppedBySignal,
+    StopSignals,
+    Training,
+    lock_run_folder,
+    unlock_run_folder,
+)
+from memsave_recipes.checkpoints.continuity import as_planned, check_same_flags, read_earlier
+from memsave_recipes.checkpoints.find import committed
 from memsave_recipes.errors import InputError
+from memsave_recipes.planner.run_plan import RunPlan
+from memsave_recipes.reporting.metrics_file import NAME as METRICS
+from memsave_recipes.reporting.metrics_file import cut_back
+from memsave_recipes.reporting.out_of_memory.page import RunSettings
+from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers, start_trackers
+from memsave_recipes.training.arguments import RunArguments, SafetyArguments
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.environment import describe_environment
+from memsave_recipes.training.finite import NotFinite
+from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.sample_order import Geometry
 
-OURS = ("config.json", "plan.json", "metrics.jsonl", "results.json", "final", "tensorboard", "wandb")
+CONFIG, PLAN, RESULTS, CHECKPOINTS = "config.json", "plan.json", "results.json", "checkpoints"
+OURS = (CONFIG, PLAN, METRICS, RESULTS, "final", "tensorboard", "wandb", CHECKPOINTS)
 OUR_SNAPSHOTS = "memory_snapshot*.pickle"
-PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "memsave-recipes")
 
 
-def check_run_folder(output_dir: str, *, overwrite: bool) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class OpenRun:
+    """A run that has its folder to itself.
+
+    Args:
+        safety: the flags that keep work from being lost.
+        flags: all of them, by name.
+        earlier: ``config.json`` of the run that it goes on with; ``None`` where it begins.
+        signals: that ask it to stop.
+    """
+
+    accelerator: Accelerator
+    folder: Path
+    safety: SafetyArguments
+    flags: dict[str, Any]
+    earlier: dict[str, Any] | None
+    signals: StopSignals
+
+    def checkpoints(self, training: Training, batches: GlobalBatches) -> Checkpoints:
+        """Those of this run, saved as its flags say."""
+        folder = self.folder / CHECKPOINTS
+        return Checkpoints.as_asked(self.safety, self.accelerator, folder, training, batches, signals=self.signals)
+
+    def planned(self, run: RunArguments) -> RunArguments:
+        """``run`` with the plan and the micro-batch that an earlier life of it searched and found."""
+        if self.earlier is None:
+            return run
+        return as_planned(run, self.earlier, plan=self.folder / PLAN, num_processes=self.accelerator.num_processes)
+
+
+@contextmanager
+def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) -> Iterator[OpenRun]:
+    """Start Accelerate and keep the run's folder, and the signals that ask to stop, until the block ends.
+
+    Raises:
+        InputError: the folder holds another run, or is in use, or cannot be written, or this run cannot go on with
+            what it holds; or the launch is not what was asked for.
+    """
+    folder = check_run_folder(run.output_dir, overwrite=run.overwrite, resume=safety.resume)
+    earlier = read_earlier(folder / CONFIG, folder / CHECKPOINTS) if safety.resume else None
+    notices = check_same_flags(earlier, flags) if earlier else []
+    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
+    lock = lock_run_folder(accelerator, folder)
+    try:
+        with StopSignals() as signals:
+            for notice in notices:
+                accelerator.print(notice)
+            yield OpenRun(
+                accelerator=accelerator,
+                folder=folder,
+                safety=safety,
+                flags=flags,
+                earlier=earlier,
+                signals=signals,
+            )
+    except (StoppedBySignal, NotFinite):  # which all ranks know of
+        finish_trackers(accelerator, {})
+        raise
+    finally:
+        unlock_run_folder(lock)
+
+
+def begin_run(
+    accelerator: Accelerator,
+    folder: Path,
+    *,
+    project: str,
+    work: str,
+    flags: dict[str, Any],
+    planned: RunPlan,
+    geometry: Geometry,
+    resumed: Resumed | None = None,
+) -> RunSettings:
+    """Claim the run's folder, write its configuration and start its trackers: what a run does last before it trains.
+
+    One that has ``resumed`` takes up its folder and its trackers where the checkpoint left them.
+
+    Args:
+        project: where dashboards keep the runs of a recipe.
+        work: what is trained, such as ``vgg16-gbs64-224px``; runs of the same work are meant to be compared.
+        flags: of the command line.
+        planned: the memory plan. Its strategy's words and the geometry are the method, and name the run.
+
+    Returns:
+        What ``RunReport`` wants to know of it.
+
+    Raises:
+        InputError: the folder cannot be written, or this device cannot do what a flag asks for.
+    """
+    if flags.get("memory_snapshot") and accelerator.device.type != "cuda":
+        raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
+    plan, name, earlier, step = planned.plan, _name_of(accelerator, planned, geometry), None, 0
+    if resumed is not None:
+        earlier, step = resumed.state["trackers"], resumed.step
+        name = earlier["name"]
+        accelerator.print(*resumed.notices, f"going on after {step} steps", sep="\n")
+    elif flags.get("resume"):
+        accelerator.print(f"note: --resume finds no checkpoint in {folder}, so the run begins")
+    sizes = {**asdict(geometry), "accumulation_steps": geometry.accumulation_steps}
+    about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
+    config = {**flags, **about}
+    if accelerator.is_main_process:
+        _take_run_folder(folder, config, plan.to_json(), resumed_step=step if resumed else None)
+    accelerator.wait_for_everyone()
+    start_trackers(
+        accelerator,
+        project=project,
+        group=work,
+        name=name,
+        tags=[plan.strategy, flags["dtype"], _device_word(accelerator)],
+        config=config,
+        output_dir=folder,
+        earlier=earlier,
+        first_step=step + 1,
+    )
+    return RunSettings(
+        folder=folder,
+        name=name,
+        flags=flags,
+        blocks=plan.blocks,
+        compiles=not plan.is_bitwise,
+        predicted_peak_bytes=planned.predicted_peak_bytes,
+    )
+
+
+def _name_of(accelerator: Accelerator, planned: RunPlan, geometry: Geometry) -> str:
+    batches = f"mbs{geometry.micro_batch_size}x{geometry.accumulation_steps}"
+    return f"{planned.plan.strategy}-{batches}-{geometry.num_processes}{_device_word(accelerator)}"
+
+
+def _device_word(accelerator: Accelerator) -> str:
+    return "gpu" if accelerator.device.type == "cuda" else accelerator.device.type
+
+
+def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) -> Path:
     """Refuse a folder that holds another run. Changes nothing, so that a mistake found later costs no earlier run.
 
     Raises:
-        InputError: ``output_dir`` holds a run and ``overwrite`` is off, or is no folder.
+        InputError: ``output_dir`` holds a run and may neither be cleared nor be gone on with, or is no folder.
     """
     folder = Path(output_dir)
-    if any((folder / name).exists() for name in OURS) and not overwrite:
-        raise InputError(f"--output_dir {folder} holds another run: name another folder or pass --overwrite")
+    if resume and overwrite:
+        raise InputError("--overwrite deletes the run that --resume goes on with: give one of them")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file: name a folder")
+    if any((folder / name).exists() for name in OURS) and not (overwrite or resume):
+        raise InputError(
+            f"--output_dir {folder} holds another run: name another folder, go on with --resume or pass --overwrite"
+        )
+    if resume and (folder / RESULTS).exists() and not committed(folder / CHECKPOINTS):
+        raise InputError(
+            f"--output_dir {folder} holds a run that is done and kept no checkpoint, so --resume has nothing to go on "
+            "with: pass --overwrite to begin anew, or name another folder"
+        )
     return folder
 
 
-def claim_run_folder(folder: Path, config: dict[str, Any], plan: str) -> None:
-    """Clear ``folder`` of an earlier run and write ``config.json`` and ``plan.json``. For the main process.
+def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, *, resumed_step: int | None) -> None:
+    """Clear ``folder`` of an earlier run, or of what it wrote of later steps, and describe this one in it.
 
     Raises:
         InputError: it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in (*(folder / name for name in OURS), *folder.glob(OUR_SNAPSHOTS)):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        write_json(folder / "config.json", config)
-        (folder / "plan.json").write_text(plan + "\n", encoding="utf-8")
+        if resumed_step is None:
+            for path in (*(folder / name for name in OURS), *folder.glob(OUR_SNAPSHOTS)):
+                _delete(path)
+        else:
+            _delete(folder / RESULTS)
+            cut_back(folder, resumed_step)
+        _write_whole(folder / PLAN, plan + "\n")
+        write_json(folder / CONFIG, config)
     except OSError as error:
         raise InputError(f"--output_dir {folder} cannot be written: {error.strerror}") from error
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def save_model(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
@@ -64,52 +235,10 @@ def save_model(accelerator: Accelerator, model: nn.Module, folder: Path) -> None
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write ``content`` whole or not at all."""
+    _write_whole(path, json.dumps(content, indent=1) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
-
-
-def describe_environment(accelerator: Accelerator) -> dict[str, Any]:
-    """Versions, commit and hardware, for ``config.json`` and the trackers."""
-    return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
-        "git_commit": _git_commit(),
-        "device": device_name(accelerator.device),
-        "num_processes": accelerator.num_processes,
-        "distributed_type": accelerator.distributed_type.value,
-        "mixed_precision": accelerator.mixed_precision,
-        "num_threads": torch.get_num_threads(),
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """What people call the device: ``NVIDIA H100 80GB HBM3``, the processor's name, or just its type."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return _processor_name() if device.type == "cpu" else device.type
-
-
-def _processor_name() -> str:
-    # Only Linux writes the name down where anyone can read it; platform.processor() is often empty there.
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
-    return platform.processor() or "cpu"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _git_commit() -> str:
-    if not shutil.which("git"):
-        return "unknown"
-    here = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "rev-parse", "--verify", "--quiet", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"

@@ -64,20 +64,38 @@ def start_trackers(
     tags: list[str],
     config: dict[str, Any],
     output_dir: Path,
+    earlier: dict[str, str] | None = None,
+    first_step: int = 1,
 ) -> None:
     """Starts each tracker of the accelerator; one that cannot start is left out with a warning.
 
-    ``group`` is the work, ``name`` the method, ``config`` what ``config.json`` holds.
+    ``group`` is the work, ``name`` the method, ``config`` what ``config.json`` holds. A run that goes on has the
+    ``tracker_ids`` of the ``earlier`` one and the ``first_step`` that it logs, from 1.
     """
     if not accelerator.is_main_process:
         return
-    run = RunLabels(group=group, name=name, tags=tags, config=config, output_dir=Path(output_dir))
+    run = RunLabels(
+        group=group,
+        name=name,
+        tags=tags,
+        config=config,
+        output_dir=Path(output_dir),
+        earlier=earlier,
+        first_step=first_step,
+    )
     asked, started = accelerator.log_with, []
     for tracker in asked:
+        if isinstance(tracker, TensorBoardTracker) and earlier is not None:
+            tracker.init_kwargs["purge_step"] = first_step  # hides what the earlier one logged from there on
         launch = functools.partial(_launch, accelerator, tracker, project)
         with _never_in_the_way(_name_of(tracker), "start"):
             started += _START.get(_name_of(tracker), _start_plain)(launch, run)
     accelerator.log_with, accelerator.trackers = asked, started
+
+
+def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
+    """By which the trackers that are running find this run again."""
+    return {tracker.name: tracker.tracker.id for tracker in accelerator.trackers if tracker.name == "wandb"}
 
 
 def log_metrics(accelerator: Accelerator, values: dict[str, Any], step: int) -> None:
@@ -94,13 +112,14 @@ def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
     """Writes the numbers of ``results`` as flat ``result/*`` keys into every tracker and closes them, then ends the
     training on every process (Accelerate destroys the process group).
 
-    They belong to the last step, ``results["steps"]``. W&B gets them in the run's summary. The terminal is told where
-    the runs are to be seen.
+    They belong to the last step, ``results["steps"]``; a run that stops before it has none. W&B gets them in the run's
+    summary. The terminal is told where the runs are to be seen.
     """
     named = {f"result/{key}": value for key, value in _flat(results).items()}
     for tracker in accelerator.trackers:
         with _never_in_the_way(tracker.name, "write the results"):
-            _write_results(tracker, named, results.get("steps"))
+            if named:
+                _write_results(tracker, named, results.get("steps"))
         with _never_in_the_way(tracker.name, "finish"):
             if where := _FINISH.get(tracker.name, _finish_plain)(tracker):
                 print(where, flush=True)

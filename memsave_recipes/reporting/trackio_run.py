@@ -12,10 +12,14 @@ from memsave_recipes.reporting.run_labels import Launch, RunLabels
 
 
 def start(launch: Launch, run: RunLabels) -> list[GeneralTracker]:
-    """Trackio knows no tags, so they join the configuration; its threads that sample the machine stay off."""
+    """Trackio knows no tags, so they join the configuration; its threads that sample the machine stay off.
+
+    It knows a run by its name. Rows of steps that are done again are there twice, since it takes none back (0.43).
+    """
     labels = {"name": run.name, "group": run.group, "config": {**run.config, "tags": run.tags}}
+    going_on = {"resume": "allow"} if run.earlier is not None else {}
     with _offline_hub(), contextlib.redirect_stdout(io.StringIO()):
-        return launch(None, {**labels, "embed": False, "auto_log_cpu": False, "auto_log_gpu": False})
+        return launch(None, {**labels, "embed": False, "auto_log_cpu": False, "auto_log_gpu": False, **going_on})
 
 
 def finish(tracker: GeneralTracker) -> str:

@@ -68,7 +68,9 @@ def _init_kwargs(mode: str, run: RunLabels) -> dict[str, Any]:
         finish_timeout_raises=True,
         silent=mode != "online",
     )
-    labels = {"group": run.group, "name": run.name, "tags": run.tags}
+    labels: dict[str, Any] = {"group": run.group, "name": run.name, "tags": run.tags}
+    if run.earlier and "wandb" in run.earlier:  # what it has of the steps that are done again is the same
+        labels |= {"id": run.earlier["wandb"], "resume": "allow"}
     return {**labels, "mode": mode, "dir": str(run.output_dir), "settings": settings}
 
 

@@ -1,26 +1,19 @@
-"""The flags that every recipe shares, and how a command line becomes checked dataclasses.
+"""The flags that every recipe shares, each checked when it is read."""
 
-``--config FILE.yaml`` is read first, as if its entries stood at the front of the command line; flags override it.
-"""
-
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from math import isfinite
-from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
-import yaml
-from transformers import HfArgumentParser
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import BUDGET_WORDS
+from memsave_recipes.training.sample_order import Geometry
 
 # Schedules that need no argument beyond the number of steps.
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
 
+AUTO = "auto"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -33,8 +26,12 @@ class RunArguments:
     global_batch_size: int = field(
         default=64, metadata={"help": "samples of one optimizer step, over all ranks and all accumulation steps"}
     )
-    micro_batch_size: int | None = field(
-        default=None, metadata={"help": "samples that one rank forwards at once; default: its share, undivided"}
+    micro_batch_size: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "samples that one rank forwards at once, or auto: what is fastest and fits in --memory_budget_gib; "
+            "default: its share, undivided"
+        },
     )
     drop_last: bool = field(default=False, metadata={"help": "leave out an epoch's last short step"})
     activation_checkpointing: str | None = field(
@@ -46,7 +43,7 @@ class RunArguments:
     )
     memory_budget_gib: float | None = field(
         default=None,
-        metadata={"help": "device memory of a step, for budget: the fastest plan that stays below it is found"},
+        metadata={"help": "device memory of a step, for budget and auto: the fastest that stays below it is found"},
     )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "the same as --activation_checkpointing full"}
@@ -79,6 +76,7 @@ class RunArguments:
         default_factory=lambda: ["trackio"],
         metadata={"help": "trackio, wandb, tensorboard (several may be named), none"},
     )
+    debug: bool = field(default=False, metadata={"help": "print the traceback of a one-line error as well"})
 
     def __post_init__(self) -> None:
         if self.gradient_checkpointing and self.activation_checkpointing not in (None, "full"):
@@ -91,10 +89,9 @@ class RunArguments:
         )
         self.verify = {"True": "stop", "False": "off"}.get(self.verify, self.verify)  # what YAML reads in yes and no
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
+        self._check_micro_batch_size()
         self._check_budget()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
-        micro_batch_size = self.micro_batch_size
-        require(micro_batch_size is None or micro_batch_size >= 1, "--micro_batch_size", micro_batch_size, "at least 1")
         require(isfinite(self.num_epochs) and self.num_epochs > 0, "--num_epochs", self.num_epochs, "more than 0")
         require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
         require(self.seed >= 0, "--seed", self.seed, "0 or more")
@@ -104,24 +101,73 @@ class RunArguments:
         require(snapshot is None or snapshot >= 1, "--memory_snapshot", snapshot, "at least 1")
         require(self.logging_steps >= 1, "--logging_steps", self.logging_steps, "at least 1")
 
+    def _check_micro_batch_size(self) -> None:
+        size = self.micro_batch_size
+        if size not in (None, AUTO):
+            whole = str(size).isascii() and str(size).isdigit()
+            require(whole and int(str(size)) >= 1, "--micro_batch_size", size, "a whole number, at least 1, or auto")
+            self.micro_batch_size = int(str(size))
+
     def _check_budget(self) -> None:
-        """``budget`` and ``--memory_budget_gib`` go together."""
+        """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""
         strategy, budget = self.activation_checkpointing, self.memory_budget_gib
-        if strategy in BUDGET_WORDS:
-            if budget is None:
-                raise InputError(
-                    f"--activation_checkpointing {strategy} needs --memory_budget_gib: the GiB that a step may take"
-                )
-            require(isfinite(budget) and budget > 0, "--memory_budget_gib", budget, "a finite number, more than 0")
-        elif budget is not None:
+        if budget is not None and not self.searches:
             raise InputError(
-                f"--memory_budget_gib says nothing to --activation_checkpointing {strategy}: take budget or drop it"
+                f"--memory_budget_gib says nothing to --activation_checkpointing {strategy}: take budget, or "
+                "--micro_batch_size auto, or drop it"
             )
+        if budget is None and strategy in BUDGET_WORDS and self.micro_batch_size != AUTO:
+            raise InputError(
+                f"--activation_checkpointing {strategy} needs --memory_budget_gib: the GiB that a step may take"
+            )
+        valid = budget is None or (isfinite(budget) and budget > 0)
+        require(valid, "--memory_budget_gib", budget, "a finite number, more than 0")
+
+    @property
+    def searches(self) -> bool:
+        """Whether a micro-batch or a plan is to be found for a budget."""
+        return self.micro_batch_size == AUTO or self.activation_checkpointing in BUDGET_WORDS
+
+    def geometry(self, num_processes: int) -> Geometry:
+        """How a global batch is computed; with ``auto`` undivided, until a size is found.
+
+        Raises:
+            InputError: as ``Geometry``.
+        """
+        size = self.micro_batch_size
+        return Geometry.of(self.global_batch_size, size if isinstance(size, int) else None, num_processes)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """``--dtype`` as torch knows it."""
         return DTYPES[self.dtype]
+
+
+@dataclass(kw_only=True)
+class SafetyArguments:
+    """What keeps work from being lost."""
+
+    resume: bool = field(
+        default=False, metadata={"help": "go on from the newest checkpoint of --output_dir, or begin if there is none"}
+    )
+    save_every: int | None = field(default=None, metadata={"help": "save a checkpoint every so many optimizer steps"})
+    save_every_minutes: float = field(
+        default=30, metadata={"help": "save a checkpoint so long after the last one; 0: not by the clock"}
+    )
+    keep_checkpoints: int = field(default=2, metadata={"help": "so many of the newest checkpoints are kept"})
+    save_best: bool = field(
+        default=False, metadata={"help": "keep the weights of the lowest evaluation loss as checkpoints/best-STEP"}
+    )
+    skip_nonfinite: int = field(
+        default=0, metadata={"help": "leave out up to so many steps whose loss or gradient is not finite"}
+    )
+
+    def __post_init__(self) -> None:
+        minutes = self.save_every_minutes
+        require(self.save_every is None or self.save_every >= 1, "--save_every", self.save_every, "at least 1")
+        require(isfinite(minutes) and minutes >= 0, "--save_every_minutes", minutes, "a finite number, 0 or more")
+        require(self.keep_checkpoints >= 1, "--keep_checkpoints", self.keep_checkpoints, "at least 1")
+        require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "0 or more")
 
 
 @dataclass(kw_only=True)
@@ -157,60 +203,3 @@ def require(holds: bool, flag: str, value: Any, rule: str) -> None:
     """
     if not holds:
         raise InputError(f"{flag} {value} cannot be: it must be {rule}")
-
-
-def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tuple[Any, ...]:
-    """One instance of each dataclass from the command line (``args``, by default that of the process).
-
-    Raises:
-        InputError: an unknown flag or preset key, a value of the wrong type, or one that a dataclass refuses.
-    """
-    parser = _RecipeParser(list(dataclasses), allow_abbrev=False)  # type: ignore[arg-type]
-    parser.add_argument("--config", help="a YAML file of flags, read before those of the command line")
-    command_line = list(sys.argv[1:] if args is None else args)
-    preset, _ = _preset_parser().parse_known_args(command_line)
-    flags = [*_read_preset(preset.config, parser), *command_line] if preset.config else command_line
-    *parsed, _config, unknown = parser.parse_args_into_dataclasses(
-        flags, return_remaining_strings=True, look_for_args_file=False
-    )
-    if unknown:
-        raise InputError(
-            f"{unknown[0]} is no flag of this recipe{parser.suggestion(unknown[0])} (--help lists the flags)"
-        )
-    return tuple(parsed)
-
-
-class _RecipeParser(HfArgumentParser):
-    """An argument parser whose complaints are one line, with the nearest known flag."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the flags)")
-
-    def suggestion(self, flag: str) -> str:
-        """``; did you mean --seed?``, or nothing."""
-        near = get_close_matches(flag.partition("=")[0], self._option_string_actions, n=1)
-        return f"; did you mean {near[0]}?" if near else ""
-
-
-def _preset_parser() -> _RecipeParser:
-    parser = _RecipeParser([], add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    return parser
-
-
-def _read_preset(path: str, parser: _RecipeParser) -> list[str]:
-    """The entries of a YAML preset as command-line words."""
-    try:
-        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(entries, dict):
-        raise InputError(f"--config {path} must hold lines like `global_batch_size: 64`")
-    words: list[str] = []
-    for key, value in entries.items():
-        flag = f"--{key}"
-        if flag not in parser._option_string_actions or flag == "--config":
-            raise InputError(f"--config {path}: {key} is no flag of this recipe{parser.suggestion(flag)}")
-        values = value if isinstance(value, list) else [value]
-        words += [flag, *(str(item) for item in values)]
-    return words

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
 from memsave_recipes.training.sample_order import Geometry, MicroBatchSampler, SampleKey, SampleOrder, seed_for
+from memsave_recipes.training.workers import serve_parent_only
 
 IGNORED = -100
 """The label of a position that does not count, as everywhere in torch and transformers."""
@@ -45,7 +46,7 @@ class GlobalBatches:
         accelerator: for the ranks, the device and the backward.
         dataset: indexed by ``SampleKey``; gives the label -100 where ``counted`` is false.
         order: which samples each step trains.
-        geometry: how a step is cut up.
+        geometry: how a step is cut up; another one may be set before the first step is taken.
         num_steps: where the run ends.
         count_valid: the number of positions of a micro-batch that count in the loss, such as its labels after the shift
             that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
@@ -73,20 +74,19 @@ class GlobalBatches:
         self.seed = seed
         self.steps = range(first_step, num_steps)
         self.count_valid = count_valid
-        sampler = MicroBatchSampler(
-            order=order,
-            geometry=geometry,
-            rank=accelerator.process_index,
-            first_step=first_step,
-            last_step=num_steps,
-        )
-        self.loader = make_loader(accelerator, dataset, sampler, collate_fn, num_workers)
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        self.num_workers = num_workers
+
+    def begin_after(self, step: int) -> None:
+        """Leave out the first ``step`` steps of the run."""
+        self.steps = range(step, self.steps.stop)
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __iter__(self) -> Iterator["GlobalBatch"]:
-        micro_batches = iter(self.loader)
+        micro_batches = iter(self._make_loader())
         for step in self.steps:
             num_samples = self.order.num_samples_in(step)
             count = len(self.geometry.micro_batches(num_samples)[0])
@@ -101,12 +101,23 @@ class GlobalBatches:
                 seed=self.seed,
             )
 
-    def largest_micro_batch(self) -> Batch:
-        """A full micro-batch on the device; of the longest samples, where the data set has a ``longest(count)``."""
-        dataset, count = self.loader.dataset, min(self.geometry.micro_batch_size, self.order.num_samples)
-        longest = dataset.longest(count) if hasattr(dataset, "longest") else range(count)
-        samples = [dataset[SampleKey(index)] for index in longest]
-        return send_to_device(self.loader.collate_fn(samples), self.accelerator.device)
+    def largest_micro_batch(self, size: int) -> Batch:
+        """``size`` samples on the device; the longest, where the data set has a ``longest(count)``."""
+        count = min(size, self.order.num_samples)
+        longest = self.dataset.longest(count) if hasattr(self.dataset, "longest") else range(count)
+        samples = [self.dataset[SampleKey(index)] for index in longest]
+        return send_to_device(self.collate_fn(samples), self.accelerator.device)
+
+    def _make_loader(self) -> DataLoader:
+        """Of this rank's micro-batches, step after step."""
+        sampler = MicroBatchSampler(
+            order=self.order,
+            geometry=self.geometry,
+            rank=self.accelerator.process_index,
+            first_step=self.steps.start,
+            last_step=self.steps.stop,
+        )
+        return make_loader(self.accelerator, self.dataset, sampler, self.collate_fn, self.num_workers)
 
     def _num_valid(self, mine: list[Batch], num_samples: int) -> Tensor:
         if self.count_valid is None:
@@ -152,10 +163,14 @@ class GlobalBatch:
             torch.get_device_module(self.accelerator.device).manual_seed(seed)
 
     def backward(self, loss_sum: Tensor) -> None:
-        """Add the gradient of a micro-batch's summed loss, weighted as its part of the global mean (rules 3 and 4)."""
+        """Add the gradient of a micro-batch's summed loss, weighted as its part of the global mean (rules 3 and 4).
+
+        Where the loss is not finite, neither is the gradient, so that every rank sees it in the norm.
+        """
         # A global batch without a valid position has no loss: 0 / 1, not 0 / 0.
         loss = loss_sum / self.num_valid.clamp(min=1)
-        self.accelerator.backward(loss * self.accelerator.num_processes)
+        nan_unless_finite = 0 * loss.detach()
+        self.accelerator.backward(loss * (self.accelerator.num_processes + nan_unless_finite))
         self.loss = self.loss + loss.detach()
 
 
@@ -215,4 +230,5 @@ def make_loader(
         collate_fn=collate_fn,
         num_workers=num_workers,
         pin_memory=accelerator.device.type == "cuda",
+        worker_init_fn=serve_parent_only,
     )

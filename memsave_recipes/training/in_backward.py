@@ -13,11 +13,13 @@ from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.sample_order import Geometry
 
 
-def check_in_backward(optim: OptimizerArguments, geometry: Geometry, mixed_precision: str) -> None:
+def check_in_backward(
+    optim: OptimizerArguments, geometry: Geometry, mixed_precision: str, *, skip_nonfinite: int = 0
+) -> None:
     """Refuse what needs all gradients at once.
 
     Raises:
-        InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping or fp16.
+        InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16 or steps left out.
     """
     if not optim.optimizer_in_backward:
         return
@@ -27,6 +29,7 @@ def check_in_backward(optim: OptimizerArguments, geometry: Geometry, mixed_preci
         f"{geometry.num_processes} ranks average their gradients first: launch one process": geometry.num_processes > 1,
         "clipping needs the norm of all gradients first: pass --max_grad_norm 0": optim.max_grad_norm > 0,
         "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
+        "a gradient that is not finite has been used before it is known: drop --skip_nonfinite": skip_nonfinite > 0,
     }
     for reason, holds in reasons.items():
         if holds:

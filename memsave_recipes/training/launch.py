@@ -39,8 +39,11 @@ from accelerate.utils import (
     get_cpu_distributed_information,
     parse_flag_from_env,
 )
+from torch.distributed.distributed_c10d import _get_default_store
 
 from memsave_recipes.errors import InputError
+
+NO_MEMORY = "memsave_recipes/no_memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,3 +194,17 @@ def let_gloo_settle() -> None:
     """
     if torch.distributed.is_initialized():
         time.sleep(0.2)
+
+
+def tell_ranks_of_no_memory() -> None:
+    """Leave word, for the ranks that wait for this one in a collective, why it ends."""
+    if torch.distributed.is_initialized():
+        _get_default_store().set(NO_MEMORY, "1")
+
+
+def a_rank_had_no_memory() -> bool:
+    """Whether one of them left word. Ask when a collective has failed."""
+    try:
+        return torch.distributed.is_initialized() and _get_default_store().check([NO_MEMORY])
+    except RuntimeError:  # the process that kept the word has ended as well
+        return False

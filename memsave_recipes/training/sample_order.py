@@ -54,6 +54,16 @@ class Geometry:
         size = share if micro_batch_size is None else min(micro_batch_size, share)
         return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
 
+    @classmethod
+    def halvings(cls, global_batch_size: int, num_processes: int) -> "list[Geometry]":
+        """Those with one sample a micro-batch, two or so ..., up to a rank's whole share: its halves, rounded up."""
+        size = ceil(global_batch_size / num_processes)
+        sizes = [size]
+        while size > 1:
+            size = ceil(size / 2)
+            sizes.append(size)
+        return [cls.of(global_batch_size, size, num_processes) for size in reversed(sizes)]
+
     @property
     def accumulation_steps(self) -> int:
         """Micro-batches of a rank in a full step."""

@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.costs import DeviceInstruments, Workload, measure
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import Beside, forecast, keep_all, uniform_plans
+from memsave_recipes.planner.beside import Beside
+from memsave_recipes.planner.budget import forecast, keep_all, plans_to_measure
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.plans.simulate import simulate
 
@@ -63,7 +64,7 @@ def costed(request):
     if config := getattr(case.model, "config", None):
         config.use_cache = False  # as the recipes have it
     workload = workload_of(case)
-    plans = uniform_plans(case.model, workload.stacks, bitwise=True)
+    plans = plans_to_measure("budget:bitwise", workload, device_type="cpu")
     return Costed(case, workload, measure(workload, plans), Beside())
 
 
@@ -166,7 +167,7 @@ def test_compiled_plans_fit_and_are_predicted_too(build_case):
     case.batch = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
     case.model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=4, n_head=4, n_embd=128)).train()
     workload = workload_of(case)
-    measurement = measure(workload, uniform_plans(case.model, workload.stacks, bitwise=False))
+    measurement = measure(workload, plans_to_measure("budget", workload, device_type="cpu"))
     ratios = [plan.compiled_memory_ratio for plan, _ in measurement.seen if not plan.is_bitwise]
     assert ratios == [0.3, 0.5, 0.7]
     costed = Costed(case, workload, measurement, Beside())

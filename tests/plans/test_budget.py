@@ -50,6 +50,7 @@ def random_chain(rng, num_blocks, *, options_share):
                 output_bytes=rng.randint(0, 20),
                 passes_input=rng.random() < 0.3,
                 gradient_bytes=rng.randint(0, 10),
+                tied_gradient_bytes=rng.choice([0, 0, 5]),
                 options=tuple(options),
             )
         )

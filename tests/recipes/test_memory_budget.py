@@ -49,11 +49,11 @@ def test_measuring_does_not_step_an_optimizer_that_steps_in_the_backward(train, 
 
 def test_the_plan_file_reproduces_it_without_measuring(train, tmp_path, capsys):
     flags = ["--model", "densenet_small", *SHORT, "--micro_batch_size", "16"]
-    planned = train(*flags, "--activation_checkpointing", "budget", "--memory_budget_gib", "0.02", output="planned")
+    planned = train(*flags, "--activation_checkpointing", "budget", "--memory_budget_gib", "0.006", output="planned")
     capsys.readouterr()
     again = train(*flags, "--activation_checkpointing", str(tmp_path / "planned" / "plan.json"), output="again")
     assert "predicted peak" not in capsys.readouterr().out
-    assert again["plan"] == planned["plan"] == "budget"
+    assert again["plan"] == planned["plan"] != "none"
     assert again["memory"]["peak_allocated_gib"] == planned["memory"]["peak_allocated_gib"]
     assert curve(tmp_path / "again") == curve(tmp_path / "planned")
 

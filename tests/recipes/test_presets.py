@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments
+from memsave_recipes.training.parsing import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "recipes/configs").glob("*.yaml"))
@@ -30,9 +30,7 @@ def arguments_of(recipe):
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    names = re.search(r"parse_arguments\(([\w, \n]+?),\s*args=args", recipe.read_text()).group(1)
-    known = {**vars(module), "RunArguments": RunArguments, "OptimizerArguments": OptimizerArguments}
-    return [known[name.strip()] for name in names.split(",")]
+    return module.FLAGS
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)

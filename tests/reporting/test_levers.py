@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memsave_recipes.reporting.levers import SAME, Situation, find_levers
+from memsave_recipes.reporting.out_of_memory.levers import SAME, Situation, find_levers
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import make_optimizer, state_bytes
 from memsave_recipes.training.sample_order import Geometry

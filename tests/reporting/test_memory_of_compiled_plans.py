@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from memsave_recipes.reporting.memory import MemoryWatch
-from memsave_recipes.reporting.out_of_memory import RunSettings
+from memsave_recipes.reporting.out_of_memory.page import RunSettings
 from memsave_recipes.training.sample_order import Geometry
 
 

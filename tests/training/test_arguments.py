@@ -3,11 +3,12 @@
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, parse_arguments
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments
+from memsave_recipes.training.parsing import parse_arguments
 
 
 def parse(*args):
-    return parse_arguments(RunArguments, OptimizerArguments, args=["--output_dir", "out", *args])
+    return parse_arguments(RunArguments, OptimizerArguments, SafetyArguments, args=["--output_dir", "out", *args])
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,11 @@ def parse(*args):
         ["--lr_scheduler_type", "lin"],
         ["--gradient_checkpointing", "--activation_checkpointing", "segments:2"],
         ["--verify", "waarn"],
+        ["--save_every", "0"],
+        ["--save_every_minutes", "-1"],
+        ["--save_every_minutes", "inf"],
+        ["--keep_checkpoints", "0"],
+        ["--skip_nonfinite", "-1"],
         ["--max_step", "3"],
         ["--config", "absent.yaml"],
         ["word"],
@@ -47,7 +53,7 @@ def test_bad_flags(flags):
 
 
 def test_defaults_and_the_alias():
-    run, _ = parse()
+    run, *_ = parse()
     assert run.activation_checkpointing == "none"
     assert parse("--gradient_checkpointing")[0].activation_checkpointing == "full"
 
@@ -60,7 +66,7 @@ def preset(tmp_path, text):
 
 def test_flags_override_the_preset(tmp_path):
     path = preset(tmp_path, "global_batch_size: 8\nlearning_rate: 1e-2\nreport_to: [wandb, trackio]\noverwrite: true\n")
-    run, optim = parse("--config", path, "--global_batch_size", "16")
+    run, optim, _ = parse("--config", path, "--global_batch_size", "16")
     assert (run.global_batch_size, run.report_to, run.overwrite) == (16, ["wandb", "trackio"], True)
     assert optim.learning_rate == 0.01
 

@@ -13,10 +13,12 @@ from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.plans import Plan
 from memsave_recipes.reporting import memory as memory_module
 from memsave_recipes.reporting.memory import largest_in_gib
-from memsave_recipes.reporting.out_of_memory import RunSettings
-from memsave_recipes.reporting.report import RunReport, begin_run, gather_figures
+from memsave_recipes.reporting.out_of_memory.page import RunSettings
+from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.reporting.run_folder import begin_run
 from memsave_recipes.training.batching import IGNORED, GlobalBatches
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.step_losses import gather_figures
 from memsave_recipes.units import GIB
 
 NUM_SAMPLES, WIDTH, HIDDEN, MIB = 10, 4, 8, 2**20
@@ -80,7 +82,7 @@ def train(accelerator, *, hungry_rank=None, **options):
         report.count(batch)
         losses.append(accelerator.reduce(batch.loss, "sum").item())
         if (batch.step + 1) % 3 == 0 or batch.step + 1 == report.batches.steps.stop:
-            report.log_window(batch.step + 1, learning_rate=0.1, grad_norm=None)
+            report.log_window(batch.step + 1, learning_rate=0.1)
     rows = accelerator.trackers[0].rows if accelerator.is_main_process else []
     return rows, report.results(), losses
 
@@ -103,7 +105,7 @@ def count_collectives(accelerator):
     batch = next(iter(report.batches))
     batch.loss = torch.tensor(1.0)
     report.count(batch)
-    report.log_window(1, learning_rate=0.1, grad_norm=None)
+    report.log_window(1, learning_rate=0.1)
     return calls
 
 

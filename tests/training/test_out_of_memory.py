@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.reporting import failures
-from memsave_recipes.reporting import out_of_memory as page_module
 from memsave_recipes.reporting.failures import OUT_OF_MEMORY, run_recipe
-from memsave_recipes.reporting.out_of_memory import RunSettings, is_out_of_memory
+from memsave_recipes.reporting.out_of_memory import page as page_module
+from memsave_recipes.reporting.out_of_memory.page import RunSettings, is_out_of_memory
 from memsave_recipes.reporting.report import RunReport
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.sample_order import Geometry, SampleOrder

@@ -68,9 +68,9 @@ def train(hungry_rank, accelerator):
 
     for batch in batches:
         report.memory.run(batch.step, partial(train_step, batch))
-        report.count(batch)
+        report.count(batch, torch.tensor(1.0))
         if batch.step + 1 in (WARMUP_STEPS, NUM_STEPS):
-            report.log_window(batch.step + 1, learning_rate=0.1, grad_norm=torch.tensor(1.0))
+            report.log_window(batch.step + 1, learning_rate=0.1)
     return recorder.rows, report.results()
 
 

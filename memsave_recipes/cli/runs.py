@@ -1,4 +1,4 @@
-"""The ``memsave`` command: looks at runs, never trains.
+"""``memsave compare``, ``dashboard`` and ``wandb-workspace``: look at the runs that the recipes left behind.
 
 What a command needs is imported when it runs, so that comparing run folders starts in a tenth of a second.
 """
@@ -10,35 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from memsave_recipes.cli.flags import STDOUT, writing
 from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.compare import ComparisonTable, compare
 from memsave_recipes.evidence.runs import Run, find_runs, read_run
 
 T = TypeVar("T")
-STDOUT = "-"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 2 the user's input."""
-    arguments = _parser().parse_args(argv)
-    try:
-        arguments.command(arguments)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="memsave", description="Look at the runs that the recipes left behind.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_compare(commands.add_parser("compare", help="runs side by side: memory, throughput, accuracy, loss curves"))
-    _add_dashboard(commands.add_parser("dashboard", help="runs in trackio's dashboard, on this machine alone"))
-    _add_workspace(commands.add_parser("wandb-workspace", help="save a view that compares the runs of a W&B project"))
-    return parser
-
-
-def _add_compare(parser: argparse.ArgumentParser) -> None:
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
     _add_folders(parser)
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="compare the runs of this W&B project too")
     parser.add_argument("--baseline", metavar="RUN", help="compare with this folder or name (default: plan none)")
@@ -51,14 +32,16 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_compare)
 
 
-def _add_dashboard(parser: argparse.ArgumentParser) -> None:
+def add_dashboard(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
     _add_folders(parser)
     parser.add_argument("--port", type=int, help="default: the first free one from 7860")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
     parser.set_defaults(command=_dashboard)
 
 
-def _add_workspace(parser: argparse.ArgumentParser) -> None:
+def add_workspace(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
     parser.add_argument("project", metavar="ENTITY/PROJECT")
     parser.set_defaults(command=_workspace)
 
@@ -81,7 +64,8 @@ def _compare(arguments: argparse.Namespace) -> None:
     for flag, write in WRITERS.items():
         file = getattr(arguments, flag)
         if file not in (None, STDOUT):
-            _write(f"--{flag} {file}", write, table, Path(file))
+            with writing(f"--{flag} {file}"):
+                write(table, Path(file))
 
 
 def _dashboard(arguments: argparse.Namespace) -> None:
@@ -169,13 +153,6 @@ def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
     return _read(found[0])
 
 
-def _write(flag: str, write: Callable[[ComparisonTable, Path], None], table: ComparisonTable, path: Path) -> None:
-    try:
-        write(table, path)
-    except OSError as error:
-        raise InputError(f"{flag} cannot be written ({error.strerror}): name a file in a folder that exists") from error
-
-
 def _write_markdown(table: ComparisonTable, path: Path) -> None:
     from memsave_recipes.evidence.table import to_markdown
 
@@ -203,7 +180,3 @@ def _write_png(table: ComparisonTable, path: Path) -> None:
 
 
 WRITERS = {"markdown": _write_markdown, "csv": _write_csv, "html": _write_html, "png": _write_png}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

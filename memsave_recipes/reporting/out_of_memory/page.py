@@ -15,8 +15,8 @@ from torch import nn
 from memsave_recipes.measure.breakdown import MemoryBreakdown, what_stays
 from memsave_recipes.measure.device_memory import write_snapshot
 from memsave_recipes.measure.saved_tensors import ForwardMeter
-from memsave_recipes.reporting.levers import Lever, Situation, find_levers
-from memsave_recipes.reporting.run_folder import device_name
+from memsave_recipes.reporting.out_of_memory.levers import Lever, Situation, find_levers
+from memsave_recipes.training.environment import device_name
 from memsave_recipes.training.sample_order import Geometry
 from memsave_recipes.units import format_bytes
 
@@ -33,6 +33,7 @@ class RunSettings:
         blocks: the names of the model's blocks, from its memory plan.
         compiles: whether the plan compiles some of them.
         predicted_peak_bytes: of a plan that was made for a budget.
+        name: of the run, in dashboards.
     """
 
     folder: Path
@@ -40,6 +41,7 @@ class RunSettings:
     blocks: tuple[str, ...]
     compiles: bool = False
     predicted_peak_bytes: int | None = None
+    name: str = ""
 
     def snapshot_path(self, rank: int) -> Path:
         """Where a rank writes the state of its device's allocator."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memsave_recipes.models.adapters import adapters_on_meta
 from memsave_recipes.training.optimizers import state_bytes
 from memsave_recipes.training.sample_order import Geometry
 
@@ -141,20 +142,10 @@ def _smaller_optimizers(situation: Situation) -> Iterator[Lever]:
 def _adapters(situation: Situation) -> Iterator[Lever]:
     """The frozen weights' gradients and state, less what adapters of all linear layers take in their place."""
     if situation.flags.get("lora") is False:
-        adapters = [torch.empty(shape, device="meta") for shape in _adapter_shapes(situation)]
+        adapters = adapters_on_meta(situation.model, situation.flags["lora_rank"])
         taken = 2 * sum(adapter.nbytes for adapter in adapters) + situation.state_bytes(adapters)  # with gradients
         freed = situation.gradients_bytes + situation.state_bytes(situation.trained) - taken
         yield Lever(flags="--lora", freed_bytes=max(0, freed), curve="adapters train, not the weights")
-
-
-def _adapter_shapes(situation: Situation) -> Iterator[tuple[int, int]]:
-    rank = situation.flags["lora_rank"]
-    for module in situation.model.modules():
-        if type(module).__name__ in ("Linear", "Conv1D"):
-            weight: Any = module.weight
-            outputs, inputs = weight.shape
-            yield rank, inputs
-            yield outputs, rank
 
 
 def _half_precision(situation: Situation) -> Iterator[Lever]:

@@ -1,0 +1,182 @@
+"""What a checkpoint costs: a save against the plain writing of the same bytes, and the call in every step.
+
+    python benchmarks/checkpoint_cost.py [--folder DIR] [--repeats 7]
+
+A model and its AdamW state of about 192 and 576 MiB are saved by turns, in an order that is drawn anew every round: as
+one write of the same bytes for each file, the same and waiting for the disk, with the commit layer (which waits for the
+disk, computes digests, renames, and gives up an older checkpoint), and by Accelerate's ``save_state`` (which does none
+of these). Printed is the median of the rounds. The target is at most twice the plain write that waits for the disk: a
+checkpoint that is not on the disk is none.
+
+``after_step`` is timed as well, where there is nothing to save.
+
+Writes docs/results/checkpoint_cost.json and .md.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from memsave_recipes.checkpoints import Checkpoints, StopSignals, Training
+from memsave_recipes.checkpoints.manifest import check_seal
+from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.training.environment import describe_environment
+from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.units import format_bytes
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+LAYERS = {192: 16, 576: 48}  # MiB of weights and state: layers of 1024 x 1024 float32, with two of Adam's each
+PLAIN, ON_DISK, OURS, SAVE_STATE = "plain write", "plain write, on disk", "commit layer", "accelerate save_state"
+CALLS = 20_000
+
+
+class Work:
+    """A trained model, and the ways to save it."""
+
+    def __init__(self, folder: Path, num_layers: int) -> None:
+        self.folder = folder
+        self.accelerator = start_accelerator()
+        self.accelerator.free_memory()
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(num_layers)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        model, optimizer = self.accelerator.prepare(model, optimizer)
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        self.checkpoints = Checkpoints(
+            self.accelerator,
+            folder / "ours" / "checkpoints",
+            Training(self.accelerator, model, optimizer, scheduler),
+            order=SampleOrder(num_samples=8, global_batch_size=8, seed=0),
+            geometry=Geometry.of(8, None, 1),
+            keep=1,
+            every_minutes=60,
+            signals=StopSignals(),
+        )
+        self.steps = 0
+        self.commit()
+        self.contents = [path.read_bytes() for path in self._newest().iterdir()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a checkpoint."""
+        return sum(map(len, self.contents))
+
+    def write_plainly(self, *, waits: bool) -> None:
+        """The same bytes in as many files."""
+        folder = self.folder / "plain"
+        folder.mkdir(exist_ok=True)
+        for index, content in enumerate(self.contents):
+            with (folder / f"{index}.new").open("wb") as file:
+                file.write(content)
+                if waits:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(folder / f"{index}.new", folder / str(index))  # as a save does, it leaves one copy
+
+    def commit(self) -> None:
+        """A save, which gives up the one before."""
+        self.steps += 1
+        self.checkpoints.save(self.steps, {"clock": 1.0})
+
+    def save_state(self) -> None:
+        """Into a fixed folder, as its examples do."""
+        self.accelerator.save_state(str(self.folder / "save_state"))
+
+    def verify(self) -> None:
+        """What a resume reads before it loads."""
+        check_seal(self._newest())
+
+    def after_steps(self) -> None:
+        """The calls of a loop in which there is nothing to save."""
+        for step in range(CALLS):
+            self.checkpoints.after_step(step + 1, dict)
+
+    def _newest(self) -> Path:
+        return self.checkpoints.folder / f"step-{self.steps}"
+
+
+def measure(folder: Path, num_layers: int, repeats: int) -> dict[str, Any]:
+    """Medians in seconds, for a work of so many layers."""
+    work = Work(folder, num_layers)
+    ways: dict[str, Callable[[], None]] = {
+        PLAIN: lambda: work.write_plainly(waits=False),
+        ON_DISK: lambda: work.write_plainly(waits=True),
+        OURS: work.commit,
+        SAVE_STATE: work.save_state,
+        "verify": work.verify,
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way in random.sample(list(ways), len(ways)):
+            os.sync()  # nobody pays for what another left to be written
+            seconds[way].append(_time_of(ways[way]))
+    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    ratios = [ours / plain for ours, plain in zip(seconds[OURS], seconds[ON_DISK], strict=True)]
+    per_call = _time_of(work.after_steps) / CALLS
+    return {
+        "bytes": work.num_bytes,
+        "seconds": medians,
+        "seconds_of_rounds": seconds,
+        "ratio_to_plain_on_disk": medians[OURS] / medians[ON_DISK],
+        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+        "ratio_to_plain": medians[OURS] / medians[PLAIN],
+        "after_step_us": 1e6 * per_call,
+    }
+
+
+def _time_of(action: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def as_markdown(rows: list[dict[str, Any]], device: str) -> str:
+    """The table."""
+    ways = (PLAIN, ON_DISK, OURS, SAVE_STATE, "verify")
+    lines = [
+        f"| checkpoint | {' | '.join(f'{way} (s)' for way in ways)} | ours / plain on disk | `after_step` (us) |",
+        "| --- |" + " ---: |" * (len(ways) + 2),
+    ]
+    for row in rows:
+        times = " | ".join(f"{row['seconds'][way]:.2f}" for way in ways)
+        low, high = row["ratio_quartiles"]
+        ratio = f"{row['ratio_to_plain_on_disk']:.2f} ({low:.2f} to {high:.2f})"
+        lines.append(f"| {format_bytes(row['bytes'])} | {times} | {ratio} | {row['after_step_us']:.2f} |")
+    return "\n".join([*lines, "", f"Medians; in brackets the middle half of the rounds. {device}.", ""])
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", help="on the disk to be measured; default: the system's temporary one")
+    parser.add_argument("--repeats", type=int, default=7)
+    flags = parser.parse_args()
+    environment = describe_environment(start_accelerator()) | {"num_cpus": os.cpu_count()}
+    rows = []
+    for num_layers in LAYERS.values():
+        folder = Path(tempfile.mkdtemp(dir=flags.folder))
+        try:
+            rows.append(measure(folder, num_layers, flags.repeats))
+        finally:
+            shutil.rmtree(folder)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    write_json(RESULTS / "checkpoint_cost.json", {"rows": rows, "environment": environment})
+    table = as_markdown(rows, environment["device"])
+    (RESULTS / "checkpoint_cost.md").write_text(table, encoding="utf-8")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

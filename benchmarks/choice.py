@@ -1,0 +1,209 @@
+"""Is the chosen configuration the fastest that fits? Every candidate run for real, at six budgets.
+
+    python benchmarks/choice.py                         # about 10 minutes; keep the machine idle
+
+For each model the candidates of all budgets (micro-batch x plan, the global batch fixed) are priced as a recipe's run
+prices them, by block costs on this device; then each is really run, all taking turns, and the choice at every budget is
+held against the fastest of those whose real peak stays below it. Writes docs/results/choice-DEVICE.json and .md.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from planned.works import ROOT, WORKS, Real, build, sketch_of
+from tqdm import tqdm
+
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.costs import Measurement, Workload, measure
+from memsave_recipes.planner.beside import beside_the_step
+from memsave_recipes.planner.budget import least_memory, plans_to_measure
+from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries
+from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.training.environment import device_name
+from memsave_recipes.training.sample_order import Geometry
+
+GLOBAL_BATCH = 8
+NUM_BUDGETS = 6
+
+
+@dataclass
+class Tried:
+    """A candidate that was really run."""
+
+    candidate: Candidate
+    peak_bytes: int
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """The median over the rounds."""
+        return median(self.seconds)
+
+    @property
+    def name(self) -> str:
+        """Its micro-batch and plan."""
+        return f"{self.candidate.geometry.micro_batch_size} x {self.candidate.strategy}"
+
+
+def price(real: Real, geometry: Geometry) -> Measurement:
+    """The block costs of a micro-batch, as a run measures them."""
+    batch = real.batch(geometry.micro_batch_size)
+    workload = Workload(
+        model=real.model,
+        forward=lambda: real.sketch.loss_of(real.trained, batch),
+        batch=list(batch.values()),
+        device=real.accelerator.device,
+        stacks=block_names(find_stacks(real.model)),
+    )
+    return measure(workload, plans_to_measure("budget:bitwise", workload, device_type=workload.device.type))
+
+
+def choices(real: Real, measured: dict[int, Measurement], geometries: Sequence[Geometry]) -> list[Choice]:
+    """What is chosen at each budget, from just above the least that works to what the largest plain step needs."""
+    beside = partial(beside_the_step, real.sketch.optim, real.model)
+    terms = partial(Terms, strategy="budget:bitwise", beside=beside, plan_of=partial(plan_blocks, real.model))
+    least = min(
+        forecast.peak.total_bytes + forecast.reserve_bytes
+        for forecast in (least_memory(measured[g.micro_batch_size], beside(g)) for g in geometries)
+    )
+    most = max(
+        candidate.needed_bytes
+        for g in geometries
+        for candidate in terms(budget_bytes=0).candidates(measured[g.micro_batch_size], g)
+        if candidate.strategy == "none"
+    )
+    found = []
+    for number in range(NUM_BUDGETS):
+        budget = least + (most - least) * number // (NUM_BUDGETS - 1)
+        of_all = [terms(budget_bytes=budget).candidates(measured[g.micro_batch_size], g) for g in geometries]
+        found.append(Choice(candidates=tuple(candidate for of_one in of_all for candidate in of_one)))
+    return found
+
+
+def try_all(real: Real, candidates: Sequence[Candidate], rounds: int) -> dict[Any, Tried]:
+    """Every candidate once for its peak, and ``rounds`` times, in turns, for its seconds; by what it does."""
+    tried: dict[Any, Tried] = {}
+    for candidate in candidates:
+        if identity(candidate) not in tried:
+            step = partial(real.step, GLOBAL_BATCH, candidate.geometry.micro_batch_size)
+            with apply_plan(real.model, candidate.forecast.plan):
+                step()
+                tried[identity(candidate)] = Tried(candidate, real.peak_bytes(step))
+    for _ in tqdm(range(rounds), unit="round", leave=False):
+        for one in tried.values():
+            with apply_plan(real.model, one.candidate.forecast.plan):
+                one.seconds.append(timed(partial(real.step, GLOBAL_BATCH, one.candidate.geometry.micro_batch_size)))
+    return tried
+
+
+def identity(candidate: Candidate) -> Any:
+    """What tells two candidates apart that really differ."""
+    return candidate.geometry.micro_batch_size, candidate.forecast.plan.spans
+
+
+def timed(step: Any) -> float:
+    """Seconds of a step."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    start = perf_counter()
+    step()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return perf_counter() - start
+
+
+def judge(name: str, choice: Choice, tried: dict[Any, Tried]) -> dict[str, Any]:
+    """A row of the table: the choice at one budget beside the fastest that really fits in it."""
+    chosen = choice.chosen
+    assert chosen is not None
+    mine = tried[identity(chosen)]
+    fitting = [one for one in tried.values() if one.peak_bytes <= chosen.budget_bytes]
+    fastest = min(fitting, key=lambda one: one.step_s)
+    return {
+        "model": name,
+        "budget_bytes": chosen.budget_bytes,
+        "chosen": mine.name,
+        "predicted_bytes": chosen.peak_bytes,
+        "peak_bytes": mine.peak_bytes,
+        "below_budget": mine.peak_bytes <= chosen.budget_bytes,
+        "step_s": mine.step_s,
+        "fastest": fastest.name,
+        "fastest_s": fastest.step_s,
+        "slower_pct": 100 * (mine.step_s / fastest.step_s - 1),
+        "num_fitting": len(fitting),
+    }
+
+
+def measure_model(name: str, rounds: int) -> list[dict[str, Any]]:
+    """The rows of a model."""
+    sizes = ("--global_batch_size", str(GLOBAL_BATCH), "--micro_batch_size", "auto", "--memory_budget_gib", "1")
+    real = build(sketch_of(name, *sizes))
+    geometries = open_geometries(real.sketch.run, real.sketch.optim, 1)
+    measured = {geometry.micro_batch_size: price(real, geometry) for geometry in geometries}
+    found = choices(real, measured, geometries)
+    tried = try_all(real, [candidate for choice in found for candidate in choice.candidates], rounds)
+    return [judge(name, choice, tried) for choice in found]
+
+
+def as_markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
+    """The table, with a verdict above it."""
+    below = sum(row["below_budget"] for row in rows)
+    near = sum(row["slower_pct"] <= 5 for row in rows)
+    lines = [
+        f"`python benchmarks/choice.py` on {about['device']}, {about['num_threads']} threads, torch {about['torch']}; "
+        f"global batch {GLOBAL_BATCH}, {about['rounds']} rounds.",
+        f"{len(rows)} choices: {below} below their budget, {near} within 5 % of the fastest candidate that fits.",
+        "",
+        "| model | budget | chosen | peak | step | fastest that fits | its step | slower by |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        cells = [
+            row["model"],
+            f"{row['budget_bytes'] / 2**20:.1f} MiB",
+            row["chosen"],
+            f"{row['peak_bytes'] / 2**20:.1f} MiB",
+            f"{1000 * row['step_s']:.0f} ms",
+            f"{row['fastest']} of {row['num_fitting']}",
+            f"{1000 * row['fastest_s']:.0f} ms",
+            f"{row['slower_pct']:.1f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure every model; returns what the JSON file holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=WORKS, nargs="+", default=list(WORKS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "docs/results")
+    flags = parser.parse_args(args)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    about = {
+        "device": device_name(device),
+        "num_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "rounds": flags.rounds,
+    }
+    flags.output_dir.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for name in tqdm(flags.model, unit="model"):
+        rows += measure_model(name, flags.rounds)
+        results = {"benchmark": "choice", **about, "rows": rows}
+        write_json(flags.output_dir / f"choice-{device.type}.json", results)
+        (flags.output_dir / f"choice-{device.type}.md").write_text(as_markdown(rows, about), encoding="utf-8")
+    print(json.dumps({"choices": len(rows), "within_5_pct": sum(row["slower_pct"] <= 5 for row in rows)}))
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Six models as the recipes know them, and a real training step of each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+
+from memsave_recipes.measure.breakdown import break_down_peak
+from memsave_recipes.planner.sketch import Sketch, read_sketch
+from memsave_recipes.training.batching import Batch
+from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.optimizers import clip_gradients, make_optimizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A recipe's flags for a model, and its micro-batches."""
+
+    recipe: str
+    flags: str
+    sizes: tuple[int, int]
+
+
+IMAGES, TEXT = "image_classification", "language_modeling"
+NO_DROPOUT_IN_VIT = "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
+WORKS = {
+    "VGG16": Work(IMAGES, "--model vgg16 --image_size 96 --augmentation none", (2, 4)),
+    "DenseNet-121": Work(IMAGES, "--model densenet121 --image_size 96 --augmentation none", (2, 4)),
+    "ViT": Work(
+        IMAGES,
+        "--model_type vit --image_size 112 --augmentation none --config_overrides "
+        "hidden_size=192,num_hidden_layers=8,num_attention_heads=4,intermediate_size=768,patch_size=8",
+        (2, 4),
+    ),
+    "GPT-2": Work(
+        TEXT, "--model_type gpt2 --config_overrides n_layer=6,n_embd=192,n_head=4 --block_size 256 --loss full", (2, 4)
+    ),
+    "Llama": Work(
+        TEXT,
+        "--model_type llama --block_size 256 --config_overrides hidden_size=192,intermediate_size=512,"
+        "num_hidden_layers=6,num_attention_heads=4,num_key_value_heads=2",
+        (2, 4),
+    ),
+    "BERT": Work(
+        "text_classification",
+        "--model_type bert --max_length 128 --config_overrides "
+        "hidden_size=192,num_hidden_layers=6,num_attention_heads=4,intermediate_size=768",
+        (4, 8),
+    ),
+}
+
+
+def sketch_of(name: str, *flags: str) -> Sketch:
+    """The recipe with the flags of a model, and others."""
+    work = WORKS[name]
+    return read_sketch(ROOT / "recipes" / f"{work.recipe}.py", [*work.flags.split(), *flags])
+
+
+@dataclass(frozen=True)
+class Real:
+    """A recipe's model and optimizer on this device, with weights that are not trained.
+
+    ``trained`` is what a forward goes through, ``model`` has the blocks.
+    """
+
+    sketch: Sketch
+    accelerator: Accelerator
+    model: nn.Module
+    trained: nn.Module
+    optimizer: Any
+
+    def batch(self, size: int) -> Batch:
+        """A micro-batch of valid values."""
+        blank = self.sketch.micro_batch(size)
+        return {name: values_for(name, tensor, self.accelerator.device) for name, tensor in blank.items()}
+
+    def step(self, global_batch_size: int, micro_batch_size: int) -> None:
+        """Forwards and backwards of a global batch, clipping and the update."""
+        for first in range(0, global_batch_size, micro_batch_size):
+            batch = self.batch(min(micro_batch_size, global_batch_size - first))
+            self.accelerator.backward(self.sketch.loss_of(self.trained, batch) / global_batch_size)
+        clip_gradients(self.sketch.optim, self.accelerator, self.trained)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak_bytes(self, step: Callable[[], None]) -> int:
+        """All that torch's allocator holds at the highest moment of ``step``."""
+        device = self.accelerator.device
+        if device.type == "cpu":
+            return break_down_peak(step, self.model, self.optimizer.optimizer, device)[1].total_bytes
+        torch.accelerator.reset_peak_memory_stats()
+        step()
+        return torch.accelerator.max_memory_allocated()
+
+
+def build(sketch: Sketch, precision: str = "no") -> Real:
+    """What the recipe builds before its loop."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = start_accelerator(mixed_precision=precision)
+    torch.manual_seed(0)
+    model = sketch.build_model().to(accelerator.device).train()
+    optimizer = make_optimizer(sketch.optim, model)
+    trained, optimizer = accelerator.prepare(sketch.trained(model, sketch.losses[0], accelerator.device), optimizer)
+    return Real(sketch, accelerator, model, trained, optimizer)
+
+
+def values_for(name: str, like: Tensor, device: torch.device) -> Tensor:
+    """Valid values: packed rows of two documents, texts of which the last token is padding."""
+    if name == "attention_mask":
+        mask = torch.ones(like.shape, dtype=like.dtype, device=device)
+        mask[:, -1] = 0
+        return mask
+    if name == "position_ids":
+        return (torch.arange(like.shape[1], device=device) % (like.shape[1] // 2)).repeat(like.shape[0], 1)
+    return torch.zeros(like.shape, dtype=like.dtype, device=device)

@@ -1,0 +1,122 @@
+"""A run that goes on is the same run: its samples in their order, its flags, its plan; on other ranks if need be."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from memsave_recipes.checkpoints.find import committed
+from memsave_recipes.errors import InputError
+from memsave_recipes.training.arguments import RunArguments
+from memsave_recipes.training.sample_order import Geometry, SampleOrder
+
+FLAGS = {
+    "num_samples": "the number of training samples",
+    "global_batch_size": "--global_batch_size",
+    "seed": "--seed",
+    "drop_last": "--drop_last",
+}
+"""What decides which samples a step trains, as the user knows it: the fields of ``SampleOrder``."""
+
+FREE = {
+    *("output_dir", "overwrite", "resume", "debug", "report_to", "prompt"),
+    *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "skip_nonfinite"),
+    *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
+    *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
+}
+"""The flags that change no weight, or no more than rounding does."""
+LENGTH = {"max_steps", "num_epochs"}
+SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
+SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
+"""What says that a plan is to be searched, and how."""
+PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights"}
+"""What may lie elsewhere now; that it is the same is taken on trust."""
+
+
+def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    """Refuse to go on with flags that would have made another run; a line for each that has to be trusted.
+
+    Args:
+        saved: by name, as JSON gives them back; others than flags may be among them.
+        present: by name.
+
+    Raises:
+        InputError: a flag is not what it was, and has a say in the weights.
+    """
+    now = json.loads(json.dumps(present))
+    free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
+    notices = []
+    for name in saved.keys() & now.keys() - free:
+        if saved[name] == now[name]:
+            continue
+        if name not in PLACES:
+            why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if name in LENGTH else ""
+            raise InputError(
+                f"--resume: --{name} was {saved[name]} and is {now[name]}{why}: give what the run was started with, or "
+                "name another --output_dir"
+            )
+        notices.append(f"note: --{name} was {saved[name]} and is {now[name]}, which is taken to be the same")
+    return sorted(notices)
+
+
+def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
+    """What was written to ``config`` about the run that left ``checkpoints``; ``None`` without any of these.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if not committed(checkpoints):
+        return None
+    try:
+        return json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--resume: {config} cannot be read: put it back, or begin anew with --overwrite") from error
+
+
+def as_planned(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
+    """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
+
+    A search depends on how fast things happened to be, and what else it finds would round in another way.
+    """
+    same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
+    geometry = earlier["geometry"]
+    if not run.searches or not same_search or geometry["num_processes"] != num_processes:
+        return run
+    return replace(
+        run,
+        micro_batch_size=geometry["micro_batch_size"],
+        activation_checkpointing=str(plan),
+        gradient_checkpointing=False,
+        memory_budget_gib=None,
+    )
+
+
+def describe_run(order: SampleOrder, geometry: Geometry) -> dict[str, Any]:
+    """What a checkpoint has to know of its run, to be compared with the one that goes on."""
+    return {"order": asdict(order), "geometry": asdict(geometry)}
+
+
+def check_same_samples(saved: dict[str, Any], order: SampleOrder) -> None:
+    """Refuse to go on where a step would train other samples.
+
+    Raises:
+        InputError: the data set or a flag that decides the order is not what it was.
+    """
+    present = asdict(order)
+    for field, name in FLAGS.items():
+        if saved["order"][field] != present[field]:
+            raise InputError(
+                f"--resume: {name} was {saved['order'][field]} and is {present[field]}, so the steps would train other "
+                "samples: give what the run was started with, or name another --output_dir"
+            )
+
+
+def describe_change(saved: dict[str, Any], geometry: Geometry) -> str | None:
+    """What another geometry means for the run, in one line; ``None`` where it is the same."""
+    if saved["geometry"] == asdict(geometry):
+        return None
+    before = Geometry(**saved["geometry"])
+    return (
+        f"note: saved as {before.describe()}, going on as {geometry.describe()}: data-exact, every step trains the "
+        "same samples, but not bit-exact, sums are rounded in another order and dropout draws other masks"
+    )

@@ -1,0 +1,205 @@
+"""The checkpoints of a run, as its loop sees them: resume once, call after every step.
+
+checkpoints = Checkpoints(accelerator, folder / "checkpoints", Training(...), order=..., geometry=..., ...)
+resumed = checkpoints.resume_into(batches)     # before the first one is loaded
+for batch in batches:
+    ...
+    checkpoints.after_step(batch.step + 1, lambda: {"clock": ..., "best": ...})
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from memsave_recipes.checkpoints.agreement import Ear, by_all_ranks, by_rank_0
+from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit
+from memsave_recipes.checkpoints.continuity import check_same_samples, describe_change, describe_run
+from memsave_recipes.checkpoints.find import BEST, STEP, Found, find_newest, prune
+from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
+from memsave_recipes.checkpoints.state import Record, Training, read_record
+from memsave_recipes.errors import InputError
+from memsave_recipes.training.arguments import SafetyArguments
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.sample_order import Geometry, SampleOrder
+
+SAVE_ONLY = 1
+"""A wish to save, smaller than the number of any signal that stops a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """Where a run goes on.
+
+    Args:
+        step: optimizer steps that are done, so also the next one's number, from 0.
+        state: what the loop gave to ``after_step``.
+        notices: lines to be printed, about what was skipped and what is not as it was.
+    """
+
+    step: int
+    state: Record
+    notices: list[str]
+
+
+class Checkpoints:
+    """Saves a run and brings it back. All methods are for all ranks.
+
+    Args:
+        folder: of the checkpoints alone, seen by all ranks.
+        training: what is saved.
+        order, geometry: which samples a step trains, and how it is cut up.
+        keep: so many of the newest are kept.
+        every_steps, every_minutes: when to save beside a stop by a signal; either, both or none.
+        signals: those that stop the run; none by default.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        training: Training,
+        *,
+        order: SampleOrder,
+        geometry: Geometry,
+        keep: int = 2,
+        every_steps: int | None = None,
+        every_minutes: float | None = None,
+        signals: StopSignals | None = None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.folder = folder
+        self.training = training
+        self.order = order
+        self.geometry = geometry
+        self.keep = keep
+        self.every_steps = every_steps
+        self.every_s = 60 * every_minutes if every_minutes else float("inf")
+        self.signals = signals
+        self.damaged: list[Path] = []
+        self.last_saved: int | None = None
+        self._last_time = time.monotonic()
+        self._ear = Ear(accelerator)
+
+    @classmethod
+    def as_asked(
+        cls,
+        safety: SafetyArguments,
+        accelerator: Accelerator,
+        folder: Path,
+        training: Training,
+        batches: GlobalBatches,
+        *,
+        signals: StopSignals,
+    ) -> "Checkpoints":
+        """Those of a run that trains ``batches``, saved as its flags say."""
+        return cls(
+            accelerator,
+            folder,
+            training,
+            order=batches.order,
+            geometry=batches.geometry,
+            keep=safety.keep_checkpoints,
+            every_steps=safety.save_every,
+            every_minutes=safety.save_every_minutes,
+            signals=signals,
+        )
+
+    def resume_into(self, batches: GlobalBatches) -> Resumed | None:
+        """``resume()``, with ``batches`` beginning where it is.
+
+        Raises:
+            InputError: as ``resume()``, or the run would end before it.
+        """
+        resumed = self.resume()
+        if resumed is None:
+            return None
+        if resumed.step > batches.steps.stop:
+            raise InputError(
+                f"--resume: {self.folder} has {resumed.step} steps and this run ends after {batches.steps.stop}: raise "
+                "--max_steps or --num_epochs"
+            )
+        batches.begin_after(resumed.step)
+        return resumed
+
+    def resume(self) -> Resumed | None:
+        """Restore the newest whole checkpoint; ``None`` where none was ever committed.
+
+        Raises:
+            InputError: all of them are damaged, or the newest does not fit the run.
+        """
+        found = by_rank_0(self.accelerator, self._find)
+        if found is None:
+            return None
+        record = by_all_ranks(self.accelerator, lambda: self._read(found))
+        self.damaged, self.last_saved = list(found.damaged), found.step
+        change = describe_change(record["run"], self.geometry)
+        return Resumed(step=found.step, state=record["state"], notices=found.notices + ([change] if change else []))
+
+    def after_step(self, step: int, state: Callable[[], Record]) -> None:
+        """Save if it is time or a signal asks for it, after so many steps; ``state()`` is called only then.
+
+        Raises:
+            StoppedBySignal: a rank received a signal; the checkpoint has been saved.
+            InputError: it could not be saved; the one before is as it was.
+        """
+        wish = self._ear.hear(step, self._wish())
+        if wish or (self.every_steps and step % self.every_steps == 0):
+            self.save(step, state())
+        if wish > SAVE_ONLY:
+            raise StoppedBySignal(wish, step, self.folder)
+
+    def save(self, step: int, state: Record) -> None:
+        """Save after ``step`` steps, unless that has been done.
+
+        Raises:
+            InputError: it could not be saved; the one before is as it was.
+        """
+        if step != self.last_saved:
+            by_rank_0(self.accelerator, lambda: self._write(step, state))
+        self.last_saved, self._last_time = step, time.monotonic()
+
+    def save_best(self, step: int, write: Callable[[Path], None]) -> None:
+        """Keep what ``write(folder)`` writes on rank 0, such as the weights alone, as ``best-STEP`` in place of others.
+
+        Raises:
+            InputError: it could not be saved; the one before is as it was.
+        """
+        by_rank_0(self.accelerator, lambda: self._write_best(step, write))
+
+    def _wish(self) -> int:
+        """What this rank wants: the number of a signal, ``SAVE_ONLY`` or 0. Time is what rank 0's clock says."""
+        if self.signals is not None and self.signals.received:
+            return self.signals.received
+        is_time = self.accelerator.is_main_process and time.monotonic() - self._last_time >= self.every_s
+        return SAVE_ONLY if is_time else 0
+
+    def _write(self, step: int, state: Record) -> None:
+        clear_leftovers(self.folder)
+        check_space(self.folder, self.training.num_bytes())
+        record = {"step": step, "run": describe_run(self.order, self.geometry), "state": state}
+        commit(self.folder, f"{STEP}-{step}", lambda folder: self.training.write(folder, record))
+        prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
+
+    def _write_best(self, step: int, write: Callable[[Path], None]) -> None:
+        commit(self.folder, f"{BEST}-{step}", write)
+        prune(self.folder, BEST, newest=step, keep=1)
+
+    def _find(self) -> Found | None:
+        clear_leftovers(self.folder)
+        return find_newest(self.folder)
+
+    def _read(self, found: Found) -> Record:
+        if not found.path.is_dir():
+            raise InputError(
+                f"--output_dir {self.folder.parent} is not seen by all ranks, so they cannot resume: put it on a disk "
+                "that all machines share"
+            )
+        record = read_record(found.path, {"step", "run", "state"})
+        if record["step"] != found.step:
+            raise InputError(f"--resume: {found.path} holds step {record['step']}: give the folder its name back")
+        check_same_samples(record["run"], self.order)
+        self.training.read(found.path)
+        return record

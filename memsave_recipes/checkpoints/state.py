@@ -1,0 +1,139 @@
+"""What a checkpoint holds: weights, optimizer, schedule, loss scaler, and a record beside them.
+
+Not Accelerate's ``save_state``: it writes every rank's random state as a pickle, names the weights of a model after the
+DDP around it (so that they fit one kind of world), leaves out a schedule that it has not prepared, and keeps the
+optimizer in a pickle. Randomness needs no saving, see NOTE [ the exact global batch ].
+
+Frozen parameters are those that the run began with, so their digest is kept instead of their bytes: the checkpoint of
+an adapter is as small as the adapter.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from memsave_recipes.checkpoints.tree import Tree, Unreadable, num_bytes, read_tree, write_tree
+from memsave_recipes.errors import InputError
+
+RECORD, FROZEN = "record", "frozen"
+Record = dict[str, Any]
+
+
+class Training:
+    """What moves while a model is trained.
+
+    Args:
+        accelerator: its loss scaler, if it has one, is part of it.
+        model: bare or prepared.
+        optimizer: bare or prepared; one that steps in the backward is like any other between two steps.
+        scheduler: any whose ``state_dict`` holds plain values, such as a ``LambdaLR``.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+    ) -> None:
+        self.model = accelerator.unwrap_model(model)
+        self.parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
+        if accelerator.scaler is not None:
+            self.parts["scaler"] = accelerator.scaler
+        self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
+        self._frozen_digest: str | None = None
+
+    def num_bytes(self) -> int:
+        """Of the tensors of a checkpoint."""
+        return sum(num_bytes(tree) for tree in self._trees().values())
+
+    def write(self, folder: Path, record: Record) -> None:
+        """Write everything to ``folder``, with ``record`` beside it. For one rank."""
+        for stem, tree in self._trees().items():
+            write_tree(folder, stem, tree)
+        write_tree(folder, FROZEN, self._digest_of_frozen())
+        write_tree(folder, RECORD, record)
+
+    def read(self, folder: Path) -> None:
+        """Restore everything from ``folder``. For every rank.
+
+        Raises:
+            InputError: a file cannot be read, or does not fit this model, optimizer or schedule.
+        """
+        try:
+            if read_tree(folder, FROZEN) != self._digest_of_frozen():
+                raise ValueError("the frozen weights are others than those it was trained with")
+            trees = {stem: read_tree(folder, stem, mapped=not self._on_cpu) for stem in self.parts}
+            self._load_model(read_tree(folder, "model", mapped=True))
+            _check_groups(trees["optimizer"], self.parts["optimizer"].state_dict())
+            for stem, tree in trees.items():
+                self.parts[stem].load_state_dict(tree)
+        except torch.OutOfMemoryError:  # a RuntimeError, but nothing that another flag of the model would mend
+            raise
+        except (Unreadable, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise InputError(_misfit(folder, error)) from error
+
+    def _trees(self) -> dict[str, Tree]:
+        frozen = self._frozen()
+        weights = {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
+        return {"model": weights, **{stem: part.state_dict() for stem, part in self.parts.items()}}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """What ``state_dict`` holds of frozen parameters, the scales of quantized ones among it."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
+        if not frozen:
+            return {}
+        state = self.model.state_dict()
+        return {key: value for key, value in state.items() if any(_belongs(key, name) for name in frozen)}
+
+    def _digest_of_frozen(self) -> str:
+        if self._frozen_digest is None:
+            self._frozen_digest = _digest(self._frozen())
+        return self._frozen_digest
+
+    def _load_model(self, weights: dict[str, Tensor]) -> None:
+        outcome = self.model.load_state_dict(weights, strict=False)
+        wrong = [*outcome.unexpected_keys, *(set(outcome.missing_keys) - self._frozen().keys())]
+        if wrong:
+            raise ValueError(f"{sorted(wrong)[0]} is in one of them only")
+
+
+def read_record(folder: Path, keys: set[str]) -> Record:
+    """What ``Training.write`` was given beside the training.
+
+    Raises:
+        InputError: it cannot be read, or has other keys.
+    """
+    try:
+        record = read_tree(folder, RECORD)
+        if not isinstance(record, dict) or record.keys() != keys:
+            raise Unreadable(f"{RECORD}.json is none of ours")
+        return record
+    except Unreadable as error:
+        raise InputError(_misfit(folder, error)) from error
+
+
+def _belongs(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_groups(saved: Tree, present: Tree) -> None:
+    """An optimizer takes the state of another kind without a word, and fails at its next step."""
+    if [group.keys() for group in saved["param_groups"]] != [group.keys() for group in present["param_groups"]]:
+        raise ValueError("it holds the state of another optimizer")
+
+
+def _misfit(folder: Path, error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"--resume: {folder} does not fit this run ({words[:300]}): give the flags that it was started with"

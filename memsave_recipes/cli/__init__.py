@@ -1,0 +1,42 @@
+"""The ``memsave`` command: plans runs and looks at them, never trains. A module a command; ``main`` chooses."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from memsave_recipes.cli.frontier import add_frontier
+from memsave_recipes.cli.plan import add_plan
+from memsave_recipes.cli.runs import add_compare, add_dashboard, add_workspace
+from memsave_recipes.errors import InputError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0 done, 2 the user's input."""
+    parser = _parser()
+    arguments, others = parser.parse_known_args(argv)
+    if others and not hasattr(arguments, "flags"):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.flags = others
+    try:
+        arguments.command(arguments)
+    except InputError as error:
+        print(f"error: {error.one_line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="memsave", description="Plan runs of the recipes, and compare them.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, add_flags, summary in COMMANDS:
+        add_flags(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
+    return parser
+
+
+COMMANDS = (
+    ("plan", add_plan, "the fastest run of a recipe that fits in the memory, before anything is launched"),
+    ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
+    ("compare", add_compare, "runs side by side: memory, throughput, accuracy, loss curves"),
+    ("dashboard", add_dashboard, "runs in trackio's dashboard, on this machine alone"),
+    ("wandb-workspace", add_workspace, "save a view that compares the runs of a W&B project"),
+)

@@ -1,0 +1,74 @@
+"""What lives on the device beside a forward and backward: optimizer state, DDP's buckets, what torch cannot count."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from memsave_recipes.costs.targets import Target
+from memsave_recipes.plans.chain import Chain
+from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.optimizers import state_bytes
+from memsave_recipes.training.sample_order import Geometry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What lives on the device beside the parameters, the buffers, the batch and what a forward and backward make.
+
+    Args:
+        state_bytes: what the optimizer keeps.
+        buckets_bytes: those of DDP.
+        gradients_resident: whether an earlier micro-batch's gradients are there already.
+        gradients_stay: whether the gradient of a parameter outlives the backward of its block. One that goes into a
+            bucket of DDP or is used up at once does not.
+        optimizer_bytes: what the optimizer's update needs for itself.
+    """
+
+    state_bytes: int = 0
+    buckets_bytes: int = 0
+    gradients_resident: bool = False
+    gradients_stay: bool = True
+    optimizer_bytes: int = 0
+
+    def added_to(self, chain: Chain) -> Chain:
+        """``chain`` with all this in it."""
+        blocks = chain.blocks if self.gradients_stay else [replace(block, gradient_bytes=0) for block in chain.blocks]
+        return replace(
+            chain,
+            blocks=tuple(blocks),
+            resident_bytes=chain.resident_bytes + self.state_bytes + self.buckets_bytes,
+            gradients_resident=self.gradients_resident or not self.gradients_stay,
+            optimizer_bytes=self.optimizer_bytes,
+        )
+
+
+def beside_the_step(optim: OptimizerArguments, model: nn.Module, geometry: Geometry) -> Beside:
+    """What a run holds besides its forward and backward.
+
+    Under DDP the gradients live in its buckets from the start; under accumulation the micro-batches' own do as well.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    state = state_bytes(optim.optimizer, trained, momentum=optim.momentum)
+    buckets = sum(parameter.nbytes for parameter in trained) if geometry.num_processes > 1 else 0
+    accumulates = geometry.accumulation_steps > 1
+    return Beside(
+        state_bytes=state,
+        buckets_bytes=buckets,
+        gradients_resident=accumulates,
+        gradients_stay=not optim.optimizer_in_backward and not (buckets and not accumulates),
+    )
+
+
+def overheads_of_target(target: Target) -> dict[str, int]:
+    """Bytes that a device of this kind takes besides the tensors, by what they are for."""
+    lines = {"CUDA context": target.context_bytes, "cuBLAS workspace": target.cublas_workspace_bytes}
+    return {name: num_bytes for name, num_bytes in lines.items() if num_bytes}
+
+
+def overheads_of_device(device: torch.device) -> dict[str, int]:
+    """What an accelerator that is here holds besides what torch holds of it; nothing on a CPU."""
+    if device.type == "cpu":
+        return {}
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return {"device context": max(0, total - free - torch.accelerator.memory_reserved(device))}

@@ -1,0 +1,224 @@
+"""The fastest step that fits a budget: over micro-batch, plan and loss, with the global batch as it is.
+
+Micro-batches are halvings of a rank's share, and each size is priced by itself: the peak of a step is the larger of
+several lines in the micro-batch, so nothing is interpolated. For each size the plain plan, the plans of the usual words
+and the solver's are held against the budget.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memsave_recipes.costs import Measurement
+from memsave_recipes.errors import InputError
+from memsave_recipes.planner.budget import Beside, Forecast, forecast, least_memory
+from memsave_recipes.plans import BUDGET_WORDS, Plan
+from memsave_recipes.plans.simulate import simulate
+from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
+from memsave_recipes.training.sample_order import Geometry
+
+WORDS = ("none", "full", "selective", "offload")  # what is simpler comes first
+AS_FAST = 0.01  # of a step's time: what nobody would give up a simpler configuration for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A way to compute the global batch, and what it is expected to take.
+
+    Args:
+        geometry: with its micro-batch.
+        loss: of ``--loss``, where the recipe has a choice.
+        forecast: of one micro-batch; its chain has everything in it that lives on the device.
+        weights_bytes: parameters and buffers.
+        beside: what lives there besides.
+        overheads: bytes that torch does not count, by what they are for: the device's context, say.
+        budget_bytes: for all of it.
+    """
+
+    geometry: Geometry
+    loss: str | None
+    forecast: Forecast
+    weights_bytes: int
+    beside: Beside
+    overheads: Mapping[str, int] = field(default_factory=dict)
+    budget_bytes: int
+
+    @property
+    def strategy(self) -> str:
+        """The word of its plan."""
+        return self.forecast.plan.strategy
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that torch allocates in a step."""
+        return self.forecast.peak.total_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The peak with the overheads and the reserve."""
+        return self.peak_bytes + sum(self.overheads.values()) + self.forecast.reserve_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget is enough."""
+        return self.needed_bytes <= self.budget_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the forwards and backwards of a step; the optimizer's update is the same for all candidates."""
+        return self.geometry.accumulation_steps * self.forecast.micro_batch_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput over all ranks, as far as ``step_s`` tells."""
+        return self.geometry.global_batch_size / self.step_s
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What fills the device at the peak, in bytes; they add up to ``needed_bytes``."""
+        peak, chain = self.forecast.peak, self.forecast.chain
+        gradients = peak.gradients_bytes + (chain.all_gradients_bytes if chain.gradients_resident else 0)
+        stays = self.weights_bytes + self.beside.state_bytes + self.beside.buckets_bytes
+        batch = chain.resident_bytes - stays
+        return {
+            "parameters": self.weights_bytes,
+            "gradients": gradients,
+            "optimizer state": self.beside.state_bytes,
+            "communication": self.beside.buckets_bytes,
+            "activations": batch + peak.held_bytes + peak.own_bytes - peak.temporary_bytes,
+            "temporaries": peak.temporary_bytes,
+            **self.overheads,
+            "reserve": self.forecast.reserve_bytes,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """All candidates, those with small micro-batches first."""
+
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The fastest that fits, and of those as fast the simplest; ``None`` where none fits."""
+        fitting = [candidate for candidate in self.candidates if candidate.fits]
+        if not fitting:
+            return None
+        limit_s = (1 + AS_FAST) * min(candidate.step_s for candidate in fitting)
+        return min((candidate for candidate in fitting if candidate.step_s <= limit_s), key=_complexity)
+
+    @property
+    def smallest(self) -> Candidate:
+        """The one that needs least."""
+        return min(self.candidates, key=lambda candidate: candidate.needed_bytes)
+
+
+def _complexity(candidate: Candidate) -> tuple[int, int, float]:
+    word = candidate.strategy
+    rank = WORDS.index(word) if word in WORDS else len(WORDS)
+    return rank, candidate.geometry.accumulation_steps, candidate.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a search is held to.
+
+    Args:
+        budget_bytes: of the device, overheads included.
+        strategy: of ``--activation_checkpointing``: with ``budget`` all plans are looked at, else this one alone.
+        beside: what lives beside a step of a geometry.
+        overheads: see ``Candidate``.
+        plan_of: the plan that a strategy's word makes.
+    """
+
+    budget_bytes: int
+    strategy: str
+    beside: Callable[[Geometry], Beside]
+    overheads: Mapping[str, int] = field(default_factory=dict)
+    plan_of: Callable[[str], Plan]
+
+    def candidates(self, measurement: Measurement, geometry: Geometry, loss: str | None = None) -> list[Candidate]:
+        """What a measurement of one micro-batch makes possible."""
+        beside = self.beside(geometry)
+        return [
+            Candidate(
+                geometry=geometry,
+                loss=loss,
+                forecast=found,
+                weights_bytes=measurement.workload.weights_bytes,
+                beside=beside,
+                overheads=self.overheads,
+                budget_bytes=self.budget_bytes,
+            )
+            for found in self._forecasts(measurement, beside)
+        ]
+
+    def _forecasts(self, measurement: Measurement, beside: Beside) -> Iterator[Forecast]:
+        if self.strategy not in BUDGET_WORDS:
+            yield self._under(self.strategy, measurement, beside)
+            return
+        named = []
+        for word in WORDS:
+            if word in ("none", "full") or any(plan.strategy == word for plan, _ in measurement.seen):
+                named.append(self._under(word, measurement, beside))
+        yield from named
+        solved = self._solved(measurement, beside)
+        if not any(_same_costs(solved, known) for known in named):
+            yield solved
+
+    def _under(self, strategy: str, measurement: Measurement, beside: Beside) -> Forecast:
+        plan = self.plan_of(strategy)
+        chain = measurement.chain(ratio=plan.compiled_memory_ratio, offload=strategy == "offload")
+        if plan.blocks != chain.decided_names:
+            raise InputError(
+                f"--activation_checkpointing {strategy} has blocks of its own, whose memory cannot be predicted: give "
+                "--micro_batch_size a number, or take another strategy"
+            )
+        return Forecast(plan=plan, chain=beside.added_to(chain))
+
+    def _solved(self, measurement: Measurement, beside: Beside) -> Forecast:
+        """The solver's plan for the budget, or, where none fits, the one that needs least."""
+        try:
+            return forecast(measurement, self.budget_bytes - sum(self.overheads.values()), beside)
+        except InputError:
+            return least_memory(measurement, beside)
+
+
+def open_geometries(run: RunArguments, optim: OptimizerArguments, num_processes: int) -> list[Geometry]:
+    """Those that the flags leave open, with small micro-batches first: one, unless ``--micro_batch_size`` is auto.
+
+    Raises:
+        InputError: as ``Geometry``.
+    """
+    named = run.geometry(num_processes)  # undivided, where none is named
+    if run.micro_batch_size != AUTO or optim.optimizer_in_backward:  # which cannot accumulate
+        return [named]
+    return Geometry.halvings(run.global_batch_size, num_processes)
+
+
+def search(
+    geometries: Sequence[Geometry],
+    losses: Sequence[str | None],
+    candidates_of: Callable[[Geometry, str | None], list[Candidate]],
+) -> Choice:
+    """Look at every geometry until one is too large for any plan; what follows it is larger still.
+
+    Args:
+        geometries: those with small micro-batches first.
+        losses: to try with each.
+        candidates_of: prices one of them; empty where it does not run at all.
+
+    Raises:
+        InputError: as ``candidates_of``.
+    """
+    found: list[Candidate] = []
+    for geometry in geometries:
+        of_this = [candidate for loss in losses for candidate in candidates_of(geometry, loss)]
+        found += of_this
+        if not any(candidate.fits for candidate in of_this):
+            break
+    return Choice(candidates=tuple(found))
+
+
+def _same_costs(one: Forecast, other: Forecast) -> bool:
+    costs = [simulate(found.chain, found.plan) for found in (one, other)]
+    return costs[0] == costs[1]

@@ -1,0 +1,27 @@
+"""Data workers leave signals to their parent, and never outlive it.
+
+A signal to the process group, which is how torchrun passes one on, or a scheduler's to every process of a job, would
+end the workers first, and with them the step that the parent wants to finish. A parent that is killed takes no leave of
+its workers: torch lets each look for itself every five seconds, and some live on.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def serve_parent_only(worker_id: int) -> None:
+    """The ``worker_init_fn`` of a ``DataLoader``."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:  # it ended before the kernel was told
+        os._exit(1)

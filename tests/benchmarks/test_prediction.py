@@ -1,0 +1,44 @@
+"""A few cases of the benchmarks of the planner, end to end."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load_benchmark(name):
+        specification = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        module = importlib.util.module_from_spec(specification)
+        monkeypatch.setitem(sys.modules, name, module)
+        specification.loader.exec_module(module)
+        return module
+
+    return load_benchmark
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "precision"), [("BERT", "segments:3", "bf16"), ("GPT-2", "budget", "no")]
+)
+def test_a_prediction_is_within_2_percent(load, model, strategy, precision):
+    prediction = load("prediction")
+    case = prediction.Case(model=model, optimizer="adamw", strategy=strategy, precision=precision, micro_batch_size=2)
+    candidate = prediction.predict(case, "cpu")
+    row = prediction.Row(**vars(case), predicted_bytes=candidate.peak_bytes, real_bytes=prediction.run(case, candidate))
+    assert abs(row.error_pct) <= 2
+    assert "1 of them within 2 %" in prediction.as_markdown([row], {"kind": "cpu", "device": "a CPU", "torch": "2"})
+
+
+def test_every_choice_stays_below_its_budget(load, tmp_path, monkeypatch):
+    choice = load("choice")
+    monkeypatch.setattr(choice, "GLOBAL_BATCH", 2)
+    monkeypatch.setattr(choice, "NUM_BUDGETS", 3)
+    results = choice.main(["--model", "BERT", "--rounds", "1", "--output_dir", str(tmp_path)])
+    assert [row["below_budget"] for row in results["rows"]] == [True] * 3
+    assert "3 below their budget" in (tmp_path / "choice-cpu.md").read_text()

@@ -1,0 +1,22 @@
+"""SIGKILL anywhere, and the run ends with the bits it would have had: weights, optimizer, every step's loss."""
+
+import pytest
+from trials.killing import kill_trials
+from trials.run import Run
+
+FEW, ALL = range(10), pytest.param(range(10, 210), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+
+
+@pytest.mark.parametrize("seeds", [FEW, ALL], ids=lambda seeds: f"{len(seeds)} trials")
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(run_trial, tmp_path, world, seeds):
+    """Half of the kills at named points inside step, save and resume; of one rank or all; up to three a trial."""
+    outcome = run_trial(kill_trials, Run(folder=tmp_path, world=world), seeds, timeout_s=1200)
+    print(f"{outcome['kills']} kills in {len(seeds)} trials of {world} process(es)")
+    assert outcome["problems"] == {}
+    assert outcome["kills"] >= len(seeds)
+
+
+def test_a_killed_run_with_data_workers(run_trial, tmp_path):
+    outcome = run_trial(kill_trials, Run(folder=tmp_path, workers=2), range(300, 304))
+    assert outcome["problems"] == {}

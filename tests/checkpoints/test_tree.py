@@ -1,0 +1,47 @@
+"""A tree of tensors and plain values comes back exactly, and a file that holds something else is no tree."""
+
+import pytest
+import torch
+from trials.run import digest
+
+from memsave_recipes.checkpoints import tree
+from memsave_recipes.checkpoints.tree import Unreadable, read_tree, write_tree
+
+
+def test_what_has_no_place_in_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(TypeError, match=r"record\.when is a set"):
+        write_tree(tmp_path, "record", {"when": {1}})
+    with pytest.raises(TypeError, match="no key of a checkpoint"):
+        write_tree(tmp_path, "record", {(1, 2): 3})
+
+
+def test_a_tree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(tree, "PART_BYTES", 50)
+    shared = torch.arange(20.0)
+    content = {
+        "state": {0: {"step": torch.tensor(3.0), "average": shared}, 1: {"table": shared, "bytes": torch.zeros(0)}},
+        "groups": [{"betas": (0.9, 0.999), "lr": 1e-3 / 3, "fused": True, "foreach": None, "params": [0, 1]}],
+        "strided": torch.arange(12).view(3, 4).t(),
+    }
+    write_tree(tmp_path, "optimizer", content)
+    assert len(list(tmp_path.glob("optimizer-*.safetensors"))) == 4
+    back = read_tree(tmp_path, "optimizer")
+    assert digest(back) == digest(content)
+    assert back["groups"] == content["groups"]
+    assert back["strided"].stride() == content["strided"].stride()
+    assert list(back["state"]) == [0, 1]
+
+
+def test_files_can_be_read_by_whom_the_folder_can(tmp_path):
+    tmp_path.chmod(0o755)
+    write_tree(tmp_path, "model", {"w": torch.zeros(3)})
+    assert (tmp_path / "model-0.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"parts": 0}', '{"parts": 0, "tree": {"tensor": "x"}}', "[" * 100_000]
+)
+def test_files_that_hold_something_else_are_unreadable(tmp_path, content):
+    (tmp_path / "model.json").write_text(content)
+    with pytest.raises(Unreadable, match=r"model\.json cannot be read"):
+        read_tree(tmp_path, "model")

@@ -1,0 +1,148 @@
+"""Which candidate is chosen, what fills it, and what is said when none fits."""
+
+from dataclasses import replace
+
+import pytest
+from torch import nn
+
+from memsave_recipes.planner.beside import Beside
+from memsave_recipes.planner.budget import Forecast
+from memsave_recipes.planner.refusal import levers, refusal
+from memsave_recipes.planner.search import Candidate, Choice, open_geometries, search
+from memsave_recipes.plans import Action, plan_for
+from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.optimizers import state_bytes
+from memsave_recipes.training.sample_order import Geometry
+
+MODEL = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+WEIGHTS = sum(parameter.nbytes for parameter in MODEL.parameters())
+STATE = 2 * WEIGHTS
+BATCH = 400
+
+
+def chain(size, seconds=1.0):
+    """Two blocks whose activations grow with the micro-batch."""
+    keep = Option(
+        action=Action.KEEP,
+        saved_bytes=10_000 * size,
+        saves_input=True,
+        saves_output=False,
+        forward_rise_bytes=10,
+        backward_rise_bytes=20,
+    )
+    blocks = [
+        BlockCosts(
+            name=name,
+            stack=0,
+            forward_s=seconds * size,
+            backward_s=2 * seconds * size,
+            output_bytes=100 * size,
+            gradient_bytes=WEIGHTS // 2,
+            options=(keep,),
+        )
+        for name in ("0", "1")
+    ]
+    return Chain(blocks=tuple(blocks), resident_bytes=WEIGHTS + STATE + BATCH)
+
+
+def candidate(size=4, word="none", *, seconds=1.0, budget=10**9, beside=None, overheads=None):
+    return Candidate(
+        geometry=Geometry.of(16, size, 1),
+        loss=None,
+        forecast=Forecast(plan=plan_for(word, [["0", "1"]]), chain=chain(size, seconds)),
+        weights_bytes=WEIGHTS,
+        beside=beside or Beside(state_bytes=STATE),
+        overheads=overheads or {},
+        budget_bytes=budget,
+    )
+
+
+@pytest.mark.parametrize("word", ["none", "full"])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_the_parts_add_up_to_what_is_needed(word, accumulates):
+    one = candidate(word=word, beside=Beside(state_bytes=STATE), overheads={"CUDA context": 77})
+    one = replace(
+        one, forecast=replace(one.forecast, chain=replace(one.forecast.chain, gradients_resident=accumulates))
+    )
+    assert sum(one.parts.values()) == one.needed_bytes
+    assert one.parts["parameters"] == WEIGHTS
+    assert one.parts["optimizer state"] == STATE
+    assert one.parts["CUDA context"] == 77
+    if accumulates:
+        assert one.parts["gradients"] == WEIGHTS
+
+
+def test_the_fastest_that_fits_is_chosen_and_among_equals_the_simplest():
+    slow = candidate(size=4, seconds=2.0)
+    recomputing = candidate(size=8, word="full", seconds=0.75)  # 0.75 * (3 + 1) is 1.0 * 3
+    plain = candidate(size=4)
+    assert Choice(candidates=(slow, recomputing, plain)).chosen is plain
+    undivided = candidate(size=16)
+    assert Choice(candidates=(plain, undivided)).chosen is undivided
+    assert Choice(candidates=(slow, candidate(seconds=0.5, budget=1))).chosen is slow
+    assert Choice(candidates=(candidate(budget=1),)).chosen is None
+
+
+def test_the_search_ends_with_the_first_size_that_nothing_of_fits():
+    looked_at = []
+
+    def candidates_of(geometry, loss):
+        looked_at.append((geometry.micro_batch_size, loss))
+        return [candidate(geometry.micro_batch_size, budget=WEIGHTS * 4 + 60_000)]
+
+    choice = search(Geometry.halvings(16, 1), ("full", "chunked"), candidates_of)
+    assert looked_at == [(size, loss) for size in (1, 2, 4, 8) for loss in ("full", "chunked")]
+    assert not choice.candidates[-1].fits
+    assert choice.chosen.geometry.micro_batch_size == 4
+
+
+def test_micro_batches_are_halvings_of_a_ranks_share():
+    assert [geometry.micro_batch_size for geometry in Geometry.halvings(48, 2)] == [1, 2, 3, 6, 12, 24]
+    assert [geometry.accumulation_steps for geometry in Geometry.halvings(48, 2)] == [24, 12, 8, 4, 2, 1]
+    assert [geometry.micro_batch_size for geometry in Geometry.halvings(5, 1)] == [1, 2, 3, 5]
+
+
+def flags(**changes):
+    return RunArguments(output_dir="out", global_batch_size=8, memory_budget_gib=1.0, **changes)
+
+
+def test_flags_leave_open_what_they_do_not_name():
+    optim = OptimizerArguments()
+    named = open_geometries(flags(micro_batch_size="4", activation_checkpointing="budget"), optim, 1)
+    assert [geometry.micro_batch_size for geometry in named] == [4]
+    free = open_geometries(flags(micro_batch_size="auto"), optim, 2)
+    assert [geometry.micro_batch_size for geometry in free] == [1, 2, 4]
+    in_backward = OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0)
+    undivided = open_geometries(flags(micro_batch_size="auto"), in_backward, 1)
+    assert [geometry.micro_batch_size for geometry in undivided] == [8]
+
+
+def test_a_budget_that_is_too_small_is_told_what_would_do():
+    tight = candidate(budget=3 * WEIGHTS)
+    line = refusal(tight, MODEL, OptimizerArguments(), takes_adapters=True).one_line
+    assert "the smallest that works is" in line
+    assert "of which optimizer state take" in line
+    for words in ("--lora ", "--optimizer adamw_8bit ", "sharding over "):
+        assert words in line
+    assert "--lora" not in refusal(tight, MODEL, OptimizerArguments(), takes_adapters=False).one_line
+    assert "adamw_8bit" not in refusal(tight, MODEL, OptimizerArguments(optimizer="sgd"), takes_adapters=False).one_line
+
+
+def test_what_a_lever_needs_is_what_it_changes():
+    tight = candidate(budget=WEIGHTS)
+    by_words = {
+        lever.words: lever.needed_bytes for lever in levers(tight, MODEL, OptimizerArguments(), takes_adapters=True)
+    }
+    smaller_state = state_bytes("adamw_8bit", MODEL.parameters())
+    assert by_words["--optimizer adamw_8bit"] == tight.needed_bytes - STATE + smaller_state
+    adapters = 2 * (16 * 100 + 100 * 16) * 4
+    biases_and_weights_freed = STATE - 2 * adapters
+    # The peak is in the first block's backward, when the second one's gradient is there.
+    freed_gradients = WEIGHTS // 2 - int(adapters / WEIGHTS * (WEIGHTS // 2))
+    assert by_words["--lora"] <= tight.needed_bytes - biases_and_weights_freed + adapters
+    assert by_words["--lora"] >= tight.needed_bytes - biases_and_weights_freed + adapters - 2 * freed_gradients
+    roomy = replace(tight, budget_bytes=WEIGHTS * 5)
+    assert [
+        lever.words for lever in levers(roomy, MODEL, OptimizerArguments(optimizer="sgd"), takes_adapters=False)
+    ] == ["sharding over 2 devices"]

@@ -1,0 +1,71 @@
+"""What a recipe's sketch predicts is what the recipe then needs."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from memsave_recipes.costs.on_paper import paper_model
+from memsave_recipes.costs.targets import find_target
+from memsave_recipes.errors import InputError
+from memsave_recipes.planner.on_paper import Launch, choose_on_paper
+from memsave_recipes.planner.sketch import read_sketch
+from memsave_recipes.units import GIB
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+BERT = "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,intermediate_size=128"
+GPT2 = "n_layer=3,n_head=4,n_embd=64"
+IMAGES = ["--model", "densenet_small", "--image_size", "32", "--augmentation", "none"]
+TEXT = ["--model_type", "gpt2", "--config_overrides", GPT2, "--block_size", "128", "--vocab_size", "2048"]
+CASES = {
+    "images": ("image_classification", [*IMAGES, "--global_batch_size", "16", "--micro_batch_size", "8"]),
+    "text": ("language_modeling", [*TEXT, "--loss", "full", "--global_batch_size", "4", "--micro_batch_size", "4"]),
+    "adapters": ("language_modeling", [*TEXT, "--lora", "--loss", "full", "--global_batch_size", "4"]),
+    "classes": (
+        "text_classification",
+        ["--model_type", "bert", "--config_overrides", BERT, "--max_length", "64", "--global_batch_size", "16"],
+    ),
+}
+LAUNCH = Launch(target=find_target("cpu"))
+
+
+def recipe_of(name):
+    specification = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("strategy", ["none", "full"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path):
+    name, flags = CASES[case]
+    flags = [*flags, "--activation_checkpointing", strategy]
+    (candidate,) = choose_on_paper(read_sketch(RECIPES / f"{name}.py", flags), LAUNCH, GIB).candidates
+    AcceleratorState._reset_state(reset_partial_state=True)
+    short = ["--max_steps", "3", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
+    results = recipe_of(name).main([*flags, *short])
+    peak_bytes = results["memory"]["peak_allocated_gib"] * GIB
+    # On a CPU the recipe's figure is without the batch, which the loader made; images are the largest of these.
+    assert candidate.peak_bytes == pytest.approx(peak_bytes, rel=0.04 if case == "adapters" else 0.03)
+
+
+def test_a_sketch_takes_no_memory_for_weights():
+    flags = ["--model_type", "gpt2", "--config_overrides", "n_layer=48,n_embd=1600,n_head=25"]
+    sketch = read_sketch(RECIPES / "language_modeling.py", flags)
+    model = paper_model(sketch.build_model)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 1.4e9
+    assert all(isinstance(parameter, torch._subclasses.FakeTensor) for parameter in model.parameters())
+
+
+def test_flags_may_leave_out_the_folder_but_no_recipe(tmp_path):
+    assert read_sketch(RECIPES / "image_classification.py", ["--model", "vgg_small"]).run.output_dir
+    with pytest.raises(InputError, match="is no file"):
+        read_sketch(tmp_path / "nothing.py", [])
+    (tmp_path / "plain.py").write_text("x = 1\n")
+    with pytest.raises(InputError, match="has no function sketch"):
+        read_sketch(tmp_path / "plain.py", [])

@@ -1,0 +1,93 @@
+"""``--micro_batch_size auto``: the same global batch and curve in the memory there is, and a refusal that helps."""
+
+import json
+
+import pytest
+
+RECIPE = "image_classification"
+SHORT = ["--augmentation", "none", "--global_batch_size", "16", "--max_steps", "4", "--logging_steps", "1"]
+VIT = "hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64,patch_size=8"
+# Dropout and BatchNorm would make the curve depend on the micro-batch.
+FLAGS = ["--model_type", "vit", "--config_overrides", VIT, "--dropout", "0", *SHORT]
+FLAGS += ["--optimizer", "sgd", "--learning_rate", "0.05"]
+AUTO = ["--micro_batch_size", "auto"]
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder):
+    return [row["train/loss"] for row in rows(folder) if "train/loss" in row]
+
+
+@pytest.mark.parametrize("strategy", ["none", "full", "budget:bitwise"])
+def test_a_tight_budget_makes_micro_batches_smaller_and_keeps_the_curve(train, tmp_path, capsys, strategy):
+    plain = train(*FLAGS, output="plain")
+    budget = 0.75 * plain["memory"]["peak_allocated_gib"]
+    flags = [*FLAGS, *AUTO, "--activation_checkpointing", strategy, "--memory_budget_gib", str(budget)]
+    found = train(*flags, output="found")
+    assert found["micro_batch_size"] < 16 or strategy != "none"
+    assert found["micro_batch_size"] * found["accumulation_steps"] == 16
+    assert found["memory"]["peak_allocated_gib"] <= budget
+    assert abs(found["memory"]["prediction_error_pct"]) <= 5  # on a CPU without the batch, which counts here
+    assert curve(tmp_path / "found") == pytest.approx(curve(tmp_path / "plain"), rel=1e-5)
+    logged = [row for row in rows(tmp_path / "found") if "memory/predicted_peak_gib" in row]
+    assert logged[-1]["memory/predicted_peak_gib"] == found["memory"]["predicted_peak_gib"]
+    assert logged[-1]["memory/prediction_error_pct"] == pytest.approx(found["memory"]["prediction_error_pct"])
+    assert "predicted peak" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found" / "config.json").read_text())["micro_batch_size"] == "auto"
+
+
+def test_with_room_to_spare_the_plain_run_is_chosen(train):
+    found = train(*FLAGS, *AUTO, "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1")
+    assert found["plan"] == "none"
+
+
+MISTAKES = {
+    "no budget on a CPU": (AUTO, "--micro_batch_size auto needs --memory_budget_gib on a CPU"),
+    "not a size": (["--micro_batch_size", "some"], "--micro_batch_size some cannot be: it must be a whole number"),
+    "zero": (["--micro_batch_size", "0"], "--micro_batch_size 0 cannot be"),
+    "too small": (
+        [*AUTO, "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.0001"],
+        "the smallest that works is",
+    ),
+    "blocks of its own": (
+        [
+            "--model",
+            "densenet_small",
+            *SHORT,
+            *AUTO,
+            "--activation_checkpointing",
+            "bottleneck",
+            "--memory_budget_gib",
+            "1",
+        ],
+        "has blocks of its own, whose memory cannot be predicted",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(refuse, mistake):
+    flags, expected = MISTAKES[mistake]
+    assert expected in refuse(*([] if "--model" in flags else FLAGS), *flags)
+
+
+def test_an_impossible_budget_names_what_would_help_and_the_figure_works(train, refuse):
+    tight = [
+        *FLAGS,
+        "--optimizer",
+        "adamw",
+        *AUTO,
+        "--activation_checkpointing",
+        "budget:bitwise",
+        "--memory_budget_gib",
+    ]
+    line = refuse(*tight, "0.0005")
+    assert "less is needed with" in line
+    assert "sharding over" in line
+    assert "--optimizer adamw_8bit" in line
+    smallest = line.partition("the smallest that works is ")[2].partition(" ")[0]
+    found = train(*tight, str(float(smallest) + 0.0001), output="smallest")
+    assert found["memory"]["peak_allocated_gib"] <= float(smallest) + 0.0001

@@ -1,0 +1,146 @@
+"""What goes wrong outside a run ends it in one line and with its own code, and costs no checkpoint."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+
+from memsave_recipes.checkpoints.find import find_newest
+from memsave_recipes.checkpoints.state import Training
+from memsave_recipes.reporting.failures import run_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "image_classification"
+SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--max_steps", "6", "--logging_steps", "6"]
+
+
+@pytest.fixture
+def limit_file_size():
+    """Files may not grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def end_of(recipe, folder, *flags):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(SystemExit) as end:
+        run_recipe(lambda: recipe.main([*SHORT, *flags, "--report_to", "none", "--output_dir", str(folder)]))
+    return end.value.code
+
+
+def the_line(capsys):
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_a_disk_that_is_full_costs_no_checkpoint(recipe, monkeypatch, limit_file_size, tmp_path, capsys):
+    write = Training.write
+
+    def write_with_no_room_from_step_4_on(self, folder, record):
+        if record["step"] == 4:
+            limit_file_size(1_000_000)
+        write(self, folder, record)
+
+    monkeypatch.setattr(Training, "write", write_with_no_room_from_step_4_on)
+    assert end_of(recipe, tmp_path / "run", "--save_every", "2") == 2
+    line = the_line(capsys)
+    assert "step-4 cannot be written or deleted, a file would be larger" in line
+    assert "go on with --resume from the checkpoint before" in line
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-2"]
+    assert find_newest(checkpoints).step == 2
+
+
+@pytest.mark.parametrize("place", ["/sys/run", "a_file/run"])
+def test_a_folder_that_cannot_be_written_is_found_before_there_is_a_model(recipe, monkeypatch, tmp_path, capsys, place):
+    (tmp_path / "a_file").touch()
+    monkeypatch.setattr(recipe, "build_model", lambda *args, **options: pytest.fail("a model was built"))
+    monkeypatch.setattr(recipe, "load_images", lambda *args, **options: pytest.fail("data was loaded"))
+    assert end_of(recipe, tmp_path / place) == 2
+    assert f"--output_dir {tmp_path / place}: run.lock cannot be written" in the_line(capsys)
+
+
+def test_a_mistake_leaves_nothing_behind(recipe, tmp_path):
+    assert end_of(recipe, tmp_path / "run", "--activation_checkpointing", "segments:99") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_adds_the_traceback(recipe, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["recipe", "--debug"])
+    assert end_of(recipe, tmp_path / "run", "--activation_checkpointing", "segments:99", "--debug") == 2
+    told = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in told
+    assert told.splitlines()[-1].startswith("error: ")
+
+
+NO_MEMORY_ON_RANK_1 = """
+import os, sys, weakref
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.training.batching import GlobalBatch
+sys.path.insert(0, {recipes!r})
+import image_classification as recipe
+
+class Budget(TorchDispatchMode):
+    '''No more bytes than these may be alive at once of what is made inside.'''
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.left, self.watched = num_bytes, {{}}
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {{}}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.watched:
+                self.take(tensor.untyped_storage())
+        return result
+    def take(self, storage):
+        address, size = storage.data_ptr(), storage.nbytes()
+        self.left -= size
+        self.watched[address] = weakref.ref(storage, lambda _: self.give_back(address, size))
+        if self.left < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+    def give_back(self, address, size):
+        self.left += size
+        del self.watched[address]
+
+forwards = GlobalBatch.forwards
+def with_a_budget(self, model):
+    if self.step == 4 and os.environ["RANK"] == "1":
+        with Budget(2**20):
+            yield from forwards(self, model)
+    else:
+        yield from forwards(self, model)
+GlobalBatch.forwards = with_a_budget
+run_recipe(recipe.main)
+"""
+
+
+def test_no_memory_on_one_of_two_ranks_ends_both(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(NO_MEMORY_ON_RANK_1.format(recipes=str(ROOT / "recipes")))
+    config = yaml.safe_load((ROOT / "accelerate_configs" / "cpu_ddp.yaml").read_text())
+    assert config["num_processes"] == 2
+    command = [Path(sys.executable).with_name("accelerate"), "launch"]
+    command += ["--config_file", ROOT / "accelerate_configs" / "cpu_ddp.yaml", program, *SHORT]
+    command += ["--save_every", "2", "--report_to", "none", "--output_dir", tmp_path / "run"]
+    done = subprocess.run(
+        [str(word) for word in command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 1  # the launcher's own
+    assert "out of memory in step 5 on rank 1 of 2" in done.stderr
+    codes = [line.split()[2] for line in done.stderr.splitlines() if line.split()[:2] == ["exitcode", ":"]]
+    assert codes == ["3", "3"]
+    assert "Connection closed by peer" not in done.stderr
+    assert find_newest(tmp_path / "run" / "checkpoints").step == 4

@@ -1,0 +1,116 @@
+"""Numbers that are not finite stop a run before they reach a weight, or are left out and counted."""
+
+import json
+from itertools import count
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+from memsave_recipes.data.vision import ImageDataset
+from memsave_recipes.reporting.failures import NOT_FINITE, run_recipe
+
+RECIPE = "image_classification"
+SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--max_steps", "6", "--logging_steps", "6"]
+
+
+@pytest.fixture
+def spoil(recipe, monkeypatch):
+    """Makes the loss of some steps (from 0) a number that is none."""
+    summed_loss = recipe.summed_loss
+
+    def arm(*steps, factor=float("nan")):
+        calls = count()
+
+        def spoiled(*args, **options):
+            return summed_loss(*args, **options) * (factor if next(calls) in steps else 1)
+
+        monkeypatch.setattr(recipe, "summed_loss", spoiled)
+
+    return arm
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The places of the training samples in the data set, as they are loaded."""
+    places, get = [], ImageDataset.__getitem__
+    monkeypatch.setattr(ImageDataset, "__getitem__", lambda self, key: places.append(key.index) or get(self, key))
+    return places
+
+
+def end_of(recipe, folder, *flags):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    words = [*SHORT, *flags, "--report_to", "none", "--output_dir", str(folder)]
+    with pytest.raises(SystemExit) as end:
+        run_recipe(lambda: recipe.main(words))
+    return end.value.code
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_a_step_that_is_not_finite_stops_the_run(recipe, spoil, loaded, tmp_path, capsys, factor, optimizer):
+    spoil(3, factor=factor)
+    flags = ["--save_every", "2", "--optimizer", optimizer]
+    assert end_of(recipe, tmp_path / "run", *flags) == NOT_FINITE == 4
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: step 4 is not finite (loss {factor}, gradient norm nan), its samples are ")
+    assert f"its samples are {', '.join(map(str, loaded[3 * 16 : 4 * 16]))};" in line
+    assert "--skip_nonfinite N" in line
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(recipe, monkeypatch, tmp_path, capsys):
+    """The loss is fine: only the norm shows it."""
+    clip, calls = recipe.clip_gradients, count()
+
+    def infinite(optim, accelerator, model):
+        if next(calls) == 2:
+            next(model.parameters()).grad[0] = float("inf")
+        return clip(optim, accelerator, model)
+
+    monkeypatch.setattr(recipe, "clip_gradients", infinite)
+    assert end_of(recipe, tmp_path / "run") == NOT_FINITE
+    assert "error: step 3 is not finite (loss 2.3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("model", ["vgg_small", "densenet_small"])
+def test_steps_are_left_out_and_counted(train, spoil, tmp_path, capsys, model, optimizer):
+    spoil(1, 4)
+    flags = [*SHORT, "--model", model, "--optimizer", optimizer, "--skip_nonfinite", "2"]
+    results = train(*flags, "--save_every", "3")
+    assert results["skipped_steps"] == 2
+    printed = capsys.readouterr().out
+    assert "note: left out step 2 is not finite" in printed
+    assert "note: left out step 5 is not finite" in printed
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if "train/loss" in row]
+    assert row["train/skipped_steps"] == 2
+    assert 0 < row["train/loss"] < 5
+    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert results["eval"]["loss"] < 5
+
+
+def test_one_more_than_allowed_stops_the_run(recipe, spoil, tmp_path, capsys):
+    spoil(1, 4)
+    assert end_of(recipe, tmp_path / "run", "--skip_nonfinite", "1") == NOT_FINITE
+    assert "error: step 5 is not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+def test_a_step_that_is_left_out_changes_nothing(train, spoil, tmp_path, optimizer):
+    """Neither weights nor the optimizer's state: a last step that is left out might as well not have been."""
+    flags = ["--lr_scheduler_type", "constant", "--optimizer", optimizer, "--skip_nonfinite", "1"]
+    train(*SHORT, *flags, "--max_steps", "5", "--save_every", "5", output="five")
+    spoil(5)
+    train(*SHORT, *flags, "--save_every", "6", output="six")
+    for path in (tmp_path / "five" / "checkpoints" / "step-5").glob("*.safetensors"):
+        expected, found = load_file(path), load_file(tmp_path / "six" / "checkpoints" / "step-6" / path.name)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_in_backward_there_is_nothing_to_leave_out(refuse):
+    line = refuse(*SHORT, "--optimizer_in_backward", "--max_grad_norm", "0", "--skip_nonfinite", "1")
+    assert "drop --skip_nonfinite" in line

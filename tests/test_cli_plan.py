@@ -1,0 +1,238 @@
+"""``memsave plan`` and ``memsave frontier``: without data, weights or a GPU; and the line that they print runs."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memsave_recipes.cli import main
+
+ROOT = Path(__file__).parents[1]
+IMAGES = str(ROOT / "recipes" / "image_classification.py")
+SMALL = [IMAGES, "--model", "vgg_small", "--global_batch_size", "8"]
+LANGUAGE = [
+    str(ROOT / "recipes" / "language_modeling.py"),
+    *("--model_type", "gpt2", "--config_overrides", "n_layer=2,n_embd=32,n_head=2"),
+    *("--block_size", "64", "--global_batch_size", "4", "--vocab_size", "512"),
+]
+
+
+def planned(words: list[str], tmp_path: Path) -> dict:
+    file = tmp_path / "plan.json"
+    assert main([*words, "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def flags_of(line: str) -> list[str]:
+    return shlex.split(line)
+
+
+def value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_what_the_flags_leave_open_is_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(["plan", *SMALL, "--target", "a100", "--memory_budget_gib", "1"], tmp_path)
+    assert found["version"] == 1
+    assert found["budget_bytes"] == 2**30
+    assert {one["micro_batch_size"] for one in found["candidates"]} == {1, 2, 4, 8}
+    assert {"none", "full", "selective", "offload"} <= {one["strategy"] for one in found["candidates"]}
+    for one in found["candidates"]:
+        assert all(isinstance(one[key], int) for key in ("peak_bytes", "needed_bytes"))
+        assert sum(one["parts"].values()) == one["needed_bytes"]
+        assert one["global_batch_size"] == 8
+    chosen = found["candidates"][found["chosen"]]
+    out = capsys.readouterr().out
+    assert out.count("predicted peak") == 1
+    assert out.rstrip().endswith(found["launch"])
+    words = flags_of(found["launch"])
+    assert words[:4] == ["accelerate", "launch", "--config_file", str(ROOT / "accelerate_configs" / "single_gpu.yaml")]
+    assert value(words, "--micro_batch_size") == str(chosen["micro_batch_size"])
+    assert value(words, "--activation_checkpointing") == chosen["strategy"] == "none"
+    assert "--memory_budget_gib" not in words
+
+
+def test_what_the_flags_say_is_kept(tmp_path: Path) -> None:
+    words = ["plan", *SMALL, "--micro_batch_size=2", "--activation_checkpointing", "full", "--memory_budget_gib", "2"]
+    found = planned([*words, "--target", "cpu", "--num_processes", "2", "--mixed_precision", "bf16"], tmp_path)
+    (only,) = found["candidates"]
+    assert (only["micro_batch_size"], only["accumulation_steps"], only["strategy"]) == (2, 2, "full")
+    assert only["parts"]["communication"] > 0
+    launched = flags_of(found["launch"])
+    assert launched[2:8] == [
+        *("--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")),
+        *("--num_processes", "2", "--mixed_precision", "bf16"),
+    ]
+    assert launched[8:-2] == words[1:-2]
+
+
+def test_a_preset_counts_as_named(tmp_path: Path) -> None:
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("micro_batch_size: 4\noutput_dir: out/preset\n")
+    found = planned(["plan", *SMALL, "--config", str(preset), "--target", "a100"], tmp_path)
+    assert {one["micro_batch_size"] for one in found["candidates"]} == {4}
+    assert "--micro_batch_size" not in found["launch"]
+    assert "--output_dir" not in found["launch"]
+    assert found["budget_bytes"] == 80 * 2**30  # all that the device has
+
+
+def test_a_budget_of_a_preset_cannot_be_taken_back_so_its_plan_stays_open(tmp_path: Path) -> None:
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("memory_budget_gib: 3\n")
+    found = planned(["plan", *SMALL, "--config", str(preset), "--target", "a100"], tmp_path)
+    assert found["budget_bytes"] == 3 * 2**30
+    assert value(flags_of(found["launch"]), "--activation_checkpointing") == "budget"
+
+
+def test_a_plan_of_the_solver_is_launched_with_its_budget(tmp_path: Path) -> None:
+    words = ["plan", *SMALL, "--micro_batch_size", "8", "--target", "cpu"]
+    by_strategy = {
+        one["strategy"]: one["needed_bytes"]
+        for one in planned([*words, "--memory_budget_gib", "1"], tmp_path)["candidates"]
+    }
+    gib = (by_strategy["none"] - 1) / 2**30
+    found = planned([*words, "--memory_budget_gib", repr(gib)], tmp_path)
+    launched = flags_of(found["launch"])
+    chosen = found["candidates"][found["chosen"]]
+    assert chosen["strategy"] in ("budget", "full", "selective")
+    assert value(launched, "--activation_checkpointing") == chosen["strategy"]
+    if chosen["strategy"] == "budget":
+        assert float(value(launched, "--memory_budget_gib")) == pytest.approx(gib)
+    assert launched.count("--micro_batch_size") == 1
+
+
+def test_a_plan_in_a_file_is_launched_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *SMALL, "--micro_batch_size", "8", "--target", "cpu", "--memory_budget_gib", "0.0085"]
+    found = planned(words, tmp_path)
+    chosen = found["candidates"][found["chosen"]]
+    assert chosen["strategy"] == "budget"
+    assert "--plan FILE makes a line that needs no measuring" in capsys.readouterr().out
+    file = tmp_path / "chosen.json"
+    found = planned([*words, "--plan", str(file)], tmp_path)
+    assert json.loads(file.read_text()) == found["candidates"][found["chosen"]]["plan"]
+    launched = flags_of(found["launch"])
+    assert value(launched, "--activation_checkpointing") == str(file)
+    assert "--memory_budget_gib" not in launched
+    assert "needs no measuring" not in capsys.readouterr().out
+
+
+def test_the_loss_is_decided_where_there_is_a_choice(tmp_path: Path) -> None:
+    found = planned(["plan", *LANGUAGE, "--target", "h100", "--micro_batch_size", "4"], tmp_path)
+    assert {one["loss"] for one in found["candidates"]} == {"full", "chunked"}
+    assert value(flags_of(found["launch"]), "--loss") == found["candidates"][found["chosen"]]["loss"]
+
+
+def test_json_to_the_terminal_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--micro_batch_size", "8", "--target", "a100", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 1
+
+
+def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert main(["plan", *SMALL, "--target", "a100", "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "accelerate launch" in text
+    assert "Memory against throughput" in text
+    assert "<em>chosen</em>" in text
+    assert "http" not in text.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            [*SMALL, "--target", "a100", "--memory_budget_gib", "0.2"],
+            "0.2 is too small for any plan",
+        ),
+        ([*SMALL, "--target", "abacus"], "--target abacus: no figures of such a device"),
+        ([*SMALL, "--target", "a100", "--num_processes", "0"], "--num_processes 0 cannot be"),
+        ([*SMALL, "--target", "a100", "--memory_budget_gib", "-1"], "--memory_budget_gib -1.0 cannot be"),
+        ([*SMALL, "--target", "cpu", "--mixed_precision", "fp16"], "fp16 does not work on the CPU"),
+        ([*SMALL, "--target", "a100", "--microbatch_size", "4"], "did you mean --micro_batch_size?"),
+        ([*SMALL, "--target", "a100", "--micro_batch_size", "none"], "--micro_batch_size none cannot be"),
+        ([str(ROOT / "recipes" / "nothing.py"), "--target", "a100"], "is no file"),
+        ([str(ROOT / "recipes" / "ddp_equals_accumulation.py"), "--target", "a100"], "has no function sketch(args)"),
+        ([*SMALL, "--target", "a100", "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert expected in err[-1]
+    assert sum(line.startswith("error: ") for line in err) == 1
+
+
+def test_other_commands_take_no_flags_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", "--model", "vgg_small"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_frontier_has_every_strategy_at_every_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(["frontier", *SMALL, "--target", "a100"], tmp_path)
+    points = found["candidates"]
+    assert {one["micro_batch_size"] for one in points} == {1, 2, 4, 8}
+    assert {"none", "full", "every:2", "segments:4"} <= {one["strategy"] for one in points}
+    optimal = [one for one in points if one["is_pareto_optimal"]]
+    assert f"{len(optimal)} Pareto-optimal of {len(points)} points" in capsys.readouterr().out
+    fastest = max(points, key=lambda one: one["samples_per_s"])
+    assert max(optimal, key=lambda one: one["needed_bytes"])["samples_per_s"] == fastest["samples_per_s"]
+
+
+def test_a_frontier_is_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture, page, data = (tmp_path / name for name in ("f.png", "f.html", "f.json"))
+    words = [*SMALL, "--micro_batch_size", "8", "--target", "cpu", "--measure"]
+    files = ["--png", str(picture), "--html", str(page), "--json", str(data)]
+    assert main(["frontier", *words, *files]) == 0
+    assert "Pareto" not in capsys.readouterr().out  # the picture takes the place of the table
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "squares are measured" in page.read_text()
+    points = json.loads(data.read_text())["candidates"]
+    for one in points:
+        assert ("measured" in one) == one["is_pareto_optimal"]
+        if "measured" in one:
+            assert one["measured"]["needed_bytes"] == pytest.approx(one["needed_bytes"], rel=0.05)
+            assert one["measured"]["step_s"] > 0
+
+
+def test_only_the_device_that_is_here_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["frontier", *SMALL, "--target", "v100", "--measure"]) == 2
+    assert "leave out --target" in capsys.readouterr().err
+    assert main(["frontier", *SMALL, "--target", "cpu", "--num_processes", "2", "--measure"]) == 2
+    assert "leave out --num_processes" in capsys.readouterr().err
+
+
+def test_the_line_runs_when_it_is_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "a run"  # which a shell has to see quoted
+    words = ["recipes/image_classification.py", "--model", "vgg_small", "--global_batch_size", "8", "--max_steps", "2"]
+    words += ["--report_to", "none", "--output_dir", str(folder), "--target", "cpu", "--memory_budget_gib", "1"]
+    found = planned(["plan", *words], tmp_path)
+    bin_folder = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{bin_folder}:{Path('/usr/bin')}:{Path('/bin')}")
+    done = subprocess.run(["bash", "-c", found["launch"]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((folder / "results.json").read_text())
+    chosen = found["candidates"][found["chosen"]]
+    assert results["micro_batch_size"] == chosen["micro_batch_size"]
+    assert results["plan"] == chosen["strategy"]
+    assert results["memory"]["peak_allocated_gib"] * 2**30 == pytest.approx(chosen["peak_bytes"], rel=0.05)
+
+
+def test_the_recipe_of_the_documentation_is_planned_and_measured(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "planner.md").read_text()
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(page.split("```python\n")[1].split("```")[0])
+    found = planned(["frontier", str(recipe), "--micro_batch_size", "64", "--target", "cpu", "--measure"], tmp_path)
+    assert {"none", "full"} <= {one["strategy"] for one in found["candidates"]}
+    assert any("measured" in one for one in found["candidates"])
+    found = planned(["plan", str(recipe), "--target", "l4"], tmp_path)
+    assert f" {recipe} " in found["launch"]
+    assert "accelerate_configs/single_gpu.yaml" in found["launch"]

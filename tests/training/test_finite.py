@@ -1,0 +1,75 @@
+"""A loss that is not finite on one rank reaches no weight on any, and every rank says the same of it."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.finite import FiniteGate, NotFinite
+from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.step_losses import StepLosses
+
+BAD_STEPS = (1, 3)
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+
+
+class Rows(torch.utils.data.Dataset):
+    def __getitem__(self, key):
+        random = torch.Generator().manual_seed(key.index)
+        return {"x": torch.randn(4, generator=random), "labels": torch.tensor(key.index % 3 if key.counted else -100)}
+
+
+def train(accelerator, *, optimizer, factor, skips):
+    """Of every step whether it changed the model, its losses and what was said. The last rank has the bad ones."""
+    torch.manual_seed(0)
+    order = SampleOrder(num_samples=40, global_batch_size=8, seed=0)
+    geometry = Geometry.of(8, 2, accelerator.num_processes)
+    batches = GlobalBatches(accelerator, Rows(), order=order, geometry=geometry, num_steps=5, seed=0)
+    bare = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+    model, optimizer = accelerator.prepare(bare, OPTIMIZERS[optimizer](bare.parameters()))
+    gate = FiniteGate(accelerator, model, optimizer, skips=skips)
+    losses = StepLosses(accelerator, order, skips=skips)
+    is_spoilt = accelerator.process_index == accelerator.num_processes - 1
+    changed, said = [], None
+    for batch in batches:
+        before = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
+        for micro_batch in batch.forwards(model):
+            loss = F.cross_entropy(model(micro_batch["x"]), micro_batch["labels"], reduction="sum", ignore_index=-100)
+            batch.backward(loss * factor if is_spoilt and batch.step in BAD_STEPS else loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        if gate.opens(batch, norm):
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.add(batch, norm)
+        changed.append(any(not torch.equal(before[name], tensor) for name, tensor in bare.state_dict().items()))
+    try:
+        state = losses.state_dict()
+    except NotFinite as error:
+        state, said = None, str(error)
+    return changed, state, said
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_such_steps_change_nothing_on_any_rank(run_on_ranks, optimizer, factor, num_ranks):
+    results = run_on_ranks(partial(train, optimizer=optimizer, factor=factor, skips=2), num_ranks)
+    for changed, state, _ in results:
+        assert changed == [step not in BAD_STEPS for step in range(5)]
+        assert state["skipped_steps"] == 2
+        assert len(state["losses"]) == 3
+    assert len({str(state) for _, state, _ in results}) == 1
+
+
+def test_every_rank_stops_with_the_same_words(run_on_ranks):
+    results = run_on_ranks(partial(train, optimizer="adamw", factor=float("nan"), skips=1), 2)
+    said = {words for _, _, words in results}
+    assert len(said) == 1
+    assert said.pop().startswith("step 4 is not finite (loss nan, gradient norm nan), its samples are ")

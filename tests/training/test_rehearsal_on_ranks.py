@@ -1,0 +1,177 @@
+"""A prediction that is wrong on the unsafe side: all ranks fall back to smaller micro-batches, or refuse together."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from memsave_recipes.activations import apply_plan
+from memsave_recipes.errors import InputError
+from memsave_recipes.planner import run_plan
+from memsave_recipes.planner.run_plan import plan_run
+from memsave_recipes.planner.search import Candidate, Terms
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.optimizers import make_optimizer
+from memsave_recipes.training.sample_order import SampleOrder
+from memsave_recipes.units import GIB
+
+WIDTH, LAYERS, SAMPLES, GLOBAL_BATCH = 64, 6, 64, 32
+ROWS = 64  # of a sample, so that a layer keeps 16 KiB for each
+
+
+class MemoryBudget(TorchDispatchMode):
+    """Raises where the storages that are made inside and alive exceed a number of bytes."""
+
+    def __init__(self, num_bytes):
+        super().__init__()
+        self.num_bytes, self.alive = num_bytes, torch.multiprocessing.reductions.StorageWeakRef
+        self.storages = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self.storages[self.alive(storage)] = storage.nbytes()
+        self.storages = {reference: size for reference, size in self.storages.items() if not reference.expired()}
+        if sum(self.storages.values()) > self.num_bytes:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return result
+
+
+class Rows(torch.utils.data.Dataset):
+    def __getitem__(self, key):
+        generator = torch.Generator().manual_seed(key.index)
+        return {"inputs": torch.randn(ROWS, WIDTH, generator=generator)}
+
+
+def understated(self, measurement, geometry, loss=None):
+    """Candidates that say a quarter of what each block saves."""
+    for one in _candidates(self, measurement, geometry, loss):
+        chain = one.forecast.chain
+        blocks = [
+            replace(
+                b, options=tuple(replace(o, saved_bytes=o.saved_bytes // 4, backward_rise_bytes=0) for o in b.options)
+            )
+            for b in chain.blocks
+        ]
+        blocks = [replace(block, output_bytes=block.output_bytes // 4) for block in blocks]
+        yield replace(one, forecast=replace(one.forecast, chain=replace(chain, blocks=tuple(blocks))))
+
+
+_candidates = Terms.candidates
+
+
+def planned(accelerator, *, budget_bytes, strategy="none", lying=False, hard_limit=None):
+    """The micro-batch and the peak of a run that is planned, then trained for two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+    run = RunArguments(
+        output_dir="out",
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size="auto",
+        activation_checkpointing=strategy,
+        memory_budget_gib=budget_bytes / GIB,
+    )
+    optim = OptimizerArguments(optimizer="sgd")
+    batches = GlobalBatches(
+        accelerator,
+        Rows(),
+        order=SampleOrder(num_samples=SAMPLES, global_batch_size=GLOBAL_BATCH, seed=0),
+        geometry=run.geometry(accelerator.num_processes),
+        num_steps=2,
+        seed=0,
+    )
+    trained, optimizer = accelerator.prepare(model, make_optimizer(optim, model))
+    said = []
+    accelerator.print = said.append
+    # Larger micro-batches are always faster here, whatever this machine has to do besides.
+    Candidate.step_s = property(lambda self: float(self.geometry.accumulation_steps))
+    if lying:
+        Terms.candidates = lambda *args: list(understated(*args))
+    if hard_limit:
+        tried_out = run_plan.rehearse
+
+        def within_limits(*args):  # of one rank alone, the last one
+            if accelerator.process_index < accelerator.num_processes - 1:
+                return tried_out(*args)
+            forward = args[-1]
+
+            def limited():
+                with MemoryBudget(hard_limit):
+                    return forward()
+
+            return tried_out(*args[:-1], limited)
+
+        run_plan.rehearse = within_limits
+
+    def loss_of(micro_batch):
+        return trained(micro_batch["inputs"]).square().sum()
+
+    try:
+        found = plan_run(run, optim, accelerator, model, batches, trained, loss_of)
+    except InputError as refused:
+        return {"refused": refused.one_line, "said": said}
+    losses = []
+    with apply_plan(model, found.plan):
+        for batch in batches:
+            for micro_batch in batch.forwards(trained):
+                batch.backward(loss_of(micro_batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(batch.loss, "sum")))
+    return {
+        "micro_batch_size": batches.geometry.micro_batch_size,
+        "predicted": found.predicted_peak_bytes,
+        "said": said,
+        "losses": losses,
+    }
+
+
+SAVED_A_SAMPLE = 2 * LAYERS * ROWS * WIDTH * 4  # every layer and its GELU keep what they are given
+NEEDED_A_SAMPLE = 18 * ROWS * WIDTH * 4  # with the loss and what lives for a moment in the backward
+ROOM = 500_000  # for weights, gradients, momentum, and the buckets of two ranks
+EIGHT = 8 * NEEDED_A_SAMPLE + ROOM  # samples of a micro-batch
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_prediction_that_holds_is_kept(run_on_ranks, num_ranks):
+    results = run_on_ranks(partial(planned, budget_bytes=EIGHT), num_ranks)
+    assert {result["micro_batch_size"] for result in results} == {8}
+    assert not any("falling back" in line for line in results[0]["said"])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_planted_wrong_prediction_falls_back_to_what_fits(run_on_ranks, num_ranks):
+    budget = 4 * NEEDED_A_SAMPLE + ROOM
+    honest = run_on_ranks(partial(planned, budget_bytes=budget), num_ranks)
+    lied_to = run_on_ranks(partial(planned, budget_bytes=budget, lying=True), num_ranks)
+    assert [result["micro_batch_size"] for result in lied_to] == [result["micro_batch_size"] for result in honest]
+    said = [line for line in lied_to[0]["said"] if "falling back" in line]
+    assert said
+    assert "the prediction of" in said[0]
+    assert f"{GLOBAL_BATCH} samples = " in said[0]
+    assert not any("falling back" in line for line in honest[0]["said"])
+    assert lied_to[0]["losses"] == honest[0]["losses"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_rank_without_memory_makes_all_fall_back(run_on_ranks, num_ranks):
+    results = run_on_ranks(partial(planned, budget_bytes=EIGHT, hard_limit=3 * SAVED_A_SAMPLE), num_ranks)
+    assert {result["micro_batch_size"] for result in results} == {2}
+    said = [line for line in results[0]["said"] if "falling back" in line]
+    assert len(said) == 2
+    assert all("a rank had no memory left" in line for line in said)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_where_not_even_one_sample_fits_all_ranks_refuse_in_one_line(run_on_ranks, num_ranks):
+    results = run_on_ranks(partial(planned, budget_bytes=EIGHT, hard_limit=SAVED_A_SAMPLE // 4), num_ranks)
+    assert all("cannot be halved" in result["refused"] for result in results)
+    too_small = run_on_ranks(partial(planned, budget_bytes=1000), num_ranks)
+    assert all("the smallest that works is" in result["refused"] for result in too_small)
