@@ -7,7 +7,6 @@ plans mean something, seconds of a real run do not. What kernels take for themse
 ``workspaces`` that are given.
 """
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
@@ -171,10 +171,11 @@ def _engine_owns(total: Any) -> bool:
     """Whether autograd's engine sums the gradients of a tensor that was used twice, and ``total`` is no one else's.
 
     It then adds in place, to real tensors outside of modes; here it asks for a new one (``can_accumulate_inplace`` in
-    torch/csrc/autograd/input_buffer.cpp). Nobody in Python knows ``total`` then: it is referred to by its arguments'
-    tuple, by the frame below, by this one and by the count itself.
+    torch/csrc/autograd/input_buffer.cpp), while the node that made the second gradient still counts as running. A node
+    that Python wrote may add for itself.
     """
-    if torch.is_grad_enabled() or not isinstance(total, Tensor) or sys.getrefcount(total) > 4:
+    node = torch._C._current_autograd_node()
+    if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled() or not isinstance(total, Tensor):
         return False
     return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # by the tensor and by what asks
 

@@ -35,6 +35,7 @@ def test_a_prediction_is_within_2_percent(load, model, strategy, precision):
     assert "1 of them within 2 %" in prediction.as_markdown([row], {"kind": "cpu", "device": "a CPU", "torch": "2"})
 
 
+@pytest.mark.slow
 def test_every_choice_stays_below_its_budget(load, tmp_path, monkeypatch):
     choice = load("choice")
     monkeypatch.setattr(choice, "GLOBAL_BATCH", 2)

@@ -40,7 +40,7 @@ def recipe_of(name):
     return module
 
 
-@pytest.mark.parametrize("strategy", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["none", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path):
     name, flags = CASES[case]

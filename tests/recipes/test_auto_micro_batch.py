@@ -21,7 +21,7 @@ def curve(folder):
     return [row["train/loss"] for row in rows(folder) if "train/loss" in row]
 
 
-@pytest.mark.parametrize("strategy", ["none", "full", "budget:bitwise"])
+@pytest.mark.parametrize("strategy", ["none", pytest.param("full", marks=pytest.mark.slow), "budget:bitwise"])
 def test_a_tight_budget_makes_micro_batches_smaller_and_keeps_the_curve(train, tmp_path, capsys, strategy):
     plain = train(*FLAGS, output="plain")
     budget = 0.75 * plain["memory"]["peak_allocated_gib"]

@@ -30,10 +30,11 @@ def sketch():
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Gives this device another size."""
+    """Gives this device another size, and rates that do not depend on what the machine does besides."""
 
     def set_bytes(num_bytes):
-        target = replace(find_target("cpu"), memory_bytes=num_bytes)
+        rates = {"flops_per_s": {"float32": 1e11}, "bytes_per_s": 1e10, "kernel_s": 0.0}
+        target = replace(find_target("cpu"), memory_bytes=num_bytes, **rates)
         monkeypatch.setattr(advice, "find_target", lambda word: target)
 
     return set_bytes
