@@ -1,8 +1,7 @@
 """The device that a step is planned for, which need not be here: its rates, its memory, its allocator.
 
-Rates are the vendors' own: FLOP/s from ``measure/peak_flops.py``, bytes from the data sheets named there. So a time
-made of them is the shortest that the device could take: what it says of two plans beside each other means more than its
-seconds do.
+Rates are the vendors' own: FLOP/s from ``measure/peak_flops.py``, bandwidths below. So a time made of them is the shortest
+that the device could take: what it says of two plans beside each other means more than its seconds do.
 """
 
 import os
@@ -105,7 +104,8 @@ class _Sheet:
 
 PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # GB/s of 16 lanes one way: 8, 16, 32 GT/s, 128 of 130 bits
 
-# Bandwidths, links and sizes are from the data sheets that ``measure/peak_flops.py`` names beside the FLOP/s.
+# As the vendors state them, to be checked against the data sheets that ``measure/peak_flops.py`` names. Sizes are the
+# names' own; what a driver leaves of them is a few per cent less, so name a budget rather than take all of it.
 SHEETS: dict[str, _Sheet] = {
     "v100": _Sheet("Tesla V100-SXM2-32GB", 900, PCIE_3, 32),
     "t4": _Sheet("Tesla T4", 320, PCIE_3, 16),

@@ -6,6 +6,7 @@ NOTE [ rehearsal ]
 2. On an accelerator the bytes that the optimizer's state will take are held meanwhile, so a device that is too small
    says so now. On a CPU the allocations of the rehearsal are added to what stays.
 3. No collective runs inside, so a rank without memory leaves no other one waiting; afterwards all ranks hear of it.
+   SyncBatchNorm is the exception: with it the other ranks wait for the timeout of the process group.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,8 +40,8 @@ def rehearse(candidate: Candidate, accelerator: Accelerator, model: nn.Module, f
         undisturbed(model, device),
         _gradients_as_in_a_step(candidate, model),
     ):
-        ballast = torch.empty(0 if device.type == "cpu" else candidate.beside.state_bytes, dtype=torch.uint8)
-        ballast = ballast.to(device)
+        ballast_bytes = 0 if device.type == "cpu" else candidate.beside.state_bytes
+        ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=device)
 
         def step(meter: Meter) -> None:
             for _ in range(1 + candidate.beside.gradients_resident):
