@@ -1,7 +1,7 @@
 """The device that a step is planned for, which need not be here: its rates, its memory, its allocator.
 
-Rates are the vendors' own: FLOP/s from ``measure/peak_flops.py``, bandwidths below. So a time made of them is the shortest
-that the device could take: what it says of two plans beside each other means more than its seconds do.
+Rates are the vendors' own: FLOP/s from ``measure/peak_flops.py``, bandwidths below. So a time made of them is the
+shortest that the device could take: what it says of two plans beside each other means more than its seconds do.
 """
 
 import os
