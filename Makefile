@@ -38,11 +38,14 @@ lint: install  ## ruff: rules and format
 types: install  ## mypy on the package
 	$(BIN)/mypy
 
+# A process a core, up to four: each holds torch and its tests' ranks.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
 test: install  ## the tests (a quarter of an hour on 2 cores)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-all: install  ## the slow ones too
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 clean:  ## remove the environment and what runs wrote
 	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache

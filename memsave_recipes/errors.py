@@ -5,6 +5,8 @@ The message names the input, the rule it broke and the way out, for example
 Anything else that is raised is a defect of ours and keeps its traceback.
 """
 
+from collections.abc import Sequence
+
 
 class InputError(ValueError):
     """What the user asked for cannot be done; the message says what to change."""
@@ -12,10 +14,38 @@ class InputError(ValueError):
     @property
     def one_line(self) -> str:
         """The message in one line, also of a data worker's error, which torch raises again with a traceback as text."""
-        last_line = str(self).strip().splitlines()[-1]
-        return last_line.removeprefix(f"{type(self).__module__}.{type(self).__name__}: ")
+        lines = str(self).strip().splitlines()
+        if not self.found_by_one_rank:
+            return " ".join(lines)
+        return lines[-1].removeprefix(f"{type(self).__module__}.{type(self).__name__}: ")
 
     @property
     def found_by_one_rank(self) -> bool:
         """Whether it comes from the data that one rank was reading, not from what all ranks were told."""
         return str(self).startswith("Caught ")
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse words of a command line that stand for nothing, or are no text.
+
+    A variable of the shell that is not set must not become this directory, or the built-in data. What is no UTF-8 can
+    neither be printed nor written down.
+
+    Raises:
+        InputError: such a word.
+    """
+    for before, word in zip(["", *words], words, strict=False):
+        flag, is_joined, value = word.partition("=") if word.startswith("--") else (before, True, word)
+        if is_joined and value.strip() in ("", "--"):  # argparse drops the latter, and gives the flag no value at all
+            named = flag if flag.startswith("--") else "a word"
+            raise InputError(f"{named} has an empty value: give one, or leave it out")
+        if not _is_text(word):
+            raise InputError(f"{word!r} is not UTF-8 text: rename it, or leave it out")
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

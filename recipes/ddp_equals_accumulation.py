@@ -12,6 +12,7 @@ loop of all recipes and with the usual one, and the weights after each step are 
 rank. Expect differences of 1e-16, which is rounding, for the first and of up to 0.4 for the second.
 """
 
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from rich.console import Console
 from rich.table import Table
@@ -33,9 +35,12 @@ from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.checkpoints import locked_run_folder
+from memsave_recipes.checkpoints.agreement import rank_0_first
 from memsave_recipes.data.augmentation import to_pixel_values
 from memsave_recipes.data.vision import load_images
 from memsave_recipes.errors import InputError
+from memsave_recipes.evidence.runs import read_run
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.reporting.failures import run_recipe
 from memsave_recipes.reporting.run_folder import begin_run, check_run_folder, save_model, write_json
@@ -50,6 +55,7 @@ from memsave_recipes.training.sample_order import Geometry, SampleOrder, seed_fo
 
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+RECIPE = "ddp_equals_accumulation"
 LOOPS = ("exact", "usual")
 WEIGHTS = "final/model.safetensors"
 WHY = """
@@ -74,10 +80,12 @@ class ProofArguments(RunArguments):
         budget = self.memory_budget_gib
         require(budget is None, "--memory_budget_gib", budget, "left to the recipes that train once")
         require(self.verify == "off", "--verify", self.verify, "left to the recipes that train once")
-        if self.compare_with is not None and not Path(self.compare_with, WEIGHTS).is_file():
+        if self.compare_with is not None and not os.path.isfile(Path(self.compare_with, WEIGHTS)):
             raise InputError(
                 f"--compare_with {self.compare_with} holds no {WEIGHTS}: name a finished run's --output_dir"
             )
+        if self.compare_with is not None and read_run(self.compare_with).results.get("recipe") != RECIPE:
+            raise InputError(f"--compare_with {self.compare_with} is a run of another recipe: name one of {RECIPE}")
 
 
 @dataclass(kw_only=True)
@@ -88,12 +96,24 @@ class PlainOptimizerArguments(OptimizerArguments):
     learning_rate: float = field(default=0.1, metadata={"help": "at the end of the warm-up"})
     max_grad_norm: float = field(default=0.0, metadata={"help": "clip the gradient; 0 does not clip"})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(not self.optimizer_in_backward, "--optimizer_in_backward", True, "left out where gradients add up")
+
 
 def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train once for every micro-batch size and both loops; returns what ``results.json`` holds."""
     run, optim = parse_arguments(ProofArguments, PlainOptimizerArguments, args=args)
     folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
     accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
+    with locked_run_folder(accelerator, folder):
+        return prove(accelerator, folder, run, optim)
+
+
+def prove(
+    accelerator: Accelerator, folder: Path, run: ProofArguments, optim: PlainOptimizerArguments
+) -> dict[str, Any]:
+    """The runs themselves, in a folder that is theirs."""
     geometry_of = partial(Geometry.of, run.global_batch_size, num_processes=accelerator.num_processes)
     undivided = geometry_of(None)
     sizes = [run.micro_batch_size] if run.micro_batch_size else range(undivided.micro_batch_size, 0, -1)
@@ -102,7 +122,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "Grad strides do not match")  # DDP's, of micro-batches of 1; only slower
 
     # Data
-    with accelerator.main_process_first():
+    with rank_0_first(accelerator):
         images = load_images(dataset="digits", data_dir=None, image_size=16, augmentation=None, seed=run.seed)
     order = SampleOrder(
         num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
@@ -181,7 +201,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     vector_to_parameters(expected[-1], bare.parameters())
     save_model(accelerator, model, folder / "final")
     results = {
-        "recipe": "ddp_equals_accumulation",
+        "recipe": RECIPE,
         "model": "vit",
         "num_parameters": len(expected[-1]),
         "plan": plan.strategy,

@@ -15,8 +15,7 @@ Expect: the loss curve and the accuracy of the plain run, digit for digit, in le
 all recipes are in `memsave_recipes/training/arguments.py`, those of this one below; `--help` lists them.
 """
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -30,20 +29,22 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForImageClassification
-from transformers.image_processing_base import ImageProcessingMixin
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.checkpoints import Training
+from memsave_recipes.checkpoints.agreement import rank_0_first
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
-from memsave_recipes.data.vision import ImageDataset, count_classes, load_images
+from memsave_recipes.data.image_sources import count_classes
+from memsave_recipes.data.vision import load_images
 from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.compare import compare
 from memsave_recipes.evidence.runs import read_run
 from memsave_recipes.evidence.table import show
 from memsave_recipes.metrics import ACCURACY
 from memsave_recipes.models import MODELS, load_weights
-from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.models.image_size import check_image_size
+from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.sketch import Sketch
 from memsave_recipes.reporting.failures import run_recipe
@@ -64,7 +65,7 @@ from memsave_recipes.training.finite import FiniteGate
 from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.sample_order import SampleOrder
 
 USUAL_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
@@ -102,6 +103,10 @@ class ModelArguments(TransformerArguments):
             raise InputError("give one of --model, --model_name_or_path and --model_type")
         if self.model is not None and self.model not in MODELS:
             raise InputError(f"--model {self.model} is not known: choose one of {', '.join(MODELS)}")
+        if self.model is None and self.weights is not None:
+            raise InputError("--weights are those of a --model: leave them out")
+        if self.model is not None and (self.dropout is not None or self.attn_implementation is not None):
+            raise InputError("--dropout and --attn_implementation shape models of transformers: leave them out")
         self.check_transformer()
 
     @property
@@ -118,7 +123,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     flags = parse_arguments(*FLAGS, args=args)
     data, network, run, optim, safety = flags
     with open_run(run, safety, flag_values(flags)) as opened:
-        return train(opened, data, network, opened.planned(run), optim, safety)
+        return train(opened, data, network, opened.planned(run), optim, safety, partial(sketch, args))
 
 
 def train(
@@ -128,6 +133,7 @@ def train(
     run: RunArguments,
     optim: OptimizerArguments,
     safety: SafetyArguments,
+    on_paper: Callable[[], Sketch],
 ) -> dict[str, Any]:
     """The run itself, in a folder that is its own."""
     accelerator, folder = opened.accelerator, opened.folder
@@ -136,7 +142,7 @@ def train(
     set_seed(run.seed)
 
     # Data
-    with accelerator.main_process_first():
+    with rank_0_first(accelerator):
         images = load_images(
             dataset=data.dataset,
             data_dir=data.data_dir,
@@ -169,7 +175,7 @@ def train(
     loss_of = partial(summed_loss, trained, pixels=pixels)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of)
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=on_paper)
     geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
@@ -207,15 +213,20 @@ def train(
         optimizer.zero_grad()
         return grad_norm
 
-    def evaluate_after(step: int) -> None:
+    def evaluate_if_due(step: int) -> None:
+        if not report.evaluation_is_due(step, every=run.eval_steps):
+            return
         with report.clock.left_out():
-            evaluated = evaluate_model(trained, accelerator, images.validation, geometry, pixels, loading)
+            held_out = evaluation_batches(accelerator, images.validation, geometry.micro_batch_size, **loading)
+            held_out = checkpoints.until_signal(held_out, step, report.state_dict)
+            evaluated = evaluate_model(trained, accelerator, held_out, pixels)
             if report.log_evaluation(step, evaluated) and safety.save_best:
                 checkpoints.save_best(step, partial(save_model, accelerator, model))
 
     report = RunReport(accelerator, batches, trained, optimizer, settings)
     if resumed:
         report.load_state_dict(resumed.state)
+        evaluate_if_due(resumed.step)  # a signal may have ended it
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
@@ -224,12 +235,9 @@ def train(
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
-        if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
-            evaluate_after(step)
+        evaluate_if_due(step)
         with report.clock.left_out():
             checkpoints.after_step(step, report.state_dict)
-    if report.evaluated_at != num_steps:
-        evaluate_after(num_steps)
 
     # Finish
     plan_handle.remove()
@@ -250,7 +258,7 @@ def train(
     return results
 
 
-def sketch(args: list[str]) -> Sketch:
+def sketch(args: list[str] | None = None) -> Sketch:
     """What ``memsave plan`` needs to know of a run, before there are images or weights."""
     data, network, run, optim, _ = parse_arguments(*FLAGS, args=args)
     known = count_classes(data.dataset, data.data_dir)
@@ -283,21 +291,22 @@ def build_model(
         labels = {"id2label": dict(enumerate(label_names)), "label2id": {name: i for i, name in enumerate(label_names)}}
         if network.model_type is not None:
             labels["image_size"] = image_size
-        return build_transformer(
+        model = build_transformer(
             AutoModelForImageClassification, network, dtype=run.torch_dtype, with_weights=with_weights, **labels
         )
-    model = MODELS[network.model](num_classes=len(label_names))
-    if network.weights is not None and with_weights:
-        load_weights(model, network.weights)
-    return model.to(run.torch_dtype)
+    else:
+        model = MODELS[network.model](num_classes=len(label_names))
+        if network.weights is not None and with_weights:
+            load_weights(model, network.weights)
+        model = model.to(run.torch_dtype)
+    check_image_size(model, image_size)
+    return model
 
 
 def normalization(network: ModelArguments) -> dict[str, Any]:
     """The mean and deviation that a pretrained network expects; ImageNet's where it says nothing."""
-    expected: dict[str, Any] = {}
-    if network.model_name_or_path is not None:
-        with suppress(OSError):  # it came without a preprocessor_config.json
-            expected, _ = ImageProcessingMixin.get_image_processor_dict(network.model_name_or_path)
+    name = network.model_name_or_path
+    expected = {} if name is None else image_processor_config(name)
     mean, std = expected.get("image_mean"), expected.get("image_std")
     return {"mean": mean or IMAGENET_DEFAULT_MEAN, "std": std or IMAGENET_DEFAULT_STD}
 
@@ -316,14 +325,14 @@ def logits_of(output: Any) -> Tensor:
 
 @torch.no_grad()
 def evaluate_model(
-    model: nn.Module, accelerator: Accelerator, dataset: ImageDataset, geometry: Geometry, pixels: Any, loading: dict
+    model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], pixels: Callable[..., Tensor]
 ) -> dict[str, float]:
-    """Accuracy and mean loss over every sample of ``dataset``, each once, however many ranks share them."""
+    """Accuracy and mean loss over every sample of ``batches``, each once, however many ranks share them."""
     predictions: list[int] = []
     references: list[int] = []
     loss_sum = torch.tensor(0.0, device=accelerator.device)
     model.eval()
-    for batch in evaluation_batches(accelerator, dataset, micro_batch_size=geometry.micro_batch_size, **loading):
+    for batch in batches:
         logits = logits_of(model(pixels(batch["images"], None)))
         loss_sum = loss_sum + F.cross_entropy(logits, batch["labels"], reduction="sum")
         predicted, expected = gather_counted(accelerator, logits.argmax(dim=-1), batch["labels"])

@@ -18,6 +18,7 @@ logits, often the largest tensor of all, are never made (--loss). `--help` lists
 """
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -32,6 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.checkpoints import Training
+from memsave_recipes.checkpoints.agreement import rank_0_first
 from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
 from memsave_recipes.data.text import TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
@@ -56,7 +58,7 @@ from memsave_recipes.training.finite import FiniteGate
 from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.sample_order import SampleOrder
 
 BYTES_A_TOKEN = 5  # of text in a stream; English in a vocabulary of 50k has 4 to 5
 
@@ -107,7 +109,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     flags = parse_arguments(*FLAGS, args=args)
     data, network, lora, run, optim, safety = flags
     with open_run(run, safety, flag_values(flags)) as opened:
-        return train(opened, data, network, lora, opened.planned(run), optim, safety)
+        return train(opened, data, network, lora, opened.planned(run), optim, safety, partial(sketch, args))
 
 
 def train(
@@ -118,6 +120,7 @@ def train(
     run: RunArguments,
     optim: OptimizerArguments,
     safety: SafetyArguments,
+    on_paper: Callable[[], Sketch],
 ) -> dict[str, Any]:
     """The run itself, in a folder that is its own."""
     accelerator, folder = opened.accelerator, opened.folder
@@ -126,7 +129,7 @@ def train(
     set_seed(run.seed)
 
     # Data
-    with accelerator.main_process_first():
+    with rank_0_first(accelerator):
         text = load_text(data, run)
         tokenizer = load_tokenizer(
             data.tokenizer_name or network.model_name_or_path,
@@ -176,7 +179,7 @@ def train(
     loss_of = partial(summed_loss, loss_model)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of, takes_adapters=not lora.lora)
+    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of, sketch=on_paper)
     geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, loss_model, plan_handle, batches, loss_of)
@@ -214,15 +217,22 @@ def train(
         optimizer.zero_grad()
         return grad_norm
 
-    def evaluate_after(step: int) -> None:
+    held_out_rows = {"num_samples": num_samples, "collate_fn": validation.collate, **loading}
+
+    def evaluate_if_due(step: int) -> None:
+        if not report.evaluation_is_due(step, every=run.eval_steps):
+            return
         with report.clock.left_out():
-            evaluated = evaluate_model(loss_model, accelerator, validation, geometry, num_samples, loading)
+            held_out = evaluation_batches(accelerator, validation, geometry.micro_batch_size, **held_out_rows)
+            held_out = checkpoints.until_signal(held_out, step, report.state_dict)
+            evaluated = evaluate_model(loss_model, accelerator, held_out, validation)
             if report.log_evaluation(step, evaluated) and safety.save_best:
                 checkpoints.save_best(step, partial(save_model, accelerator, saved_model))
 
     report = RunReport(accelerator, batches, loss_model, optimizer, settings)
     if resumed:
         report.load_state_dict(resumed.state)
+        evaluate_if_due(resumed.step)  # a signal may have ended it
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
@@ -231,12 +241,9 @@ def train(
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
-        if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
-            evaluate_after(step)
+        evaluate_if_due(step)
         with report.clock.left_out():
             checkpoints.after_step(step, report.state_dict)
-    if report.evaluated_at != num_steps:
-        evaluate_after(num_steps)
 
     # Finish
     plan_handle.remove()
@@ -261,13 +268,13 @@ def train(
     return results
 
 
-def sketch(args: list[str]) -> Sketch:
+def sketch(args: list[str] | None = None) -> Sketch:
     """What ``memsave plan`` needs to know of a run, before there are text or weights."""
     data, network, lora, run, optim, _ = parse_arguments(*FLAGS, args=args)
-    if lora.load_in_4bit:
-        raise InputError("--load_in_4bit packs weights on a CUDA device, which no plan on paper can: leave it out")
 
     def build() -> PreTrainedModel:
+        if lora.load_in_4bit:
+            raise InputError("--load_in_4bit packs weights on a CUDA device, which no plan on paper can: leave it out")
         model = build_transformer(
             AutoModelForCausalLM,
             network,
@@ -289,7 +296,7 @@ def sketch(args: list[str]) -> Sketch:
         run=run,
         optim=optim,
         build_model=build,
-        trained=lambda model, loss, device: CausalLMLoss(model, loss, default_chunk_bytes(device)),
+        trained=lambda model, loss, device: CausalLMLoss(model, loss or network.loss, default_chunk_bytes(device)),
         loss_of=summed_loss,
         micro_batch=micro_batch,
         takes_adapters=not lora.lora,
@@ -329,19 +336,12 @@ def check_model(
 
 @torch.no_grad()
 def evaluate_model(
-    loss_model: nn.Module, accelerator: Accelerator, rows: Any, geometry: Geometry, num_samples: int, loading: dict
+    loss_model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], rows: Any
 ) -> dict[str, float]:
-    """Mean loss in nats a token, perplexity, and bits a byte of text (which does not depend on the tokenizer)."""
+    """Over ``batches`` of ``rows``: mean loss in nats a token, perplexity, and bits a byte, whatever the tokenizer."""
     totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # loss, tokens
     loss_model.eval()
-    for batch in evaluation_batches(
-        accelerator,
-        rows,
-        micro_batch_size=geometry.micro_batch_size,
-        num_samples=num_samples,
-        collate_fn=rows.collate,
-        **loading,
-    ):
+    for batch in batches:
         totals += torch.stack([loss_model(**batch).double(), count_valid(batch).double()])
     loss_model.train()
     loss_sum, num_tokens = accelerator.reduce(totals, "sum").tolist()

@@ -20,6 +20,7 @@ every plan, and with --dropout 0 for every geometry and number of ranks: a text 
 micro-batch and no further, and padding counts nowhere. `--help` lists the flags.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -36,9 +37,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.checkpoints import Training
+from memsave_recipes.checkpoints.agreement import rank_0_first
 from memsave_recipes.data.labelled_text import load_labelled_text
 from memsave_recipes.data.tokenized_text import (
-    TokenizedText,
     check_inputs,
     check_length,
     load_text_tokenizer,
@@ -65,7 +66,7 @@ from memsave_recipes.training.finite import FiniteGate
 from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.sample_order import SampleOrder
 
 USUAL_CLASSES = 2  # where a plan is made before the texts are there
 
@@ -106,7 +107,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     flags = parse_arguments(*FLAGS, args=args)
     data, network, lora, run, optim, safety = flags
     with open_run(run, safety, flag_values(flags)) as opened:
-        return train(opened, data, network, lora, opened.planned(run), optim, safety)
+        return train(opened, data, network, lora, opened.planned(run), optim, safety, partial(sketch, args))
 
 
 def train(
@@ -117,6 +118,7 @@ def train(
     run: RunArguments,
     optim: FineTuningArguments,
     safety: SafetyArguments,
+    on_paper: Callable[[], Sketch],
 ) -> dict[str, Any]:
     """The run itself, in a folder that is its own."""
     accelerator, folder = opened.accelerator, opened.folder
@@ -125,7 +127,7 @@ def train(
     set_seed(run.seed)
 
     # Data
-    with accelerator.main_process_first():
+    with rank_0_first(accelerator):
         texts = load_labelled_text(
             dataset=data.dataset,
             dataset_config_name=data.dataset_config_name,
@@ -174,7 +176,7 @@ def train(
     loss_of = partial(summed_loss, trained)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, takes_adapters=not lora.lora)
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=on_paper)
     geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
@@ -212,15 +214,20 @@ def train(
         optimizer.zero_grad()
         return grad_norm
 
-    def evaluate_after(step: int) -> None:
+    def evaluate_if_due(step: int) -> None:
+        if not report.evaluation_is_due(step, every=run.eval_steps):
+            return
         with report.clock.left_out():
-            evaluated = evaluate_model(trained, accelerator, tokens.validation, geometry, loading)
+            held_out = evaluation_batches(accelerator, tokens.validation, geometry.micro_batch_size, **loading)
+            held_out = checkpoints.until_signal(held_out, step, report.state_dict)
+            evaluated = evaluate_model(trained, accelerator, held_out)
             if report.log_evaluation(step, evaluated) and safety.save_best:
                 checkpoints.save_best(step, partial(save_model, accelerator, saved_model))
 
     report = RunReport(accelerator, batches, trained, optimizer, settings)
     if resumed:
         report.load_state_dict(resumed.state)
+        evaluate_if_due(resumed.step)  # a signal may have ended it
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
@@ -229,12 +236,9 @@ def train(
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
-        if step % (run.eval_steps or order.steps_per_epoch) == 0 or is_last:
-            evaluate_after(step)
+        evaluate_if_due(step)
         with report.clock.left_out():
             checkpoints.after_step(step, report.state_dict)
-    if report.evaluated_at != num_steps:
-        evaluate_after(num_steps)
 
     # Finish
     plan_handle.remove()
@@ -258,14 +262,14 @@ def train(
     return results
 
 
-def sketch(args: list[str]) -> Sketch:
+def sketch(args: list[str] | None = None) -> Sketch:
     """What ``memsave plan`` needs to know of a run, before there are texts or weights."""
     data, network, lora, run, optim, _ = parse_arguments(*FLAGS, args=args)
-    if lora.load_in_4bit:
-        raise InputError("--load_in_4bit packs weights on a CUDA device, which no plan on paper can: leave it out")
     names = tuple(map(str, range(USUAL_CLASSES)))
 
     def build() -> PreTrainedModel:
+        if lora.load_in_4bit:
+            raise InputError("--load_in_4bit packs weights on a CUDA device, which no plan on paper can: leave it out")
         without_weights = {"with_weights": False, "vocab_size": data.vocab_size, "pad_token_id": 0}
         model = build_model(network, names, dtype=run.torch_dtype, **without_weights)
         add_lora(model, lora, task_type="SEQ_CLS")
@@ -317,15 +321,13 @@ def logits_and_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def evaluate_model(
-    model: nn.Module, accelerator: Accelerator, dataset: TokenizedText, geometry: Geometry, loading: dict
-) -> dict[str, float]:
-    """Accuracy, F1 and mean loss over every text once. F1 is that of the second of two classes, else their mean."""
+def evaluate_model(model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch]) -> dict[str, float]:
+    """Accuracy, F1 and mean loss over ``batches``. F1 is that of the second of two classes, else their mean."""
     predictions: list[int] = []
     references: list[int] = []
     loss_sum = torch.tensor(0.0, device=accelerator.device)
     model.eval()
-    for batch in evaluation_batches(accelerator, dataset, micro_batch_size=geometry.micro_batch_size, **loading):
+    for batch in batches:
         logits, labels = logits_and_labels(model, batch)
         loss_sum = loss_sum + F.cross_entropy(logits, labels, reduction="sum")
         predicted, expected = gather_counted(accelerator, logits.argmax(dim=-1), labels)

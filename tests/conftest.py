@@ -1,12 +1,15 @@
-"""Small models of every kind that the recipes train, with a batch and a loss for each."""
+"""Small models of every kind that the recipes train, with a batch and a loss for each; forked runs: ``nursery.py``."""
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ["COLUMNS"] = "120"  # of every table, whatever the terminal
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,9 @@ from transformers import (
 )
 
 from memsave_recipes.models import MODELS
+
+sys.path.append(str(Path(__file__).parent))
+pytest_plugins = ["nursery"]
 
 
 @dataclass

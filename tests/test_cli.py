@@ -97,6 +97,17 @@ def test_no_run_at_all_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err == "error: name the folders of runs, or a W&B project with --wandb\n"
 
 
+@pytest.mark.parametrize("words", [[], ["compar"], ["compare", "--wat"], ["compare", "--html"], ["plan", ""]])
+def test_words_that_make_no_command_are_one_line_and_exit_code_2(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+
+
 def test_every_format_is_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     files = {flag: tmp_path / f"out.{flag}" for flag in ("html", "png", "csv", "markdown")}

@@ -1,7 +1,8 @@
 """Ranks that act as one: what one finds, all do, so that none waits for a collective that another never joins."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -38,6 +39,26 @@ def by_all_ranks(accelerator: Accelerator, action: Callable[[], T]) -> T:
     result, error = _attempt(action)
     _raise(error, gather_object([_told(error)]))
     return result  # type: ignore[return-value]
+
+
+@contextmanager
+def rank_0_first(accelerator: Accelerator) -> Iterator[None]:
+    """Inside, the other ranks come after rank 0 and find in caches what it has made; where one fails, all do.
+
+    Raises:
+        InputError: on every rank, where one raised it.
+        RuntimeError: on the other ranks, where one raised something else.
+    """
+    if not accelerator.is_main_process:
+        _raise(None, broadcast_object_list([None]))
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if accelerator.is_main_process:
+        _raise(error, broadcast_object_list([_told(error)]))
+    _raise(error, gather_object([_told(error)]))
 
 
 class Ear:

@@ -5,9 +5,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from memsave_recipes.checkpoints.find import committed
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import RunArguments
+from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
 FLAGS = {
@@ -31,6 +34,18 @@ SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
 """What says that a plan is to be searched, and how."""
 PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights"}
 """What may lie elsewhere now; that it is the same is taken on trust."""
+
+ANOTHER_VERSION = "another version may compute in another way"
+REASONS = {
+    "torch": ANOTHER_VERSION,
+    "accelerate": ANOTHER_VERSION,
+    "transformers": ANOTHER_VERSION,
+    "memsave-recipes": ANOTHER_VERSION,
+    "device": "another device rounds in another way",
+    "num_threads": "a sum is cut up among the threads",
+    "deterministic_algorithms": "others add in no fixed order",
+}
+"""What of a run's environment has a say in its last bits, and why."""
 
 
 def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
@@ -57,6 +72,30 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
             )
         notices.append(f"note: --{name} was {saved[name]} and is {now[name]}, which is taken to be the same")
     return sorted(notices)
+
+
+def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> list[str]:
+    """A line for everything that may round in another way now; another precision is refused, as another ``--dtype`` is.
+
+    Args:
+        saved: what ``describe_environment`` gave, as JSON gives it back.
+        accelerator: as it is now.
+
+    Raises:
+        InputError: the mixed precision is not what it was.
+    """
+    was, now = ({**about, **about["versions"]} for about in (saved, describe_environment(accelerator)))
+    if was["mixed_precision"] != now["mixed_precision"]:
+        raise InputError(
+            f"--resume: --mixed_precision was {was['mixed_precision']} and is {now['mixed_precision']}: launch with "
+            f"`accelerate launch --mixed_precision {was['mixed_precision']}`, or name another --output_dir"
+        )
+    on_cpu = accelerator.device.type == "cpu"
+    return [
+        f"note: {name} was {was[name]} and is {now[name]}: bit-exact no longer promised, because {reason}"
+        for name, reason in REASONS.items()
+        if name in was and was[name] != now[name] and (on_cpu or name != "num_threads")
+    ]
 
 
 def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:

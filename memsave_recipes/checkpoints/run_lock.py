@@ -1,6 +1,7 @@
 """One run a folder: a lock that the system takes back when the process ends, however it ends."""
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -11,6 +12,20 @@ from memsave_recipes.checkpoints.commit import told_in_one_line
 from memsave_recipes.errors import InputError
 
 LOCK = "run.lock"
+
+
+@contextmanager
+def locked_run_folder(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """``lock_run_folder`` until the block ends.
+
+    Raises:
+        InputError: as ``lock_run_folder``.
+    """
+    lock = lock_run_folder(accelerator, folder)
+    try:
+        yield
+    finally:
+        unlock_run_folder(lock)
 
 
 def lock_run_folder(accelerator: Accelerator, folder: Path) -> FileLock:

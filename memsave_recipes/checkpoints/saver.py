@@ -4,13 +4,16 @@ checkpoints = Checkpoints(accelerator, folder / "checkpoints", Training(...), or
 resumed = checkpoints.resume_into(batches)     # before the first one is loaded
 for batch in batches:
     ...
-    checkpoints.after_step(batch.step + 1, lambda: {"clock": ..., "best": ...})
+    for held_out in checkpoints.until_signal(evaluation_batches(...), batch.step + 1, state):
+        ...
+    checkpoints.after_step(batch.step + 1, state)  # state() gives {"clock": ..., "best": ...}
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from accelerate import Accelerator
 
@@ -24,6 +27,8 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import SafetyArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
+
+T = TypeVar("T")
 
 SAVE_ONLY = 1
 """A wish to save, smaller than the number of any signal that stops a run."""
@@ -151,6 +156,22 @@ class Checkpoints:
         if wish > SAVE_ONLY:
             raise StoppedBySignal(wish, step, self.folder)
 
+    def until_signal(self, batches: Iterable[T], step: int, state: Callable[[], Record]) -> Iterator[T]:
+        """``batches`` of an evaluation after so many steps, equally many on all ranks; a signal ends it before one.
+
+        What is saved then knows nothing of the evaluation: the run that goes on begins with it.
+
+        Raises:
+            StoppedBySignal: as ``after_step``.
+            InputError: as ``after_step``.
+        """
+        ear = Ear(self.accelerator)
+        for number, batch in enumerate(batches):
+            if signal := ear.hear(number, self._signal()):
+                self.save(step, state())
+                raise StoppedBySignal(signal, step, self.folder)
+            yield batch
+
     def save(self, step: int, state: Record) -> None:
         """Save after ``step`` steps, unless that has been done.
 
@@ -171,10 +192,14 @@ class Checkpoints:
 
     def _wish(self) -> int:
         """What this rank wants: the number of a signal, ``SAVE_ONLY`` or 0. Time is what rank 0's clock says."""
-        if self.signals is not None and self.signals.received:
-            return self.signals.received
+        if signal := self._signal():
+            return signal
         is_time = self.accelerator.is_main_process and time.monotonic() - self._last_time >= self.every_s
         return SAVE_ONLY if is_time else 0
+
+    def _signal(self) -> int:
+        """The number of the one that this rank has received, 0 for none."""
+        return self.signals.received if self.signals is not None else 0
 
     def _write(self, step: int, state: Record) -> None:
         clear_leftovers(self.folder)

@@ -3,21 +3,23 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from memsave_recipes.cli.frontier import add_frontier
 from memsave_recipes.cli.plan import add_plan
 from memsave_recipes.cli.runs import add_compare, add_dashboard, add_workspace
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, check_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 2 the user's input."""
     parser = _parser()
-    arguments, others = parser.parse_known_args(argv)
-    if others and not hasattr(arguments, "flags"):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    arguments.flags = others
     try:
+        check_words(sys.argv[1:] if argv is None else argv)
+        arguments, others = parser.parse_known_args(argv)
+        if others and not hasattr(arguments, "flags"):
+            parser.error(f"unrecognized arguments: {' '.join(others)}")
+        arguments.flags = others
         arguments.command(arguments)
     except InputError as error:
         print(f"error: {error.one_line}", file=sys.stderr)
@@ -25,8 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """Complains without the page of usage; the parsers of the commands are of its kind."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} ({self.prog} --help lists the flags)")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="memsave", description="Plan runs of the recipes, and compare them.")
+    parser = _OneLineParser(prog="memsave", description="Plan runs of the recipes, and compare them.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, add_flags, summary in COMMANDS:
         add_flags(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))

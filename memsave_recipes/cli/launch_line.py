@@ -9,7 +9,6 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.training.arguments import AUTO
-from memsave_recipes.units import format_bytes
 
 CONFIGS = "accelerate_configs"
 
@@ -34,17 +33,6 @@ def launch_line(question: Question, chosen: Candidate, plan_file: Path | None = 
     if "output_dir" not in question.named:
         words += ["--output_dir", f"out/{question.recipe.stem}"]
     return shlex.join(words)
-
-
-def needs_plain(chosen: Candidate) -> list[str]:
-    """A warning where the run would have to measure a plain micro-batch that does not fit."""
-    plain_bytes = chosen.forecast.plain_peak_bytes
-    if chosen.strategy not in BUDGET_WORDS or plain_bytes + sum(chosen.overheads.values()) <= chosen.budget_bytes:
-        return []
-    return [
-        f"the run measures a plain micro-batch before it finds this plan again, and that takes "
-        f"{format_bytes(plain_bytes)}: --plan FILE makes a line that needs no measuring"
-    ]
 
 
 def check_plan_file(question: Question) -> None:

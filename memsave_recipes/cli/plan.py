@@ -20,7 +20,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.cli.launch_line import check_plan_file, launch_line, needs_plain
+    from memsave_recipes.cli.launch_line import check_plan_file, launch_line
     from memsave_recipes.cli.page import plan_page
     from memsave_recipes.cli.recipe import read_question, with_progress
     from memsave_recipes.cli.records import record_of, to_json
@@ -42,7 +42,6 @@ def _plan(arguments: argparse.Namespace) -> None:
     if str(arguments.json) != STDOUT:
         is_cut = not arguments.all and len(best_rows(choice)) < len(choice.candidates)
         remarks = [*question.remarks, *(["--all shows every candidate"] if is_cut else [])]
-        remarks += [] if arguments.plan else needs_plain(choice.chosen)
         show_choice(choice, all_rows=arguments.all, remarks=remarks)
         print(f"\n{line}")
     points = points_of(choice.candidates)

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 
 import torch
@@ -17,8 +16,8 @@ from memsave_recipes.planner.refusal import refusal
 from memsave_recipes.planner.search import Choice, open_geometries
 from memsave_recipes.planner.sketch import Sketch, read_sketch
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.training.arguments import AUTO, require
-from memsave_recipes.training.parsing import named_flags
+from memsave_recipes.training.arguments import AUTO, MOST_GIB, require
+from memsave_recipes.training.parsing import named_flags, underscored
 from memsave_recipes.training.sample_order import Geometry
 from memsave_recipes.units import GIB, to_gib
 
@@ -91,7 +90,7 @@ def read_question(arguments: argparse.Namespace) -> Question:
     Raises:
         InputError: a value that cannot be, no such target, or flags that the recipe refuses.
     """
-    flags = tuple(arguments.flags)
+    flags = underscored(arguments.flags)
     named = named_flags(flags)
     target = find_target(arguments.target or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(arguments, target)
@@ -138,7 +137,7 @@ def _open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
 
 def _check(arguments: argparse.Namespace, target: Target) -> None:
     gib, count = arguments.memory_budget_gib, arguments.num_processes
-    require(gib is None or (isfinite(gib) and gib > 0), "--memory_budget_gib", gib, "a finite number, more than 0")
+    require(gib is None or 0 < gib <= MOST_GIB, "--memory_budget_gib", gib, "from above 0 to a million")
     require(count >= 1, "--num_processes", count, "at least 1")
     if target.device_type == "cpu" and arguments.mixed_precision == "fp16":
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")

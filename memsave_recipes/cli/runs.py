@@ -4,6 +4,7 @@ What a command needs is imported when it runs, so that comparing run folders sta
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -142,7 +143,7 @@ def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
     """The run whose folder or name is given."""
     if named is None:
         return None
-    if not Path(named).exists():
+    if not os.path.exists(named):  # unlike pathlib, without an error for what can be no path
         namesakes = [run for run in runs if run.name == named]
         if len(namesakes) != 1:
             raise InputError(f"--baseline {named} is no folder and the name of {len(namesakes)} runs: name one run")

@@ -94,7 +94,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """A vendor's figures: the memory's GB/s, the GB/s one way of the link to the host, GiB of memory."""
+    """A vendor's figures: the memory's GB/s, the GB/s one way of the link to the host; and the GiB that torch finds."""
 
     name: str
     memory_gb_per_s: float
@@ -104,26 +104,26 @@ class _Sheet:
 
 PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # GB/s of 16 lanes one way: 8, 16, 32 GT/s, 128 of 130 bits
 
-# As the vendors state them, to be checked against the data sheets that ``measure/peak_flops.py`` names. Sizes are the
-# names' own; what a driver leaves of them is a few per cent less, so name a budget rather than take all of it.
+# Rates as the vendors state them, to be checked against the data sheets that ``measure/peak_flops.py`` names. Sizes are
+# what torch finds of them, from the total capacity in public reports of its out-of-memory errors, rounded down.
 SHEETS: dict[str, _Sheet] = {
-    "v100": _Sheet("Tesla V100-SXM2-32GB", 900, PCIE_3, 32),
-    "t4": _Sheet("Tesla T4", 320, PCIE_3, 16),
-    "a10": _Sheet("NVIDIA A10", 600, PCIE_4, 24),
-    "a40": _Sheet("NVIDIA A40", 696, PCIE_4, 48),
-    "a100-40gb": _Sheet("NVIDIA A100-SXM4-40GB", 1555, PCIE_4, 40),
-    "a100-80gb": _Sheet("NVIDIA A100-SXM4-80GB", 2039, PCIE_4, 80),
-    "rtx3090": _Sheet("NVIDIA GeForce RTX 3090", 936, PCIE_4, 24),
-    "rtx4090": _Sheet("NVIDIA GeForce RTX 4090", 1008, PCIE_4, 24),
-    "rtx5090": _Sheet("NVIDIA GeForce RTX 5090", 1792, PCIE_5, 32),
-    "l4": _Sheet("NVIDIA L4", 300, PCIE_4, 24),
-    "l40s": _Sheet("NVIDIA L40S", 864, PCIE_4, 48),
-    "h100": _Sheet("NVIDIA H100 80GB HBM3", 3350, PCIE_5, 80),
-    "h100-pcie": _Sheet("NVIDIA H100 PCIe", 2000, PCIE_5, 80),
-    "h100-nvl": _Sheet("NVIDIA H100 NVL", 3900, PCIE_5, 94),
-    "h200": _Sheet("NVIDIA H200", 4800, PCIE_5, 141),
-    "h200-nvl": _Sheet("NVIDIA H200 NVL", 4800, PCIE_5, 141),
-    "b200": _Sheet("NVIDIA B200", 8000, PCIE_5, 180),
+    "v100": _Sheet("Tesla V100-SXM2-32GB", 900, PCIE_3, 31.7),
+    "t4": _Sheet("Tesla T4", 320, PCIE_3, 14.5),
+    "a10": _Sheet("NVIDIA A10", 600, PCIE_4, 22),
+    "a40": _Sheet("NVIDIA A40", 696, PCIE_4, 44.3),
+    "a100-40gb": _Sheet("NVIDIA A100-SXM4-40GB", 1555, PCIE_4, 39.3),
+    "a100-80gb": _Sheet("NVIDIA A100-SXM4-80GB", 2039, PCIE_4, 79.1),
+    "rtx3090": _Sheet("NVIDIA GeForce RTX 3090", 936, PCIE_4, 23.5),
+    "rtx4090": _Sheet("NVIDIA GeForce RTX 4090", 1008, PCIE_4, 23.5),
+    "rtx5090": _Sheet("NVIDIA GeForce RTX 5090", 1792, PCIE_5, 31.3),
+    "l4": _Sheet("NVIDIA L4", 300, PCIE_4, 22),
+    "l40s": _Sheet("NVIDIA L40S", 864, PCIE_4, 44.3),
+    "h100": _Sheet("NVIDIA H100 80GB HBM3", 3350, PCIE_5, 79.1),
+    "h100-pcie": _Sheet("NVIDIA H100 PCIe", 2000, PCIE_5, 79.1),
+    "h100-nvl": _Sheet("NVIDIA H100 NVL", 3900, PCIE_5, 93),
+    "h200": _Sheet("NVIDIA H200", 4800, PCIE_5, 139.8),
+    "h200-nvl": _Sheet("NVIDIA H200 NVL", 4800, PCIE_5, 139.8),
+    "b200": _Sheet("NVIDIA B200", 8000, PCIE_5, 178.3),
 }
 BEFORE_AMPERE = ("v100", "t4")
 ALIASES = {"a100": "a100-80gb", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090"}

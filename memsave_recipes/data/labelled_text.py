@@ -5,6 +5,7 @@ the training texts; a label that is none of them is refused with its row, never 
 """
 
 import glob
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import datasets
 from memsave_recipes.data.docstrings import load_docstrings
 from memsave_recipes.data.text_sources import LOADING_ERRORS, VALIDATION_NAMES, progress_bars
 from memsave_recipes.errors import InputError
+from memsave_recipes.hub import loading_by_name, reason
 
+BUILT_IN = "docstrings"
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 OLD_HUB_IDS = {"glue": "nyu-mll/glue"}
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation_matched", *VALIDATION_NAMES)}
@@ -100,8 +103,10 @@ class _Part(NamedTuple):
 def _read(
     dataset: str | None, config_name: str | None, train_file: str | None, validation_file: str | None
 ) -> dict[str, _Part]:
+    if config_name and dataset in (None, BUILT_IN):
+        raise InputError(f"--dataset_config_name {config_name} goes with --dataset HUB_ID: leave it out")
     if dataset and not (train_file or validation_file):
-        if dataset == "docstrings":
+        if dataset == BUILT_IN:
             with progress_bars(False):
                 return {split: _Part("--dataset docstrings", rows) for split, rows in load_docstrings().items()}
         return _read_hub(dataset, config_name)
@@ -116,11 +121,9 @@ def _read(
 
 def _read_hub(dataset: str, config_name: str | None) -> dict[str, _Part]:
     source = f"--dataset {dataset}"
-    try:
-        splits = datasets.load_dataset(OLD_HUB_IDS.get(dataset, dataset), config_name)
-    except LOADING_ERRORS as error:
-        why = f"cannot be loaded (offline, no such data set, or it needs --dataset_config_name): {_reason(error)}"
-        raise InputError(f"{source} {why}; --dataset docstrings needs no network") from error
+    name = OLD_HUB_IDS.get(dataset, dataset)
+    with loading_by_name(name, source, "check --dataset_config_name, or use --dataset docstrings"):
+        splits = datasets.load_dataset(name, config_name)
     parts = {}
     for split, names in SPLIT_NAMES.items():
         present = [name for name in names if name in splits]
@@ -134,15 +137,16 @@ def _read_file(flag: str, path: Path) -> _Part:
     source = f"{flag} {path}"
     if path.suffix not in FORMATS:
         raise InputError(f"{source}: its name must end in one of {_listed(FORMATS)}")
-    if not path.is_file() or not path.stat().st_size:
-        raise InputError(f"{source} is {'empty' if path.is_file() else 'not there'}: name a file with labelled texts")
+    is_there = os.path.isfile(path)  # unlike pathlib, without an error for what can be no path
+    if not is_there or not path.stat().st_size:
+        raise InputError(f"{source} is {'empty' if is_there else 'not there'}: name a file with labelled texts")
     # In a text the words NA, null and None are words.
     words = {"na_values": [""], "keep_default_na": False} if path.suffix == ".csv" else {}
     files = {"train": glob.escape(str(path))}
     try:
         return _Part(source, datasets.load_dataset(FORMATS[path.suffix], data_files=files, split="train", **words))
     except (*LOADING_ERRORS, StopIteration) as error:  # the latter for a .jsonl of blank lines
-        raise InputError(f"{source} cannot be read as {FORMATS[path.suffix]}: {_reason(error)}") from error
+        raise InputError(f"{source} cannot be read as {FORMATS[path.suffix]}: {reason(error)}") from error
 
 
 def _find_columns(part: _Part, text: str | None, pair: str | None, label: str | None) -> dict[str, str]:
@@ -153,8 +157,10 @@ def _find_columns(part: _Part, text: str | None, pair: str | None, label: str | 
         text, pair = pairs[0] if pairs else (None, None)
     text = text or _first(TEXTS, part, "--text_column")
     label = label or _first(LABELS, part, "--label_column")
-    ours = {text: "text", label: "label"}
-    return ours | ({pair: "text_pair"} if pair else {})
+    ours = {text: "text", label: "label"} | ({pair: "text_pair"} if pair else {})
+    if len(ours) < (3 if pair else 2):
+        raise InputError(f"{part.source}: --text_column, --text_pair_column, --label_column must name different ones")
+    return ours
 
 
 def _first(names: Iterable[str], part: _Part, flag: str) -> str:
@@ -207,13 +213,6 @@ def _with_class_indices(part: _Part, names: list[str], index_of: dict[str, int])
             )
     indices = [index_of[label] for label in labels]
     return rows.remove_columns("label").add_column("label", indices, feature=datasets.Value("int64"))
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what lies behind a failure to load; ``datasets`` itself says only that there was one."""
-    if error.__cause__ is not None:
-        return _reason(error.__cause__)
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _listed(names: Iterable[object]) -> str:

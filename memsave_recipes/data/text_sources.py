@@ -18,6 +18,7 @@ import datasets
 from datasets import Features, Value
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.hub import loading_by_name, reason
 
 END_OF_TEXT = "<|endoftext|>"
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
@@ -60,7 +61,7 @@ def read_file(flag: str, name: str, text_column: str) -> datasets.Dataset:
         InputError: no such file, another ending, or not readable as what its ending says.
     """
     path = Path(name)
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike pathlib, without an error for what can be no path
         raise InputError(f"{flag} {name} is not a file: check the path")
     state, source = path.stat(), f"{flag} {name}"
     options = {"path": str(path.resolve()), "version": f"{state.st_size} {state.st_mtime_ns}"}
@@ -71,9 +72,7 @@ def read_file(flag: str, name: str, text_column: str) -> datasets.Dataset:
             case ".jsonl":
                 return _generated(_jsonl_documents, Features(TEXT), source, text_column=text_column, **options)
             case ".parquet":
-                with _one_line(f"{source} cannot be read", "check the file"):
-                    rows = datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
-                return _only_text(rows, text_column, source)
+                return _only_text(_read_parquet(name, source), text_column, source)
     raise InputError(f"{flag} {name} ends in none of .txt, .jsonl and .parquet: convert or rename it")
 
 
@@ -84,7 +83,7 @@ def read_hub(dataset: str, config_name: str | None, text_column: str) -> Splits:
         InputError: it cannot be loaded, or has no train split or no such column of strings.
     """
     source = f"--dataset {dataset}"
-    with _loading(source):
+    with _loading(dataset):
         splits = datasets.load_dataset(dataset, config_name)
     return {split: _only_text(splits[name], text_column, source) for split, name in _chosen(splits, source).items()}
 
@@ -96,7 +95,7 @@ def stream_hub(dataset: str, config_name: str | None, text_column: str, num_byte
         InputError: as ``read_hub``.
     """
     source = f"--dataset {dataset}"
-    with _loading(source):
+    with _loading(dataset):
         builder = datasets.load_dataset_builder(dataset, config_name)
         chosen = _chosen(builder.as_streaming_dataset(), source)
     options = {
@@ -110,6 +109,13 @@ def stream_hub(dataset: str, config_name: str | None, text_column: str, num_byte
         split: _generated(_streamed, Features(TEXT), source, split=name, num_bytes=sizes[split], **options)
         for split, name in chosen.items()
     }
+
+
+def _read_parquet(name: str, source: str) -> datasets.Dataset:
+    try:
+        return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
+    except LOADING_ERRORS as error:
+        raise InputError(f"{source} cannot be read: {reason(error)}; check the file") from error
 
 
 def _generated(generator: Generator, features: Features, source: str, **options: Any) -> datasets.Dataset:
@@ -199,7 +205,7 @@ def _streamed(
     dataset: str, config_name: str | None, split: str, text_column: str, num_bytes: int, version: str
 ) -> Iterator[dict[str, str]]:
     num_read = 0
-    with _loading(f"--dataset {dataset}"):
+    with _loading(dataset):
         for row in datasets.load_dataset(dataset, config_name, split=split, streaming=True):
             if text_column not in row or not isinstance(row[text_column], str | None):
                 raise _no_text_column(f"--dataset {dataset}", text_column, row)
@@ -230,20 +236,8 @@ def _no_text_column(source: str, text_column: str, columns: Any) -> InputError:
     )
 
 
-def _loading(source: str) -> AbstractContextManager[None]:
-    return _one_line(f"{source} cannot be loaded (offline, or no such data set)", "use python-stdlib or --train_file")
-
-
-@contextmanager
-def _one_line(rule: str, way_out: str) -> Iterator[None]:
-    try:
-        yield
-    except InputError:
-        raise
-    except LOADING_ERRORS as error:
-        cause = error.__cause__ or error  # ``datasets`` itself says only that there was one
-        reason = (str(cause).splitlines() or [type(cause).__name__])[0]
-        raise InputError(f"{rule}: {reason}; {way_out}") from error
+def _loading(dataset: str) -> AbstractContextManager[None]:
+    return loading_by_name(dataset, f"--dataset {dataset}", "use python-stdlib or --train_file")
 
 
 def _listed(names: Any) -> str:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from memsave_recipes.data.text_sources import END_OF_TEXT
 from memsave_recipes.errors import InputError
+from memsave_recipes.hub import ask_hub_for, reason
 
 SMALLEST_VOCABULARY = 257
 TRAINING_BYTES = 64 * 1024**2
@@ -62,14 +63,14 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def _load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    ask_hub_for(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the parsers of damaged files raise nearly anything
         if "trust_remote_code" in str(error):
             rule = "brings code of its own, which is not run unasked"
             raise InputError(f"the tokenizer of {name} {rule}: read it, then add --trust_remote_code") from error
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"no tokenizer can be loaded from {name}: {reason}; check --tokenizer_name") from error
+        raise InputError(f"no tokenizer can be loaded from {name}: {reason(error)}; check --tokenizer_name") from error
     # transformers makes an empty GPT-2 tokenizer out of a folder that holds no more than a config.json.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise InputError(f"the tokenizer of {name} has no vocabulary: name a tokenizer with --tokenizer_name")

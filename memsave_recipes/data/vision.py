@@ -1,28 +1,23 @@
-"""Labelled images through ``datasets``: the built-in digits, a folder of class folders, or a data set of the Hub.
+"""Labelled images as samples: decoded, resized, with what their augmentation drew; where they come from is elsewhere.
 
 Images stay encoded in the data set and are decoded when a sample is asked for, so that a broken one can be named. They
 are given as uint8; augmentation is only *drawn* here (``augmentation.py``) and applied to the batch on the device.
 """
 
-import glob
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from PIL import Image, UnidentifiedImageError
 
 from memsave_recipes.data.augmentation import Augmentation
+from memsave_recipes.data.checksums import LIST, check_against_list
+from memsave_recipes.data.image_sources import check_labels, read_images
 from memsave_recipes.errors import InputError
 
 IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,17 +65,20 @@ class ImageDataset(torch.utils.data.Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSplits:
-    """Two splits over the same classes, and how many broken images were left out of both."""
+    """Two splits over the same classes, how many images agree with ``SHA256SUMS``, and how many broken are left out."""
 
     train: ImageDataset
     validation: ImageDataset
     label_names: tuple[str, ...]
+    num_listed: int
     num_broken: int
 
     @property
     def notice(self) -> str | None:
-        """How many images were left out, in one line, where any were."""
-        return f"note: {self.num_broken} broken images are left out" if self.num_broken else None
+        """How many images agree with their list and how many were left out, in one line, where any did or were."""
+        listed = [f"{self.num_listed} images are what {LIST} says"] if self.num_listed else []
+        broken = [f"{self.num_broken} broken images are left out"] if self.num_broken else []
+        return f"note: {'; '.join(listed + broken)}" if listed or broken else None
 
 
 def load_images(
@@ -98,23 +96,25 @@ def load_images(
         dataset: ``digits`` (scikit-learn's 1,797 scanned digits, offline), or what ``datasets.load_dataset`` takes; its
             first image column and its first class column are used.
         data_dir: a folder with ``train/CLASS/*`` and ``validation/CLASS/*`` (or the first there is of valid, val, dev,
-            test). The class of an image is the name of the folder that it lies in.
+            test). The class of an image is the name of the folder that it lies in. With a ``SHA256SUMS`` of
+            ``sha256sum`` in the folder, every image must be what that says.
         image_size: side S that every image is resized to, in pixels, whatever its aspect ratio.
         augmentation: of the training images.
         seed: of the augmentation; how the digits are split does not depend on it.
         skip_broken_images: decode every image now and leave out those that fail (``datasets`` caches the answer).
 
     Raises:
-        InputError: no source or two; a source, a split, a column or images missing; one class; unknown classes.
+        InputError: as ``read_images``; or an image that is not what its list says.
     """
-    source = f"--dataset {dataset}" if dataset else f"--data_dir {data_dir}"
-    splits = {name: _image_and_label(rows, source) for name, rows in _read(dataset, data_dir).items()}
-    _check_labels(splits, source)
+    splits = read_images(dataset, data_dir)
+    num_listed = check_against_list(splits, data_dir) if data_dir else 0
     num_found = sum(map(len, splits.values()))
     if skip_broken_images:
         what = "checking images"
         splits = {name: rows.filter(_is_readable, input_columns="image", desc=what) for name, rows in splits.items()}
-        _check_labels(splits, f"{source} without its broken images")
+        check_labels(
+            splits, f"{f'--dataset {dataset}' if dataset else f'--data_dir {data_dir}'} without its broken images"
+        )
     train, validation = (
         ImageDataset(rows=splits[name], split=name, image_size=image_size, augmentation=applied, seed=seed)
         for name, applied in (("train", augmentation), ("validation", None))
@@ -123,123 +123,9 @@ def load_images(
         train=train,
         validation=validation,
         label_names=tuple(splits["train"].features["label"].names),
+        num_listed=num_listed,
         num_broken=num_found - len(train) - len(validation),
     )
-
-
-def count_classes(dataset: str | None, data_dir: str | None) -> int | None:
-    """The classes of a source, without reading an image; ``None`` where only reading would tell.
-
-    Raises:
-        InputError: ``data_dir`` is no folder, or has no training split.
-    """
-    if data_dir:
-        folders = dict(_choose_splits([path.name for path in _folders(_root(data_dir))], f"--data_dir {data_dir}"))
-        return len(_folders(Path(data_dir, folders["train"])))
-    return 10 if dataset == "digits" else None
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    were_shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if were_shown:
-            datasets.enable_progress_bars()
-
-
-def _read(dataset: str | None, data_dir: str | None) -> dict[str, datasets.Dataset]:
-    if dataset and not data_dir:
-        return _read_digits() if dataset == "digits" else _read_hub(dataset)
-    if data_dir and not dataset:
-        return _read_folder(_root(data_dir))
-    raise InputError("give the images by exactly one of --dataset digits, --dataset HUB_ID and --data_dir DIR")
-
-
-@_no_progress_bars()
-def _read_digits() -> dict[str, datasets.Dataset]:
-    """The same stratified 80/20 split always."""
-    from sklearn.datasets import load_digits  # takes a second to import, and only this source needs it
-
-    digits = load_digits()
-    greys = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), from 0..16
-    classes = datasets.ClassLabel(names=[str(name) for name in digits.target_names])
-    rows = datasets.Dataset.from_dict(
-        {"image": list(greys), "label": digits.target.tolist()},
-        features=datasets.Features({"image": datasets.Image(), "label": classes}),
-    ).train_test_split(test_size=0.2, stratify_by_column="label", seed=0)
-    return {"train": rows["train"], "validation": rows["test"]}
-
-
-@_no_progress_bars()
-def _read_folder(root: Path) -> dict[str, datasets.Dataset]:
-    patterns = {}
-    for split, name in _choose_splits([path.name for path in _folders(root)], f"--data_dir {root}"):
-        classes = _folders(root / name)
-        if not any(file.suffix.lower() in ImageFolder.EXTENSIONS for path in classes for file in path.rglob("*")):
-            raise InputError(f"--data_dir {root} has no images in {name}/CLASS/: make a folder per class and fill it")
-        # One pattern per class, because ``**`` follows a link only where it starts.
-        patterns[split] = [f"{glob.escape(str(path))}/**" for path in classes]
-    return datasets.load_dataset("imagefolder", data_files=patterns, drop_labels=False)
-
-
-def _root(data_dir: str) -> Path:
-    root = Path(data_dir)
-    if not root.is_dir():
-        raise InputError(f"--data_dir {root} is not a directory: name one that holds train/ and validation/")
-    return root
-
-
-def _folders(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def _read_hub(dataset: str) -> dict[str, datasets.Dataset]:
-    try:
-        splits = datasets.load_dataset(dataset)
-    except LOADING_ERRORS as error:
-        why = f"cannot be loaded (offline, or no such data set): {_reason(error)}"
-        raise InputError(f"--dataset {dataset} {why}; use --dataset digits or --data_dir DIR") from error
-    return {split: splits[name] for split, name in _choose_splits(list(splits), f"--dataset {dataset}")}
-
-
-def _choose_splits(available: list[str], source: str) -> Iterator[tuple[str, str]]:
-    for split, names in SPLIT_NAMES.items():
-        present = [name for name in names if name in available]
-        if not present:
-            found = f"(found: {_listed(available) or 'none'})"
-            raise InputError(f"{source} has no {split} split {found}: one must be named {' or '.join(names)}")
-        yield split, present[0]
-
-
-def _image_and_label(rows: datasets.Dataset, source: str) -> datasets.Dataset:
-    """Only the columns ``image``, still encoded, and ``label``."""
-    columns = {}
-    for name, kind in (("image", datasets.Image), ("label", datasets.ClassLabel)):
-        found = [column for column, feature in rows.features.items() if isinstance(feature, kind)]
-        if not found:
-            raise InputError(f"{source} has no {kind.__name__} column, only {_listed(rows.features)}: use another one")
-        columns[found[0]] = name
-    rows = rows.select_columns(list(columns)).rename_columns(columns)
-    return rows.cast_column("image", datasets.Image(decode=False))
-
-
-def _check_labels(splits: dict[str, datasets.Dataset], source: str) -> None:
-    names = splits["train"].features["label"].names
-    known, asked = (set(splits[split]["label"][:]) for split in ("train", "validation"))
-    if unlabelled := (known | asked) - set(range(len(names))):
-        raise InputError(f"{source} has images without a class (label {_listed(unlabelled)}): leave them out")
-    if len(known) < 2:
-        raise InputError(f"{source} has training images of {len(known)} class(es): give at least 2 to tell apart")
-    if not asked:
-        raise InputError(f"{source} has no validation images: add some")
-    if unknown := asked - known:
-        listed = _listed(names[label] for label in unknown)
-        raise InputError(
-            f"{source} has validation images of classes that train has none of ({listed}): add or remove them"
-        )
 
 
 def _is_readable(stored: dict[str, Any]) -> bool:
@@ -266,7 +152,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "no image format that Pillow knows"  # its own words hold a memory address
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(sorted(map(str, names)))

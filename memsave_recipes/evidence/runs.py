@@ -78,9 +78,9 @@ def find_runs(path: Path | str) -> list[Path]:
         InputError: there is no such path, or no run in it.
     """
     path = Path(path)
-    if path.is_file() and path.suffix == ".wandb":
+    if os.path.isfile(path) and path.suffix == ".wandb":
         return [path]
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike pathlib, without an error for what can be no path
         raise InputError(f"{path} is not a folder: name one that holds runs")
     found = []
     for folder, subfolders, files in os.walk(path):

@@ -69,7 +69,7 @@ class Labels:
 
 def record_allocations(step: Callable[[], T], labels: Labels | None = None) -> tuple[T, list[Event]]:
     """Run ``step`` once: what it returns, and its events on all devices in the order of time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = step()
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     found = _walk(roots, Use.ACTIVATIONS, labels.noted if labels else [])

@@ -51,12 +51,14 @@ class StepClock:
         self._started = time.perf_counter()
         self._window_started = self._started
         self._left_out_seconds = 0.0
+        self._left_out_since: float | None = None
         self._earlier_seconds = 0.0
 
     @property
     def train_time_s(self) -> float:
         """Seconds since the clock was made, and before a resume; warm-up included, what was ``left_out`` not."""
-        return self._earlier_seconds + time.perf_counter() - self._started - self._left_out_seconds
+        now = time.perf_counter() if self._left_out_since is None else self._left_out_since
+        return self._earlier_seconds + now - self._started - self._left_out_seconds
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on from: the windows that have ended and the training time. Plain numbers."""
@@ -113,8 +115,9 @@ class StepClock:
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """Time in here is no training time: evaluation, saving, an instrumented step."""
-        began = time.perf_counter()
+        began = self._left_out_since = time.perf_counter()
         yield
+        self._left_out_since = None
         seconds = time.perf_counter() - began
         self._window_started += seconds
         self._left_out_seconds += seconds

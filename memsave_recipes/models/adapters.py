@@ -40,6 +40,8 @@ class LoraArguments:
     def __post_init__(self) -> None:
         if self.lora_rank < 1:
             raise InputError(f"--lora_rank {self.lora_rank} cannot be: it must be at least 1")
+        if self.lora_alpha < 1:
+            raise InputError(f"--lora_alpha {self.lora_alpha} cannot be: it must be at least 1")
         if not 0 <= self.lora_dropout < 1:
             raise InputError(f"--lora_dropout {self.lora_dropout} cannot be: it must be at least 0 and below 1")
         if self.lora_merge and not self.lora:

@@ -1,6 +1,7 @@
 """Models of transformers: from a folder or the Hub, or from scratch by type; weights from safetensors, never pickle."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.image_processing_base import ImageProcessingMixin
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.hub import ask_hub_for, reason
 
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError)
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, ArithmeticError)
 
 
 @dataclass(kw_only=True)
@@ -89,9 +92,19 @@ def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: 
         # Made anew, because what is derived from an entry (the types of the layers, say) is derived only at the start.
         names = [pair.partition("=")[0] for pair in flags.config_overrides.split(",")]
         overrides = {name: getattr(config, name) for name in names}
+        _check_overrides(overrides, config_changes)
         config = AutoConfig.for_model(str(flags.model_type), **config_changes | overrides)
     _set_dropout(config, flags.dropout)
     return auto_class.from_config(config, attn_implementation=flags.attn_implementation)
+
+
+def _check_overrides(overrides: dict[str, Any], config_changes: dict[str, Any]) -> None:
+    """A negative number of layers would be taken for none, and other classes than the data's fail in the loss."""
+    if "num_labels" in overrides and "id2label" in config_changes:
+        raise ValueError("num_labels follows from the data")
+    for name, value in overrides.items():
+        if isinstance(value, int) and value < 0 and not name.endswith("_token_id"):
+            raise ValueError(f"{name}={value} is negative")
 
 
 def _from_configuration(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> Any:
@@ -128,6 +141,14 @@ def _from_pretrained(
     )
 
 
+def image_processor_config(name_or_path: str) -> dict[str, Any]:
+    """What a pretrained model says of its images, such as ``image_mean``; nothing where it came without such a file."""
+    ask_hub_for(name_or_path)
+    with suppress(OSError):
+        return ImageProcessingMixin.get_image_processor_dict(name_or_path)[0]
+    return {}
+
+
 def nf4() -> BitsAndBytesConfig:
     """QLoRA's 4-bit NormalFloat (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), computing in bfloat16."""
     return BitsAndBytesConfig(
@@ -148,14 +169,18 @@ def _set_dropout(config: PreTrainedConfig, probability: float | None) -> None:
 
 
 def _naming_the_model(flags: TransformerArguments, build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    if flags.model_name_or_path is not None:
+        ask_hub_for(flags.model_name_or_path)
     try:
         return build()
     except LOADING_ERRORS as error:
         name = flags.model_name_or_path or flags.model_type
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"--model_name_or_path {name} brings code of its own, which is not run: read it, then pass "
                 "--trust_remote_code"
             ) from error
-        raise InputError(f"the transformers model {name} cannot be made: {lines[0]}") from error
+        flags_to_check = "--model_type and --config_overrides" if flags.model_type else "--model_name_or_path"
+        raise InputError(
+            f"the transformers model {name} cannot be made: {reason(error)}; check {flags_to_check}"
+        ) from error

@@ -10,7 +10,7 @@ from torch import nn
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.costs import Measurement, Workload
 from memsave_recipes.costs.on_paper import measure_on_paper, paper_batch, paper_model
-from memsave_recipes.costs.targets import Target
+from memsave_recipes.costs.targets import Target, find_target
 from memsave_recipes.planner.beside import beside_the_step, overheads_of_target
 from memsave_recipes.planner.budget import plans_to_measure
 from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries, search
@@ -32,6 +32,16 @@ class Launch:
     target: Target
     num_processes: int = 1
     mixed_precision: str = "no"
+
+    @classmethod
+    def here(cls, num_processes: int, mixed_precision: str) -> "Launch":
+        """On the device that is here.
+
+        Raises:
+            InputError: there are no figures of it.
+        """
+        target = find_target("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(target=target, num_processes=num_processes, mixed_precision=mixed_precision.replace("fp8", "bf16"))
 
 
 def choose_on_paper(

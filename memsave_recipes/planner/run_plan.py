@@ -1,11 +1,13 @@
 """The plan of a run: what its flags say, and what they leave open measured on the run's own step, then rehearsed.
 
-All ranks measure, since a model may make them meet (SyncBatchNorm); what the first one finds holds for all.
+All ranks measure, since a model may make them meet (SyncBatchNorm); what the first one finds holds for all. The first
+thing to measure is a plain micro-batch; on a device that has no memory for it the first rank plans on paper instead.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -18,16 +20,19 @@ from memsave_recipes.costs import Measurement, Workload, measure, num_runs
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.beside import beside_the_step, overheads_of_device
 from memsave_recipes.planner.budget import plans_to_measure
+from memsave_recipes.planner.on_paper import Launch, choose_on_paper
 from memsave_recipes.planner.refusal import refusal
 from memsave_recipes.planner.rehearsal import out_of_memory_together, rehearse
 from memsave_recipes.planner.report import show_choice
 from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries, search
+from memsave_recipes.planner.sketch import Sketch
 from memsave_recipes.plans import Plan
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import Batch, GlobalBatches
 from memsave_recipes.training.sample_order import Geometry
 from memsave_recipes.units import GIB, format_bytes
 
+T = TypeVar("T")
 SECONDS_BEFORE_THE_BAR = 5
 
 
@@ -47,8 +52,7 @@ def plan_run(
     batches: GlobalBatches,
     prepared: nn.Module,
     loss_of: Callable[[Batch], Tensor],
-    *,
-    takes_adapters: bool = False,
+    sketch: Callable[[], Sketch],
 ) -> RunPlan:
     """The plan that the flags ask for. What is found for a budget is shown, and rehearsed before it is believed.
 
@@ -58,14 +62,14 @@ def plan_run(
         model: the one with the blocks, inside ``prepared``.
         prepared: what ``accelerator.prepare`` made of it.
         loss_of: a forward of ``prepared`` on a micro-batch, as in training.
-        takes_adapters: whether ``--lora`` would train less than this run does.
+        sketch: the recipe's, of this run's flags.
 
     Raises:
         InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
     """
     if not run.searches:
         return RunPlan(plan_blocks(model, run.activation_checkpointing or "none"))
-    planning = _Planning(run, optim, accelerator, model, batches, prepared, loss_of, takes_adapters)
+    planning = _Planning(run, optim, accelerator, model, batches, prepared, loss_of, sketch)
     candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
     batches.geometry = candidate.geometry
     return RunPlan(candidate.forecast.plan, candidate.peak_bytes)
@@ -82,7 +86,7 @@ class _Planning:
     batches: GlobalBatches
     prepared: nn.Module
     loss_of: Callable[[Batch], Tensor]
-    takes_adapters: bool
+    sketch: Callable[[], Sketch]
 
     @property
     def strategy(self) -> str:
@@ -132,7 +136,7 @@ class _Planning:
         """
         choice = self._search(geometries, self.strategy)
         if choice.chosen is None:
-            raise refusal(choice.smallest, self.model, self.optim, takes_adapters=self.takes_adapters)
+            raise refusal(choice.smallest, self.model, self.optim, takes_adapters=self.sketch().takes_adapters)
         if self.accelerator.is_main_process:
             show_choice(choice)
         return choice.chosen
@@ -171,29 +175,39 @@ class _Planning:
         terms = self._terms(strategy)
         with self._progress() as progress:
             choice = search(geometries, (None,), lambda geometry, _: self._candidates(terms, geometry, progress))
-        if not choice.candidates:
-            size = geometries[0].micro_batch_size
-            raise InputError(
-                f"this device has no memory for a plain micro-batch of {size}, which has to be measured first: give a "
-                "smaller --micro_batch_size"
-            )
-        return choice
+        return choice if choice.candidates else self._search_on_paper(geometries, strategy)
 
     def _candidates(self, terms: Terms, geometry: Geometry, progress: tqdm) -> list[Candidate]:
         """What the first rank finds, for all; nothing if a rank has no memory left for the plain step."""
-        found: list[list[Candidate] | str] = [[]]
         try:
             with out_of_memory_together(self.accelerator):
-                try:
-                    found = [terms.candidates(self._measure(geometry, terms.strategy, progress), geometry)]
-                except InputError as refused:
-                    found = [refused.one_line]
+                found = _outcome(lambda: terms.candidates(self._measure(geometry, terms.strategy, progress), geometry))
         except torch.OutOfMemoryError:
             return []
-        broadcast_object_list(found)
-        if isinstance(found[0], str):
-            raise InputError(found[0])
-        return found[0]
+        return _of_first_rank(found)
+
+    def _search_on_paper(self, geometries: list[Geometry], strategy: str) -> Choice:
+        """Where not even the smallest plain micro-batch can be measured.
+
+        Raises:
+            InputError: the recipe cannot be planned on paper.
+        """
+        size = geometries[0].micro_batch_size
+        no_memory = f"this device has no memory for a plain micro-batch of {size}, so nothing can be measured"
+        self.accelerator.print(f"{no_memory}: planning on paper")
+
+        def choose() -> Choice:
+            sketch = self.sketch()
+            open_size = AUTO if len(geometries) > 1 else size
+            run = replace(sketch.run, micro_batch_size=open_size, activation_checkpointing=strategy)
+            launch = Launch.here(self.accelerator.num_processes, self.accelerator.mixed_precision)
+            return choose_on_paper(replace(sketch, run=run, losses=(None,)), launch, self.budget_bytes)
+
+        try:
+            return _of_first_rank(_outcome(choose) if self.accelerator.is_main_process else None)
+        except InputError as refused:
+            way_out = "give a smaller --micro_batch_size"
+            raise InputError(f"{no_memory}, or planned on paper ({refused.one_line}): {way_out}") from refused
 
     def _measure(self, geometry: Geometry, strategy: str, progress: tqdm) -> Measurement:
         batch = self.batches.largest_micro_batch(geometry.micro_batch_size)
@@ -225,3 +239,23 @@ class _Planning:
             leave=False,
             disable=not self.accelerator.is_main_process,
         )
+
+
+def _outcome(find: Callable[[], T]) -> T | str:
+    """What ``find`` finds, or the line in which it refuses."""
+    try:
+        return find()
+    except InputError as refused:
+        return refused.one_line
+
+
+def _of_first_rank(outcome: T | str | None) -> T:
+    """The first rank's, on all of them.
+
+    Raises:
+        InputError: it refused.
+    """
+    (found,) = broadcast_object_list([outcome])
+    if isinstance(found, str):
+        raise InputError(found)
+    return found

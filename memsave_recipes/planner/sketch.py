@@ -4,6 +4,7 @@ A recipe that ``memsave plan`` can plan has a function ``sketch(args)`` beside i
 """
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ class Sketch:
     Args:
         run, optim: the parsed flags.
         build_model: the model with the blocks, without its weights; called where torch's default device is ``meta``.
-        trained: the module that the recipe trains, around the model: given the model, a choice among ``losses`` and
-            the device that it will run on.
+        trained: the module that the recipe trains, around the model: given the model, a choice among ``losses``, or
+            ``None`` for what the flags say, and the device that it will run on.
         loss_of: the summed loss of a micro-batch, given what ``trained`` made.
         micro_batch: one of so many samples, as large as they get; values do not count.
         takes_adapters: whether ``--lora`` would train less than these flags do.
@@ -60,11 +61,15 @@ def read_sketch(recipe: Path, args: Sequence[str]) -> Sketch:
 
 
 def _load(recipe: Path) -> object:
-    if not recipe.is_file():
+    if not os.path.isfile(recipe):  # unlike pathlib, without an error for what can be no path
         raise InputError(f"RECIPE {recipe} is no file: name one such as recipes/language_modeling.py")
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
     if spec is None or spec.loader is None:
         raise InputError(f"RECIPE {recipe} is no Python file")
+    try:
+        compile(recipe.read_bytes(), str(recipe), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"RECIPE {recipe} is no Python: {error}") from error
     module = importlib.util.module_from_spec(spec)
     sys.modules[recipe.stem] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -43,7 +43,7 @@ class Span:
     action: Action
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
+        if not (isinstance(self.start, int) and isinstance(self.stop, int) and 0 <= self.start < self.stop):
             raise ValueError(f"a span needs 0 <= start < stop, not {self.start}..{self.stop}")
 
 
@@ -68,8 +68,8 @@ class Plan:
     compiled_memory_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        covered = [index for span in self.spans for index in range(span.start, span.stop)]
-        if covered != list(range(len(self.blocks))):
+        borders = [0, *(span.stop for span in self.spans)]
+        if [span.start for span in self.spans] != borders[:-1] or borders[-1] != len(self.blocks):
             raise ValueError(f"the spans of a plan must cover its {len(self.blocks)} blocks once and in order")
         ratio = self.compiled_memory_ratio
         if (ratio is None) is bool(self.blocks_under(Action.COMPILE)) or not 0 <= (ratio or 0) <= 1:
@@ -113,12 +113,14 @@ class Plan:
             data = json.loads(text)
             if data["version"] != FORMAT_VERSION:
                 raise ValueError(f"its version is {data['version']}, this software reads {FORMAT_VERSION}")
+            if not all(isinstance(name, str) for name in (data["strategy"], *data["blocks"])):
+                raise ValueError("its strategy and its blocks must be words")
             spans = tuple(Span(start=s["start"], stop=s["stop"], action=Action(s["action"])) for s in data["spans"])
             ratio = data.get("compiled_memory_ratio")
             return cls(
                 strategy=data["strategy"], blocks=tuple(data["blocks"]), spans=spans, compiled_memory_ratio=ratio
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InputError(f"this is no plan.json: {error}") from error
 
 

@@ -24,12 +24,9 @@ OUT_OF_MEMORY = 3
 NOT_FINITE = 4
 FAILED_VERIFICATION = 5
 GRACE_S = 2.0
-WAY_OUT = (
-    "no weight has changed since the step before: look at these samples, or go on with --resume --skip_nonfinite N"
-)
 
 
-def run_recipe(main: Callable[[], Any], sketch: Callable[[list[str]], Sketch] | None = None) -> None:
+def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = None) -> None:
     """Call ``main()``; what ends it becomes a message on stderr and an exit code. ``--debug`` adds the traceback.
 
     What all ranks know is told once: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
@@ -44,14 +41,14 @@ def run_recipe(main: Callable[[], Any], sketch: Callable[[list[str]], Sketch] | 
         _say_and_exit(f"error: {error.one_line}", USER_INPUT)
     except NotFinite as error:
         _let_rank_0_speak(NOT_FINITE)
-        _say_and_exit(f"error: {error}; {WAY_OUT}", NOT_FINITE)
+        _say_and_exit(f"error: {error}", NOT_FINITE)
     except VerificationFailed as error:
         _let_rank_0_speak(FAILED_VERIFICATION)
         _say_and_exit(str(error), FAILED_VERIFICATION)
     except StoppedBySignal as stop:
         _let_rank_0_speak(stop.exit_code)
         _say_and_exit(stop.message, stop.exit_code)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             _end_without_memory(error, sketch)
         if not a_rank_had_no_memory():
@@ -60,21 +57,22 @@ def run_recipe(main: Callable[[], Any], sketch: Callable[[list[str]], Sketch] | 
         sys.exit(OUT_OF_MEMORY)  # that rank has spoken
 
 
-def _end_without_memory(error: RuntimeError, sketch: Callable[[list[str]], Sketch] | None) -> NoReturn:
+def _end_without_memory(error: Exception, sketch: Callable[[], Sketch] | None) -> NoReturn:
+    what_happened = str(error) or "no memory is left on the host"
     tell_ranks_of_no_memory()
     if not _is_rank_0():
         time.sleep(GRACE_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
     if sketch is not None:
-        print(error, file=sys.stderr, flush=True)  # at once: the planner takes a moment
+        print(what_happened, file=sys.stderr, flush=True)  # at once: the planner takes a moment
         _say_and_exit(_advice(sketch), OUT_OF_MEMORY)
-    _say_and_exit(str(error), OUT_OF_MEMORY)
+    _say_and_exit(what_happened, OUT_OF_MEMORY)
 
 
-def _advice(sketch: Callable[[list[str]], Sketch]) -> str:
+def _advice(sketch: Callable[[], Sketch]) -> str:
     from memsave_recipes.reporting.out_of_memory.advice import planned_advice  # much that only a failed run needs
 
     try:
-        return planned_advice(sketch, sys.argv[1:])
+        return planned_advice(sketch)
     except Exception as error:  # the page has been printed, and the exit code matters more than advice
         return f"memsave plan could not say what would fit: {' '.join(str(error).split())}"
 

@@ -51,25 +51,29 @@ class MetricsFile(GeneralTracker):
             self._file.close()
 
 
-def cut_back(folder: Path, step: int) -> None:
+def cut_back(folder: Path, step: int, *, evaluated_at: int | None) -> None:
     """Take out the rows after ``step``, what a killed run left half written, and the final figures.
 
-    A run that goes on from ``step`` writes them again.
+    A run that goes on from ``step`` writes them again. So it does with the evaluation of ``step`` itself where the
+    checkpoint does not know of it: the last one that it knows is ``evaluated_at``.
     """
     path = folder / NAME
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _is_before(line, step)]
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if _is_kept(line, step, evaluated_at or 0)]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
 
 
-def _is_before(line: str, step: int) -> bool:
+def _is_kept(line: str, step: int, evaluated_at: int) -> bool:
     if not line.endswith("\n"):
         return False
     row = json.loads(line)
-    return row["step"] is not None and row["step"] <= step and not any(key.startswith("result/") for key in row)
+    if row["step"] is None or any(key.startswith("result/") for key in row):
+        return False
+    return row["step"] <= (evaluated_at if any(key.startswith("eval/") for key in row) else step)
 
 
 def _as_json(value: Any) -> Any:

@@ -4,6 +4,7 @@ Keys are those of ``docs/architecture.md``; the part before the ``/`` becomes a 
 """
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from memsave_recipes.reporting.out_of_memory.page import RunSettings
 from memsave_recipes.reporting.trackers import log_metrics, tracker_ids
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import device_name
+from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.step_losses import StepLosses, gather_figures
 
 COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_loss")
@@ -105,9 +107,23 @@ class RunReport:
             log_metrics(self.accelerator, row, step)
         return _in_words(self.train_loss, perf, memory)
 
+    def evaluation_is_due(self, step: int, *, every: int | None) -> bool:
+        """Whether one is to follow ``step``: after ``every`` steps or each epoch, and the last; never twice."""
+        is_time = step % (every or self.batches.order.steps_per_epoch) == 0 or step == self.batches.steps.stop
+        return is_time and step != self.evaluated_at
+
     def log_evaluation(self, step: int, figures: dict[str, float]) -> bool:
-        """Log an evaluation after ``step``; returns whether its loss is the lowest so far."""
+        """Log an evaluation after ``step``; returns whether its loss is the lowest so far.
+
+        Raises:
+            NotFinite: its loss is not, so the weights that the last steps left are of no use.
+        """
         log_metrics(self.accelerator, {f"eval/{key}": value for key, value in figures.items()}, step)
+        if not isfinite(figures["loss"]):
+            raise NotFinite(
+                f"the evaluation after step {step} is not finite (loss {figures['loss']:g}), although the steps were: "
+                "lower --learning_rate and --weight_decay, or look at the held-out data"
+            )
         self.evaluated, self.evaluated_at = figures, step
         is_best = figures["loss"] < self.best_loss
         if is_best:

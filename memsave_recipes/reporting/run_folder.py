@@ -17,10 +17,14 @@ from memsave_recipes.checkpoints import (
     StoppedBySignal,
     StopSignals,
     Training,
-    lock_run_folder,
-    unlock_run_folder,
+    locked_run_folder,
 )
-from memsave_recipes.checkpoints.continuity import as_planned, check_same_flags, read_earlier
+from memsave_recipes.checkpoints.continuity import (
+    as_planned,
+    check_same_environment,
+    check_same_flags,
+    read_earlier,
+)
 from memsave_recipes.checkpoints.find import committed
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.run_plan import RunPlan
@@ -82,24 +86,23 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
     earlier = read_earlier(folder / CONFIG, folder / CHECKPOINTS) if safety.resume else None
     notices = check_same_flags(earlier, flags) if earlier else []
     accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
-    lock = lock_run_folder(accelerator, folder)
-    try:
-        with StopSignals() as signals:
-            for notice in notices:
-                accelerator.print(notice)
-            yield OpenRun(
-                accelerator=accelerator,
-                folder=folder,
-                safety=safety,
-                flags=flags,
-                earlier=earlier,
-                signals=signals,
-            )
-    except (StoppedBySignal, NotFinite):  # which all ranks know of
-        finish_trackers(accelerator, {})
-        raise
-    finally:
-        unlock_run_folder(lock)
+    notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
+    with locked_run_folder(accelerator, folder):
+        try:
+            with StopSignals() as signals:
+                for notice in notices:
+                    accelerator.print(notice)
+                yield OpenRun(
+                    accelerator=accelerator,
+                    folder=folder,
+                    safety=safety,
+                    flags=flags,
+                    earlier=earlier,
+                    signals=signals,
+                )
+        except (StoppedBySignal, NotFinite):  # which all ranks know of
+            finish_trackers(accelerator, {})
+            raise
 
 
 def begin_run(
@@ -142,7 +145,7 @@ def begin_run(
     about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
     if accelerator.is_main_process:
-        _take_run_folder(folder, config, plan.to_json(), resumed_step=step if resumed else None)
+        _take_run_folder(folder, config, plan.to_json(), resumed)
     accelerator.wait_for_everyone()
     start_trackers(
         accelerator,
@@ -183,7 +186,7 @@ def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) 
     folder = Path(output_dir)
     if resume and overwrite:
         raise InputError("--overwrite deletes the run that --resume goes on with: give one of them")
-    if folder.exists() and not folder.is_dir():
+    if _exists(folder) and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file: name a folder")
     if any((folder / name).exists() for name in OURS) and not (overwrite or resume):
         raise InputError(
@@ -197,7 +200,14 @@ def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) 
     return folder
 
 
-def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, *, resumed_step: int | None) -> None:
+def _exists(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except OSError as error:
+        raise InputError(f"--output_dir {folder} cannot be a folder ({error.strerror}): name another one") from error
+
+
+def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: Resumed | None) -> None:
     """Clear ``folder`` of an earlier run, or of what it wrote of later steps, and describe this one in it.
 
     Raises:
@@ -205,12 +215,12 @@ def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, *, resumed
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if resumed_step is None:
+        if resumed is None:
             for path in (*(folder / name for name in OURS), *folder.glob(OUR_SNAPSHOTS)):
                 _delete(path)
         else:
             _delete(folder / RESULTS)
-            cut_back(folder, resumed_step)
+            cut_back(folder, resumed.step, evaluated_at=resumed.state["evaluated_at"])
         _write_whole(folder / PLAN, plan + "\n")
         write_json(folder / CONFIG, config)
     except OSError as error:

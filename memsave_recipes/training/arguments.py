@@ -14,6 +14,14 @@ from memsave_recipes.training.sample_order import Geometry
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
 
 AUTO = "auto"
+LARGEST = 2**31 - 1
+"""The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
+VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
+"""What a preset may say instead of ``stop`` and ``off``."""
+MOST_EPOCHS = MOST_GIB = 1e6
+MOST_WORKERS = 1024
+STEEPEST = 1e30
+"""Of a learning rate and its like; not far above it float32 overflows."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -87,15 +95,16 @@ class RunArguments:
         self.activation_checkpointing = (
             "full" if self.gradient_checkpointing else self.activation_checkpointing or "none"
         )
-        self.verify = {"True": "stop", "False": "off"}.get(self.verify, self.verify)  # what YAML reads in yes and no
+        self.verify = VERIFY_WORDS.get(self.verify.lower(), self.verify)
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
         self._check_micro_batch_size()
         self._check_budget()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
-        require(isfinite(self.num_epochs) and self.num_epochs > 0, "--num_epochs", self.num_epochs, "more than 0")
+        require(0 < self.num_epochs <= MOST_EPOCHS, "--num_epochs", self.num_epochs, "from above 0 to a million")
         require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
         require(self.seed >= 0, "--seed", self.seed, "0 or more")
-        require(self.dataloader_num_workers >= 0, "--dataloader_num_workers", self.dataloader_num_workers, "0 or more")
+        workers = self.dataloader_num_workers
+        require(0 <= workers <= MOST_WORKERS, "--dataloader_num_workers", workers, f"from 0 to {MOST_WORKERS}")
         require(self.eval_steps is None or self.eval_steps >= 1, "--eval_steps", self.eval_steps, "at least 1")
         snapshot = self.memory_snapshot
         require(snapshot is None or snapshot >= 1, "--memory_snapshot", snapshot, "at least 1")
@@ -104,8 +113,13 @@ class RunArguments:
     def _check_micro_batch_size(self) -> None:
         size = self.micro_batch_size
         if size not in (None, AUTO):
-            whole = str(size).isascii() and str(size).isdigit()
-            require(whole and int(str(size)) >= 1, "--micro_batch_size", size, "a whole number, at least 1, or auto")
+            whole = str(size).isascii() and str(size).isdigit() and len(str(size)) <= len(str(LARGEST))
+            require(
+                whole and int(str(size)) >= 1,
+                "--micro_batch_size",
+                size,
+                f"a whole number from 1 to {LARGEST}, or auto",
+            )
             self.micro_batch_size = int(str(size))
 
     def _check_budget(self) -> None:
@@ -120,8 +134,7 @@ class RunArguments:
             raise InputError(
                 f"--activation_checkpointing {strategy} needs --memory_budget_gib: the GiB that a step may take"
             )
-        valid = budget is None or (isfinite(budget) and budget > 0)
-        require(valid, "--memory_budget_gib", budget, "a finite number, more than 0")
+        require(budget is None or 0 < budget <= MOST_GIB, "--memory_budget_gib", budget, "from above 0 to a million")
 
     @property
     def searches(self) -> bool:
@@ -190,7 +203,7 @@ class OptimizerArguments:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay", "max_grad_norm"):
             value = getattr(self, name)
-            require(isfinite(value) and value >= 0, f"--{name}", value, "a finite number, 0 or more")
+            require(0 <= value <= STEEPEST, f"--{name}", value, f"from 0 to {STEEPEST:g}")
         require(0 <= self.momentum < 1, "--momentum", self.momentum, "at least 0 and below 1")
         require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
 

@@ -177,8 +177,8 @@ class GlobalBatch:
 def evaluation_batches(
     accelerator: Accelerator,
     dataset: Sized,
-    *,
     micro_batch_size: int,
+    *,
     num_samples: int | None = None,
     collate_fn: Callable[[list[Any]], Batch] = default_collate,
     num_workers: int = 0,

@@ -24,6 +24,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, Any]:
         "distributed_type": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,
         "num_threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
 
 

@@ -29,6 +29,9 @@ from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.sample_order import SampleOrder
 
 SAMPLES_NAMED = 32
+WAY_OUT = (
+    "no weight has changed since the step before: look at these samples, or go on with --resume --skip_nonfinite N"
+)
 
 
 class NotFinite(Exception):

@@ -14,6 +14,8 @@ NOTE [ silent launches ], as of Accelerate 1.15
    either (only a single process gets ``ACCELERATE_USE_CPU``): on a machine with GPUs they would take those.
 3. Processes are shared out as ``num_processes // num_machines``: 5 over 2 machines are 4.
 4. More processes than GPUs share a GPU: NCCL fails late, with an error that does not say so.
+5. ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` in the environment divides every gradient, and
+   FSDP, DeepSpeed and Megatron cut up the weights that our checkpoints and figures take for whole.
 
 psutil reads the command line because the standard library cannot, on any system; Accelerate itself depends on it.
 Limit: only the parent process is looked at. What is started otherwise (torchrun, mpirun, a shell script under
@@ -35,6 +37,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     KwargsHandler,
     get_cpu_distributed_information,
     parse_flag_from_env,
@@ -44,6 +47,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from memsave_recipes.errors import InputError
 
 NO_MEMORY = "memsave_recipes/no_memory"
+SHARDING = {name: f"ACCELERATE_USE_{name.upper()}" for name in ("FSDP", "DeepSpeed", "Megatron_LM")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +67,13 @@ def start_accelerator(**kwargs: Any) -> Accelerator:
     activations are recomputed, and is of use to weights that a forward uses twice alone.
 
     Args:
-        **kwargs: passed on to ``accelerate.Accelerator``; ``cpu`` and ``kwargs_handlers`` are decided here.
+        **kwargs: for ``accelerate.Accelerator``; device, accumulation and ``kwargs_handlers`` are decided here.
 
     Raises:
         InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
-            precision does not work on the CPU.
+            precision does not work on the CPU, or the weights are to be cut up.
     """
+    _check_whole_weights()
     request = read_launch_request()
     world = get_cpu_distributed_information()  # the launcher's environment variables, with or without GPUs
     on_cpu = request.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
@@ -77,7 +82,10 @@ def start_accelerator(**kwargs: Any) -> Accelerator:
         _check_cpu_precision(kwargs)
     else:
         _check_enough_devices(world.world_size, world.local_world_size)
-    accelerator = _SettlingAccelerator(cpu=on_cpu, kwargs_handlers=_handlers(), **kwargs)
+    undivided = GradientAccumulationPlugin(num_steps=1)
+    accelerator = _SettlingAccelerator(
+        cpu=on_cpu, gradient_accumulation_plugin=undivided, kwargs_handlers=_handlers(), **kwargs
+    )
     if accelerator.num_processes < world.world_size:
         raise InputError(
             f"the launcher started {world.world_size} processes but this one joined a world of "
@@ -130,6 +138,16 @@ def parse_launch_request(arguments: list[str], directory: str) -> LaunchRequest:
         num_machines=flags.num_machines or config.num_machines,
         use_cpu=flags.cpu or config.use_cpu,
     )
+
+
+def _check_whole_weights() -> None:
+    """Rule 5 of NOTE [ silent launches ]."""
+    for name, variable in SHARDING.items():
+        if parse_flag_from_env(variable):
+            raise InputError(
+                f"{name} cuts up the weights, which the recipes do not: launch with "
+                "`--config_file accelerate_configs/multi_gpu.yaml`"
+            )
 
 
 def _check_all_started(request: LaunchRequest, started: int, on_cpu: bool) -> None:

@@ -13,7 +13,24 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, check_words
+from memsave_recipes.training.arguments import LARGEST
+
+YAML = "tag:yaml.org,2002:"
+WORDS = {f"{YAML}{kind}" for kind in ("str", "int", "float", "bool", "timestamp")}
+"""What a preset may hold. Each is read as it stands there: ``no`` is a word, and ``1:30`` is not 90."""
+LAUNCHER_FLAGS = {
+    *("config_file", "cpu", "multi_gpu", "mixed_precision", "num_processes", "gpu_ids", "num_cpu_threads_per_process"),
+    *("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
+}
+"""Those of ``accelerate launch`` that a run can need. It takes them before the name of the script alone."""
+PRECISION = "the precision is set before the script: accelerate launch --mixed_precision {} recipes/..."
+ELSEWHERE = {
+    "bf16": PRECISION.format("bf16"),
+    "fp16": PRECISION.format("fp16"),
+    "gradient_accumulation_steps": "they follow from --global_batch_size and --micro_batch_size",
+}
+"""Flags that people know from other programs, and what does their work here."""
 
 
 def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -25,21 +42,30 @@ def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tu
     parser = _RecipeParser(list(dataclasses), allow_abbrev=False)  # type: ignore[arg-type]
     parser.add_argument("--config", help="a YAML file of flags, read before those of the command line")
     command_line = list(sys.argv[1:] if args is None else args)
-    preset, _ = _preset_parser().parse_known_args(command_line)
-    flags = [*_read_preset(preset.config, parser), *command_line] if preset.config else command_line
+    check_words(command_line)
+    preset = _preset_path(command_line)
+    flags = [*_read_preset(preset, parser), *command_line] if preset is not None else command_line
+    check_words(flags)
     *parsed, _config, unknown = parser.parse_args_into_dataclasses(
         flags, return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
+        _refuse_launcher_flag(unknown)
         raise InputError(
             f"{unknown[0]} is no flag of this recipe{parser.suggestion(unknown[0])} (--help lists the flags)"
         )
+    _refuse_huge_numbers(flag_values(tuple(parsed)))
     return tuple(parsed)
 
 
 def flag_values(parsed: tuple[Any, ...]) -> dict[str, Any]:
     """The flags of all dataclasses by their names."""
     return {name: value for part in parsed for name, value in asdict(part).items()}
+
+
+def underscored(words: Sequence[str]) -> tuple[str, ...]:
+    """``--max_steps=3`` for ``--max-steps=3``: the parser of flags takes both."""
+    return tuple(map(_underscored, words))
 
 
 def named_flags(args: Sequence[str]) -> dict[str, str]:
@@ -50,13 +76,19 @@ def named_flags(args: Sequence[str]) -> dict[str, str]:
     Raises:
         InputError: the preset cannot be read.
     """
-    preset, _ = _preset_parser().parse_known_args(list(args))
-    named = {name: str(value) for name, value in (_preset_entries(preset.config) if preset.config else {}).items()}
+    preset = _preset_path(args)
+    entries = _preset_entries(preset) if preset is not None else {}
+    named = {name: words[0] for name, words in entries.items()}
     for word, following in zip(args, [*args[1:], "--"], strict=False):
         if word.startswith("--"):
             name, is_joined, value = word.removeprefix("--").partition("=")
             named[name] = value if is_joined or following.startswith("--") else following
     return named
+
+
+def _underscored(word: str) -> str:
+    name, is_joined, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{is_joined}{value}" if name.startswith("--") else word
 
 
 class _RecipeParser(HfArgumentParser):
@@ -71,29 +103,74 @@ class _RecipeParser(HfArgumentParser):
         return f"; did you mean {near[0]}?" if near else ""
 
 
-def _preset_parser() -> _RecipeParser:
+def _preset_path(args: Sequence[str]) -> str | None:
     parser = _RecipeParser([], add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    return parser
+    parser.add_argument("--config", action="append", default=[])
+    paths = parser.parse_known_args(list(args))[0].config
+    if len(paths) > 1:
+        raise InputError(f"--config is given {len(paths)} times: put all flags into one file")
+    return paths[0] if paths else None
 
 
-def _preset_entries(path: str) -> dict[str, Any]:
+def _preset_entries(path: str) -> dict[str, list[str]]:
+    """The keys of a YAML preset, each with the words of its value."""
     try:
-        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(entries, dict):
+    if root is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode) or not all(isinstance(key, yaml.ScalarNode) for key, _ in root.value):
         raise InputError(f"--config {path} must hold lines like `global_batch_size: 64`")
+    entries: dict[str, list[str]] = {}
+    for key, value in root.value:
+        name = key.value.replace("-", "_")  # as the parser of flags takes it
+        if name in entries:
+            raise InputError(f"--config {path}: {name} stands there twice: leave one of them out")
+        entries[name] = _words_of(value, f"--config {path}: {name}")
     return entries
+
+
+def _words_of(value: yaml.Node, place: str) -> list[str]:
+    items = value.value if value.tag == f"{YAML}seq" else [value]
+    if not items or any(item.tag == f"{YAML}null" for item in items):
+        raise InputError(f"{place} has no value: give one, or leave the line out")
+    if any(item.tag not in WORDS or "\0" in item.value for item in items):
+        raise InputError(f"{place} must be a word, a number or a list of these")
+    return [item.value for item in items]
 
 
 def _read_preset(path: str, parser: _RecipeParser) -> list[str]:
     """The entries of a YAML preset as command-line words."""
     words: list[str] = []
-    for key, value in _preset_entries(path).items():
+    for key, values in _preset_entries(path).items():
         flag = f"--{key}"
-        if flag not in parser._option_string_actions or flag == "--config":
+        action = parser._option_string_actions.get(flag)
+        if action is None or key in ("config", "help"):
+            _refuse_launcher_flag([flag, *values])
             raise InputError(f"--config {path}: {key} is no flag of this recipe{parser.suggestion(flag)}")
-        values = value if isinstance(value, list) else [value]
-        words += [flag, *(str(item) for item in values)]
+        if len(values) == 1:
+            words.append(f"{flag}={values[0]}")  # in one word, so that no value is taken for a flag
+            continue
+        if action.nargs != "+" or any(value.startswith("-") for value in values):
+            raise InputError(f"--config {path}: {key} takes no such list: {' '.join(values)}")
+        words += [flag, *values]
     return words
+
+
+def _refuse_huge_numbers(flags: dict[str, Any]) -> None:
+    for name, value in flags.items():
+        if isinstance(value, int) and value > LARGEST:
+            raise InputError(f"--{name} {value} cannot be: whole numbers end at {LARGEST}")
+
+
+def _refuse_launcher_flag(words: Sequence[str]) -> None:
+    """Say where a flag that no recipe has belongs, if it is the launcher's; ``words`` are it and what follows it."""
+    flag, is_joined, _ = words[0].partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in ELSEWHERE:
+        raise InputError(f"{flag} is no flag of this recipe: {ELSEWHERE[name]}")
+    if name in LAUNCHER_FLAGS:
+        has_value = not is_joined and len(words) > 1 and not words[1].startswith("--")
+        example = " ".join(words[: 1 + has_value])
+        raise InputError(f"{flag} belongs before the script: accelerate launch {example} recipes/...")

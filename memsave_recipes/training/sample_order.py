@@ -14,6 +14,9 @@ from torch.utils.data import Sampler
 
 from memsave_recipes.errors import InputError
 
+MOST_LISTED = 16
+"""Micro-batches that ``Geometry.describe`` tells one by one."""
+
 
 @dataclass(frozen=True)
 class SampleKey:
@@ -67,7 +70,7 @@ class Geometry:
     @property
     def accumulation_steps(self) -> int:
         """Micro-batches of a rank in a full step."""
-        return len(self.micro_batches(self.global_batch_size)[0])
+        return ceil(ceil(self.global_batch_size / self.num_processes) / self.micro_batch_size)
 
     def micro_batches(self, num_samples: int) -> list[list[range]]:
         """For every rank its micro-batches, as ranges of positions among the step's ``num_samples`` samples.
@@ -82,16 +85,24 @@ class Geometry:
 
     def describe(self) -> str:
         """``256 samples = 8 x 4 ranks x 8 accumulation steps``, or the uneven sizes one by one."""
-        ranks = [[len(micro_batch) for micro_batch in rank] for rank in self.micro_batches(self.global_batch_size)]
-        sizes = {size for rank in ranks for size in rank}
-        if len(sizes) == 1:
+        share, num_larger = divmod(self.global_batch_size, self.num_processes)
+        size = min(self.micro_batch_size, share)
+        if not num_larger and not share % size:
             return (
-                f"{_count(self.global_batch_size, 'sample')} = {sizes.pop()} x {_count(self.num_processes, 'rank')} "
+                f"{_count(self.global_batch_size, 'sample')} = {size} x {_count(self.num_processes, 'rank')} "
                 f"x {_count(self.accumulation_steps, 'accumulation step')}"
             )
-        rows = [("+".join(map(str, rank)), ranks.count(rank)) for rank in ranks]
-        unique = dict.fromkeys(f"({sizes}) x {_count(repeated, 'rank')}" for sizes, repeated in rows)
-        return f"{self.global_batch_size} samples = {' + '.join(unique)}"
+        shares = ((share, self.num_processes - num_larger), (share + 1, num_larger))
+        rows = [f"({self._cut(share)}) x {_count(repeated, 'rank')}" for share, repeated in shares if repeated]
+        return f"{self.global_batch_size} samples = {' + '.join(rows)}"
+
+    def _cut(self, share: int) -> str:
+        """The micro-batches of a rank's share: ``5+5+2``; of many, how many there are."""
+        full, rest = divmod(share, self.micro_batch_size)
+        if self.accumulation_steps > MOST_LISTED:
+            return f"{full} of {self.micro_batch_size}" + (f" + {rest}" if rest else "")
+        sizes = [self.micro_batch_size] * full + [rest] * (rest > 0)
+        return "+".join(map(str, sizes + [0] * (self.accumulation_steps - len(sizes))))
 
 
 def _count(number: int, noun: str) -> str:
@@ -128,7 +139,7 @@ class SampleOrder:
         if not self.steps_per_epoch:
             raise InputError(
                 f"--drop_last leaves nothing: the data set has {self.num_samples} samples, fewer than "
-                f"--global_batch_size {self.global_batch_size}"
+                f"--global_batch_size {self.global_batch_size}: lower that, or leave --drop_last out"
             )
 
     @property

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from memsave_recipes.training.batching import GlobalBatch
-from memsave_recipes.training.finite import NotFinite, describe_not_finite, is_finite
+from memsave_recipes.training.finite import WAY_OUT, NotFinite, describe_not_finite, is_finite
 from memsave_recipes.training.sample_order import SampleOrder
 
 
@@ -79,7 +79,7 @@ class StepLosses:
     def _leave_out(self, words: str) -> None:
         self.skipped_steps += 1
         if self.skipped_steps > self.skips:
-            raise NotFinite(words)
+            raise NotFinite(f"{words}; {WAY_OUT}")
         self.accelerator.print(f"note: left out {words}: {self.skipped_steps} of {self.skips} that may be")
 
 

@@ -70,7 +70,7 @@ def test_every_strategy_with_every_k(make_case, name, bf16):
         assert_bitwise_equal(planned_step(make_case(name), strategy, bf16=bf16), expected)
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", LARGE_MODELS)
 def test_models_of_full_size(make_case, name, bf16):
     case = make_case(name)

@@ -50,7 +50,9 @@ def group_is_gone(process):
     return False
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_one_process_ends_with_the_code_of_the_signal_and_leaves_no_worker(tmp_path, number, code):
     process = launch(tmp_path)
     os.killpg(process.pid, number)

@@ -188,9 +188,7 @@ def test_a_layer_of_gpt2_under_bf16_by_hand():
 
 
 @pytest.mark.parametrize("name", ["densenet_small", "gpt2"])
-@pytest.mark.parametrize(
-    "bf16", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["float32", "bf16"]
-)  # with bf16 it depends on what ran before in the same process, as the test of tied weights does
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 def test_on_this_cpu_the_peaks_are_those_of_the_profiler(make_case, name, bf16):
     case = make_case(name)
     if config := getattr(case.model, "config", None):
@@ -256,7 +254,6 @@ def test_ties_buffers_and_adapters_survive():
     assert chain.all_gradients_bytes == trained
 
 
-@pytest.mark.slow  # whether a sum is seen to be in place depended on what ran before in the same process
 def test_gradients_of_a_tied_weight_are_summed_in_place():
     """As autograd's engine does it with real tensors: never three of them."""
     model = paper_model(lambda: TiedSum(50_000, 8))

@@ -74,6 +74,16 @@ def test_the_columns_of_glue_are_found(monkeypatch, task):
     assert len(list(texts.documents())) == 4 * len(GLUE[task])
 
 
+def test_one_column_cannot_be_both_text_and_label(load):
+    with pytest.raises(InputError, match="must name different ones"):
+        load([{"text": "a", "label": 0}, {"text": "b", "label": 1}], label_column="text")
+
+
+def test_a_part_of_a_hub_data_set_goes_with_its_name():
+    with pytest.raises(InputError, match="--dataset_config_name sst2 goes with --dataset HUB_ID"):
+        load_labelled_text(dataset="docstrings", dataset_config_name="sst2")
+
+
 def test_named_columns_win_over_found_ones(load):
     rows = [{"text": "a", "body": f"b{i}", "reply": f"c{i}", "label": 0, "stars": i % 3 + 8} for i in range(6)]
     texts = load(rows, text_column="body", text_pair_column="reply", label_column="stars")

@@ -357,7 +357,9 @@ def test_a_parquet_that_is_none(tmp_path):
 @pytest.mark.parametrize("stream_bytes", [None, 1000])
 def test_data_sets_that_cannot_be_used(tmp_path, stream_bytes):
     message = refusal(dataset="someone/something", stream_bytes=stream_bytes)
-    assert message.startswith("--dataset someone/something cannot be loaded (offline, or no such data set): ")
+    assert message.startswith(
+        "--dataset someone/something cannot be loaded: it is not in the cache, and HF_HUB_OFFLINE"
+    )
     assert message.endswith("; use python-stdlib or --train_file")
     root = tmp_path / "set"
     write_parquet(root / "test.parquet", [{"body": "a", "id": 1}])
@@ -374,4 +376,5 @@ def test_a_stream_that_breaks_off(streamed, monkeypatch):
         raise ConnectionError("gone\nfor good")
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     assert ": gone; use" in refusal(dataset=str(streamed), stream_bytes=1000)

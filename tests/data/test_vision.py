@@ -248,7 +248,7 @@ def test_rows_without_a_class(tmp_path):
 
 def test_a_hub_id_while_offline():
     message = refusal(dataset="cifar10")
-    assert message.startswith("--dataset cifar10 cannot be loaded (offline, or no such data set): ")
+    assert message.startswith("--dataset cifar10 cannot be loaded: it is not in the cache, and HF_HUB_OFFLINE is set; ")
     assert message.endswith("use --dataset digits or --data_dir DIR")
 
 

@@ -168,7 +168,7 @@ def test_the_sum_is_the_profilers_own(make_case, name):
         optimizer.zero_grad()
 
     step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     blocks, events = [], profiler.profiler.kineto_results.experimental_event_tree()
     while events:

@@ -75,3 +75,14 @@ def test_a_state_is_not_changed_by_loading_it(seconds):
     state = StepClock().state_dict()
     StepClock().load_state_dict(state)
     assert "train_time_s" in state
+
+
+def test_what_is_saved_while_time_is_left_out_knows_nothing_of_that_time(seconds):
+    clock = StepClock()
+    seconds[0] += 2
+    with clock.left_out():
+        seconds[0] += 50  # of an evaluation that a signal ends
+        assert clock.state_dict()["train_time_s"] == 2
+    assert clock.train_time_s == 2
+    seconds[0] += 3
+    assert clock.train_time_s == 5

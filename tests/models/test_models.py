@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.models import MODELS, load_weights
+from memsave_recipes.models.image_size import check_image_size
 
 # From torchvision's documentation of its weights (https://pytorch.org/vision/stable/models.html), 1000 classes.
 NUM_PARAMETERS = {
@@ -103,3 +104,12 @@ def test_bad_files_are_refused_in_one_line(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["vgg_small", "vgg11", "densenet_small", "densenet121"])
 def test_a_forward_gives_one_logit_a_class(name):
     assert MODELS[name](num_classes=5)(torch.randn(2, 3, 32, 32)).shape == (2, 5)
+
+
+@pytest.mark.parametrize(("name", "smallest"), [("vgg_small", 8), ("densenet_small", 13), ("vgg16", 32)])
+def test_images_that_shrink_to_nothing_are_refused(name, smallest):
+    with torch.device("meta"):
+        model = MODELS[name](num_classes=10)
+    check_image_size(model, smallest)
+    with pytest.raises(InputError, match=f"--image_size {smallest - 1} does not suit"):
+        check_image_size(model, smallest - 1)

@@ -95,6 +95,8 @@ def test_contradictions(flags, message):
     ("flags", "message"),
     [
         ({"model_type": "gpt2", "config_overrides": "n_legs=4"}, "gpt2 cannot be made: .*n_legs"),
+        ({"model_type": "gpt2", "config_overrides": "n_layer=-1"}, "gpt2 cannot be made: n_layer=-1 is negative"),
+        ({"model_type": "gpt2", "config_overrides": "n_head=0"}, "gpt2 cannot be made"),
         ({"model_type": "gpt9"}, "gpt9 cannot be made"),
         ({"model_type": "bert", "attn_implementation": "no_such"}, "bert cannot be made"),
         ({"model_name_or_path": "/no/such/folder"}, "/no/such/folder cannot be made"),

@@ -74,6 +74,7 @@ def test_a_ratio_and_compiled_blocks_go_together():
         "",
         "ful",
         "every:²",
+        "every:" + "9" * 5000,
     ],
 )
 def test_anything_else_is_one_line_that_names_the_flag(strategy):
@@ -91,7 +92,11 @@ def test_json_both_ways(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 2}, {"spans": [{"start": 0, "stop": 3, "action": "keep"}]}, {"spans": [{"start": 0}]}, {"blocks": 3}],
+    [
+        *({"version": 2}, {"blocks": 3}, {"blocks": [1, 2]}, {"strategy": 5}),
+        *({"spans": [{"start": 0}]}, {"spans": [{"start": 0, "stop": 3, "action": "keep"}]}),
+        *({"spans": [{"start": 0, "stop": stop, "action": "keep"}]} for stop in (10**12, 7.0, "7")),
+    ],
 )
 def test_a_damaged_plan_is_refused(tmp_path, change):
     content = json.loads(plan_for("full", STACKS).to_json()) | change
@@ -102,7 +107,8 @@ def test_a_damaged_plan_is_refused(tmp_path, change):
 
 def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
     (tmp_path / "text.json").write_text("hello")
-    for name in ("text.json", "absent.json"):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("text.json", "deep.json", "absent.json"):
         with pytest.raises(InputError, match=name):
             read_plan(tmp_path / name)
 

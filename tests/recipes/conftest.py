@@ -2,12 +2,17 @@
 
 import importlib.util
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
 
+from memsave_recipes.checkpoints import Checkpoints
 from memsave_recipes.reporting.failures import run_recipe
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``lives``
+from lives import Killed
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -15,7 +20,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 @pytest.fixture(scope="module")
 def recipe(request):
     """The module of the recipe."""
-    name = request.module.RECIPE
+    name = getattr(request, "param", None) or request.module.RECIPE
     specification = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # dataclasses look their module up
@@ -51,3 +56,40 @@ def refuse(recipe, tmp_path, capsys):
         return lines[0]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def run_once(recipe, tmp_path_factory):
+    """Run the recipe for all tests of a module; returns the run's folder."""
+
+    def run(*flags, folder=None):
+        folder = folder or tmp_path_factory.mktemp("once") / "run"
+        AcceleratorState._reset_state(reset_partial_state=True)
+        recipe.main([*flags, "--report_to", "none", "--output_dir", str(folder)])
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def kill_after():
+    """``with kill_after(step):`` a run ends there, when that step is done and everything it saves is saved."""
+
+    @contextmanager
+    def armed(step):
+        after_step = Checkpoints.after_step
+
+        def and_then_end(self, at, state):
+            after_step(self, at, state)
+            if at == step:
+                raise Killed
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoints, "after_step", and_then_end)
+            try:
+                yield
+            except Killed:
+                return
+        pytest.fail(f"it did not come to step {step}")
+
+    return armed

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState
+from filelock import FileLock
 
 from memsave_recipes.errors import InputError
 
@@ -64,3 +65,10 @@ def test_saved_weights_are_compared(run: Callable[..., dict[str, Any]], tmp_path
 def test_a_run_without_weights_cannot_be_compared(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--compare_with"):
         run("run", "--compare_with", str(tmp_path))
+
+
+def test_a_folder_in_use_is_refused(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / "run.lock"), pytest.raises(InputError, match="has not ended"):
+        run("run")
+    assert not (tmp_path / "run" / "config.json").exists()

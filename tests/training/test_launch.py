@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs
 
 from memsave_recipes.errors import InputError
@@ -153,7 +154,7 @@ class TestRealLaunches:
         assert "SIGABRT" not in output
         assert code == 1  # accelerate's own, whatever the ranks returned
 
-    @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+    @pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
     def test_multi_node_file_gives_four_ranks_on_loopback(
         self, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, rendezvous: str
     ) -> None:
@@ -173,6 +174,7 @@ class TestRealLaunches:
     def test_cpu_flag_with_two_processes_is_refused_in_one_line(self, launcher: Launcher) -> None:
         self.assert_refused(launcher, "--cpu", "--num_processes", "2")
 
+    @pytest.mark.slow
     def test_multi_cpu_file_is_refused_in_one_line(self, launcher: Launcher) -> None:
         config = launcher.folder / "multi_cpu.yaml"
         config.write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n")
@@ -289,7 +291,9 @@ class Machine:
         monkeypatch.setattr(launch.atexit, "register", self.at_exit.append)
         self.set(devices=0, joined=1)
 
-    def _build(self, *, kwargs_handlers: list, **kwargs: object) -> SimpleNamespace:
+    def _build(
+        self, *, kwargs_handlers: list, gradient_accumulation_plugin: object, **kwargs: object
+    ) -> SimpleNamespace:
         self.built_with = kwargs
         self.handlers = kwargs_handlers
         return SimpleNamespace(num_processes=self.joined)
@@ -328,6 +332,11 @@ class TestDevice:
     def test_accelerator_where_there_is_one(self, machine: Machine) -> None:
         machine.set(devices=2, joined=2, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
         start_accelerator()
+        assert machine.built_with == {"cpu": False}
+
+    def test_one_process_started_plain_takes_one_of_several(self, machine: Machine) -> None:
+        machine.set(devices=4, joined=1)
+        assert start_accelerator().num_processes == 1
         assert machine.built_with == {"cpu": False}
 
     def test_a_file_with_use_cpu_stays_off_the_accelerators(self, machine: Machine) -> None:
@@ -388,6 +397,23 @@ class TestWorld:
     def test_a_world_that_mpirun_started_is_accepted(self, machine: Machine) -> None:
         machine.set(devices=0, joined=2, asked=LaunchRequest(num_processes=2), OMPI_COMM_WORLD_SIZE="2")
         assert start_accelerator().num_processes == 2
+
+
+class TestWhatElseALaunchCanSay:
+    @pytest.mark.parametrize("name", ["FSDP", "DeepSpeed", "Megatron_LM"])
+    def test_weights_that_are_cut_up_are_refused(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
+        assert machine.refusal().startswith(f"{name} cuts up the weights")
+
+    def test_accumulation_in_the_environment_divides_no_gradient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        weight = torch.ones(1, requires_grad=True)
+        start_accelerator().backward(3 * weight.sum())
+        assert weight.grad is not None
+        assert weight.grad.item() == 3
 
 
 class TestEnd:

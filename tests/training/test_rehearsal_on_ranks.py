@@ -1,4 +1,7 @@
-"""A prediction that is wrong on the unsafe side: all ranks fall back to smaller micro-batches, or refuse together."""
+"""What the planner of a run does where memory runs out: while it measures, and where a prediction was wrong.
+
+All ranks do the same: plan on paper, fall back to smaller micro-batches, or refuse together.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -14,6 +17,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.planner import run_plan
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.search import Candidate, Terms
+from memsave_recipes.planner.sketch import Sketch
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import make_optimizer
@@ -67,10 +71,18 @@ def understated(self, measurement, geometry, loss=None):
 _candidates = Terms.candidates
 
 
-def planned(accelerator, *, budget_bytes, strategy="none", lying=False, hard_limit=None):
+def build_model():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+
+
+def no_memory_to_measure(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+
+def planned(accelerator, *, budget_bytes, strategy="none", lying=False, hard_limit=None, measures=True):
     """The micro-batch and the peak of a run that is planned, then trained for two steps."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+    model = build_model()
     run = RunArguments(
         output_dir="out",
         global_batch_size=GLOBAL_BATCH,
@@ -94,6 +106,8 @@ def planned(accelerator, *, budget_bytes, strategy="none", lying=False, hard_lim
     Candidate.step_s = property(lambda self: float(self.geometry.accumulation_steps))
     if lying:
         Terms.candidates = lambda *args: list(understated(*args))
+    if not measures and accelerator.process_index == accelerator.num_processes - 1:
+        run_plan.measure = no_memory_to_measure
     if hard_limit:
         tried_out = run_plan.rehearse
 
@@ -110,11 +124,21 @@ def planned(accelerator, *, budget_bytes, strategy="none", lying=False, hard_lim
 
         run_plan.rehearse = within_limits
 
-    def loss_of(micro_batch):
+    def summed_loss(trained, micro_batch):
         return trained(micro_batch["inputs"]).square().sum()
 
+    def sketch():
+        return Sketch(
+            run=run,
+            optim=optim,
+            build_model=build_model,
+            loss_of=summed_loss,
+            micro_batch=lambda size: {"inputs": torch.empty(size, ROWS, WIDTH, device="meta")},
+        )
+
+    loss_of = partial(summed_loss, trained)
     try:
-        found = plan_run(run, optim, accelerator, model, batches, trained, loss_of)
+        found = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=sketch)
     except InputError as refused:
         return {"refused": refused.one_line, "said": said}
     losses = []
@@ -175,3 +199,18 @@ def test_where_not_even_one_sample_fits_all_ranks_refuse_in_one_line(run_on_rank
     assert all("cannot be halved" in result["refused"] for result in results)
     too_small = run_on_ranks(partial(planned, budget_bytes=1000), num_ranks)
     assert all("the smallest that works is" in result["refused"] for result in too_small)
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("none", 8), ("budget:bitwise", 16)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_one_rank_that_cannot_measure_makes_all_plan_on_paper(run_on_ranks, num_ranks, strategy, size):
+    measured = run_on_ranks(partial(planned, budget_bytes=EIGHT, strategy=strategy), num_ranks)
+    on_paper = run_on_ranks(partial(planned, budget_bytes=EIGHT, strategy=strategy, measures=False), num_ranks)
+    assert not any("planning on paper" in line for line in measured[0]["said"])
+    assert any(
+        "no memory for a plain micro-batch of 1, so nothing can be measured" in line for line in on_paper[0]["said"]
+    )
+    for one, other in zip(measured, on_paper, strict=True):
+        assert one["micro_batch_size"] == other["micro_batch_size"] == size
+        assert other["predicted"] == pytest.approx(one["predicted"], rel=0.01)
+        assert one["losses"] == other["losses"]

@@ -23,6 +23,8 @@ def sizes(geometry, num_samples=None):
         ((24, 5, 1), [[5, 5, 5, 5, 4]], "24 samples = (5+5+5+5+4) x 1 rank"),
         ((24, 5, 2), [[5, 5, 2]] * 2, "24 samples = (5+5+2) x 2 ranks"),
         ((25, 5, 2), [[5, 5, 2], [5, 5, 3]], "25 samples = (5+5+2) x 1 rank + (5+5+3) x 1 rank"),
+        ((40, 2, 1), [[2] * 20], "40 samples = 2 x 1 rank x 20 accumulation steps"),
+        ((41, 2, 1), [[2] * 20 + [1]], "41 samples = (20 of 2 + 1) x 1 rank"),
         ((5, 1, 4), [[1, 0], [1, 0], [1, 0], [1, 1]], "5 samples = (1+0) x 3 ranks + (1+1) x 1 rank"),
     ],
 )
@@ -38,6 +40,10 @@ def test_a_step_holds_every_sample_once_and_all_ranks_make_equally_many_micro_ba
     ranks = geometry(24, 5, num_processes).micro_batches(num_samples)
     assert [i for rank in ranks for micro_batch in rank for i in micro_batch] == list(range(num_samples))
     assert len({len(rank) for rank in ranks}) == 1
+
+
+def test_a_huge_global_batch_is_not_listed():
+    assert geometry(2**31 - 1, 2, 1).describe() == "2147483647 samples = (1073741823 of 2 + 1) x 1 rank"
 
 
 def test_the_micro_batch_defaults_to_the_share():

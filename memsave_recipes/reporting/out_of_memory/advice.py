@@ -5,12 +5,9 @@ that are predicted to need less.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
-from memsave_recipes.costs.targets import find_target
 from memsave_recipes.planner.on_paper import Launch, choose_on_paper
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.sketch import Sketch
@@ -18,29 +15,24 @@ from memsave_recipes.training.arguments import AUTO, RunArguments
 from memsave_recipes.units import format_bytes, to_gib
 
 
-def planned_advice(sketch: Callable[[list[str]], Sketch], args: Sequence[str]) -> str:
+def planned_advice(sketch: Callable[[], Sketch]) -> str:
     """A line with the flags of the fastest configuration that is predicted to fit, or what is known instead.
 
     Args:
-        sketch: of the recipe.
-        args: of the run that failed.
+        sketch: the recipe's, of the run that failed.
 
     Raises:
         InputError: the recipe cannot be planned on paper with these flags.
     """
-    failed = sketch([*args])
-    target = find_target("cuda" if torch.cuda.is_available() else "cpu")
-    launch = Launch(
-        target=target,
-        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
-        mixed_precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("fp8", "bf16"),
-    )
-    opened = replace(failed, run=_opened(failed.run, target.memory_bytes))
-    choice = _needing_less(choose_on_paper(opened, launch, target.memory_bytes), failed.run, launch)
+    failed = sketch()
+    launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    memory_bytes = launch.target.memory_bytes
+    opened = replace(failed, run=_opened(failed.run, memory_bytes))
+    choice = _needing_less(choose_on_paper(opened, launch, memory_bytes), failed.run, launch)
     if choice.chosen is None:
-        return f"no plan of this recipe is predicted to fit in {format_bytes(target.memory_bytes)}: see memsave plan"
+        return f"no plan of this recipe is predicted to fit in {format_bytes(memory_bytes)}: see memsave plan"
     return (
-        f"the fastest that is predicted to fit in {format_bytes(target.memory_bytes)} (memsave plan): "
+        f"the fastest that is predicted to fit in {format_bytes(memory_bytes)} (memsave plan): "
         f"{_flags(choice.chosen)}, {format_bytes(choice.chosen.needed_bytes)} in all"
     )
 

@@ -1,0 +1,83 @@
+"""The Hub is asked once: where it does not answer, names come from the cache, or end at once in one line.
+
+``huggingface_hub`` asks for every file up to six times, with pauses: 23 s a file where nothing listens, and more than
+six minutes where a server takes the connection and never answers (2.4, measured). So it is asked once whether it is
+there; if not, the process goes offline as with ``HF_HUB_OFFLINE=1``. A Hub that is lost later is up to that library.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import datasets
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import get_session
+
+from memsave_recipes.errors import InputError
+
+ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
+"""That library's own variable for slow networks."""
+MISSING_WHILE_OFFLINE = (ConnectionError, LocalEntryNotFoundError)
+
+datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or every local file that it reads is counted on a server
+
+logger = logging.getLogger(__name__)
+_why_silent: dict[str, str | None] = {}  # by endpoint; None for one that has answered
+
+
+def ask_hub_for(name: str) -> None:
+    """Before ``name`` is loaded: go offline where it is not at hand as a folder or file and the Hub does not answer."""
+    if os.path.exists(name) or constants.is_offline_mode():
+        return
+    if constants.ENDPOINT not in _why_silent:
+        _why_silent[constants.ENDPOINT] = _ask(constants.ENDPOINT)
+    if why := _why_silent[constants.ENDPOINT]:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            logger.warning("note: %s, so names are looked up in the cache alone", why)
+
+
+@contextmanager
+def loading_by_name(name: str, source: str, way_out: str) -> Iterator[None]:
+    """Load ``name`` inside, from the Hub, the cache or a folder.
+
+    Args:
+        source: the flag and its value, for the message.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    ask_hub_for(name)
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # what HTTP libraries raise is often no OSError
+        raise InputError(f"{source} cannot be loaded: {reason(error)}; {way_out}") from error
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be loaded, in one line."""
+    if constants.is_offline_mode() and any(isinstance(cause, MISSING_WHILE_OFFLINE) for cause in _behind(error)):
+        return f"it is not in the cache, and {_why_silent.get(constants.ENDPOINT) or 'HF_HUB_OFFLINE is set'}"
+    while isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
+        error = error.__cause__  # it says itself only that there was one
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _ask(endpoint: str) -> str | None:
+    """What keeps the Hub from answering."""
+    try:
+        status = get_session().head(endpoint, timeout=ANSWERS_WITHIN_S).status_code
+    except Exception as error:  # of the HTTP library, which is not always the same one
+        return f"{endpoint} does not answer ({str(error) or type(error).__name__})"
+    return f"{endpoint} answers with error {status}" if status >= 500 else None
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, and what it was raised from or after."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,67 @@
+"""A run goes on as the same one: what of its environment is announced, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from memsave_recipes.checkpoints.continuity import check_same_environment
+from memsave_recipes.errors import InputError
+from memsave_recipes.training.environment import describe_environment
+from memsave_recipes.training.launch import start_accelerator
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return start_accelerator()
+
+
+@pytest.fixture
+def saved(accelerator):
+    """As ``config.json`` gives it back."""
+    return json.loads(json.dumps(describe_environment(accelerator)))
+
+
+def test_the_same_environment_says_nothing(accelerator, saved):
+    saved["git_commit"], saved["versions"]["datasets"] = "another", "0"
+    assert check_same_environment(saved, accelerator) == []
+
+
+@pytest.mark.parametrize("name", ["torch", "accelerate", "transformers", "memsave-recipes"])
+def test_another_version_is_announced(accelerator, saved, name):
+    is_now = saved["versions"][name]
+    saved["versions"][name] = "0.1"
+    assert check_same_environment(saved, accelerator) == [
+        f"note: {name} was 0.1 and is {is_now}: bit-exact no longer promised, because another version may compute in "
+        "another way"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("device", "NVIDIA H200"), ("num_threads", 99), ("deterministic_algorithms", True)]
+)
+def test_another_machine_is_announced(accelerator, saved, name, value):
+    saved[name] = value
+    (line,) = check_same_environment(saved, accelerator)
+    assert line.startswith(f"note: {name} was {value} and is ")
+    assert "bit-exact no longer promised, because" in line
+
+
+def test_threads_do_not_matter_to_another_device(accelerator, saved, monkeypatch):
+    saved["num_threads"] = 99
+    monkeypatch.setattr(type(accelerator), "device", torch.device("meta"))
+    assert not [line for line in check_same_environment(saved, accelerator) if "num_threads" in line]
+
+
+def test_a_record_that_does_not_know_of_it_yet_says_nothing(accelerator, saved):
+    del saved["deterministic_algorithms"]
+    assert check_same_environment(saved, accelerator) == []
+
+
+def test_another_precision_is_refused(accelerator, saved):
+    saved["mixed_precision"] = "bf16"
+    with pytest.raises(InputError, match=r"--mixed_precision was bf16 and is no: .*launch --mixed_precision bf16"):
+        check_same_environment(saved, accelerator)

@@ -1,0 +1,79 @@
+"""A recipe or ``memsave`` with a command line, as a process of its own: watched, and never longer than a limit.
+
+What programs import is imported here, once, since the nursery that forks them (``tests/nursery.py``) imports this.
+"""
+
+import importlib
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import peft  # noqa: F401
+import sklearn.datasets  # noqa: F401
+import torch
+
+import memsave_recipes.cli.recipe  # noqa: F401
+from memsave_recipes.cli import main as memsave
+from memsave_recipes.reporting.failures import run_recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+NAMES = ("image_classification", "language_modeling", "text_classification", "ddp_equals_accumulation")
+FORK = multiprocessing.get_context("fork")
+TIMEOUT_S = 60
+MOST_BYTES = 4 * 1024**3  # more than that a program may not take, so that what is huge fails at once
+
+sys.path.insert(0, str(RECIPES))
+MAINS = {name: importlib.import_module(name) for name in NAMES}
+sys.path.remove(str(RECIPES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a program ended; ``code`` is ``None`` for one that was still running after ``TIMEOUT_S``."""
+
+    code: int | None
+    out: str
+    err: str
+
+
+def run_program(program: str, words: list[str], folder: Path) -> End:
+    """``program`` with ``words``, in ``folder``; a recipe by its name, or ``memsave``."""
+    out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
+    process = FORK.Process(target=_be_program, args=(program, words, folder, out, err))
+    process.start()
+    process.join(TIMEOUT_S)
+    code = process.exitcode
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its data workers too
+    return End(code=code, out=out.read_text(errors="replace"), err=err.read_text(errors="replace"))
+
+
+def _be_program(program: str, words: list[str], folder: Path, out: Path, err: Path) -> None:
+    os.setsid()
+    sys.stdout, sys.stderr = _into(out, 1, "strict"), _into(err, 2, "backslashreplace")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, used + MOST_BYTES))
+    torch.set_num_threads(1)  # torch makes a forked process a new pool, which two threads must not begin at once
+    os.chdir(folder)
+    sys.argv = [program, *words]
+    _main_of(program)()
+
+
+def _into(path: Path, descriptor: int, errors: str) -> TextIO:
+    """A stream as Python opens it, whose text lands in ``path``; pytest has put streams of its own in their place."""
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    return open(descriptor, "w", encoding="utf-8", errors=errors, buffering=1)
+
+
+def _main_of(program: str) -> Callable[[], None]:
+    if program == "memsave":
+        return lambda: sys.exit(memsave())
+    recipe = MAINS[program]
+    return lambda: run_recipe(recipe.main, getattr(recipe, "sketch", None))

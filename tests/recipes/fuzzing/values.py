@@ -1,0 +1,189 @@
+"""Every flag of the recipes, with values that must pass, that must be refused, and that may do either.
+
+A value is the text that a person types; ``None`` is a flag without one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NO_NUMBERS = (None, "", "x", "1,5", "None", "0x10", "²", "--", "1 2", "[1]", "9" * 5000)
+NO_WHOLE_NUMBERS = (*NO_NUMBERS, "1.5", "nan", "inf", "1e3", "true")
+ODD_PATHS = ("", "absent", "f/images/train/cat/0.png", "f/empty.json", "f/folder.json", "/proc/self/mem", "n" * 300)
+SWITCH = ((None, "true", "no", "1", "False"), ("", "maybe", "2", "None", "[]"))
+
+
+@dataclass(frozen=True)
+class Values:
+    """Of one flag.
+
+    Args:
+        good: the flag alone never refuses these; with others they may contradict.
+        bad: these are always refused.
+        words: and so are these, which are not even of the right type.
+        odd: what happens to these is left open.
+        codes: in which a run with one of ``odd`` may end, beside 0 and 2.
+    """
+
+    good: Sequence[str | None] = ()
+    bad: Sequence[str | None] = ()
+    odd: Sequence[str | None] = ()
+    words: Sequence[str | None] = ()
+    codes: tuple[int, ...] = ()
+
+
+def whole(*good: str, least: int = 1, odd: Sequence[str] = (), codes: tuple[int, ...] = ()) -> Values:
+    """Of a flag that takes whole numbers from ``least`` on."""
+    return Values(good, (str(least - 1), "-7", str(10**30)), odd, NO_WHOLE_NUMBERS, codes)
+
+
+def real(*good: str, bad: Sequence[str] = (), odd: Sequence[str] = (), codes: tuple[int, ...] = ()) -> Values:
+    """Of a flag that takes finite numbers from 0 on."""
+    return Values(good, ("nan", "inf", "1e309", "-1", *bad), odd, NO_NUMBERS, codes)
+
+
+SHAPES = {
+    "gpt2": "n_layer=2,n_head=2,n_embd=16",
+    "bert": "hidden_size=16,num_hidden_layers=2,num_attention_heads=2,intermediate_size=16",
+    "vit": "hidden_size=16,num_hidden_layers=2,num_attention_heads=2,intermediate_size=16,patch_size=8",
+}
+"""Of models that train in a moment."""
+WRONG_SHAPES = ("", "=", "n_layer", "hidden_size", "num_hidden_layers=x", "nothing=1", "vocab_size=x", "vocab_size=1,")
+ODD_SHAPES = ("n_head=0", "n_head=3", "num_attention_heads=3", "n_embd=0", "n_embd=-4", "hidden_size=0", "vocab_size=3")
+ODD_SHAPES += ("n_layer=0", "num_hidden_layers=-1", "patch_size=0", "n_positions=2", "max_position_embeddings=4")
+ODD_SHAPES += ("activation_function=x", "hidden_act=x", "hidden_dropout_prob=2", "resid_pdrop=-1", "dtype=x")
+ODD_SHAPES += ("num_labels=0", "image_size=3", "num_channels=1", "id2label=3", "n_embd=4000000", "hidden_size=4000000")
+
+PLANS = Values(
+    good=("none", "full", "every:1", "every:2", "segments:1", "segments:2", "offload"),
+    bad=(
+        *(None, "", " ", "all", "full:2", "none:", "segments", "segments:", "segments:0", "segments:x", "segments:-1"),
+        *("segments:999", "segments:1.5", "segments:²", "segments:" + "9" * 5000, "every:0", "every:999", "compiled:2"),
+        *("compiled:", "compiled:x", "compiled:nan", "compiled:-1", "budget:", "budget:x", "None", "é"),
+        *(f"f/{name}.json" for name in ("empty", "bytes", "folder", "deep", "absent", "other_blocks", "endless")),
+        *(f"f/{name}.json" for name in ("no_words", "no_blocks", "not_a_number", "later_version")),
+    ),
+    odd=("selective", "bottleneck", "budget", "budget:bitwise", "plan.json"),
+)
+
+RUN = {
+    "global_batch_size": whole("1", "3", "8", odd=("2000", "1000000000"), codes=(3,)),
+    "micro_batch_size": Values(("1", "2", "99"), ("0", "-1", "autos"), ("auto",), NO_WHOLE_NUMBERS),
+    "drop_last": Values(*SWITCH),
+    "activation_checkpointing": PLANS,
+    "memory_budget_gib": real(bad=("0",), odd=("0.5", "1e-9", "1e300", "80"), codes=(3,)),
+    "gradient_checkpointing": Values(*SWITCH),
+    "verify": Values(("off",), ("", "x", "2", "None"), (None, "stop", "warn", "true"), codes=(5,)),
+    "num_epochs": real("0.01", "1", "1e-300", bad=("0", "1e300")),
+    "max_steps": whole("1", "2"),
+    "seed": whole("0", "7", "123456789", least=0, odd=("4294967295", "4294967296")),
+    "dtype": Values(("float32", "bfloat16", "float64"), (None, "", "float16", "Float32", "32")),
+    "sync_batchnorm": Values(("no",), SWITCH[1]),
+    "dataloader_num_workers": whole("0", "1", least=0),
+    "eval_steps": whole("1", "5"),
+    "logging_steps": whole("1", "3"),
+    "memory_snapshot": Values((), ("0", "2"), words=NO_WHOLE_NUMBERS),
+    "report_to": Values(("none",), (None, "", "trakio", "None", "none none,", "-"), ("tensorboard",)),
+    "overwrite": Values(*SWITCH),
+    "output_dir": Values(
+        ("run", "a/b/run", "ein Lauf", "l'été 走", "run\n2", "[b]run[/b]", "%s"),
+        (None, "", "file", "file/run", "/sys/run", "n" * 300, "\udcff"),
+        (".",),
+    ),
+}
+OPTIMIZER = {
+    "optimizer": Values(("adamw", "adafactor", "sgd"), (None, "", "adam", "SGD"), ("adamw_8bit",)),
+    "optimizer_in_backward": Values(("no",), SWITCH[1], (None,), codes=(4,)),
+    "learning_rate": real("0", "1e-3", "1e-300", ".5", bad=("1e308",), odd=("1e30", "1e10"), codes=(4,)),
+    "weight_decay": real("0", "0.1", bad=("1e308",), odd=("1e30",), codes=(4,)),
+    "momentum": real("0", "0.5", bad=("1", "1.5")),
+    "lr_scheduler_type": Values(("linear", "cosine", "polynomial", "constant", "inverse_sqrt"), (None, "", "lin")),
+    "warmup_steps": whole("0", "1", "50", least=0),
+    "max_grad_norm": real("0", "1", "1e-300", "1e20"),
+}
+SAFETY = {
+    "resume": Values(*SWITCH),
+    "save_every": whole("1", "2"),
+    "save_every_minutes": real("0", "1e-6", "1e300"),
+    "keep_checkpoints": whole("1", "3"),
+    "save_best": Values(*SWITCH),
+    "skip_nonfinite": whole("0", "3", least=0),
+}
+TRANSFORMER = {
+    "model_name_or_path": Values((), (None, *ODD_PATHS, "f/no_weights", "a b", "é")),  # a base names another model
+    "config_overrides": Values((), (None, *WRONG_SHAPES), ODD_SHAPES, codes=(3,)),
+    "dropout": real("0", "0.5", bad=("1",)),
+    "attn_implementation": Values(("eager",), (None, "", "flash_attention_9", "é"), ("sdpa",)),
+    "trust_remote_code": Values(*SWITCH),
+}
+LORA = {
+    "lora": Values(*SWITCH),
+    "lora_rank": whole("1", "4", odd=("1000000000",), codes=(3,)),
+    "lora_alpha": whole("1", "7"),
+    "lora_dropout": real("0", "0.5", bad=("1", "2")),
+    "lora_target_modules": Values(("all-linear",), (None, ""), ("c_attn", "query", "x", "*", "[", "all-linear x")),
+    "lora_merge": Values(("no",), SWITCH[1], (None,)),
+    "load_in_4bit": Values(("no",), (*SWITCH[1], None)),
+}
+TEXT = {
+    "dataset": Values((), (None, *ODD_PATHS, "a/b", "é")),  # a base names files
+    "dataset_config_name": Values((), (None, "x")),
+    "tokenizer_name": Values((), (None, *ODD_PATHS, "f/no_weights", "f/list")),
+    "vocab_size": whole("300", "260", least=258, odd=("5000",)),
+}
+"""What the recipes of text share."""
+
+FLAGS: dict[str, dict[str, Values]] = {
+    "image_classification": {
+        **(RUN | OPTIMIZER | SAFETY),
+        "dataset": Values(("digits",), (None, *ODD_PATHS, "a/b", "digit")),
+        "data_dir": Values((), (None, *ODD_PATHS), ("f/images",)),
+        "image_size": whole("8", "16", "17", odd=("1", "2", "5", "1000000"), codes=(3,)),
+        "augmentation": Values(("digits", "article", "none"), (None, "", "x")),
+        "skip_broken_images": Values(*SWITCH),
+        "model": Values((), (None, "", "vgg", "VGG16", "é"), ("vgg_small", "densenet_small")),
+        "weights": Values((), (None, *ODD_PATHS, "f/bytes.safetensors", "f/empty.pth", "f/bytes.pth", "f/folder.pth")),
+        **TRANSFORMER,
+    },
+    "language_modeling": {
+        **(RUN | OPTIMIZER | SAFETY | LORA | TRANSFORMER | TEXT),
+        "train_file": Values(
+            ("f/text.jsonl",),
+            (None, *ODD_PATHS, "f/bytes.txt", "f/half.jsonl", "f/numbers.jsonl", "f/bytes.parquet", "f/empty.jsonl"),
+            ("f/text.txt",),
+        ),
+        "validation_file": Values(("f/text.txt",), (None, *ODD_PATHS, "f/empty.txt", "f/labelled.csv")),
+        "text_column": Values(("text",), (None, "", "x", "é")),
+        "streaming": Values(("no",), (*SWITCH[1], None)),
+        "block_size": whole("2", "16", "33", least=2, odd=("2000", "2000000000"), codes=(3,)),
+        "packing": Values(*SWITCH),
+        "max_eval_samples": whole("1", "5"),
+        "loss": Values(("auto", "full", "chunked"), (None, "", "x", "liger")),
+        "prompt": Values(("a", "12 and", "<|endoftext|>", "走", "'", "no"), (None, "", " ", "\n", "\udcff")),
+        "model_type": Values(("gpt2",), (None, "", "nothing", "resnet", "../gpt2"), ("bert", "t5", "clip")),
+    },
+    "text_classification": {
+        **(RUN | OPTIMIZER | SAFETY | LORA | TRANSFORMER | TEXT),
+        "train_file": Values(
+            ("f/labelled.csv",),
+            (None, *ODD_PATHS, "f/one_class.csv", "f/half.jsonl", "f/numbers.jsonl", "f/bytes.csv", "f/empty.csv"),
+            ("f/ragged.csv",),
+        ),
+        "validation_file": Values(("f/labelled.csv",), (None, *ODD_PATHS, "f/bytes.parquet", "f/folder.csv")),
+        "text_column": Values(("text",), (None, "", "x", "é")),
+        "text_pair_column": Values((), (None, "", "x"), ("text", "label")),
+        "label_column": Values(("label",), (None, "", "x"), ("text",)),
+        "max_length": whole("8", "16", least=8, odd=("512", "513", "2000000000")),
+        "model_type": Values(("bert",), (None, "", "nothing", "resnet"), ("gpt2", "t5", "distilbert")),
+    },
+    "ddp_equals_accumulation": RUN
+    | OPTIMIZER
+    | {
+        "activation_checkpointing": Values(PLANS.good, PLANS.bad, ("selective", "bottleneck")),
+        "memory_budget_gib": Values((), ("0.5", "80"), words=NO_NUMBERS),
+        "micro_batch_size": Values(("1", "2", "99"), ("0", "auto"), words=NO_WHOLE_NUMBERS),
+        "verify": Values(("off",), (None, "", "x", "stop", "warn")),
+        "optimizer": Values(("adamw", "sgd"), (None, "", "adam", "adafactor")),
+        "optimizer_in_backward": Values(("no",), (*SWITCH[1], None)),
+        "compare_with": Values((), (None, *ODD_PATHS, "f/done")),
+    },
+}

@@ -1,0 +1,44 @@
+"""A run in several lives: how it is told to end, and whether it is the run that nothing ended."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+TINY_VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=8"
+TINY_BERT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+NUM_STEPS = 10
+LENGTH = ["--max_steps", str(NUM_STEPS), "--logging_steps", "4", "--eval_steps", "3"]
+IMAGES = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "16", *LENGTH]
+TEXT = ["--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", "32"]
+TEXT += ["--max_eval_samples", "40", "--global_batch_size", "8", "--vocab_size", "512", *LENGTH]
+LABELLED = ["--model_type", "bert", "--config_overrides", TINY_BERT, "--max_length", "24", "--vocab_size", "300"]
+LABELLED += ["--global_batch_size", "16", *LENGTH]
+FLAGS = {"image_classification": IMAGES, "language_modeling": TEXT, "text_classification": LABELLED}
+MEASURED = ("perf/", "memory/", "result/perf", "result/memory")  # by the clock, or by the life
+
+
+class Killed(BaseException):
+    """Nothing of ours catches it."""
+
+
+def rows_of(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
+
+
+def results_of(folder):
+    results = json.loads((folder / "results.json").read_text())
+    return {key: value for key, value in results.items() if key not in ("perf", "memory")}
+
+
+def assert_the_same_run(folder, straight):
+    assert rows_of(folder) == rows_of(straight)
+    assert results_of(folder) == results_of(straight)
+    assert_the_same_weights(folder / "final", straight / "final")
+
+
+def assert_the_same_weights(folder, straight):
+    weights, expected = (load_file(one / "model.safetensors") for one in (folder, straight))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)

@@ -1,0 +1,192 @@
+"""Bad data and a silent Hub end every recipe in one line and code 2, before a step, and cost no earlier run."""
+
+import hashlib
+import json
+
+import datasets
+import numpy as np
+import pytest
+from accelerate.state import AcceleratorState
+from hub_stand_in import hub_stand_in
+from PIL import Image
+
+from memsave_recipes.reporting.failures import run_recipe
+
+IMAGES, TEXT, LABELLED = "image_classification", "language_modeling", "text_classification"
+FLAGS = {
+    IMAGES: ["--model", "vgg_small", "--global_batch_size", "4", "--max_steps", "2"],
+    TEXT: [
+        *("--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=8", "--block_size", "32"),
+        *("--vocab_size", "300", "--global_batch_size", "4", "--max_steps", "2"),
+    ],
+    LABELLED: [
+        *("--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=8", "--max_length", "16"),
+        *("--vocab_size", "300", "--global_batch_size", "4", "--max_steps", "2"),
+    ],
+}
+EARLIER = {"config.json": "{}", "metrics.jsonl": '{"step": 1}\n', "checkpoints/step-1/manifest.json": "{}"}
+
+
+def image_folder(folder):
+    """Three images of two classes a split, PNG and JPEG, and their list."""
+    root, random = folder / "pets", np.random.default_rng(0)
+    for name in ("train/cat/a.png", "train/cat/b.jpg", "train/dog/c.png", "val/cat/d.png", "val/dog/e.jpg"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(0, 256, (48, 48, 3), dtype=np.uint8)).save(root / name)
+    files = [path.relative_to(root) for path in sorted(root.rglob("*.*"))]
+    lines = [f"{hashlib.sha256((root / name).read_bytes()).hexdigest()}  {name}\n" for name in files]
+    (root / "SHA256SUMS").write_text("".join(lines))
+    return root
+
+
+def flipped(name):
+    def make(folder):
+        path = image_folder(folder) / name
+        content = bytearray(path.read_bytes())
+        content[-200] ^= 16
+        path.write_bytes(content)
+        return ["--data_dir", str(folder / "pets")]
+
+    return make
+
+
+def no_images(folder):
+    for path in image_folder(folder).rglob("*.*"):
+        path.unlink()
+    return ["--data_dir", str(folder / "pets")]
+
+
+def too_few_images(folder):
+    return ["--data_dir", str(image_folder(folder)), "--drop_last"]
+
+
+def label_without_a_class(folder):
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}
+    rows = {"image": [Image.new("RGB", (8, 8))] * 3, "label": [0, 1, -1]}
+    for split in ("train", "validation"):
+        made = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+        made.to_parquet(folder / "set" / f"{split}.parquet")
+    return ["--dataset", str(folder / "set")]
+
+
+def documents(number, *flags):
+    def make(folder):
+        (folder / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} words"}) + "\n" for n in range(number)))
+        return ["--train_file", str(folder / "text.jsonl"), *flags]
+
+    return make
+
+
+def labelled(number, *flags, asked="yes"):
+    def make(folder):
+        rows = [{"text": f"{n} words", "label": ("yes", "no")[n % 2]} for n in range(number)]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "held_out.jsonl").write_text(json.dumps({"text": "words", "label": asked}) + "\n")
+        return [
+            "--train_file",
+            str(folder / "train.jsonl"),
+            "--validation_file",
+            str(folder / "held_out.jsonl"),
+            *flags,
+        ]
+
+    return make
+
+
+SMALL_EMBEDDING = ["--config_overrides", "n_layer=1,n_head=2,n_embd=8,vocab_size=270"]
+FAULTS = {
+    "a PNG with a flipped bit": (
+        IMAGES,
+        flipped("train/cat/a.png"),
+        "other bytes than SHA256SUMS says: train/cat/a.png",
+    ),
+    "a JPEG with a flipped bit": (IMAGES, flipped("val/dog/e.jpg"), "other bytes than SHA256SUMS says: val/dog/e.jpg"),
+    "no images": (IMAGES, no_images, "has no images in train/CLASS/"),
+    "no documents": (TEXT, documents(0), "text.jsonl has no text"),
+    "no labelled texts": (LABELLED, labelled(0), "train.jsonl is empty"),
+    "a label without a class": (IMAGES, label_without_a_class, "images without a class (label -1)"),
+    "a label that is none of the classes": (LABELLED, labelled(9, asked="perhaps"), "row 1 has the label perhaps"),
+    "tokens beyond the embedding": (TEXT, documents(99, *SMALL_EMBEDDING), "only 270 embeddings"),
+    "tokens beyond a classifier's": (LABELLED, labelled(99, *SMALL_EMBEDDING), "only 270 embeddings"),
+    "fewer images than a batch": (IMAGES, too_few_images, "the data set has 3 samples, fewer than"),
+    "fewer rows than a batch": (TEXT, documents(2, "--drop_last"), "the data set has 1 samples, fewer than"),
+    "fewer texts than a batch": (LABELLED, labelled(2, "--drop_last"), "the data set has 2 samples, fewer than"),
+}
+
+
+def by_name(*names):
+    return pytest.mark.parametrize(
+        ("recipe", "fault"), [(FAULTS[name][0], name) for name in names], indirect=["recipe"]
+    )
+
+
+def end_of(recipe, monkeypatch, *flags, capsys):
+    """Exit code and the line of a run that may come to its first step and no further."""
+    monkeypatch.setattr(recipe, "begin_run", lambda *args, **options: pytest.fail("the run began"))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(SystemExit) as end:
+        run_recipe(lambda: recipe.main([*FLAGS[recipe.__name__], *flags, "--report_to", "none"]))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return end.value.code, line
+
+
+@by_name(*FAULTS)
+def test_bad_data_ends_in_one_line_before_a_step(recipe, fault, monkeypatch, tmp_path, capsys):
+    _, make, words = FAULTS[fault]
+    flags = make(tmp_path)
+    code, line = end_of(recipe, monkeypatch, *flags, "--output_dir", str(tmp_path / "new"), capsys=capsys)
+    assert code == 2
+    assert words in line
+    assert not (tmp_path / "new").exists()
+
+
+@by_name("a JPEG with a flipped bit", "tokens beyond the embedding", "fewer texts than a batch")
+def test_bad_data_costs_no_earlier_run(recipe, fault, monkeypatch, tmp_path, capsys):
+    folder = tmp_path / "run"
+    for name, content in EARLIER.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    flags = [*FAULTS[fault][1](tmp_path), "--output_dir", str(folder), "--overwrite"]
+    code, _ = end_of(recipe, monkeypatch, *flags, capsys=capsys)
+    assert code == 2
+    assert {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.*")} == EARLIER
+
+
+HUB_NAMES = [
+    (IMAGES, ["--dataset", "some/name"]),
+    (TEXT, ["--dataset", "some/name"]),
+    (TEXT, ["--dataset", "some/name", "--streaming"]),
+    (LABELLED, ["--dataset", "some/name"]),
+    (TEXT, ["--tokenizer_name", "some/name"]),
+]
+
+
+@pytest.mark.parametrize(("recipe", "named"), HUB_NAMES, indirect=["recipe"])
+def test_a_hub_out_of_reach_is_asked_once(recipe, named, monkeypatch, tmp_path, capsys):
+    with hub_stand_in(monkeypatch, tmp_path) as serve:
+        hub = serve(503)
+        code, line = end_of(recipe, monkeypatch, *named, "--output_dir", str(tmp_path / "new"), capsys=capsys)
+    assert code == 2
+    assert "some/name" in line
+    assert f"it is not in the cache, and {hub.url} answers with error 503" in line
+    assert hub.requests == ["HEAD /"]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("recipe", [IMAGES, TEXT, LABELLED], indirect=True)
+def test_a_model_out_of_reach_is_asked_for_once(recipe, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(FLAGS, recipe.__name__, ["--model_name_or_path", "some/name", "--global_batch_size", "4"])
+    make = {
+        IMAGES: lambda folder: ["--data_dir", str(image_folder(folder))],
+        TEXT: documents(99),
+        LABELLED: labelled(9),
+    }
+    flags = make[recipe.__name__](tmp_path)
+    with hub_stand_in(monkeypatch, tmp_path) as serve:
+        hub = serve("hang up")
+        code, line = end_of(recipe, monkeypatch, *flags, "--output_dir", str(tmp_path / "new"), capsys=capsys)
+    assert code == 2
+    assert "some/name" in line
+    assert f"it is not in the cache, and {hub.url} does not answer" in line
+    assert hub.requests == ["HEAD /"]
+    assert not (tmp_path / "new").exists()

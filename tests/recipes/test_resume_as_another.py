@@ -1,0 +1,146 @@
+"""What may be another on ``--resume``, what is announced, and what is refused in one line."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from filelock import FileLock
+from lives import IMAGES, assert_the_same_run, rows_of
+
+from memsave_recipes.reporting.failures import run_recipe
+
+RECIPE = "image_classification"
+
+
+@pytest.fixture
+def refused(recipe, tmp_path, capsys):
+    """Go on with other flags; returns the one line that it ends with."""
+
+    def resume(*flags):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        words = [*IMAGES, "--report_to", "none", "--output_dir", str(tmp_path / "run"), "--resume", *flags]
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            run_recipe(lambda: recipe.main(words))
+        assert end.value.code == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        return line
+
+    return resume
+
+
+@pytest.fixture(scope="module")
+def ended_at_6(run_once, kill_after, tmp_path_factory):
+    """Runs that have ended after six of their steps, each begun once."""
+    folders = {}
+
+    def begin(*flags):
+        if flags not in folders:
+            folders[flags] = tmp_path_factory.mktemp("ended") / "run"
+            with kill_after(6):
+                run_once(*IMAGES, "--save_every", "3", *flags, folder=folders[flags])
+        return folders[flags]
+
+    return begin
+
+
+@pytest.fixture
+def stopped_at_6(ended_at_6, tmp_path):
+    """Puts into the test's own folder a run that has ended after six of its steps."""
+    return lambda *flags: shutil.copytree(ended_at_6(*flags), tmp_path / "run")
+
+
+CONSTANT = ("--lr_scheduler_type", "constant")
+
+
+def test_the_run_may_become_longer_where_the_schedule_has_no_end(train, stopped_at_6, tmp_path):
+    longer = [*CONSTANT, "--max_steps", "12"]
+    train(*IMAGES, *longer, output="straight")
+    stopped_at_6(*CONSTANT)
+    train(*IMAGES, *longer, "--save_every", "3", "--resume")
+    assert_the_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_and_shorter_but_not_than_it_is(train, stopped_at_6, refused):
+    stopped_at_6(*CONSTANT)
+    assert "has 6 steps and this run ends after 5" in refused(*CONSTANT, "--max_steps", "5")
+    results = train(*IMAGES, *CONSTANT, "--max_steps", "6", "--resume")
+    assert results["steps"] == 6
+    assert results["eval"]["loss"] > 0
+
+
+OTHER_RUNS = {
+    "learning rate": (["--learning_rate", "0.1"], "--learning_rate was 0.0003 and is 0.1"),
+    "seed": (["--seed", "1"], "--seed was 0 and is 1"),
+    "global batch": (["--global_batch_size", "8"], "--global_batch_size was 16 and is 8"),
+    "length": (["--max_steps", "20"], "--max_steps was 10 and is 20, and a linear schedule depends on the end"),
+    "overwrite": (["--overwrite"], "--overwrite deletes the run that --resume goes on with"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_RUNS)
+def test_another_run_is_refused(stopped_at_6, refused, tmp_path, case):
+    flags, words = OTHER_RUNS[case]
+    stopped_at_6()
+    before = rows_of(tmp_path / "run")
+    assert words in refused(*flags)
+    assert rows_of(tmp_path / "run") == before
+
+
+def test_another_geometry_is_announced(train, stopped_at_6, capsys):
+    stopped_at_6()
+    train(*IMAGES, "--micro_batch_size", "4", "--resume")
+    assert "going on as 16 samples = 4 x 1 rank x 4 accumulation steps: data-exact" in capsys.readouterr().out
+
+
+def test_another_environment_is_announced(train, stopped_at_6, capsys):
+    config = stopped_at_6() / "config.json"
+    written = json.loads(config.read_text())
+    written["environment"]["versions"]["torch"] = "1.0"
+    config.write_text(json.dumps(written))
+    train(*IMAGES, "--resume")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "bit-exact no longer promised" in line]
+    assert line.startswith(f"note: torch was 1.0 and is {torch.__version__}: ")
+
+
+def test_another_precision_is_refused(stopped_at_6, refused, monkeypatch):
+    stopped_at_6()
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    line = refused()
+    assert "--mixed_precision was no and is bf16" in line
+    assert "accelerate launch --mixed_precision no" in line
+
+
+def test_a_finished_run_without_checkpoints_is_left_alone(train, refused, tmp_path):
+    train(*IMAGES)
+    before = (tmp_path / "run" / "results.json").read_text()
+    assert "kept no checkpoint" in refused()
+    assert (tmp_path / "run" / "results.json").read_text() == before
+
+
+def test_what_was_searched_is_kept(recipe, train, stopped_at_6, monkeypatch, tmp_path):
+    search = ["--micro_batch_size", "auto", "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"]
+    stopped_at_6(*search)
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    plan_run = recipe.plan_run
+
+    def plan_without_a_search(run, *args, **options):
+        assert not run.searches
+        return plan_run(run, *args, **options)
+
+    monkeypatch.setattr(recipe, "plan_run", plan_without_a_search)
+    results = train(*IMAGES, "--save_every", "3", *search, "--resume")
+    assert json.loads((tmp_path / "run" / "plan.json").read_text()) == plan
+    assert results["micro_batch_size"] == config["geometry"]["micro_batch_size"]
+    again = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert again["memory_budget_gib"] == 1
+    assert again["micro_batch_size"] == "auto"
+
+
+def test_a_folder_in_use_is_refused(refused, tmp_path):
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / "run.lock"):
+        assert "belongs to a run that has not ended" in refused()
