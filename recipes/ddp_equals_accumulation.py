@@ -47,7 +47,7 @@ from memsave_recipes.reporting.run_folder import begin_run, check_run_folder, sa
 from memsave_recipes.reporting.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, require
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
-from memsave_recipes.training.environment import device_name
+from memsave_recipes.training.environment import deterministic_kernels, device_name
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
@@ -105,9 +105,10 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train once for every micro-batch size and both loops; returns what ``results.json`` holds."""
     run, optim = parse_arguments(ProofArguments, PlainOptimizerArguments, args=args)
     folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
-    with locked_run_folder(accelerator, folder):
-        return prove(accelerator, folder, run, optim)
+    with deterministic_kernels(run.full_determinism):
+        accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
+        with locked_run_folder(accelerator, folder):
+            return prove(accelerator, folder, run, optim)
 
 
 def prove(

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from memsave_recipes.reporting.out_of_memory.page import RunSettings
 from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers, start_trackers
 from memsave_recipes.training.arguments import RunArguments, SafetyArguments
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.environment import describe_environment
+from memsave_recipes.training.environment import describe_environment, deterministic_kernels
 from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.sample_order import Geometry
@@ -85,9 +85,11 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
     folder = check_run_folder(run.output_dir, overwrite=run.overwrite, resume=safety.resume)
     earlier = read_earlier(folder / CONFIG, folder / CHECKPOINTS) if safety.resume else None
     notices = check_same_flags(earlier, flags) if earlier else []
-    accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
-    notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
-    with locked_run_folder(accelerator, folder):
+    with ExitStack() as stack:
+        stack.enter_context(deterministic_kernels(run.full_determinism))
+        accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
+        notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
+        stack.enter_context(locked_run_folder(accelerator, folder))
         try:
             with StopSignals() as signals:
                 for notice in notices:

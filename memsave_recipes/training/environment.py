@@ -1,9 +1,11 @@
-"""What a run runs on: versions, commit and hardware."""
+"""What a run runs on: versions, commit, hardware, and kernels that can be repeated."""
 
+import os
 import platform
 import shutil
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,23 @@ def describe_environment(accelerator: Accelerator) -> dict[str, Any]:
         "num_threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Where ``wanted``, torch takes kernels that add in a fixed order; it warns of an operator that has none.
+
+    Begin before the device is used: cuBLAS reads its variable once. See
+    https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+    """
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 def device_name(device: torch.device) -> str:

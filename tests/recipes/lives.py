@@ -1,10 +1,16 @@
-"""A run in several lives: how it is told to end, and whether it is the run that nothing ended."""
+"""A run in several lives: how it is launched, how it is told to end, and whether it is the run that nothing ended."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+ROOT = Path(__file__).parents[2]
 TINY_VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=8"
 TINY_BERT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
 NUM_STEPS = 10
@@ -16,6 +22,35 @@ LABELLED = ["--model_type", "bert", "--config_overrides", TINY_BERT, "--max_leng
 LABELLED += ["--global_batch_size", "16", *LENGTH]
 FLAGS = {"image_classification": IMAGES, "language_modeling": TEXT, "text_classification": LABELLED}
 MEASURED = ("perf/", "memory/", "result/perf", "result/memory")  # by the clock, or by the life
+
+
+def launch(recipe, config, *flags, folder, precision="no"):
+    """``accelerate launch`` as people type it, with a process group of its own."""
+    command = [Path(sys.executable).with_name("accelerate"), "launch"]
+    command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--mixed_precision", precision]
+    words = [*FLAGS[recipe], "--report_to", "none", "--output_dir", folder, "--dataloader_num_workers", "2", *flags]
+    return subprocess.Popen(
+        [str(word) for word in [*command, ROOT / "recipes" / f"{recipe}.py", *words]],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end_of(process):
+    output, _ = process.communicate(timeout=200)
+    return process.returncode, output
+
+
+def wait_for_checkpoint(process, folder):
+    deadline = time.monotonic() + 120
+    while not list((folder / "checkpoints").glob("step-*")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 class Killed(BaseException):

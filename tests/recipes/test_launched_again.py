@@ -11,51 +11,21 @@ import time
 from pathlib import Path
 
 import pytest
-from lives import FLAGS, IMAGES, NUM_STEPS, assert_the_same_run, results_of
+from lives import IMAGES, NUM_STEPS, ROOT, assert_the_same_run, end_of, launch, results_of, wait_for_checkpoint
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-def launch(recipe, num_processes, *flags, folder):
-    """``accelerate launch`` as people type it, with a process group of its own."""
-    config = ROOT / "accelerate_configs" / ("cpu.yaml" if num_processes == 1 else "cpu_ddp.yaml")
-    command = [Path(sys.executable).with_name("accelerate"), "launch", "--config_file", config]
-    words = [*FLAGS[recipe], "--report_to", "none", "--output_dir", folder, "--dataloader_num_workers", "2", *flags]
-    return subprocess.Popen(
-        [str(word) for word in [*command, ROOT / "recipes" / f"{recipe}.py", *words]],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def end_of(process):
-    output, _ = process.communicate(timeout=200)
-    return process.returncode, output
-
-
-def wait_for_checkpoint(process, folder):
-    deadline = time.monotonic() + 120
-    while not list((folder / "checkpoints").glob("step-*")):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("config", ["cpu", "cpu_ddp"])
 @pytest.mark.parametrize("name", ["image_classification", "language_modeling"])
-def test_launched_killed_and_launched_again(tmp_path, name, num_processes):
+def test_launched_killed_and_launched_again(tmp_path, name, config):
     straight, folder = tmp_path / "straight", tmp_path / "run"
-    assert end_of(launch(name, num_processes, folder=straight))[0] == 0
-    process = launch(name, num_processes, "--save_every", "1", folder=folder)
+    assert end_of(launch(name, config, folder=straight))[0] == 0
+    process = launch(name, config, "--save_every", "1", folder=folder)
     wait_for_checkpoint(process, folder)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    code, output = end_of(launch(name, num_processes, "--save_every", "1", "--resume", folder=folder))
+    code, output = end_of(launch(name, config, "--save_every", "1", "--resume", folder=folder))
     assert code == 0, output
     assert "going on after" in output
     assert_the_same_run(folder, straight)
@@ -64,7 +34,7 @@ def test_launched_killed_and_launched_again(tmp_path, name, num_processes):
 def test_launched_and_told_to_stop(tmp_path):
     """The launcher passes the signal on to its ranks, which save; it ends with 1 whatever they end with."""
     folder = tmp_path / "run"
-    process = launch("image_classification", 2, "--save_every", "1", "--max_steps", "2000", folder=folder)
+    process = launch("image_classification", "cpu_ddp", "--save_every", "1", "--max_steps", "2000", folder=folder)
     wait_for_checkpoint(process, folder)
     process.send_signal(signal.SIGTERM)
     code, output = end_of(process)
@@ -73,7 +43,7 @@ def test_launched_and_told_to_stop(tmp_path):
     assert "Traceback (most recent call last)" not in output.partition("SIGTERM: stopped")[0]
     step = max(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("step-*"))
     end = ["--max_steps", "2000", "--save_every", "1", "--resume"]
-    process = launch("image_classification", 1, *end, folder=folder)  # and on another number of ranks
+    process = launch("image_classification", "cpu", *end, folder=folder)  # and on another number of ranks
     while f"going on after {step} steps" not in (line := process.stdout.readline()):
         assert line, "it ended before it went on"
         announced = line if "data-exact" in line else ""

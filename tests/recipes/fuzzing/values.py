@@ -76,6 +76,7 @@ RUN = {
     "num_epochs": real("0.01", "1", "1e-300", bad=("0", "1e300")),
     "max_steps": whole("1", "2"),
     "seed": whole("0", "7", "123456789", least=0, odd=("4294967295", "4294967296")),
+    "full_determinism": Values(*SWITCH),
     "dtype": Values(("float32", "bfloat16", "float64"), (None, "", "float16", "Float32", "32")),
     "sync_batchnorm": Values(("no",), SWITCH[1]),
     "dataloader_num_workers": whole("0", "1", least=0),

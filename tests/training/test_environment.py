@@ -1,0 +1,33 @@
+"""Kernels that can be repeated."""
+
+import os
+
+import pytest
+import torch
+
+from memsave_recipes.training.environment import deterministic_kernels
+
+
+def state():
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+@pytest.mark.parametrize("before", [(False, False), (True, False)])
+def test_deterministic_kernels_are_taken_for_a_run_alone(monkeypatch, before):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    try:
+        with deterministic_kernels(True):
+            assert state() == (True, True)
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert state() == before
+        with deterministic_kernels(False):
+            assert state() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_users_own_workspace_stays(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with deterministic_kernels(True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
