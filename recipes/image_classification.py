@@ -52,7 +52,7 @@ from memsave_recipes.reporting.report import RunReport
 from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run, save_model, write_json
 from memsave_recipes.reporting.trackers import finish_trackers
 from memsave_recipes.reporting.verification import verify_plan
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
+from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments, SafetyArguments, require
 from memsave_recipes.training.batching import (
     Batch,
     GlobalBatch,
@@ -165,6 +165,8 @@ def train(
     model = build_model(network, images.label_names, run, data.image_size)
     if run.sync_batchnorm:
         model = synchronize_batchnorm(model, accelerator.device)
+    else:
+        check_image_size(model, data.image_size, 1 if run.micro_batch_size == AUTO else batches.smallest_micro_batch)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
 
     # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.

@@ -20,6 +20,7 @@ VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no
 """What a preset may say instead of ``stop`` and ``off``."""
 MOST_EPOCHS = MOST_GIB = 1e6
 MOST_WORKERS = 1024
+POLYNOMIAL_END = 1e-7  # of transformers
 STEEPEST = 1e30
 """Of a learning rate and its like; not far above it float32 overflows."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -207,6 +208,11 @@ class OptimizerArguments:
         for name in ("learning_rate", "weight_decay", "max_grad_norm"):
             value = getattr(self, name)
             require(0 <= value <= STEEPEST, f"--{name}", value, f"from 0 to {STEEPEST:g}")
+        if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
+            raise InputError(
+                f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}, which --learning_rate "
+                f"{self.learning_rate:g} is not above: raise it, or take linear"
+            )
         require(0 <= self.momentum < 1, "--momentum", self.momentum, "at least 0 and below 1")
         require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
 from memsave_recipes.training.sample_order import Geometry, MicroBatchSampler, SampleKey, SampleOrder, seed_for
-from memsave_recipes.training.workers import serve_parent_only
+from memsave_recipes.training.workers import end_workers_at_exit, serve_parent_only
 
 IGNORED = -100
 """The label of a position that does not count, as everywhere in torch and transformers."""
@@ -77,6 +77,15 @@ class GlobalBatches:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.num_workers = num_workers
+
+    @property
+    def smallest_micro_batch(self) -> int:
+        """The fewest samples that a forward of the run is given; those of an epoch's last step may be few."""
+        last_of_epoch = min(self.order.steps_per_epoch, self.steps.stop) - 1
+        ranks = [
+            rank for step in {0, last_of_epoch} for rank in self.geometry.micro_batches(self.order.num_samples_in(step))
+        ]
+        return min(max(1, len(micro_batch)) for rank in ranks for micro_batch in rank)
 
     def begin_after(self, step: int) -> None:
         """Leave out the first ``step`` steps of the run."""
@@ -224,6 +233,7 @@ def make_loader(
     num_workers: int,
 ) -> DataLoader:
     """A plain torch loader: Accelerate's own would shard and pad it again."""
+    end_workers_at_exit()
     return DataLoader(
         dataset,
         batch_sampler=sampler,

@@ -2,14 +2,17 @@
 
 A signal to the process group, which is how torchrun passes one on, or a scheduler's to every process of a job, would
 end the workers first, and with them the step that the parent wants to finish. A parent that is killed takes no leave of
-its workers: torch lets each look for itself every five seconds, and some live on.
+its workers: torch lets each look for itself every five seconds, and some live on. At its own end Python asks those that
+are left by SIGTERM, which they do not hear, and would wait for them forever.
 """
 
+import atexit
 import ctypes
 import multiprocessing
 import os
 import signal
 import sys
+from functools import cache
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
@@ -25,3 +28,16 @@ def serve_parent_only(worker_id: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() != parent.pid:  # it ended before the kernel was told
         os._exit(1)
+
+
+@cache
+def end_workers_at_exit() -> None:
+    """Of this process; call it before there are any."""
+    atexit.register(_kill_workers)
+
+
+def _kill_workers() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call their end an error
+    for process in multiprocessing.active_children():
+        if process.daemon:  # those that multiprocessing would ask to end
+            process.kill()

@@ -113,3 +113,12 @@ def test_images_that_shrink_to_nothing_are_refused(name, smallest):
     check_image_size(model, smallest)
     with pytest.raises(InputError, match=f"--image_size {smallest - 1} does not suit"):
         check_image_size(model, smallest - 1)
+
+
+def test_one_pixel_alone_cannot_be_normalised(make_case):
+    model = make_case("resnet50").model
+    check_image_size(model, 64, 1)
+    check_image_size(model, 32, 2)
+    with pytest.raises(InputError, match=r"--image_size 32, in a last micro-batch of one .* does not suit ResNet"):
+        check_image_size(model, 32, 1)
+    check_image_size(make_case("vit").model, 32, 1)

@@ -108,6 +108,7 @@ BAD_FLAGS = {
     "Hub model while offline": (["--model_name_or_path", "nobody/nothing"], "nobody/nothing"),
     "Hub data while offline": (["--model", "vgg_small", "--dataset", "nobody/nothing"], "nobody/nothing"),
     "no such folder": (["--model", "vgg_small", "--data_dir", "absent"], "absent"),
+    "a pixel alone": (["--model_type", "resnet", "--image_size", "4", "--micro_batch_size", "1"], "micro-batch of one"),
     "drop_last of everything": (["--model", "vgg_small", "--global_batch_size", "2000", "--drop_last"], "--drop_last"),
 }
 

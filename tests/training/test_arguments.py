@@ -45,6 +45,7 @@ def parse(*args):
         ["--micro_batch_size", "9" * 5000],
         ["--num_epochs", "1e300"],
         ["--learning_rate", "1e308"],
+        ["--lr_scheduler_type", "polynomial", "--learning_rate", "1e-7"],
         ["--dataloader_num_workers", "100000"],
         ["--memory_budget_gib", "1e300", "--activation_checkpointing", "budget"],
         ["--output_dir", ""],

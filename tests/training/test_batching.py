@@ -487,3 +487,30 @@ def notice_of(layer: nn.Module, geometry: str) -> str | None:
     return batchnorm_notice(
         nn.Sequential(nn.Linear(2, 2), layer), Geometry.of(GLOBAL_BATCH_SIZE, micro_batch_size, num_ranks)
     )
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "ranks", "micro_batch_size", "num_steps", "drop_last", "smallest"),
+    [
+        (48, 1, 8, 9, False, 8),
+        (48, 1, 7, 9, False, 3),  # 24 = 7 + 7 + 7 + 3
+        (49, 1, 8, 9, False, 1),  # one is left for the third step
+        (49, 1, 8, 2, False, 8),  # which is never taken
+        (49, 1, 8, 9, True, 8),
+        (50, 4, 6, 9, False, 1),  # 2 of 4 ranks have padding alone
+        (5, 1, 24, 9, False, 5),  # there is only the last step
+    ],
+)
+def test_the_smallest_micro_batch_is_that_of_the_run(
+    num_samples, ranks, micro_batch_size, num_steps, drop_last, smallest
+):
+    order = SampleOrder(num_samples=num_samples, global_batch_size=GLOBAL_BATCH_SIZE, seed=SEED, drop_last=drop_last)
+    geometry = Geometry.of(GLOBAL_BATCH_SIZE, micro_batch_size, ranks)
+    batches = GlobalBatches(None, None, order=order, geometry=geometry, num_steps=num_steps, seed=SEED)
+    taken = [
+        max(1, len(positions))
+        for step in range(num_steps)
+        for rank in geometry.micro_batches(order.num_samples_in(step))
+        for positions in rank
+    ]
+    assert batches.smallest_micro_batch == min(taken) == smallest
