@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-all clean
+.PHONY: help demo install check lint types test test-faults test-all clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch comes first and by its exact version: what needs torch must not choose another build of it.
 $(VENV)/.installed: setup.cfg constraints.txt pyproject.toml
@@ -43,6 +43,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxpro
 
 test: install  ## the tests (a quarter of an hour on 2 cores)
 	$(PYTEST) -m 'not slow'
+
+# They wait for processes to end, so a core has time for more than one of them.
+test-faults: install  ## 400 kills, 200 damages, 240 signals, crafted files, 2,000 command lines (8 minutes on 2 cores)
+	$(PYTEST) --numprocesses 3 -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
 
 test-all: install  ## the slow ones too
 	$(PYTEST)

@@ -4,13 +4,15 @@ A process that has computed with torch must not be forked, its children can hang
 *nursery*, is itself forked after the tests have been collected and before the first of them runs.
 
 A trial is any function, in a process of its own, which may launch others and kill them. Ranks are processes of one
-gloo world.
+gloo world. A program ends as programs do, with an exit code.
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import time
 import traceback
@@ -23,27 +25,37 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from PIL import Image
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from memsave_recipes.training.launch import start_accelerator
 
 FORK = multiprocessing.get_context("fork")
-TRIAL_TIMEOUT_S, RANKS_TIMEOUT_S = 120, 60
+TRIAL_TIMEOUT_S, RANKS_TIMEOUT_S, PROGRAM_TIMEOUT_S = 120, 60, 60
 # What the first optimizer, DDP and loader of a process import: seconds for every rank, or once before the fork.
 PRELOADED = ("torch._dynamo", "sympy", "datasets", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
 END = b""
-FIXTURES = {"run_trial", "run_on_ranks"}
+FIXTURES = {"run_trial", "run_on_ranks", "run_program"}
 
 RankFunction = Callable[[Accelerator], Any]
 Outcome = tuple[bool, Any]
 """Whether it succeeded, and its result or what went wrong."""
 
 
+def preload() -> None:
+    """What every first step and save of a process would import and compile anew."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    get_checkpoint_conversion_mapping("gpt2")  # hundreds of patterns, whichever the model
+    Image.init()
+
+
 class Nursery:
     """Runs functions in processes of their own; ends when the tests do."""
 
     def __init__(self) -> None:
-        for module in PRELOADED:
-            importlib.import_module(module)
+        preload()
+        gc.freeze()  # or every child would copy what its collector looks through
         self._connection, theirs = FORK.Pipe()
         self._process = FORK.Process(target=_serve, args=(theirs, self._connection))
         self._process.start()
@@ -64,6 +76,10 @@ class Nursery:
             RuntimeError: a rank failed, or had no result in time; all of them have been ended.
         """
         return self._ask(_run_ranks, function, num_ranks, timeout_s)
+
+    def run_program(self, program: Callable[..., None], *args: Any, timeout_s: float = PROGRAM_TIMEOUT_S) -> int | None:
+        """The exit code of ``program(*args)``, in a session of its own that ends with it; ``None`` if it had to be."""
+        return self._ask(_run_program, program, args, timeout_s)
 
     def close(self) -> None:
         """By a word: data workers that a test has left behind hold this end of the pipe open as well."""
@@ -101,6 +117,12 @@ def run_on_ranks(pytestconfig: pytest.Config) -> Callable[..., list[Any]]:
     return pytestconfig.stash[NURSERY].run_on_ranks
 
 
+@pytest.fixture(scope="session")
+def run_program(pytestconfig: pytest.Config) -> Callable[..., int | None]:
+    """``run_program(program, *args, timeout_s=60)``: see ``Nursery.run_program``."""
+    return pytestconfig.stash[NURSERY].run_program
+
+
 def _serve(requests: Connection, other_end: Connection) -> None:
     other_end.close()  # or the end of the tests would not be seen here
     torch.set_num_threads(1)
@@ -109,6 +131,23 @@ def _serve(requests: Connection, other_end: Connection) -> None:
         while (request := requests.recv_bytes()) != END:
             run, *args = pickle.loads(request)
             requests.send_bytes(pickle.dumps(run(*args)))
+
+
+def _run_program(program: Callable[..., None], args: tuple[Any, ...], timeout_s: float) -> Outcome:
+    process = FORK.Process(target=_be_program, args=(program, args))
+    process.start()
+    process.join(timeout_s)
+    code = process.exitcode
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its data workers too
+    process.join()
+    return True, code
+
+
+def _be_program(program: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.setsid()
+    torch.set_num_threads(1)  # torch makes a forked process a new pool, which two threads must not begin at once
+    program(*args)
 
 
 def _run_trial(trial: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Outcome:
@@ -162,6 +201,7 @@ def _be_rank(function: RankFunction, rank: int, num_ranks: int, port: int, resul
 
 def _answer(results: Connection, action: Callable[[], Any]) -> bool:
     """Send what ``action`` returns, or its traceback; whether it succeeded."""
+    torch.set_num_threads(1)  # as of a program
     try:
         outcome = True, action()
     except Exception:

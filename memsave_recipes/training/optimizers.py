@@ -65,7 +65,8 @@ def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: n
 
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
     """Linear warm-up, then the named schedule over ``num_steps`` optimizer steps."""
-    return get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, num_steps)
+    length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by what follows the warm-up
+    return get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length)
 
 
 def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:

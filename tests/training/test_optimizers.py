@@ -1,11 +1,13 @@
 """Optimizers by name, the state that each keeps, and the one that steps in the backward."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.arguments import OptimizerArguments, Schedule
 from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.sample_order import Geometry
@@ -55,6 +57,23 @@ def test_frozen_parameters_have_no_state():
     model[0].requires_grad_(False)
     optimizer = make_optimizer(OptimizerArguments(), model)
     assert [parameter for group in optimizer.param_groups for parameter in group["params"]] == [*model[2].parameters()]
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3, 4, 5, 9])
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_every_schedule_warms_up_and_has_an_end(schedule, warmup_steps):
+    num_steps, optim = 4, OptimizerArguments(lr_scheduler_type=schedule, warmup_steps=warmup_steps, learning_rate=1.0)
+    optimizer = make_optimizer(optim, build())
+    scheduler = make_scheduler(optim, optimizer, num_steps)
+    rates = []
+    for _ in range(num_steps):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    is_warm = schedule == "constant" or warmup_steps == 0
+    assert rates[0] == (1.0 if is_warm else 0.0)
+    if not is_warm:
+        assert rates[:warmup_steps] == [step / warmup_steps for step in range(num_steps)][:warmup_steps]
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])

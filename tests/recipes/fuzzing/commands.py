@@ -9,7 +9,7 @@ from fuzzing.values import FLAGS, PLANS, Values
 IMAGES = FLAGS["image_classification"]
 RECIPE = str(RECIPES / "image_classification.py")
 SMALL = ["--model", "vgg_small", "--image_size", "16", "--global_batch_size", "2", "--micro_batch_size", "2"]
-SMALL += ["--activation_checkpointing", "full"]
+SMALL += ["--activation_checkpointing", "full", "--augmentation", "none"]
 FILES = ("out.json", "a b.json")
 NO_FILES = ("f/folder.json", "absent/x.json", "n" * 300)
 WRITES = Values((), (None, "", *NO_FILES), FILES)

@@ -20,7 +20,11 @@ def _from_scratch(model_type: str) -> dict[str, str]:
 
 
 BASES: dict[str, list[dict[str, str]]] = {
-    "image_classification": [{"model": "vgg_small", "image_size": "16"}, {**_from_scratch("vit"), "image_size": "16"}],
+    "image_classification": [
+        {"model": "vgg_small", "image_size": "16", "data_dir": "f/images"},
+        {**_from_scratch("vit"), "image_size": "16", "data_dir": "f/images"},
+        {"model": "vgg_small", "image_size": "8", "dataset": "digits"},
+    ],
     "language_modeling": [{**_from_scratch("gpt2"), **TEXTS}, {"model_name_or_path": "f/small", **TEXTS}],
     "text_classification": [{**_from_scratch("bert"), **LABELLED}, {"model_name_or_path": "f/small", **LABELLED}],
     "ddp_equals_accumulation": [{"micro_batch_size": "2"}],

@@ -1,23 +1,19 @@
-"""A recipe or ``memsave`` with a command line, as a process of its own: watched, and never longer than a limit.
+"""A recipe or ``memsave`` with a command line, as a process of the nursery (``tests/nursery.py``).
 
-What programs import is imported here, once, since the nursery that forks them (``tests/nursery.py``) imports this.
+What programs import is imported here, once, before the nursery is made.
 """
 
 import importlib
-import multiprocessing
 import os
 import resource
-import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 import peft  # noqa: F401
 import sklearn.datasets  # noqa: F401
-import torch
 
 import memsave_recipes.cli.recipe  # noqa: F401
 from memsave_recipes.cli import main as memsave
@@ -25,9 +21,9 @@ from memsave_recipes.reporting.failures import run_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 NAMES = ("image_classification", "language_modeling", "text_classification", "ddp_equals_accumulation")
-FORK = multiprocessing.get_context("fork")
-TIMEOUT_S = 60
 MOST_BYTES = 4 * 1024**3  # more than that a program may not take, so that what is huge fails at once
+
+RunProgram = Callable[..., int | None]
 
 sys.path.insert(0, str(RECIPES))
 MAINS = {name: importlib.import_module(name) for name in NAMES}
@@ -36,31 +32,24 @@ sys.path.remove(str(RECIPES))
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a program ended; ``code`` is ``None`` for one that was still running after ``TIMEOUT_S``."""
+    """How a program ended; ``code`` is ``None`` for one that had to be ended."""
 
     code: int | None
     out: str
     err: str
 
 
-def run_program(program: str, words: list[str], folder: Path) -> End:
-    """``program`` with ``words``, in ``folder``; a recipe by its name, or ``memsave``."""
+def end_of_program(run_program: RunProgram, program: str, words: list[str], folder: Path) -> End:
+    """Of ``program``, a recipe by its name or ``memsave``, with ``words`` in ``folder``."""
     out, err = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err"))
-    process = FORK.Process(target=_be_program, args=(program, words, folder, out, err))
-    process.start()
-    process.join(TIMEOUT_S)
-    code = process.exitcode
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its data workers too
+    code = run_program(_be_program, program, words, folder, out, err)
     return End(code=code, out=out.read_text(errors="replace"), err=err.read_text(errors="replace"))
 
 
 def _be_program(program: str, words: list[str], folder: Path, out: Path, err: Path) -> None:
-    os.setsid()
     sys.stdout, sys.stderr = _into(out, 1, "strict"), _into(err, 2, "backslashreplace")
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, used + MOST_BYTES))
-    torch.set_num_threads(1)  # torch makes a forked process a new pool, which two threads must not begin at once
     os.chdir(folder)
     sys.argv = [program, *words]
     _main_of(program)()

@@ -2,18 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from stat import S_ISDIR
 
 from fuzzing.lines import Line
-from fuzzing.programs import End, run_program
+from fuzzing.programs import End, RunProgram, end_of_program
 
 YES, NO = ("true", "yes", "1", "y", "t"), ("false", "no", "0", "n", "f")
 Snapshot = dict[str, tuple[int, int]]
 
 
-def end_of(line: Line, run_trial: Callable[..., End], folder: Path, files: Path) -> End:
+def end_of(line: Line, run_program: RunProgram, folder: Path, files: Path) -> End:
     """How ``line`` ends in a new ``folder``.
 
     Raises:
@@ -27,7 +26,7 @@ def end_of(line: Line, run_trial: Callable[..., End], folder: Path, files: Path)
     if line.on_a_run:
         shutil.copytree(files / "done", folder / "run")
     before = _snapshot(folder)
-    end = run_trial(run_program, line.program, line.words, folder)
+    end = end_of_program(run_program, line.program, line.words, folder)
     told = f"{line}\nended with {end.code} and said\n{end.out}\n{end.err}"
     assert end.code is not None, f"it hangs: {told}"
     assert end.code in {0, 2, *line.codes}, told

@@ -137,7 +137,7 @@ FLAGS: dict[str, dict[str, Values]] = {
     "image_classification": {
         **(RUN | OPTIMIZER | SAFETY),
         "dataset": Values(("digits",), (None, *ODD_PATHS, "a/b", "digit")),
-        "data_dir": Values((), (None, *ODD_PATHS), ("f/images",)),
+        "data_dir": Values(("f/images",), (None, *ODD_PATHS)),
         "image_size": whole("8", "16", "17", odd=("1", "2", "5", "1000000"), codes=(3,)),
         "augmentation": Values(("digits", "article", "none"), (None, "", "x")),
         "skip_broken_images": Values(*SWITCH),
