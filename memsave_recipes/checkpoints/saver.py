@@ -26,6 +26,7 @@ from memsave_recipes.checkpoints.state import Record, Training, read_record
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import SafetyArguments
 from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
 T = TypeVar("T")
@@ -148,7 +149,7 @@ class Checkpoints:
 
         Raises:
             StoppedBySignal: a rank received a signal; the checkpoint has been saved.
-            InputError: it could not be saved; the one before is as it was.
+            InputError, NotFinite: as ``save``.
         """
         wish = self._ear.hear(step, self._wish())
         if wish or (self.every_steps and step % self.every_steps == 0):
@@ -163,7 +164,7 @@ class Checkpoints:
 
         Raises:
             StoppedBySignal: as ``after_step``.
-            InputError: as ``after_step``.
+            InputError, NotFinite: as ``save``.
         """
         ear = Ear(self.accelerator)
         for number, batch in enumerate(batches):
@@ -177,9 +178,13 @@ class Checkpoints:
 
         Raises:
             InputError: it could not be saved; the one before is as it was.
+            NotFinite: the weights are not; the one before is as it was.
         """
-        if step != self.last_saved:
-            by_rank_0(self.accelerator, lambda: self._write(step, state))
+        if step != self.last_saved and not by_rank_0(self.accelerator, lambda: self._write(step, state)):
+            raise NotFinite(
+                f"the weights are not finite after step {step}, although its loss was: they are not saved, the last "
+                f"checkpoint is of step {self.last_saved or 0}; lower --learning_rate and --weight_decay"
+            )
         self.last_saved, self._last_time = step, time.monotonic()
 
     def save_best(self, step: int, write: Callable[[Path], None]) -> None:
@@ -201,12 +206,16 @@ class Checkpoints:
         """The number of the one that this rank has received, 0 for none."""
         return self.signals.received if self.signals is not None else 0
 
-    def _write(self, step: int, state: Record) -> None:
+    def _write(self, step: int, state: Record) -> bool:
+        """Whether the weights are worth it."""
+        if not self.training.is_finite():
+            return False
         clear_leftovers(self.folder)
         check_space(self.folder, self.training.num_bytes())
         record = {"step": step, "run": describe_run(self.order, self.geometry), "state": state}
         commit(self.folder, f"{STEP}-{step}", lambda folder: self.training.write(folder, record))
         prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
+        return True
 
     def _write_best(self, step: int, write: Callable[[Path], None]) -> None:
         commit(self.folder, f"{BEST}-{step}", write)

@@ -49,6 +49,13 @@ class Training:
         """Of the tensors of a checkpoint."""
         return sum(num_bytes(tree) for tree in self._trees().values())
 
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Whether all weights that are trained are finite; makes no copy of any, and waits for the device once."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad and parameter.numel()]
+        extremes = [extreme.isfinite() for parameter in trained for extreme in parameter.aminmax()]  # NaN is extreme
+        return bool(torch.stack(extremes).all())
+
     def write(self, folder: Path, record: Record) -> None:
         """Write everything to ``folder``, with ``record`` beside it. For one rank."""
         for stem, tree in self._trees().items():

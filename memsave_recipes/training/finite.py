@@ -12,8 +12,8 @@ NOTE [ not finite ]
    saved. There ``StepLosses`` stops the run or counts the step, so the steps in between are computed in vain.
 4. With fp16 the scaler leaves steps out whose gradient overflows, as a matter of course; then the loss alone is judged.
 5. The running statistics of a BatchNorm are wrong as soon as the forward is, so they are put back where a run goes on.
-6. ``--optimizer_in_backward`` has changed the weights before there is anything to look at: such a run stops, and its
-   checkpoint is that of before.
+6. ``--optimizer_in_backward`` has changed the weights before there is anything to look at, and a finite gradient makes
+   them infinite where the rate is large. So the weights themselves are looked at before they are saved.
 """
 
 from math import isfinite

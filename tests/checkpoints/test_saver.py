@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, Training, agreement
 from memsave_recipes.checkpoints.agreement import Ear
 from memsave_recipes.errors import InputError
+from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
@@ -64,6 +66,24 @@ def test_a_step_is_saved_once(tmp_path):
     checkpoints.save(4, {"first": True})
     checkpoints.save(4, {"first": False})
     assert make(tmp_path).resume().state == {"first": True}
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_weights_that_are_not_finite_cost_no_checkpoint(run_on_ranks, tmp_path, number):
+    for line in run_on_ranks(partial(save_spoiled, tmp_path, number), 2):
+        assert line.startswith("the weights are not finite after step 2, although its loss was: they are not saved")
+        assert "the last checkpoint is of step 1;" in line
+    assert names(tmp_path) == ["step-1"]
+
+
+def save_spoiled(folder, number, accelerator):
+    checkpoints = make(folder, keep=1)
+    checkpoints.save(1, {})
+    with torch.no_grad():
+        checkpoints.training.model.bias[1] = number
+    with pytest.raises(NotFinite) as refusal:
+        checkpoints.save(2, {})
+    return str(refusal.value)
 
 
 def test_the_best_is_kept_beside_the_newest_until_there_is_a_better_one(tmp_path):

@@ -74,6 +74,16 @@ def test_a_gradient_that_is_not_finite_stops_the_run(recipe, monkeypatch, tmp_pa
     assert "error: step 3 is not finite (loss 2.3" in capsys.readouterr().err
 
 
+def test_weights_that_an_update_makes_infinite_are_not_saved(recipe, tmp_path, capsys):
+    """The first step has a rate of 0, the second multiplies the weights with more than float32 holds."""
+    flags = ["--learning_rate", "1e30", "--weight_decay", "1e30", "--warmup_steps", "2"]
+    assert end_of(recipe, tmp_path / "run", *flags, "--save_every", "1", "--keep_checkpoints", "1") == NOT_FINITE
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: the weights are not finite after step 2, although its loss was")
+    assert "the last checkpoint is of step 1" in line
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
 @pytest.mark.parametrize("model", ["vgg_small", "densenet_small"])
 def test_steps_are_left_out_and_counted(train, spoil, tmp_path, capsys, model, optimizer):

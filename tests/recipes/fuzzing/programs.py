@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-import peft  # noqa: F401
-import sklearn.datasets  # noqa: F401
-
-import memsave_recipes.cli.recipe  # noqa: F401
 from memsave_recipes.cli import main as memsave
 from memsave_recipes.reporting.failures import run_recipe
 
@@ -23,8 +19,15 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 NAMES = ("image_classification", "language_modeling", "text_classification", "ddp_equals_accumulation")
 MOST_BYTES = 4 * 1024**3  # more than that a program may not take, so that what is huge fails at once
 
+WHEN_NEEDED = (  # what programs import only then
+    *("memsave_recipes.cli.page", "memsave_recipes.cli.recipe", "peft", "rich._emoji_codes", "sklearn.datasets"),
+    *("sklearn.metrics", *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "vit"))),
+)
+
 RunProgram = Callable[..., int | None]
 
+for module in WHEN_NEEDED:
+    importlib.import_module(module)
 sys.path.insert(0, str(RECIPES))
 MAINS = {name: importlib.import_module(name) for name in NAMES}
 sys.path.remove(str(RECIPES))
