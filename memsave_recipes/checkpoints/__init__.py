@@ -1,6 +1,6 @@
 """Nothing is lost: checkpoints that are whole or not there, resume, signals, and one run a folder."""
 
-from memsave_recipes.checkpoints.run_lock import lock_run_folder, locked_run_folder
+from memsave_recipes.checkpoints.run_lock import locked_run_folder
 from memsave_recipes.checkpoints.saver import Checkpoints, Resumed
 from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
 from memsave_recipes.checkpoints.state import Training
@@ -11,6 +11,5 @@ __all__ = [
     "StopSignals",
     "StoppedBySignal",
     "Training",
-    "lock_run_folder",
     "locked_run_folder",
 ]

@@ -16,41 +16,25 @@ LOCK = "run.lock"
 
 @contextmanager
 def locked_run_folder(accelerator: Accelerator, folder: Path) -> Iterator[None]:
-    """``lock_run_folder`` until the block ends.
+    """Hold ``folder`` until the block or the process ends. Rank 0 holds it for all.
 
-    Raises:
-        InputError: as ``lock_run_folder``.
-    """
-    lock = lock_run_folder(accelerator, folder)
-    try:
-        yield
-    finally:
-        unlock_run_folder(lock)
-
-
-def lock_run_folder(accelerator: Accelerator, folder: Path) -> FileLock:
-    """Hold ``folder`` until the process ends or the lock is released; the folder is made. Rank 0 holds it for all.
+    What had to be made for it goes again where nothing has been written into it, since such a run never began.
 
     Raises:
         InputError: on all ranks, where another run holds it, or it cannot be written.
     """
     lock = FileLock(folder / LOCK)
-    by_rank_0(accelerator, lambda: _acquire(lock, folder))
-    return lock
+    made = by_rank_0(accelerator, lambda: _acquire(lock, folder))
+    try:
+        yield
+    finally:
+        _release(lock, made)
 
 
-def unlock_run_folder(lock: FileLock) -> None:
-    """Let others have the folder; one that holds nothing, since its run never began, goes."""
-    path = Path(lock.lock_file)
-    if lock.is_locked:
-        path.unlink(missing_ok=True)  # before others can have it; who opened it earlier is refused, or opens it again
-        with suppress(OSError):  # it holds a run
-            path.parent.rmdir()
-    lock.release()
-
-
-def _acquire(lock: FileLock, folder: Path) -> None:
+def _acquire(lock: FileLock, folder: Path) -> list[Path]:
+    """The folders that had to be made, the innermost first."""
     with told_in_one_line(folder / LOCK, LOCK):
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)
@@ -58,3 +42,14 @@ def _acquire(lock: FileLock, folder: Path) -> None:
             raise InputError(
                 f"--output_dir {folder} belongs to a run that has not ended: wait for it, or name another folder"
             ) from error
+    return made
+
+
+def _release(lock: FileLock, made: list[Path]) -> None:
+    path = Path(lock.lock_file)
+    if lock.is_locked:
+        path.unlink(missing_ok=True)  # before others can have it; who opened it earlier is refused, or opens it again
+        with suppress(OSError):  # it holds a run
+            for folder in made:
+                folder.rmdir()
+    lock.release()

@@ -66,16 +66,40 @@ def test_a_folder_that_cannot_be_written_is_found_before_there_is_a_model(recipe
     assert f"--output_dir {tmp_path / place}: run.lock cannot be written" in the_line(capsys)
 
 
-def test_a_mistake_leaves_nothing_behind(recipe, tmp_path):
-    assert end_of(recipe, tmp_path / "run", "--activation_checkpointing", "segments:99") == 2
+@pytest.mark.parametrize("name", ["run", "a/b/run"])
+def test_a_mistake_leaves_nothing_behind(recipe, tmp_path, name):
+    assert end_of(recipe, tmp_path / name, "--activation_checkpointing", "segments:99") == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_adds_the_traceback(recipe, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["recipe", "--debug"])
-    assert end_of(recipe, tmp_path / "run", "--activation_checkpointing", "segments:99", "--debug") == 2
+def test_a_mistake_leaves_the_folder_that_was_there(recipe, tmp_path):
+    (tmp_path / "a").mkdir()
+    assert end_of(recipe, tmp_path / "a" / "b" / "run", "--activation_checkpointing", "segments:99") == 2
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("words", "is_wanted"),
+    [
+        (["--debug"], True),
+        (["--debug", "true"], True),
+        (["--debug=yes"], True),
+        (["--debug", "--seed", "1"], True),
+        (["--debug", "no"], False),
+        (["--config", "debug.yaml"], True),
+        (["--config", "debug.yaml", "--debug", "false"], False),
+        (["--config", "absent.yaml", "--debug"], True),
+        ([], False),
+    ],
+)
+def test_debug_adds_the_traceback(recipe, monkeypatch, tmp_path, capsys, words, is_wanted):
+    monkeypatch.chdir(tmp_path)
+    Path("debug.yaml").write_text("debug: true\n")
+    words = ["--activation_checkpointing", "segments:99", *words]
+    monkeypatch.setattr(sys, "argv", ["recipe", *words])
+    assert end_of(recipe, tmp_path / "run", *words) == 2
     told = capsys.readouterr().err
-    assert "Traceback (most recent call last)" in told
+    assert ("Traceback (most recent call last)" in told) == is_wanted
     assert told.splitlines()[-1].startswith("error: ")
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,10 @@ from trials.killing import compare, reference
 from trials.run import Run
 from trials.world import Life, fresh, read_log, run_to_end
 
-from memsave_recipes.checkpoints import commit, lock_run_folder, state
+from memsave_recipes.checkpoints import commit, locked_run_folder, state
 from memsave_recipes.training.launch import start_accelerator
+
+LOCKS = ExitStack()  # until the process ends
 
 
 def fault_trial(run: Run, fault: str) -> dict[str, Any]:
@@ -114,7 +117,7 @@ def _lock_and_wait(run: Run, rank: int) -> None:
 
 
 def _lock(run: Run, rank: int) -> None:
-    globals()["held"] = lock_run_folder(start_accelerator(), run.folder)
+    LOCKS.enter_context(locked_run_folder(start_accelerator(), run.folder))
 
 
 def _wait_until(run: Run, name: str) -> None:
