@@ -35,8 +35,8 @@ from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import locked_run_folder
-from memsave_recipes.checkpoints.agreement import rank_0_first
 from memsave_recipes.data.augmentation import to_pixel_values
 from memsave_recipes.data.vision import load_images
 from memsave_recipes.errors import InputError

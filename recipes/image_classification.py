@@ -32,8 +32,8 @@ from transformers import AutoModelForImageClassification
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import Training
-from memsave_recipes.checkpoints.agreement import rank_0_first
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
 from memsave_recipes.data.image_sources import count_classes
 from memsave_recipes.data.vision import load_images

@@ -32,8 +32,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import Training
-from memsave_recipes.checkpoints.agreement import rank_0_first
 from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
 from memsave_recipes.data.text import TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer

@@ -36,8 +36,8 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import Training
-from memsave_recipes.checkpoints.agreement import rank_0_first
 from memsave_recipes.data.labelled_text import load_labelled_text
 from memsave_recipes.data.tokenized_text import (
     check_inputs,

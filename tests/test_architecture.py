@@ -14,6 +14,7 @@ TABLE = {
     "errors": (set(), set()),
     "units": (set(), set()),
     "hub": (set(), {"datasets", "huggingface_hub"}),
+    "agreement": (set(), {"accelerate", "torch"}),
     "plans": (set(), set()),
     "losses": (set(), {"torch"}),
     "models": ({"hub", "losses"}, {"torch", "safetensors", "transformers", "peft", "liger_kernel"}),
@@ -26,8 +27,11 @@ TABLE = {
     "measure": ({"plans", "activations"}, {"torch", "psutil"}),
     "costs": ({"plans", "activations", "measure"}, {"torch", "psutil"}),
     "training": ({"measure", "plans"}, {"torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"}),
-    "checkpoints": ({"training"}, {"torch", "accelerate", "safetensors", "filelock"}),
-    "planner": ({"plans", "models", "activations", "costs", "training"}, {"torch", "accelerate", "rich", "tqdm"}),
+    "checkpoints": ({"agreement", "training"}, {"torch", "accelerate", "safetensors", "filelock"}),
+    "planner": (
+        {"activations", "agreement", "costs", "models", "plans", "training"},
+        {"torch", "accelerate", "rich", "tqdm"},
+    ),
     "reporting": (
         {"activations", "checkpoints", "costs", "evidence", "measure", "models", "planner", "training"},
         {"torch", "accelerate", "rich", "wandb", "trackio", "huggingface_hub"},
@@ -36,8 +40,8 @@ TABLE = {
     "cli": ({"costs", "evidence", "planner", "plans", "training"}, {"torch", "rich", "tqdm"}),
     "recipes": (
         {
-            *("activations", "checkpoints", "data", "evidence", "losses", "metrics", "models", "planner", "plans"),
-            *("reporting", "training"),
+            *("activations", "agreement", "checkpoints", "data", "evidence", "losses", "metrics", "models", "planner"),
+            *("plans", "reporting", "training"),
         },
         {"torch", "accelerate", "transformers", "datasets", "evaluate", "rich", "tqdm"},
     ),
@@ -99,7 +103,7 @@ def test_imports_follow_the_table(path):
 def test_every_room_is_in_the_table():
     rooms = {room_of(path) for path in FILES}
     assert rooms <= TABLE.keys()
-    assert len(list((ROOT / "memsave_recipes").glob("*.py"))) == 5  # __init__, errors, hub, losses, units
+    assert len(list((ROOT / "memsave_recipes").glob("*.py"))) == 6  # __init__, agreement, errors, hub, losses, units
 
 
 @pytest.mark.parametrize("room", [room for room in TABLE if (ROOT / "memsave_recipes" / room).is_dir()])

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from memsave_recipes.checkpoints.agreement import Ear, by_all_ranks, by_rank_0
+from memsave_recipes.agreement import Ear, by_all_ranks, by_rank_0
 from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit
 from memsave_recipes.checkpoints.continuity import check_same_samples, describe_change, describe_run
 from memsave_recipes.checkpoints.find import BEST, STEP, Found, find_newest, prune

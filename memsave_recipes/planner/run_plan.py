@@ -7,15 +7,14 @@ thing to measure is a plain micro-batch; on a device that has no memory for it t
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.agreement import by_rank_0
 from memsave_recipes.costs import Measurement, Workload, measure, num_runs
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.beside import beside_the_step, overheads_of_device
@@ -32,7 +31,6 @@ from memsave_recipes.training.batching import Batch, GlobalBatches
 from memsave_recipes.training.sample_order import Geometry
 from memsave_recipes.units import GIB, format_bytes
 
-T = TypeVar("T")
 SECONDS_BEFORE_THE_BAR = 5
 
 
@@ -181,10 +179,10 @@ class _Planning:
         """What the first rank finds, for all; nothing if a rank has no memory left for the plain step."""
         try:
             with out_of_memory_together(self.accelerator):
-                found = _outcome(lambda: terms.candidates(self._measure(geometry, terms.strategy, progress), geometry))
+                measured = self._measure(geometry, terms.strategy, progress)
         except torch.OutOfMemoryError:
             return []
-        return _of_first_rank(found)
+        return by_rank_0(self.accelerator, lambda: terms.candidates(measured, geometry))
 
     def _search_on_paper(self, geometries: list[Geometry], strategy: str) -> Choice:
         """Where not even the smallest plain micro-batch can be measured.
@@ -204,7 +202,7 @@ class _Planning:
             return choose_on_paper(replace(sketch, run=run, losses=(None,)), launch, self.budget_bytes)
 
         try:
-            return _of_first_rank(_outcome(choose) if self.accelerator.is_main_process else None)
+            return by_rank_0(self.accelerator, choose)
         except InputError as refused:
             way_out = "give a smaller --micro_batch_size"
             raise InputError(f"{no_memory}, or planned on paper ({refused.one_line}): {way_out}") from refused
@@ -239,23 +237,3 @@ class _Planning:
             leave=False,
             disable=not self.accelerator.is_main_process,
         )
-
-
-def _outcome(find: Callable[[], T]) -> T | str:
-    """What ``find`` finds, or the line in which it refuses."""
-    try:
-        return find()
-    except InputError as refused:
-        return refused.one_line
-
-
-def _of_first_rank(outcome: T | str | None) -> T:
-    """The first rank's, on all of them.
-
-    Raises:
-        InputError: it refused.
-    """
-    (found,) = broadcast_object_list([outcome])
-    if isinstance(found, str):
-        raise InputError(found)
-    return found

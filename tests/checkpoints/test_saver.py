@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, Training, agreement
-from memsave_recipes.checkpoints.agreement import Ear
+from memsave_recipes import agreement
+from memsave_recipes.agreement import Ear
+from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, Training
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.launch import start_accelerator

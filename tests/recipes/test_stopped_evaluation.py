@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from lives import FLAGS, Killed, assert_the_same_run, assert_the_same_weights, rows_of
 
-from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, agreement
+from memsave_recipes import agreement
+from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
 from memsave_recipes.checkpoints.find import committed
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from trials import run as trial
 
+from memsave_recipes.agreement import Ear
 from memsave_recipes.checkpoints import commit, find, manifest, saver, state
-from memsave_recipes.checkpoints.agreement import Ear
 from memsave_recipes.training import batching
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.sample_order import MicroBatchSampler

@@ -16,6 +16,7 @@ from trials.broken import BREAK
 from trials.run import NUM_STEPS, Net, Run
 from trials.world import DONE, Life, fresh, results, run_to_end
 
+import memsave_recipes.agreement
 import memsave_recipes.checkpoints.commit
 import memsave_recipes.checkpoints.find
 import memsave_recipes.checkpoints.manifest
@@ -32,7 +33,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "clip": (accelerate.Accelerator, "clip_grad_norm_", 12),
     "optimizer": (torch.optim.AdamW, "step", 12),
     "schedule": (torch.optim.lr_scheduler.LambdaLR, "step", 12),
-    "ear": (ROOM.agreement.Ear, "hear", 12),
+    "ear": (memsave_recipes.agreement.Ear, "hear", 12),
     "save": (ROOM.saver.Checkpoints, "_write", 6),
     "space": (ROOM.saver, "check_space", 6),
     "tensors": (ROOM.tree, "save_file", 12),

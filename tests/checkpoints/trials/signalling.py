@@ -13,7 +13,7 @@ from trials.killing import compare, prepare, reference
 from trials.run import Run
 from trials.world import Life, fresh, read_log, run_to_end
 
-from memsave_recipes.checkpoints import agreement
+from memsave_recipes import agreement
 
 ONE, ALL, GROUP = "one rank", "all ranks", "the process group"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}

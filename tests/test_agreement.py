@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from memsave_recipes.checkpoints.agreement import rank_0_first
+from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.errors import InputError
 
 FAILURES = {InputError: ("InputError", "bad row 3"), KeyError: ("RuntimeError", "another rank failed: 'bad row 3'")}
