@@ -37,6 +37,8 @@ REASONS = {
     errno.EIO: "the disk fails",
     errno.ENOTDIR: "a part of its path is a file",
     errno.ENAMETOOLONG: "its path is too long",
+    errno.ELOOP: "a part of its path is a link to itself",
+    errno.ESTALE: "the disk of another machine has been taken away",
 }
 SPARE_BYTES = 1024**2
 """For what a checkpoint holds beside its tensors."""
@@ -97,7 +99,9 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def told_in_one_line(folder: Path, name: str) -> Iterator[None]:
+def told_in_one_line(
+    folder: Path, name: str, *, way_out: str = "then go on with --resume from the checkpoint before"
+) -> Iterator[None]:
     """Turn what a disk refuses into one line that names the flag; anything else stays what it is."""
     try:
         yield
@@ -106,8 +110,7 @@ def told_in_one_line(folder: Path, name: str) -> Iterator[None]:
         if reason is None:
             raise
         raise InputError(
-            f"--output_dir {folder.parent}: {name} cannot be written or deleted, {reason}: see to that, then go on "
-            "with --resume from the checkpoint before"
+            f"--output_dir {folder.parent}: {name} cannot be written or deleted, {reason}: see to that, {way_out}"
         ) from error
 
 

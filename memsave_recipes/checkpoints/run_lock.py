@@ -33,15 +33,17 @@ def locked_run_folder(accelerator: Accelerator, folder: Path) -> Iterator[None]:
 
 def _acquire(lock: FileLock, folder: Path) -> list[Path]:
     """The folders that had to be made, the innermost first."""
-    with told_in_one_line(folder / LOCK, LOCK):
+    with told_in_one_line(folder / LOCK, LOCK, way_out="or name another folder"):
         made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             lock.acquire(blocking=False)
         except Timeout as error:
             raise InputError(
                 f"--output_dir {folder} belongs to a run that has not ended: wait for it, or name another folder"
             ) from error
+        except FileNotFoundError as error:
+            raise InputError(f"--output_dir {folder}: no folder can be made there, name another one") from error
     return made
 
 
