@@ -181,9 +181,10 @@ class Checkpoints:
             NotFinite: the weights are not; the one before is as it was.
         """
         if step != self.last_saved and not by_rank_0(self.accelerator, lambda: self._write(step, state)):
+            last = f"the last checkpoint is of step {self.last_saved}" if self.last_saved else "there is no checkpoint"
             raise NotFinite(
-                f"the weights are not finite after step {step}, although its loss was: they are not saved, the last "
-                f"checkpoint is of step {self.last_saved or 0}; lower --learning_rate and --weight_decay"
+                f"the weights are not finite after step {step}, although its loss was: they are not saved, {last}; "
+                "lower --learning_rate and --weight_decay"
             )
         self.last_saved, self._last_time = step, time.monotonic()
 

@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from memsave_recipes.checkpoints import StoppedBySignal
@@ -19,14 +18,13 @@ from memsave_recipes.reporting.out_of_memory.page import is_out_of_memory
 from memsave_recipes.reporting.verification import VerificationFailed
 from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.launch import a_rank_had_no_memory, tell_ranks_of_no_memory
-from memsave_recipes.training.parsing import named_flags
+from memsave_recipes.training.parsing import wants_traceback
 
 USER_INPUT = 2
 OUT_OF_MEMORY = 3
 NOT_FINITE = 4
 FAILED_VERIFICATION = 5
 GRACE_S = 2.0
-NO = ("no", "false", "n", "f", "0")
 
 
 def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = None) -> None:
@@ -93,14 +91,7 @@ def _let_rank_0_speak(code: int) -> None:
 
 
 def _say_and_exit(message: str, code: int) -> NoReturn:
-    if _wants_traceback():
+    if wants_traceback(sys.argv[1:]):
         traceback.print_exc()
     print(message, file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def _wants_traceback() -> bool:
-    """``--debug``, of the command line or its preset: what ended the run may be that they could not be read."""
-    with suppress(InputError):
-        return named_flags(sys.argv[1:]).get("debug", NO[0]).lower() not in NO
-    return "--debug" in sys.argv

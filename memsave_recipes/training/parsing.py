@@ -4,7 +4,9 @@
 """
 
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from memsave_recipes.errors import InputError, check_words
 from memsave_recipes.training.arguments import LARGEST
@@ -84,6 +87,13 @@ def named_flags(args: Sequence[str]) -> dict[str, str]:
             name, is_joined, value = word.removeprefix("--").partition("=")
             named[name] = value if is_joined or following.startswith("--") else following
     return named
+
+
+def wants_traceback(args: Sequence[str]) -> bool:
+    """``--debug``, of a command line or its preset, also where it is they that cannot be read."""
+    with suppress(InputError, ArgumentTypeError):
+        return string_to_bool(named_flags(args).get("debug", "no") or "yes")
+    return "--debug" in args
 
 
 def _underscored(word: str) -> str:

@@ -77,6 +77,14 @@ def test_weights_that_are_not_finite_cost_no_checkpoint(run_on_ranks, tmp_path, 
     assert names(tmp_path) == ["step-1"]
 
 
+def test_weights_that_were_never_finite_leave_no_checkpoint(tmp_path):
+    checkpoints = make(tmp_path)
+    torch.nn.init.constant_(checkpoints.training.model.weight, float("inf"))
+    with pytest.raises(NotFinite, match="there is no checkpoint;"):
+        checkpoints.save(1, {})
+    assert names(tmp_path) == []
+
+
 def save_spoiled(folder, number, accelerator):
     checkpoints = make(folder, keep=1)
     checkpoints.save(1, {})
