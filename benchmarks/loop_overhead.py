@@ -49,7 +49,7 @@ from transformers import (
 from memsave_recipes.reporting.report import RunReport
 from memsave_recipes.reporting.run_folder import write_json
 from memsave_recipes.reporting.trackers import resolve_trackers, start_trackers
-from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
@@ -179,10 +179,13 @@ def our_loop(work: Work, end_step: EndStep) -> None:
             seed=SEED,
         )
 
+        def loss_of(micro_batch: Batch) -> Tensor:
+            logits = model(micro_batch["pixel_values"]).logits
+            return F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
+
         def train_step(batch: GlobalBatch) -> Tensor:
             for micro_batch in batch.forwards(model):
-                logits = model(micro_batch["pixel_values"]).logits
-                batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
+                batch.backward(loss_of(micro_batch))
             grad_norm = accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             scheduler.step()
@@ -192,6 +195,7 @@ def our_loop(work: Work, end_step: EndStep) -> None:
         report = RunReport(accelerator, batches, model, optimizer)
         for batch in report.clock.loading(batches):
             learning_rate = scheduler.get_last_lr()[0]
+            report.count_flops(batch, loss_of)
             grad_norm = report.run(batch.step, partial(train_step, batch))
             report.count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:

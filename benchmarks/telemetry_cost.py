@@ -35,7 +35,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from memsave_recipes.reporting.report import RunReport
 from memsave_recipes.reporting.run_folder import write_json
 from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers, start_trackers
-from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
@@ -142,6 +142,7 @@ class Loop:
         start_trackers(accelerator, output_dir=self.folder, **labels)
         count, log_window = self.calls.timed(report.count), self.calls.timed(report.log_window)
         for batch in report.clock.loading(report.batches):
+            report.count_flops(batch, partial(summed_loss, memory.model))
             grad_norm = report.run(batch.step, partial(train_step, memory.model, memory.optimizer, batch))
             count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
@@ -151,11 +152,15 @@ class Loop:
             yield
 
 
+def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
+    """The cross-entropy of a micro-batch, summed over its images."""
+    return F.cross_entropy(model(micro_batch["pixel_values"]).logits, micro_batch["labels"], reduction="sum")
+
+
 def train_step(model: nn.Module, optimizer: Optimizer, batch: GlobalBatch) -> Tensor:
     """The step of all loops; returns the gradient's norm."""
     for micro_batch in batch.forwards(model):
-        logits = model(micro_batch["pixel_values"]).logits
-        batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
+        batch.backward(summed_loss(model, micro_batch))
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -236,6 +236,7 @@ def train(
     progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
     for batch in report.clock.loading(progress):
         learning_rate = scheduler.get_last_lr()[0]
+        report.count_flops(batch, loss_of)  # once, beside the training
         grad_norm = report.run(batch.step, partial(train_step, batch))
         report.count(batch, grad_norm)
         step, is_last = batch.step + 1, batch.step + 1 == num_steps

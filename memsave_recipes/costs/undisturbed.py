@@ -1,15 +1,17 @@
 """Run steps of a model for what can be learned from them, and leave no trace."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random numbers, buffers and the parameters' gradients are put back at the end.
+    """Random numbers (torch's, Python's, numpy's), buffers and the parameters' gradients are put back at the end.
 
     Inside there are no gradients, and what others do with gradients (step an optimizer, say) is left undone.
     """
@@ -17,6 +19,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     hooks = [hooks for parameter in model.parameters() if (hooks := parameter._post_accumulate_grad_hooks)]
     waiting = [dict(of_one) for of_one in hooks]
     gradients = [parameter.grad for parameter in model.parameters()]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
@@ -32,6 +35,8 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
                 parameter.grad = gradient
             for of_one, kept in zip(hooks, waiting, strict=True):
                 of_one.update(kept)
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
 
 
 def clear_gradients(model: nn.Module) -> None:

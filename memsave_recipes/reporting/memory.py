@@ -5,8 +5,7 @@ allocation by allocation: from then on the optimizer's state is there, so its pe
 the breakdown, and on a CPU, which has no allocator statistics, the exact peak. Both steps are the clock's warm-up. A
 run of one step has only that.
 
-Under a plan that compiles there is a step before these two. It runs uncompiled, because that is how FLOPs are counted,
-so its memory is no figure of the run; the next one compiles, and what compiling takes is none either.
+Under a plan that compiles the first step also compiles; what that takes is no figure of the run.
 
 A step that finds no memory left ends with a page that explains it (``memsave_recipes.reporting.out_of_memory``).
 """
@@ -30,6 +29,8 @@ from memsave_recipes.units import to_gib
 
 COUNTS = ("num_alloc_retries", "num_ooms")  # the figures that are no bytes
 BREAKDOWN = "breakdown of "
+NUM_SLOW_STEPS = 2
+"""The instrumented steps at the start, which do not show the speed of the run."""
 
 
 class MemoryWatch:
@@ -74,17 +75,12 @@ class MemoryWatch:
     @property
     def metered_step(self) -> int:
         """The one whose first forward is counted."""
-        return min(self.steps.start + self.settings.compiles, self.steps.stop - 1)
+        return self.steps.start
 
     @property
     def instrumented_step(self) -> int:
         """The one whose allocations are recorded."""
         return min(self.metered_step + 1, self.steps.stop - 1)
-
-    @property
-    def num_slow_steps(self) -> int:
-        """How many steps at the start do not show the speed of the run."""
-        return 3 if self.settings.compiles else 2
 
     def run(self, step: int, train_step: Callable[[], Any]) -> Any:
         """``train_step()``, instrumented if it is its turn.

@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from memsave_recipes.costs.undisturbed import undisturbed
 from memsave_recipes.measure.clock import StepClock
 from memsave_recipes.measure.flops import ModelFlops
 from memsave_recipes.measure.peak_flops import utilization_pct
-from memsave_recipes.reporting.memory import MemoryWatch, largest_in_gib
-from memsave_recipes.reporting.out_of_memory.page import RunSettings
+from memsave_recipes.reporting.memory import NUM_SLOW_STEPS, MemoryWatch, largest_in_gib
+from memsave_recipes.reporting.out_of_memory.page import RunSettings, is_out_of_memory
 from memsave_recipes.reporting.trackers import log_metrics, tracker_ids
-from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import device_name
 from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.step_losses import StepLosses, gather_figures
@@ -45,12 +47,13 @@ class RunReport:
         settings: RunSettings | None = None,
     ) -> None:
         self.accelerator = accelerator
+        self.model = model
         self.batches = batches
         self.device = device_name(accelerator.device)
         self.memory = MemoryWatch(
             accelerator, model, optimizer, steps=batches.steps, geometry=batches.geometry, settings=settings
         )
-        self.clock = StepClock(warmup_steps=self.memory.num_slow_steps)
+        self.clock = StepClock(warmup_steps=NUM_SLOW_STEPS)
         self.flops_per_sample: dict[str, float] = {}  # by precision
         self.losses = StepLosses(accelerator, batches.order, skips=self.memory.settings.flags.get("skip_nonfinite", 0))
         self.samples_seen = 0
@@ -60,18 +63,36 @@ class RunReport:
         self.evaluated_at: int | None = None
         self.best_loss = float("inf")
 
-    def run(self, step: int, train_step: Callable[[], Any]) -> Any:
-        """``train_step()``, with all that is measured in it: the memory, and in the first one the model's FLOPs.
+    def count_flops(self, batch: GlobalBatch, loss_of: Callable[[Batch], Tensor]) -> None:
+        """Count the model's FLOPs once, on the first micro-batch of the run, before it is trained on.
 
-        A run of one step has no figure that needs the FLOPs.
+        The counter is a ``TorchDispatchMode``, and under any of these torch takes other kernels, with other last bits
+        (``matmul`` folds what it would broadcast). So it stands around a forward and a backward of its own, of which
+        nothing stays, and never around a training step. Nothing is counted where there is no memory for it, nor in a
+        run of one step, which has no figure that needs it.
+
+        Args:
+            loss_of: the summed loss of a micro-batch, as in training.
+        """
+        if batch.step != self.batches.steps.start or len(self.batches) == 1:
+            return
+        try:
+            with self.clock.left_out(), undisturbed(self.model, self.accelerator.device), ModelFlops() as counted:
+                self._forward_and_backward(batch.micro_batches[0], loss_of)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return  # the training step will find no memory either, and explain it
+        samples = self._samples_in_first_micro_batch(batch.step)
+        self.flops_per_sample = {precision: flops / samples for precision, flops in counted.by_precision.items()}
+
+    def run(self, step: int, train_step: Callable[[], Any]) -> Any:
+        """``train_step()``, with its memory measured.
 
         Raises:
             torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
         """
-        if step == self.batches.steps.start and len(self.batches) > 1:
-            result = self._run_counted(step, train_step)
-        else:
-            result = self.memory.run(step, train_step)
+        result = self.memory.run(step, train_step)
         with self.clock.left_out():
             self.memory.end_step(step)
         return result
@@ -171,21 +192,18 @@ class RunReport:
             "perf": perf,
         }
 
-    def _run_counted(self, step: int, train_step: Callable[[], Any]) -> Any:
-        with ModelFlops() as counted:
-            result = self.memory.run(step, train_step)
-        samples = self._samples_computed_in(step)
-        self.flops_per_sample = {precision: flops / samples for precision, flops in counted.by_precision.items()}
-        return result
+    def _forward_and_backward(self, micro_batch: Batch, loss_of: Callable[[Batch], Tensor]) -> None:
+        with self.accelerator.no_sync(self.model):
+            loss_of(send_to_device(micro_batch, self.accelerator.device)).backward()
 
     def _model_flops(self) -> dict[str, float]:
         total = sum(self.flops_per_sample.values())
         return {"model_gflops_per_sample": total / 1e9} if total else {}
 
-    def _samples_computed_in(self, step: int) -> int:
-        """By this rank; where its share has run out, a padding sample stands in."""
+    def _samples_in_first_micro_batch(self, step: int) -> int:
+        """Of this rank; where its share has run out, a padding sample stands in."""
         shares = self.batches.geometry.micro_batches(self.batches.order.num_samples_in(step))
-        return sum(max(1, len(micro_batch)) for micro_batch in shares[self.accelerator.process_index])
+        return max(1, len(shares[self.accelerator.process_index][0]))
 
     def _utilization(self, perf: dict[str, float]) -> dict[str, float]:
         """The model FLOPs utilisation, where the samples per second and the device's peak are known."""

@@ -67,17 +67,20 @@ def train(accelerator, *, hungry_rank=None, **options):
     model, optimizer = report.memory.model, report.memory.optimizer
     losses = []
 
+    def loss_of(micro_batch):
+        logits = model(micro_batch["inputs"])
+        if accelerator.process_index == hungry_rank:
+            logits = logits + torch.zeros(64 * MIB, dtype=torch.uint8)[0]
+        return nn.functional.cross_entropy(logits, micro_batch["labels"], ignore_index=IGNORED, reduction="sum")
+
     def train_step(batch):
         for micro_batch in batch.forwards(model):
-            logits = model(micro_batch["inputs"])
-            if accelerator.process_index == hungry_rank:
-                logits = logits + torch.zeros(64 * MIB, dtype=torch.uint8)[0]
-            loss = nn.functional.cross_entropy(logits, micro_batch["labels"], ignore_index=IGNORED, reduction="sum")
-            batch.backward(loss)
+            batch.backward(loss_of(micro_batch))
         optimizer.step()
         optimizer.zero_grad()
 
     for batch in report.clock.loading(report.batches):
+        report.count_flops(batch, loss_of)
         report.run(batch.step, partial(train_step, batch))
         report.count(batch)
         losses.append(accelerator.reduce(batch.loss, "sum").item())
