@@ -42,10 +42,12 @@ REASONS = {
     "transformers": ANOTHER_VERSION,
     "memsave-recipes": ANOTHER_VERSION,
     "device": "another device rounds in another way",
+    "processor": "another processor, or other instructions of it, round in another way",
     "num_threads": "a sum is cut up among the threads",
     "deterministic_algorithms": "others add in no fixed order",
 }
 """What of a run's environment has a say in its last bits, and why."""
+OF_A_CPU = {"processor", "num_threads"}
 
 
 def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
@@ -94,7 +96,7 @@ def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> l
     return [
         f"note: {name} was {was[name]} and is {now[name]}: bit-exact no longer promised, because {reason}"
         for name, reason in REASONS.items()
-        if name in was and was[name] != now[name] and (on_cpu or name != "num_threads")
+        if name in was and was[name] != now[name] and (on_cpu or name not in OF_A_CPU)
     ]
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+INSTRUCTION_LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""The variables that keep the libraries of torch from an instruction set; torch's own shows in its capability."""
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "memsave-recipes")
 
 
@@ -25,6 +27,7 @@ def describe_environment(accelerator: Accelerator) -> dict[str, Any]:
         "num_processes": accelerator.num_processes,
         "distributed_type": accelerator.distributed_type.value,
         "mixed_precision": accelerator.mixed_precision,
+        "processor": _processor(),
         "num_threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
@@ -55,12 +58,24 @@ def device_name(device: torch.device) -> str:
 
 
 def _processor_name() -> str:
-    # Only Linux writes the name down where anyone can read it; platform.processor() is often empty there.
+    return _read_cpuinfo().get("model name") or platform.processor() or "cpu"
+
+
+def _processor() -> str:
+    """All that decides how a CPU rounds: which one it is, and the instructions that are used of it."""
+    fields = _read_cpuinfo()
+    about = [f"{name} {fields[name]}" for name in ("cpu family", "model", "stepping") if name in fields]
+    limits = [f"{name}={os.environ[name]}" for name in INSTRUCTION_LIMITS if name in os.environ]
+    return ", ".join([_processor_name(), *about, torch.backends.cpu.get_cpu_capability(), *limits])
+
+
+def _read_cpuinfo() -> dict[str, str]:
+    """Of the first processor. Only Linux writes this down where anyone can read it."""
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(": ")[2]
-    return platform.processor() or "cpu"
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+        pairs = (line.partition(":") for line in first.splitlines())
+        return {name.strip(): value.strip() for name, _, value in pairs}
+    return {}
 
 
 def _version(package: str) -> str:

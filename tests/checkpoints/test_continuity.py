@@ -41,7 +41,13 @@ def test_another_version_is_announced(accelerator, saved, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("device", "NVIDIA H200"), ("num_threads", 99), ("deterministic_algorithms", True)]
+    ("name", "value"),
+    [
+        ("device", "NVIDIA H200"),
+        ("processor", "Intel(R) Xeon(R), AVX512"),
+        ("num_threads", 99),
+        ("deterministic_algorithms", True),
+    ],
 )
 def test_another_machine_is_announced(accelerator, saved, name, value):
     saved[name] = value
@@ -50,10 +56,18 @@ def test_another_machine_is_announced(accelerator, saved, name, value):
     assert "bit-exact no longer promised, because" in line
 
 
-def test_threads_do_not_matter_to_another_device(accelerator, saved, monkeypatch):
-    saved["num_threads"] = 99
+@pytest.mark.parametrize("name", ["processor", "num_threads"])
+def test_the_host_does_not_matter_to_another_device(accelerator, saved, monkeypatch, name):
+    saved[name] = "another"
     monkeypatch.setattr(type(accelerator), "device", torch.device("meta"))
-    assert not [line for line in check_same_environment(saved, accelerator) if "num_threads" in line]
+    assert not [line for line in check_same_environment(saved, accelerator) if name in line]
+
+
+@pytest.mark.parametrize("limit", [("MKL_CBWR", "COMPATIBLE"), ("ONEDNN_MAX_CPU_ISA", "AVX2")])
+def test_fewer_instructions_of_the_same_processor_are_announced(accelerator, saved, monkeypatch, limit):
+    monkeypatch.setenv(*limit)
+    (line,) = check_same_environment(saved, accelerator)
+    assert line.startswith(f"note: processor was {saved['processor']} and is {saved['processor']}, {'='.join(limit)}: ")
 
 
 def test_a_record_that_does_not_know_of_it_yet_says_nothing(accelerator, saved):

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from lives import IMAGES, assert_the_same_run, rows_of
+from lives import FLAGS, IMAGES, assert_the_same_run, rows_of
 
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
 from memsave_recipes.checkpoints.find import find_newest
@@ -29,6 +29,17 @@ def test_killed_and_resumed(train, straight, kill_after, tmp_path, capsys, kille
     train(*IMAGES, "--save_every", str(every), "--resume")
     assert f"going on after {killed_at // every * every} steps" in capsys.readouterr().out
     assert_the_same_run(tmp_path / "run", straight)
+
+
+@pytest.mark.parametrize("recipe", FLAGS, indirect=True)
+@pytest.mark.parametrize("plan", ["none", "segments:2", "selective"])
+def test_every_recipe(recipe, train, kill_after, tmp_path, plan):
+    flags = [*FLAGS[recipe.__name__], "--activation_checkpointing", plan]
+    train(*flags, output="straight")
+    with kill_after(7):
+        train(*flags, "--save_every", "3")
+    train(*flags, "--resume")
+    assert_the_same_run(tmp_path / "run", tmp_path / "straight")
 
 
 def test_ended_twice(train, straight, kill_after, tmp_path):
