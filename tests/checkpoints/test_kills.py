@@ -4,17 +4,29 @@ import pytest
 from trials.killing import kill_trials
 from trials.run import Run
 
-FEW, ALL = range(10), pytest.param(range(10, 210), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+FEW, ALL = range(8), pytest.param(range(10, 150), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+FEW_OF_THE_RECIPE = range(400, 402)
+ALL_OF_THE_RECIPE = pytest.param(range(410, 470), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+
+
+def kill(run_trial, run, seeds):
+    outcome = run_trial(kill_trials, run, seeds, timeout_s=1200)
+    print(f"{outcome['kills']} kills in {len(seeds)} trials of {run.world} process(es)")
+    assert outcome["problems"] == {}
+    assert outcome["kills"] >= len(seeds)
 
 
 @pytest.mark.parametrize("seeds", [FEW, ALL], ids=lambda seeds: f"{len(seeds)} trials")
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(run_trial, tmp_path, world, seeds):
     """Half of the kills at named points inside step, save and resume; of one rank or all; up to three a trial."""
-    outcome = run_trial(kill_trials, Run(folder=tmp_path, world=world), seeds, timeout_s=1200)
-    print(f"{outcome['kills']} kills in {len(seeds)} trials of {world} process(es)")
-    assert outcome["problems"] == {}
-    assert outcome["kills"] >= len(seeds)
+    kill(run_trial, Run(folder=tmp_path, world=world), seeds)
+
+
+@pytest.mark.parametrize("seeds", [FEW_OF_THE_RECIPE, ALL_OF_THE_RECIPE], ids=lambda seeds: f"{len(seeds)} trials")
+@pytest.mark.parametrize("world", [1, 2])
+def test_so_does_the_recipe_with_its_default_data(run_trial, tmp_path, world, seeds):
+    kill(run_trial, Run(folder=tmp_path, world=world, recipe=True), seeds)
 
 
 def test_a_killed_run_with_data_workers(run_trial, tmp_path):

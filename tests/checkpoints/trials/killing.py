@@ -13,7 +13,7 @@ from typing import Any
 import accelerate
 import torch
 from trials.broken import BREAK
-from trials.run import NUM_STEPS, Net, Run
+from trials.run import NUM_STEPS, Run
 from trials.world import DONE, Life, fresh, results, run_to_end
 
 import memsave_recipes.agreement
@@ -28,7 +28,7 @@ import memsave_recipes.training.batching
 ROOM, BATCHING = memsave_recipes.checkpoints, memsave_recipes.training.batching
 # Where a process can be killed: the function, and how often a life calls it at most.
 POINTS: dict[str, tuple[Any, str, int]] = {
-    "forward": (Net, "forward", 24),
+    "loss": (torch.nn.functional, "cross_entropy", 24),
     "backward": (BATCHING.GlobalBatch, "backward", 24),
     "clip": (accelerate.Accelerator, "clip_grad_norm_", 12),
     "optimizer": (torch.optim.AdamW, "step", 12),
@@ -48,7 +48,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "verify": (ROOM.find, "check_seal", 1),
     "read": (ROOM.state, "read_tree", 4),
 }
-OF_RANK_0 = POINTS.keys() - {"forward", "backward", "clip", "optimizer", "schedule", "ear", "read"}
+OF_RANK_0 = POINTS.keys() - {"loss", "backward", "clip", "optimizer", "schedule", "ear", "read"}
 MAX_KILLS = 3
 
 

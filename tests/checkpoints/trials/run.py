@@ -33,11 +33,13 @@ class Run:
 
     Args:
         folder: its output folder; the checkpoints are in ``checkpoints/`` there.
+        recipe: whether the image recipe trains, and not the loop of this module.
         broken: the defect that it has, see ``trials/broken.py``.
         step_s: sleeps so long in each step.
     """
 
     folder: Path
+    recipe: bool = False
     world: int = 1
     workers: int = 0
     every_steps: int | None = 2

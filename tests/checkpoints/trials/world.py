@@ -15,6 +15,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+from trials.recipe import train_recipe
 from trials.run import Log, Run, train
 
 from memsave_recipes.errors import InputError
@@ -99,10 +101,10 @@ def _live(run: Run, rank: int, prepare: Callable[[int], None]) -> int:
     try:
         log_commits(log)
         prepare(rank)
-        accelerator = start_accelerator()
-        result = train(run, accelerator, log)
+        result = train_recipe(run, log) if run.recipe else train(run, start_accelerator(), log)
         (run.folder / f"result-{rank}.json").write_text(json.dumps(result))
-        accelerator.wait_for_everyone()
+        if torch.distributed.is_initialized():  # a recipe has ended its world
+            torch.distributed.barrier()
         code = DONE
     except SystemExit as stop:
         log.write(stopped=stop.code)
