@@ -29,6 +29,12 @@ def test_so_does_the_recipe_with_its_default_data(run_trial, tmp_path, world, se
     kill(run_trial, Run(folder=tmp_path, world=world, recipe=True), seeds)
 
 
+@pytest.mark.slow
+def test_so_does_the_recipe_on_three_ranks(run_trial, tmp_path):
+    """Where the order of a sum depends on where DDP puts a gradient."""
+    kill(run_trial, Run(folder=tmp_path, world=3, recipe=True), range(500, 504))
+
+
 def test_a_killed_run_with_data_workers(run_trial, tmp_path):
     outcome = run_trial(kill_trials, Run(folder=tmp_path, workers=2), range(300, 304))
     assert outcome["problems"] == {}
