@@ -8,12 +8,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from memsave_recipes.activations.training_mode import training_mode
+
 
 @contextmanager
 def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Random numbers (torch's, Python's, numpy's), buffers and the parameters' gradients are put back at the end.
+    """Random numbers (torch's, Python's, numpy's), buffers, modes of modules and gradients are put back at the end.
 
-    Inside there are no gradients, and what others do with gradients (step an optimizer, say) is left undone.
+    Inside the model trains, there are no gradients, and what others do with gradients (step an optimizer, say) is left
+    undone.
     """
     buffers = [buffer.clone() for buffer in model.buffers()]
     hooks = [hooks for parameter in model.parameters() if (hooks := parameter._post_accumulate_grad_hooks)]
@@ -21,7 +24,8 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     gradients = [parameter.grad for parameter in model.parameters()]
     of_python, of_numpy = random.getstate(), np.random.get_state()
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+    generators = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+    with generators, training_mode(model):
         try:
             for of_one in hooks:
                 of_one.clear()

@@ -29,7 +29,8 @@ def make_plan(
     """The plan that ``strategy`` makes for ``model``; give it to ``apply_plan``.
 
     Args:
-        model: in training mode, on its device.
+        model: on its device. One in evaluation mode, as ``from_pretrained`` returns it, is measured as it will train:
+            with all its modules in training mode. Of one in training mode, what evaluates goes on to do so.
         batch: one micro-batch on that device, for ``budget``: a mapping for ``model(**batch)``, a sequence for
             ``model(*batch)``, or what ``model(batch)`` takes. Call under the autocast of the training, if there is one.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``compiled[:RATIO]``,

@@ -520,3 +520,13 @@ def test_lifting_a_plan_and_setting_it_down(build):
         with _lifted(handle):
             assert all("forward" not in vars(module) for module in case.model.modules())
         assert {module: dict(vars(module)) for module in case.model.modules()} == planned
+
+
+def test_a_model_in_evaluation_mode_is_proven_as_it_will_train(build):
+    case = build("gpt2")
+    case.model.eval()
+    modes = []
+    case.model.register_forward_pre_hook(lambda module, _: modes.append({m.training for m in module.modules()}))
+    assert verdict_on(case).passed
+    assert modes == [{True}] * 4  # two micro-batches, plain and planned
+    assert not any(module.training for module in case.model.modules())

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import PlanHandle
 from memsave_recipes.activations.batchnorm import batchnorm_layers
+from memsave_recipes.activations.training_mode import training_mode
 from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.equivalence.block_runs import count_block_runs
 from memsave_recipes.evidence.equivalence.by_reference import compare_by_reference
@@ -51,7 +52,7 @@ def verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
     """Whether ``step`` leaves the same behind with the plan and without, by NOTE [ the proof ]; the same on all ranks.
 
     Args:
-        model: what ``step`` runs, as wrapped for training.
+        model: what ``step`` runs, as wrapped for training; one that is in evaluation mode trains meanwhile.
         handle: of the plan in force on it.
         step: may be called two or three times.
 
@@ -61,13 +62,18 @@ def verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
     plan = handle.plan
     if plan.blocks_under(Action.KEEP) == plan.blocks:
         return Verdict(status="nothing to verify", note="the plan keeps everything")
+    with training_mode(without_wrapper(model)):
+        return _verify(model, handle, step)
+
+
+def _verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
     state = KeptState(without_wrapper(model))
     proof = _Proof(model, handle, step, state)
     try:
         with _in_fixed_order(state.device):
             if first := out_of_step(model, shared_at_the_start(model)):
                 return Verdict(status="not synchronised", first=first)
-            return proof.that_it_is_equal() if plan.is_bitwise else proof.that_it_is_as_exact()
+            return proof.that_it_is_equal() if handle.plan.is_bitwise else proof.that_it_is_as_exact()
     finally:
         state.put_back()
         if state.device.type != "cpu":
