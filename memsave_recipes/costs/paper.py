@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from memsave_recipes.costs.meters import Meter, Reading
+from memsave_recipes.costs.traffic import bytes_moved, has_kernel, is_view
 from memsave_recipes.costs.workspaces import KernelRun
 from memsave_recipes.measure.flops import CONVOLUTIONS, FORMULAS
 
 aten = torch.ops.aten
 TAKES_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
-NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.set_}
 FLOPS = FORMULAS | flop_registry | {aten.addmm: FORMULAS[aten.addmm]}
 """Of what runs, the scores that a fused attention computes a second time included."""
 
@@ -125,7 +125,7 @@ class _Operators(TorchDispatchMode):
             func = aten.add_.Tensor
         with _no_cache(args[0]) if func in TAKES_STORAGE else nullcontext():
             out = func(*args, **kwargs)
-        if _is_view(func):
+        if is_view(func):
             return out
         leaves = tree_leaves((args, kwargs))
         taken = {id(tensor.untyped_storage()) for tensor in leaves if isinstance(tensor, Tensor)}
@@ -157,14 +157,13 @@ class _Operators(TorchDispatchMode):
 
     def _by_the_roofline(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], out: Any) -> float:
         operation = getattr(func, "_overloadpacket", None)
+        tensors = [leaf for leaf in (*leaves, *tree_leaves(out)) if isinstance(leaf, Tensor)]
+        if not tensors or not has_kernel(func):
+            return 0.0
         count = FLOPS.get(operation)
         flops = count(*args, **kwargs, out_val=out) if count else 0
-        tensors = [leaf for leaf in (*leaves, *tree_leaves(out)) if isinstance(leaf, Tensor)]
-        if not tensors or operation in NO_KERNEL:
-            return 0.0
         factor = tensors[1] if operation is aten.addmm else tensors[0]  # the first of addmm is what is added
-        num_bytes = sum(tensor.nbytes for tensor in tensors)
-        return self.paper.rates.seconds(operation, factor.dtype, flops, num_bytes)
+        return self.paper.rates.seconds(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
 
 
 def _engine_owns(total: Any) -> bool:
@@ -211,12 +210,8 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 def _shape(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
+        return leaf.shape, leaf.stride(), leaf.dtype
     return leaf if isinstance(leaf, int | float | str | bool | None) else str(leaf)
-
-
-def _is_view(func: Any) -> bool:
-    return getattr(func, "is_view", False)
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
