@@ -6,7 +6,9 @@ State beside each 32-bit parameter: AdamW 8 bytes, 8-bit AdamW 2, Adafactor a ro
 
 from collections.abc import Iterable
 from importlib.util import find_spec
+from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
@@ -37,6 +39,7 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module) -> Optimizer:
     match optim.optimizer:
         case "sgd":
             optimizer = SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=optim.momentum, fused=True)
+            optimizer.register_step_pre_hook(_begin_momentum)
         case "adafactor":
             optimizer = Adafactor(parameters, lr=lr, weight_decay=weight_decay)
         case "adamw_8bit":
@@ -46,6 +49,19 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module) -> Optimizer:
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
+
+
+def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Give every gradient that has no momentum yet one of -0.0, to which the step adds the gradient bit for bit.
+
+    The fused SGD (torch 2.11 to 2.13) makes it of uninitialised memory, for its first step to write on. But a step that
+    ``found_inf`` leaves out writes on nothing, and the next one is no longer the first. With fp16 it is the rule that
+    the first step is left out.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group["momentum"] else ():
+            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.grad, -0.0)
 
 
 def _adamw_8bit(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> Optimizer:

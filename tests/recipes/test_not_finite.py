@@ -121,6 +121,22 @@ def test_a_step_that_is_left_out_changes_nothing(train, spoil, tmp_path, optimiz
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("life", ["straight", "resumed"])
+def test_the_first_step_that_is_left_out_leaves_no_momentum(train, spoil, tmp_path, life):
+    """Torch leaves it uninitialised, which deterministic kernels make NaN."""
+    flags = [*SHORT, "--optimizer", "sgd", "--skip_nonfinite", "1", "--save_every", "1", "--full_determinism"]
+    spoil(0)
+    if life == "resumed":
+        train(*flags, "--lr_scheduler_type", "constant", "--max_steps", "1")
+        results = train(*flags, "--lr_scheduler_type", "constant", "--resume")
+    else:
+        results = train(*flags)
+    assert results["skipped_steps"] == 1
+    assert results["train_loss"] < 5
+    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
 def test_in_backward_there_is_nothing_to_leave_out(refuse):
     line = refuse(*SHORT, "--optimizer_in_backward", "--max_grad_norm", "0", "--skip_nonfinite", "1")
     assert "drop --skip_nonfinite" in line

@@ -1,10 +1,12 @@
 """Optimizers by name, the state that each keeps, and the one that steps in the backward."""
 
+from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments, Schedule
@@ -74,6 +76,56 @@ def test_every_schedule_warms_up_and_has_an_end(schedule, warmup_steps):
     assert rates[0] == (1.0 if is_warm else 0.0)
     if not is_warm:
         assert rates[:warmup_steps] == [step / warmup_steps for step in range(num_steps)][:warmup_steps]
+
+
+@pytest.fixture
+def memory_is_nan():
+    """What torch leaves uninitialised holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def momentum_of(optimizer):
+    return [state["momentum_buffer"] for state in optimizer.state.values()]
+
+
+def same_bits(ones, others):
+    pairs = zip(ones, others, strict=True)
+    return all(torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32)) for one, other in pairs)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_momentum_begins_with_the_first_step_that_counts(memory_is_nan, weight_decay):
+    """A fused step that ``found_inf`` leaves out, as gradient scalers and the gate do, before any other."""
+    optim = OptimizerArguments(optimizer="sgd", learning_rate=1e-4, weight_decay=weight_decay)
+    never_bad, first_bad = build(), build()
+    optimizers = [make_optimizer(optim, model) for model in (never_bad, first_bad)]
+    first_bad(torch.ones(8, 128)).sum().backward()
+    optimizers[1].found_inf = torch.tensor(1.0)
+    optimizers[1].step()
+    optimizers[1].zero_grad()
+    optimizers[1].load_state_dict(optimizers[1].state_dict())  # a checkpoint of that state
+    optimizers[1].found_inf = torch.tensor(0.0)
+    for model, optimizer in zip((never_bad, first_bad), optimizers, strict=True):
+        train(model, optimizer, make_scheduler(optim, optimizer, 5))
+    assert same_bits(never_bad.parameters(), first_bad.parameters())
+    assert same_bits(*map(momentum_of, optimizers))
+
+
+@pytest.mark.parametrize("gradient", [0.0, -0.0, 1e-45, 0.3])
+def test_the_first_momentum_is_the_gradient_bit_for_bit(gradient):
+    """As it is in torch's own optimizer, the sign of a zero with it."""
+    buffers = []
+    optim = OptimizerArguments(optimizer="sgd")
+    for make in (partial(make_optimizer, optim), lambda model: SGD(model.parameters(), momentum=0.9, fused=True)):
+        model = build()
+        optimizer = make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.step()
+        buffers.append(momentum_of(optimizer))
+    assert same_bits(*buffers)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
