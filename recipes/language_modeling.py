@@ -51,9 +51,10 @@ from memsave_recipes.reporting.failures import run_recipe
 from memsave_recipes.reporting.report import RunReport
 from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run, save_model, write_json
 from memsave_recipes.reporting.trackers import finish_trackers
-from memsave_recipes.reporting.verification import verify_plan
+from memsave_recipes.reporting.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches
+from memsave_recipes.training.environment import deterministic_kernels
 from memsave_recipes.training.finite import FiniteGate
 from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
@@ -183,6 +184,7 @@ def train(
     geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, loss_model, plan_handle, batches, loss_of)
+    settle_kernels(run.full_determinism, accelerator, loss_model, batches, loss_of)
 
     # Checkpoints: where the run goes on, and when it saves
     checkpoints = opened.checkpoints(Training(accelerator, loss_model, optimizer, scheduler), batches)
@@ -263,7 +265,8 @@ def train(
     }
     if accelerator.is_main_process:
         write_json(folder / "results.json", results)
-        print("sample:", sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100]))
+        with deterministic_kernels(run.full_determinism):  # a warning is enough for what draws a sample
+            print("sample:", sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100]))
         show(compare([read_run(folder)]))
     finish_trackers(accelerator, results)
     return results

@@ -59,7 +59,7 @@ from memsave_recipes.reporting.failures import run_recipe
 from memsave_recipes.reporting.report import RunReport
 from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run, save_model, write_json
 from memsave_recipes.reporting.trackers import finish_trackers
-from memsave_recipes.reporting.verification import verify_plan
+from memsave_recipes.reporting.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
 from memsave_recipes.training.finite import FiniteGate
@@ -180,6 +180,7 @@ def train(
     geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
+    settle_kernels(run.full_determinism, accelerator, trained, batches, loss_of)
 
     # Checkpoints: where the run goes on, and when it saves
     checkpoints = opened.checkpoints(Training(accelerator, trained, optimizer, scheduler), batches)

@@ -86,7 +86,7 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
     earlier = read_earlier(folder / CONFIG, folder / CHECKPOINTS) if safety.resume else None
     notices = check_same_flags(earlier, flags) if earlier else []
     with ExitStack() as stack:
-        stack.enter_context(deterministic_kernels(run.full_determinism))
+        stack.enter_context(deterministic_kernels(run.full_determinism, later=run.verify != "off"))
         accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
         notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
         stack.enter_context(locked_run_folder(accelerator, folder))

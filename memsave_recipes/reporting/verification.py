@@ -1,4 +1,7 @@
-"""``--verify``: prove before training that the plan changes nothing, or end the run with exit code 5."""
+"""``--verify``: prove before training that the plan changes nothing, or end the run with exit code 5.
+
+And ``--full_determinism``: try before training whether every operator of it has a deterministic kernel.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.activations import PlanHandle
-from memsave_recipes.evidence.equivalence import Verdict, verify
+from memsave_recipes.evidence.equivalence import Verdict, take_fixed_order, verify
 from memsave_recipes.reporting.out_of_memory.page import is_out_of_memory
 from memsave_recipes.training.batching import Batch, GlobalBatches
 
@@ -81,6 +84,33 @@ def verify_plan(
     else:
         raise VerificationFailed(f"error: {_objection(verdict, handle)}")
     return {"equivalence": verdict.to_dict()}
+
+
+def settle_kernels(
+    wanted: bool,
+    accelerator: Accelerator,
+    model: nn.Module,
+    batches: GlobalBatches,
+    loss_of: Callable[[Batch], Tensor],
+) -> None:
+    """Where ``wanted``, take NOTE [ a fixed order ] for training, and say where there is none; costs a micro-batch.
+
+    Args:
+        model, batches, loss_of: as in ``verify_plan``.
+    """
+    if not wanted:
+        return
+
+    def trial() -> None:
+        accelerator.backward(loss_of(batches.largest_micro_batch(batches.geometry.micro_batch_size)))
+
+    with _without_loss_scaling(accelerator):
+        operator = take_fixed_order(model, trial)
+    if operator:
+        accelerator.print(
+            f"warning: --full_determinism: {operator} has no deterministic kernel, so the last bits of two runs may "
+            "differ: on a GPU those of attention, too"
+        )
 
 
 def _objection(verdict: Verdict, handle: PlanHandle) -> str:

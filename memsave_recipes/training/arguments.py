@@ -70,7 +70,10 @@ class RunArguments:
     max_steps: int | None = field(default=None, metadata={"help": "optimizer steps; overrides --num_epochs"})
     seed: int = field(default=0, metadata={"help": "of weights, sample order, augmentation and dropout"})
     full_determinism: bool = field(
-        default=False, metadata={"help": "kernels that add in a fixed order: the same bits in every run on a GPU too"}
+        default=False,
+        metadata={
+            "help": "kernels that add in a fixed order, where torch has them: the same bits in every run on a GPU"
+        },
     )
     dtype: Literal["float32", "bfloat16", "float64"] = field(
         default="float32", metadata={"help": "of the parameters; mixed precision is set at launch"}

@@ -34,15 +34,20 @@ def describe_environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 @contextmanager
-def deterministic_kernels(wanted: bool) -> Iterator[None]:
+def deterministic_kernels(wanted: bool, *, later: bool = False) -> Iterator[None]:
     """Where ``wanted``, torch takes kernels that add in a fixed order; it warns of an operator that has none.
 
     Begin before the device is used: cuBLAS reads its variable once. See
     https://docs.pytorch.org/docs/stable/generated/torch.use_deterministic_algorithms.html
+
+    Args:
+        later: they are not taken yet, but ``--verify`` will.
     """
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if wanted:
+    if wanted or later:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if wanted:
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # of the flash-attn package, read by transformers
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

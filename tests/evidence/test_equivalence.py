@@ -1,19 +1,22 @@
 """The proof finds every fault that a plan can have, by its tensor, and leaves a healthy run as it was."""
 
 import copy
+import os
 import random
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes.activations import PlanHandle, apply_plan, plan_blocks, spans
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.equivalence import Outcome, compare_runs, verify
+from memsave_recipes.evidence.equivalence import Outcome, compare_runs, proof, take_fixed_order, verify
+from memsave_recipes.evidence.equivalence.fixed_order import FLASH_ATTENTION, unordered_operator
 from memsave_recipes.evidence.equivalence.outcomes import distance_in_ulp
 from memsave_recipes.evidence.equivalence.proof import _lifted
 from memsave_recipes.models.vgg import build_vgg
@@ -89,6 +92,102 @@ def test_under_autocast(build):
     case = build("vgg_bn")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert verdict_on(case).status == "identical"
+
+
+# Operators without a deterministic kernel, of which a CPU has a few
+
+
+class Unpooling(nn.Module):
+    """Its ``max_unpool2d`` has no deterministic kernel on a CPU either."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3, padding=1))
+
+    def forward(self, x):
+        pooled, places = F.max_pool2d(self.layers(x), 2, return_indices=True)
+        return F.max_unpool2d(pooled, places, 2)
+
+
+def unpooling_step(model):
+    def step():
+        torch.manual_seed(3)
+        loss = model(torch.rand(2, 1, 8, 8)).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch):
+    monkeypatch.setattr(proof, "_adds_in_any_order", lambda device: True)
+
+
+def kernels():
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_the_proof_asks_for_kernels_that_only_errors_get(build, like_a_gpu, monkeypatch):
+    """Attention's backward has a fixed order on CUDA only where torch would raise."""
+    monkeypatch.delenv(FLASH_ATTENTION, raising=False)
+    case, asked = build("gpt2"), []
+    case.model.register_forward_pre_hook(lambda *_: asked.append((*kernels(), os.environ[FLASH_ATTENTION])))
+    assert verdict_on(case).status == "identical"
+    assert set(asked) == {(True, False, "1")}
+    assert kernels() == (False, False)
+    assert FLASH_ATTENTION not in os.environ
+
+
+def test_the_proof_names_an_operator_without_one(like_a_gpu):
+    model = Unpooling().train()
+    with apply_plan(model, plan_blocks(model, "full")) as handle:
+        verdict = verify(model, handle, unpooling_step(model))
+    assert verdict.status == "identical"
+    assert verdict.note == "max_unpooling2d_forward_out adds in any order"
+    assert kernels() == (False, False)
+
+
+def test_a_trial_takes_the_fixed_order_and_leaves_the_model_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    try:
+        assert take_fixed_order(model, lambda: model(torch.rand(2, 1, 8, 8)).sum().backward()) is None
+        assert kernels() == (True, False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_a_trial_that_meets_an_operator_without_one_only_warns():
+    model = Unpooling().train()
+    before = copy.deepcopy(model.state_dict())
+    try:
+        assert take_fixed_order(model, unpooling_step(model)) == "max_unpooling2d_forward_out"
+        assert kernels() == (True, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+
+
+def test_other_errors_of_a_trial_are_raised(like_a_gpu):
+    try:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            take_fixed_order(nn.Linear(2, 2), lambda: torch.ones(2, 3) @ torch.ones(2, 3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_cublas_without_its_workspace_is_named():
+    error = RuntimeError(
+        "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "
+        "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses "
+        "CuBLAS and you have CUDA >= 10.2."
+    )
+    assert unordered_operator(error) == "cuBLAS without CUBLAS_WORKSPACE_CONFIG=:4096:8"
 
 
 # The faults

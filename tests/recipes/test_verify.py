@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM
 
 from memsave_recipes.activations import spans
 from memsave_recipes.plans import Action
@@ -124,6 +126,58 @@ def test_no_memory_for_the_plain_run(main, monkeypatch, capsys):
         run_recipe(partial(main, "image_classification", "--activation_checkpointing", "full", "--verify"))
     assert end.value.code == 3
     assert "--verify, which also runs one global batch without the plan" in capsys.readouterr().err
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Whether torch raised at operators without a deterministic kernel, in each call of an optimizer."""
+    seen, step = [], torch.optim.AdamW.step
+    warns = torch.is_deterministic_algorithms_warn_only_enabled
+
+    def watched(self, *args, **kwargs):
+        seen.append(torch.are_deterministic_algorithms_enabled() and not warns())
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    return seen
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_full_determinism_trains_with_kernels_that_only_errors_get(main, kernels, tmp_path, capsys, name):
+    plain = main(name, output="plain")
+    kernels.clear()
+    fixed = main(name, "--full_determinism", output="fixed")
+    assert kernels == [True] * fixed["steps"]
+    assert fixed["train_loss"] == plain["train_loss"]
+    assert "warning: --full_determinism" not in capsys.readouterr().out
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_full_determinism_names_an_operator_without_such_a_kernel(main, kernels, monkeypatch, capsys):
+    """A stand-in for one of CUDA's, at the end of each forward in training."""
+    cross_entropy = F.cross_entropy
+
+    def unordered(*args, **kwargs):
+        torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
+        return cross_entropy(*args, **kwargs)
+
+    monkeypatch.setattr(F, "cross_entropy", unordered)
+    results = main("image_classification", "--full_determinism")
+    assert results["steps"] == 2
+    assert kernels == [False] * 2
+    assert "warning: --full_determinism: put_ has no deterministic kernel" in capsys.readouterr().out
+
+
+def test_full_determinism_lets_a_sample_be_drawn(main, monkeypatch):
+    """Its operators need no deterministic kernel: ``top_p`` sums floating-point numbers up, for which CUDA has none."""
+    generate = LlamaForCausalLM.generate
+
+    def unordered(self, *args, **kwargs):
+        torch.zeros(2).put_(torch.tensor([0]), torch.tensor([1.0]))
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", unordered)
+    assert main("language_modeling", "--full_determinism")["steps"] == 2
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ import torch
 
 from memsave_recipes.training.environment import deterministic_kernels
 
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+
 
 def state():
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -14,12 +16,13 @@ def state():
 
 @pytest.mark.parametrize("before", [(False, False), (True, False)])
 def test_deterministic_kernels_are_taken_for_a_run_alone(monkeypatch, before):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     try:
         with deterministic_kernels(True):
             assert state() == (True, True)
-            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+            assert {name: os.environ[name] for name in VARIABLES} == VARIABLES
         assert state() == before
         with deterministic_kernels(False):
             assert state() == before
@@ -31,3 +34,12 @@ def test_the_users_own_workspace_stays(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with deterministic_kernels(True):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_proof_finds_the_workspace_that_it_needs(monkeypatch):
+    """cuBLAS reads the variable once, and may have done so when the proof begins."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before = state()
+    with deterministic_kernels(False, later=True):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert state() == before

@@ -13,14 +13,14 @@ NOTE [ the proof ]
 5. A plan that compiles is as exact as plain or not, which takes a third global batch, in float64 on a copy of the
    model (8 bytes a parameter, as much for the gradients, and activations of twice the size). Dropout draws other masks
    in float64: it is off in all three runs, so whether a compiled one drops the same is not seen.
-6. Not seen: state that a model keeps elsewhere, such as numpy's generator. It has to repeat itself without it.
+6. A device that adds in any order would make plain differ from plain: see NOTE [ a fixed order ].
+7. Not seen: state that a model keeps elsewhere, such as numpy's generator. It has to repeat itself without it.
 """
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from memsave_recipes.activations.training_mode import training_mode
 from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.equivalence.block_runs import count_block_runs
 from memsave_recipes.evidence.equivalence.by_reference import compare_by_reference
+from memsave_recipes.evidence.equivalence.fixed_order import in_fixed_order, only_warn, unordered_operator
 from memsave_recipes.evidence.equivalence.kept_state import KeptState, lent, read_rng
 from memsave_recipes.evidence.equivalence.outcomes import Key, Outcome, Verdict, compare_runs
 from memsave_recipes.evidence.equivalence.ranks import (
@@ -70,10 +71,12 @@ def _verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
     state = KeptState(without_wrapper(model))
     proof = _Proof(model, handle, step, state)
     try:
-        with _in_fixed_order(state.device):
+        with in_fixed_order() if _adds_in_any_order(state.device) else nullcontext():
             if first := out_of_step(model, shared_at_the_start(model)):
                 return Verdict(status="not synchronised", first=first)
-            return proof.that_it_is_equal() if handle.plan.is_bitwise else proof.that_it_is_as_exact()
+            verdict = proof.that_it_is_equal() if handle.plan.is_bitwise else proof.that_it_is_as_exact()
+        notes = [f"{operator} adds in any order" for operator in proof.unordered]
+        return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
     finally:
         state.put_back()
         if state.device.type != "cpu":
@@ -97,6 +100,7 @@ class _Proof:
     handle: PlanHandle
     step: Step
     state: KeptState
+    unordered: list[str] = field(default_factory=list)
 
     def that_it_is_equal(self) -> Verdict:
         """Rules 1 and 2."""
@@ -147,11 +151,24 @@ class _Proof:
                 twin = copy.deepcopy(inner).double()
                 twin.register_forward_pre_hook(_inputs_to_float64, with_kwargs=True)
                 with lent(inner, dict(vars(twin))):
-                    return self._run().on_host()
+                    return self._run_once().on_host()
         except Exception as error:
             return Outcome(tensors={}, error=_in_one_line(error))
 
     def _run(self) -> Outcome:
+        """A run that an operator without a fixed order broke off begins again: rule 6."""
+        try:
+            return self._run_once()
+        except RuntimeError as error:
+            operator = unordered_operator(error)
+            if operator is None:
+                raise
+        self.unordered.append(operator)
+        only_warn()
+        self.state.restart()
+        return self._run_once()
+
+    def _run_once(self) -> Outcome:
         is_bitwise = self.handle.plan.is_bitwise
         if not is_bitwise:
             _without_dropout(without_wrapper(self.model))
@@ -173,26 +190,9 @@ def _lifted(handle: PlanHandle) -> Iterator[None]:
             handle.replace(module, attribute, value)
 
 
-@contextmanager
-def _in_fixed_order(device: torch.device) -> Iterator[None]:
-    """Where a device has operators that sum in any order, those that do not, as far as there are any."""
-    if device.type == "cpu":
-        yield
-        return
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    benchmark = torch.backends.cudnn.benchmark
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*deterministic")
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.backends.cudnn.benchmark = False
-            yield
-    finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.backends.cudnn.benchmark = benchmark
+def _adds_in_any_order(device: torch.device) -> bool:
+    """Whether it has operators that do, unless torch is told otherwise."""
+    return device.type != "cpu"
 
 
 def _without_dropout(model: nn.Module) -> None:
