@@ -218,7 +218,7 @@ def train(
     def evaluate_if_due(step: int) -> None:
         if not report.evaluation_is_due(step, every=run.eval_steps):
             return
-        with report.clock.left_out():
+        with report.clock.left_out(synchronize=True):
             held_out = evaluation_batches(accelerator, tokens.validation, geometry.micro_batch_size, **loading)
             held_out = checkpoints.until_signal(held_out, step, report.state_dict)
             evaluated = evaluate_model(trained, accelerator, held_out)

@@ -42,10 +42,12 @@ class StepClock:
 
     Args:
         warmup_steps: so many first steps are left out of every figure (compilation, caches, allocator growth).
+        device: of the run; an accelerator still computes when a step has been queued.
     """
 
-    def __init__(self, *, warmup_steps: int = 2) -> None:
+    def __init__(self, *, warmup_steps: int = 2, device: torch.device | str = "cpu") -> None:
         self._warmup_steps = warmup_steps
+        self._device = torch.device(device)
         self._total = _Tally()
         self._window = _Tally()
         self._started = time.perf_counter()
@@ -74,8 +76,8 @@ class StepClock:
         """A step of ``samples`` samples and ``tokens`` valid tokens (over all ranks) has been queued."""
         if self._warmup_steps:
             self._warmup_steps -= 1
-            if not self._warmup_steps and torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # the one wait of the run: warm-up must not run on into the window
+            if not self._warmup_steps:
+                self.synchronize()  # warm-up must not run on into the window
             self._window_started = time.perf_counter()
             self._window.waiting_seconds = 0.0
             return
@@ -112,12 +114,27 @@ class StepClock:
                 return
             yield batch
 
+    def synchronize(self) -> None:
+        """Wait for the steps that are queued. That is training time, also where time is left out."""
+        if self._device.type == "cpu":
+            return
+        began = time.perf_counter()
+        torch.accelerator.synchronize(self._device)
+        if self._left_out_since is not None:
+            self._left_out_since += time.perf_counter() - began
+
     @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Time in here is no training time: evaluation, saving, an instrumented step."""
-        began = self._left_out_since = time.perf_counter()
+    def left_out(self, *, synchronize: bool = False) -> Iterator[None]:
+        """Time in here is no training time: evaluation, saving, an instrumented step.
+
+        Args:
+            synchronize: whether what is in here waits for the device, such as an evaluation, and so for steps before.
+        """
+        if synchronize:
+            self.synchronize()
+        self._left_out_since = time.perf_counter()
         yield
+        seconds = time.perf_counter() - self._left_out_since
         self._left_out_since = None
-        seconds = time.perf_counter() - began
         self._window_started += seconds
         self._left_out_seconds += seconds

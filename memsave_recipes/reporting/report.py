@@ -53,7 +53,7 @@ class RunReport:
         self.memory = MemoryWatch(
             accelerator, model, optimizer, steps=batches.steps, geometry=batches.geometry, settings=settings
         )
-        self.clock = StepClock(warmup_steps=NUM_SLOW_STEPS)
+        self.clock = StepClock(warmup_steps=NUM_SLOW_STEPS, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
         self.losses = StepLosses(accelerator, batches.order, skips=self.memory.settings.flags.get("skip_nonfinite", 0))
         self.samples_seen = 0
@@ -157,6 +157,7 @@ class RunReport:
         Raises:
             NotFinite: more steps than allowed are not finite.
         """
+        self.clock.synchronize()  # what follows waits for the device, in time that is left out
         return {
             **{name: getattr(self, name) for name in COUNTED},
             "tokens_seen": int(self.tokens_seen),

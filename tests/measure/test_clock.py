@@ -8,6 +8,8 @@ import torch
 from memsave_recipes.measure import clock as clock_module
 from memsave_recipes.measure.clock import StepClock
 
+GPU = torch.device("cuda")
+
 
 @pytest.fixture
 def seconds(monkeypatch):
@@ -86,3 +88,54 @@ def test_what_is_saved_while_time_is_left_out_knows_nothing_of_that_time(seconds
     assert clock.train_time_s == 2
     seconds[0] += 3
     assert clock.train_time_s == 5
+
+
+@pytest.fixture
+def queued(monkeypatch, seconds):
+    """The seconds that an accelerator still has to do; waiting for it takes them."""
+    left = [0.0]
+
+    def synchronize(device):
+        assert device == GPU
+        seconds[0] += left[0]
+        left[0] = 0.0
+
+    monkeypatch.setattr(clock_module.torch.accelerator, "synchronize", synchronize)
+    return left
+
+
+def test_an_evaluation_begins_when_the_steps_are_done(seconds, queued):
+    """What is still queued would be done within the time that is left out."""
+    clock = StepClock(warmup_steps=1, device=GPU)
+    clock.step(samples=8)
+    clock.step(samples=8)
+    queued[0] = 7.0
+    with clock.left_out(synchronize=True):
+        assert queued[0] == 0
+        seconds[0] += 1000
+    assert clock.end_window()["step_time_s"] == clock.train_time_s == 7
+
+
+def test_a_checkpoint_is_due_while_time_is_left_out(seconds, queued):
+    """Whether one is saved is known only then, and only then has the device to be waited for."""
+    clock = StepClock(warmup_steps=1, device=GPU)
+    clock.step(samples=8)
+    clock.step(samples=8)
+    queued[0] = 7.0
+    with clock.left_out():
+        assert queued[0] == 7
+        seconds[0] += 1
+        clock.synchronize()
+        seconds[0] += 50
+        assert clock.state_dict()["train_time_s"] == 7
+    assert clock.end_window()["step_time_s"] == clock.train_time_s == 7
+
+
+def test_a_run_on_the_cpu_leaves_the_accelerators_of_the_machine_alone(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: pytest.fail("makes a context on a device"))
+    clock = StepClock(warmup_steps=1, device=torch.device("cpu"))
+    clock.step(samples=8)
+    with clock.left_out(synchronize=True):
+        pass
+    clock.end_window()
