@@ -129,10 +129,11 @@ class GlobalBatches:
         return make_loader(self.accelerator, self.dataset, sampler, self.collate_fn, self.num_workers)
 
     def _num_valid(self, mine: list[Batch], num_samples: int) -> Tensor:
+        """Never waits for the device, which still computes the steps before: the host counts, and queues a fill."""
         if self.count_valid is None:
-            return torch.tensor(num_samples, device=self.accelerator.device)
-        valid = sum(self.count_valid(micro_batch) for micro_batch in mine)
-        return self.accelerator.reduce(torch.as_tensor(valid, device=self.accelerator.device), "sum")
+            return torch.full((), num_samples, device=self.accelerator.device)
+        of_this_rank = sum(int(self.count_valid(micro_batch)) for micro_batch in mine)
+        return self.accelerator.reduce(torch.full((), of_this_rank, device=self.accelerator.device), "sum")
 
 
 @dataclass(kw_only=True)

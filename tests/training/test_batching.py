@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -514,3 +515,55 @@ def test_the_smallest_micro_batch_is_that_of_the_run(
         for positions in rank
     ]
     assert batches.smallest_micro_batch == min(taken) == smallest
+
+
+# Waiting for the device
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses what waits for a device: a copy that is not asynchronous, a number read back. Meta tensors stand in."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [value for value in (*args, result) if isinstance(value, Tensor)]
+        if len({tensor.device.type for tensor in tensors}) > 1:
+            assert kwargs.get("non_blocking"), f"{func} waits for the device"
+        return result
+
+
+def _on_the_host(value, *, make=torch.tensor, **options):
+    """``torch.tensor``, which makes its tensors on the host and waits to copy them, unseen by any mode."""
+    assert torch.device(options.get("device", "cpu")).type == "cpu", "torch.tensor waits for the device"
+    return make(value, **options)
+
+
+class OfManyRanks(Accelerator):
+    """Takes part in a reduction, whose result is a tensor on the device."""
+
+    device = torch.device("meta")
+
+    def reduce(self, tensor, reduction="mean", scale=1.0):
+        assert (tensor.device.type, tensor.dtype, tensor.shape) == ("meta", torch.int64, ())
+        return tensor.clone()
+
+
+@pytest.mark.parametrize("count_valid", [None, _count_labels])
+def test_the_next_global_batch_is_made_without_waiting_for_the_device(monkeypatch, count_valid):
+    """The steps before it are still queued there, and the host has to be ahead of them."""
+    monkeypatch.setattr(torch, "tensor", _on_the_host)
+    collate_fn = default_collate if count_valid is None else _collate_rows
+    dataset = Points(frozenset()) if count_valid is None else Rows(frozenset())
+    batches = GlobalBatches(
+        OfManyRanks(cpu=True),
+        dataset,
+        order=SampleOrder(num_samples=40, global_batch_size=8, seed=0),
+        geometry=Geometry.of(8, 2, 1),
+        num_steps=3,
+        seed=0,
+        count_valid=count_valid,
+        collate_fn=collate_fn,
+    )
+    with NoCopies():
+        counts = [batch.num_valid for batch in batches]
+    assert [(count.device.type, count.dtype) for count in counts] == [("meta", torch.int64)] * 3
