@@ -20,12 +20,12 @@ NOTE [ writing in place ]
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -98,12 +98,21 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
 
     Raises:
         InputError: an operator writes in place on an input or on what is kept; in the backward, if that was done after
-            ``function`` ended, or if the second run uses other operators than the first. Under autocast it does where
-            the first one found weights cast already, because another block has the same or ran twice: known limit.
+            ``function`` ended, or if the second run uses other operators than the first (torch 2.11 sees that of kept
+            ones alone). Under autocast it does where the first one found weights cast already, because another block
+            has the same or ran twice: known limit.
         RuntimeError: in the backward, if it is the second one.
     """
-    modules = list(modules)
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=partial(_contexts, modules, inputs))
+    first_run, second_run = _contexts(list(modules), inputs)
+
+    def run(*inputs: Any) -> Any:
+        try:
+            return function(*inputs)
+        except BaseException:
+            first_run.leave()
+            raise
+
+    return checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: (first_run, second_run))
 
 
 @contextmanager
@@ -130,31 +139,30 @@ def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return name in KEPT_OPERATORS and not _is_mutable(op) and not draws(op, args, kwargs)
 
 
-def _contexts(
-    modules: list[nn.Module], inputs: tuple[Any, ...]
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _contexts(modules: list[nn.Module], inputs: tuple[Any, ...]) -> tuple["_FirstRun", "_SecondRun"]:
     policy = _Policy(modules, inputs)
-    first_run, second_run = create_selective_checkpoint_contexts(policy)
-    return first_run, _SecondRun(second_run, FrozenStatistics(modules), policy.block)
+    caching, cached = create_selective_checkpoint_contexts(policy)
+    return _FirstRun(caching, policy), _SecondRun(cached, FrozenStatistics(modules), policy.block)
 
 
 class _Policy:
-    """Decides for every operator of one run of a block, after the operator has run."""
+    """Decides for every operator of one run of a block."""
 
     def __init__(self, modules: list[nn.Module], inputs: tuple[Any, ...]) -> None:
         self.block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
         self.protected = dict.fromkeys(_storages(inputs), "an input of the block")
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if _is_mutable(op):
+        if _is_mutable(op) and not context.is_recompute:  # what is kept is given up there, and its address used again
             self._check(op, args, kwargs)
-        if not is_kept(op, args, kwargs):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        storages = _storages(context.op_output)
+        return CheckpointPolicy.MUST_SAVE if is_kept(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def note(self, op: Any, output: Any) -> None:
+        """What is kept."""
+        storages = _storages(output)
         self.protected |= dict.fromkeys(storages, f"what {op.name()} gave")
         for kept in _WATCHING:
             kept |= storages
-        return CheckpointPolicy.MUST_SAVE
 
     def _check(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See NOTE [ writing in place ]."""
@@ -164,6 +172,47 @@ class _Policy:
                 for storage in _storages(written):
                     if what := self.protected.get(storage):
                         raise _refusal(self.block, f"{op.name()} writes in place on {what}: write it out of place")
+
+
+class _FirstRun(TorchDispatchMode):
+    """Torch's mode for the run in the forward, and a note of what it keeps (torch 2.11 does not tell the policy)."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As torch's mode does."""
+        return True
+
+    def __init__(self, caching: Any, policy: _Policy) -> None:
+        super().__init__()
+        self.caching = caching
+        self.policy = policy
+        self.is_on = False
+
+    def __enter__(self) -> "_FirstRun":
+        self.is_on = True
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """For good. After an error torch 2.11 leaves a mode only when nobody holds the traceback any more."""
+        if self.is_on:
+            self.is_on = False
+            super().__exit__(None, None, None)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = self.caching.__torch_dispatch__(func, types, args, kwargs)
+        if is_kept(func, args, kwargs):
+            self.policy.note(func, output)
+        return output
 
 
 class _SecondRun:
