@@ -15,6 +15,7 @@ TABLE = {
     "units": (set(), set()),
     "hub": (set(), {"datasets", "huggingface_hub"}),
     "agreement": (set(), {"accelerate", "torch"}),
+    "processes": (set(), {"psutil"}),
     "plans": (set(), set()),
     "losses": (set(), {"torch"}),
     "models": ({"hub", "losses"}, {"torch", "safetensors", "transformers", "peft", "liger_kernel"}),
@@ -26,7 +27,10 @@ TABLE = {
     "activations": ({"plans"}, {"torch", "transformers"}),
     "measure": ({"plans", "activations"}, {"torch", "psutil"}),
     "costs": ({"plans", "activations", "measure"}, {"torch", "psutil"}),
-    "training": ({"measure", "plans"}, {"torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"}),
+    "training": (
+        {"measure", "plans", "processes"},
+        {"torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"},
+    ),
     "checkpoints": ({"agreement", "training"}, {"torch", "accelerate", "safetensors", "filelock"}),
     "planner": (
         {"activations", "agreement", "costs", "models", "plans", "training"},

@@ -47,6 +47,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.processes.parent import end_with_launcher, launch_arguments
 
 NO_MEMORY = "memsave_recipes/no_memory"
 SHARDING = {name: f"ACCELERATE_USE_{name.upper()}" for name in ("FSDP", "DeepSpeed", "Megatron_LM")}
@@ -62,7 +63,7 @@ class LaunchRequest:
 
 
 def start_accelerator(**kwargs: Any) -> Accelerator:
-    """Build the ``Accelerator`` on the device and in the world that the launch asked for.
+    """Build the ``Accelerator`` on the device and in the world that the launch asked for, which ends with its launcher.
 
     It stays on the CPU where there is no accelerator or where the launch says ``use_cpu: true`` or ``--cpu``. Autocast
     keeps no casts for later: its cache would hold a copy of all weights until the forward ends, also of those whose
@@ -76,6 +77,7 @@ def start_accelerator(**kwargs: Any) -> Accelerator:
             precision does not work on the CPU, or the weights are to be cut up.
     """
     _check_whole_weights()
+    end_with_launcher()
     request = read_launch_request()
     world = get_cpu_distributed_information()  # the launcher's environment variables, with or without GPUs
     on_cpu = request.use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
@@ -107,17 +109,6 @@ def read_launch_request() -> LaunchRequest:
         return parse_launch_request(arguments, parent.cwd()) if arguments and parent else LaunchRequest()
     except (psutil.Error, OSError, ValueError, SystemExit):  # SystemExit: argparse could not make sense of it
         return LaunchRequest()
-
-
-def launch_arguments(command: list[str]) -> list[str] | None:
-    """Return what follows ``accelerate launch`` in a command line, or ``None`` where that is not in it."""
-    for position, word in enumerate(command):
-        names, rest = {word, Path(word).stem}, command[position + 1 :]
-        if names & {"accelerate-launch", "accelerate.commands.launch"}:
-            return rest
-        if names & {"accelerate", "accelerate.commands.accelerate_cli"} and rest[:1] == ["launch"]:
-            return rest[1:]
-    return None
 
 
 def parse_launch_request(arguments: list[str], directory: str) -> LaunchRequest:

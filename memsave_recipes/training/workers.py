@@ -7,27 +7,23 @@ are left by SIGTERM, which they do not hear, and would wait for them forever.
 """
 
 import atexit
-import ctypes
 import multiprocessing
-import os
 import signal
-import sys
 from functools import cache
+
+from memsave_recipes.processes.parent import signal_at_end_of_parent
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def serve_parent_only(worker_id: int) -> None:
     """The ``worker_init_fn`` of a ``DataLoader``."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:  # it ended before the kernel was told
-        os._exit(1)
+    if parent is not None and parent.pid is not None:
+        signal_at_end_of_parent(signal.SIGKILL, parent.pid)
 
 
 @cache

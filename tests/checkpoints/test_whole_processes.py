@@ -7,7 +7,9 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from trials.run import NUM_STEPS
 
 from memsave_recipes.checkpoints.find import find_newest
 
@@ -83,3 +85,23 @@ def test_two_ranks_under_torchrun(tmp_path, number):
     assert process.returncode == 1  # whatever its ranks ended with
     assert "DataLoader worker" not in errors
     assert find_newest(tmp_path / "checkpoints").step >= 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems send no signal")
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        (("accelerate.commands.launch", "--cpu"), signal.SIGTERM),
+        pytest.param(("accelerate.commands.launch", "--cpu"), signal.SIGKILL, marks=pytest.mark.slow),
+        (("torch.distributed.run", "--nproc-per-node", "2"), signal.SIGKILL),
+    ],
+    ids=["one process, SIGTERM", "one process, SIGKILL", "two ranks, SIGKILL"],
+)
+def test_ranks_save_and_end_with_their_launcher(tmp_path, launcher, number):
+    process = launch(tmp_path, "-m", *launcher)
+    ranks = psutil.Process(process.pid).children()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=90)
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+    assert "DataLoader worker" not in errors
+    assert 2 <= find_newest(tmp_path / "checkpoints").step < NUM_STEPS

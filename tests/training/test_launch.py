@@ -17,10 +17,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.processes.parent import launch_arguments
 from memsave_recipes.training import launch
 from memsave_recipes.training.launch import (
     LaunchRequest,
-    launch_arguments,
     parse_launch_request,
     read_launch_request,
     start_accelerator,
