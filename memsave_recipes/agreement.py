@@ -1,19 +1,27 @@
-"""Ranks that act as one: what one finds, all do, so that none waits for a collective that another never joins."""
+"""Ranks that act as one: what one finds, all do, so that none waits for a collective that another never joins.
 
+What rank 0 alone does may take an hour, and a collective has a limit. So the others wait for it in the store of the
+process group, and all meet in the collective that tells them its end.
+"""
+
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed.distributed_c10d import _get_default_store
 
 from memsave_recipes.errors import InputError
 
 T = TypeVar("T")
 
 ASK_EVERY_S = 1.0
+LOOK_EVERY_S = 0.25
+_turns = itertools.count()
 
 
 def by_rank_0(accelerator: Accelerator, action: Callable[[], T]) -> T:
@@ -24,6 +32,7 @@ def by_rank_0(accelerator: Accelerator, action: Callable[[], T]) -> T:
         RuntimeError: on the other ranks, where rank 0 raised something else.
     """
     result, error = _attempt(action) if accelerator.is_main_process else (None, None)
+    _wait_for_rank_0(accelerator)
     [(result_of_0, told)] = broadcast_object_list([(result, _told(error))])
     _raise(error, [told])
     return result_of_0
@@ -50,6 +59,7 @@ def rank_0_first(accelerator: Accelerator) -> Iterator[None]:
         RuntimeError: on the other ranks, where one raised something else.
     """
     if not accelerator.is_main_process:
+        _wait_for_rank_0(accelerator)
         _raise(None, broadcast_object_list([None]))
     error = None
     try:
@@ -57,6 +67,7 @@ def rank_0_first(accelerator: Accelerator) -> Iterator[None]:
     except Exception as caught:
         error = caught
     if accelerator.is_main_process:
+        _wait_for_rank_0(accelerator)
         _raise(error, broadcast_object_list([_told(error)]))
     _raise(error, gather_object([_told(error)]))
 
@@ -99,6 +110,20 @@ class Ear:
     def _largest(self, *numbers: int) -> list[int]:
         mine = torch.tensor([numbers], device=self.accelerator.device)  # (1, N)
         return self.accelerator.gather(mine).amax(dim=0).tolist()  # (ranks, N) -> (N)
+
+
+def _wait_for_rank_0(accelerator: Accelerator) -> None:
+    """Outside of a collective, until rank 0 has called this as often as the caller."""
+    if accelerator.num_processes == 1:
+        return
+    turn, pause_s = f"memsave_recipes/turn-{next(_turns)}", 1e-3
+    with suppress(RuntimeError):  # the launcher, which keeps the store, is gone: then in the collective
+        store = _get_default_store()
+        if accelerator.is_main_process:
+            store.set(turn, "done")
+        while not store.check([turn]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_EVERY_S)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

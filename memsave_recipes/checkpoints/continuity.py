@@ -24,6 +24,7 @@ FLAGS = {
 FREE = {
     *("output_dir", "overwrite", "resume", "debug", "report_to", "prompt", "full_determinism"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "skip_nonfinite"),
+    "collective_timeout_minutes",
     *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
 }

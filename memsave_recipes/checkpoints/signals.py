@@ -4,19 +4,16 @@ The handlers only take a note; what is done about it is agreed among the ranks a
 SLURM sends some time before the limit (``#SBATCH --signal=B:USR1@120``).
 """
 
-import os
 import signal
-import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from memsave_recipes.processes.forced_end import ForcedEnd
 from memsave_recipes.training.workers import STOPPING
 
 EXIT_CODES = {number: 130 if number == signal.SIGINT else 143 for number in STOPPING}
 """128 and the signal's number, as shells have it; what comes before a time limit counts as a termination."""
-SAME_KEYSTROKE_S = 1.0
-"""A launcher may pass on the Ctrl-C that the terminal has delivered already."""
 
 
 class StoppedBySignal(SystemExit):
@@ -32,17 +29,19 @@ class StoppedBySignal(SystemExit):
 class StopSignals:
     """Takes a note of the first signal that asks to stop, until ``remove()``. For the main thread.
 
-    A second Ctrl-C, a second or more after the first, ends the process at once.
+    What insists after it, or does not stop within ``limit_s``, ends by NOTE [ forced end ] of
+    ``memsave_recipes.processes.forced_end``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float | None = None) -> None:
         self.received = 0
         """The signal's number, 0 for none."""
-        self._since = 0.0
         self._before: dict[int, Any] = {number: signal.signal(number, self._take_note) for number in EXIT_CODES}
+        self._forced_end = ForcedEnd(EXIT_CODES, limit_s)
 
     def remove(self) -> None:
         """Put back the handlers that were there."""
+        self._forced_end.remove()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -55,9 +54,4 @@ class StopSignals:
         self.remove()
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
-        again = number == signal.SIGINT and self.received == signal.SIGINT
-        if again and time.monotonic() - self._since >= SAME_KEYSTROKE_S:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        if not self.received:
-            self.received, self._since = number, time.monotonic()
+        self.received = self.received or number

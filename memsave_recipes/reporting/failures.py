@@ -14,17 +14,16 @@ from typing import Any, NoReturn
 from memsave_recipes.checkpoints import StoppedBySignal
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.sketch import Sketch
+from memsave_recipes.processes.last_word import SECOND_RANK_S, code_of_another_rank, tell_ranks
 from memsave_recipes.reporting.out_of_memory.page import is_out_of_memory
 from memsave_recipes.reporting.verification import VerificationFailed
 from memsave_recipes.training.finite import NotFinite
-from memsave_recipes.training.launch import a_rank_had_no_memory, tell_ranks_of_no_memory
 from memsave_recipes.training.parsing import wants_traceback
 
 USER_INPUT = 2
 OUT_OF_MEMORY = 3
 NOT_FINITE = 4
 FAILED_VERIFICATION = 5
-GRACE_S = 2.0
 
 
 def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = None) -> None:
@@ -52,17 +51,18 @@ def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = No
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             _end_without_memory(error, sketch)
-        if not a_rank_had_no_memory():
+        code = code_of_another_rank()
+        if code is None:
             raise
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends one now, and the code would be that of it
-        sys.exit(OUT_OF_MEMORY)  # that rank has spoken
+        sys.exit(code)  # that rank has spoken
 
 
 def _end_without_memory(error: Exception, sketch: Callable[[], Sketch] | None) -> NoReturn:
     what_happened = str(error) or "no memory is left on the host"
-    tell_ranks_of_no_memory()
+    tell_ranks(OUT_OF_MEMORY)
     if not _is_rank_0():
-        time.sleep(GRACE_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
+        time.sleep(SECOND_RANK_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
     if sketch is not None:
         print(what_happened, file=sys.stderr, flush=True)  # at once: the planner takes a moment
         _say_and_exit(_advice(sketch), OUT_OF_MEMORY)
@@ -86,7 +86,7 @@ def _is_rank_0() -> bool:
 
 def _let_rank_0_speak(code: int) -> None:
     if not _is_rank_0():
-        time.sleep(GRACE_S)
+        time.sleep(SECOND_RANK_S)
         sys.exit(code)
 
 

@@ -28,6 +28,7 @@ from memsave_recipes.checkpoints.continuity import (
 from memsave_recipes.checkpoints.find import committed
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.run_plan import RunPlan
+from memsave_recipes.processes.rank_watch import missing_ranks_end_the_run
 from memsave_recipes.reporting.metrics_file import NAME as METRICS
 from memsave_recipes.reporting.metrics_file import cut_back
 from memsave_recipes.reporting.out_of_memory.page import RunSettings
@@ -87,11 +88,12 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
     notices = check_same_flags(earlier, flags) if earlier else []
     with ExitStack() as stack:
         stack.enter_context(deterministic_kernels(run.full_determinism, later=run.verify != "off"))
-        accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
+        limit_s = 60 * safety.collective_timeout_minutes
+        accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=resolve_trackers(run.report_to, folder))
         notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
         stack.enter_context(locked_run_folder(accelerator, folder))
         try:
-            with StopSignals() as signals:
+            with missing_ranks_end_the_run(limit_s), StopSignals(limit_s) as signals:
                 for notice in notices:
                     accelerator.print(notice)
                 yield OpenRun(

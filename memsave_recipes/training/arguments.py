@@ -18,7 +18,7 @@ LARGEST = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
 """What a preset may say instead of ``stop`` and ``off``."""
-MOST_EPOCHS = MOST_GIB = 1e6
+MOST_EPOCHS = MOST_GIB = MOST_MINUTES = 1e6
 MOST_WORKERS = 1024
 POLYNOMIAL_END = 1e-7  # of transformers
 STEEPEST = 1e30
@@ -178,6 +178,12 @@ class SafetyArguments:
     save_best: bool = field(
         default=False, metadata={"help": "keep the weights of the lowest evaluation loss as checkpoints/best-STEP"}
     )
+    collective_timeout_minutes: float = field(
+        default=30,
+        metadata={
+            "help": "end the run where a rank keeps the others waiting, or a step goes on after a signal, so long"
+        },
+    )
     skip_nonfinite: int = field(
         default=0, metadata={"help": "leave out up to so many steps whose loss or gradient is not finite"}
     )
@@ -187,6 +193,8 @@ class SafetyArguments:
         require(self.save_every is None or self.save_every >= 1, "--save_every", self.save_every, "at least 1")
         require(isfinite(minutes) and minutes >= 0, "--save_every_minutes", minutes, "a finite number, 0 or more")
         require(self.keep_checkpoints >= 1, "--keep_checkpoints", self.keep_checkpoints, "at least 1")
+        timeout = self.collective_timeout_minutes
+        require(0 < timeout <= MOST_MINUTES, "--collective_timeout_minutes", timeout, "from above 0 to a million")
         require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "0 or more")
 
 

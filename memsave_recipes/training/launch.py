@@ -26,6 +26,7 @@ import atexit
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +39,19 @@ from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     KwargsHandler,
     get_cpu_distributed_information,
     parse_flag_from_env,
 )
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes.parent import end_with_launcher, launch_arguments
 
-NO_MEMORY = "memsave_recipes/no_memory"
+TIMEOUT_OF_THE_GROUP_S = 30 * 60.0
+"""So long after the limit at which missing ranks end the run by name, the process group gives up without a name."""
 SHARDING = {name: f"ACCELERATE_USE_{name.upper()}" for name in ("FSDP", "DeepSpeed", "Megatron_LM")}
 
 
@@ -62,7 +64,7 @@ class LaunchRequest:
     use_cpu: bool = False
 
 
-def start_accelerator(**kwargs: Any) -> Accelerator:
+def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any) -> Accelerator:
     """Build the ``Accelerator`` on the device and in the world that the launch asked for, which ends with its launcher.
 
     It stays on the CPU where there is no accelerator or where the launch says ``use_cpu: true`` or ``--cpu``. Autocast
@@ -70,6 +72,7 @@ def start_accelerator(**kwargs: Any) -> Accelerator:
     activations are recomputed, and is of use to weights that a forward uses twice alone.
 
     Args:
+        collective_timeout_s: how long ranks may wait for one another; the process group itself gives up later.
         **kwargs: for ``accelerate.Accelerator``; device, accumulation and ``kwargs_handlers`` are decided here.
 
     Raises:
@@ -88,7 +91,10 @@ def start_accelerator(**kwargs: Any) -> Accelerator:
         _check_enough_devices(world.world_size, world.local_world_size)
     undivided = GradientAccumulationPlugin(num_steps=1)
     accelerator = _SettlingAccelerator(
-        cpu=on_cpu, gradient_accumulation_plugin=undivided, kwargs_handlers=_handlers(), **kwargs
+        cpu=on_cpu,
+        gradient_accumulation_plugin=undivided,
+        kwargs_handlers=_handlers(timedelta(seconds=collective_timeout_s + TIMEOUT_OF_THE_GROUP_S)),
+        **kwargs,
     )
     if accelerator.num_processes < world.world_size:
         raise InputError(
@@ -179,8 +185,12 @@ def _check_cpu_precision(kwargs: dict[str, Any]) -> None:
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
 
 
-def _handlers() -> list[KwargsHandler]:
-    return [DistributedDataParallelKwargs(gradient_as_bucket_view=True), AutocastKwargs(cache_enabled=False)]
+def _handlers(timeout: timedelta) -> list[KwargsHandler]:
+    return [
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        AutocastKwargs(cache_enabled=False),
+        InitProcessGroupKwargs(timeout=timeout),
+    ]
 
 
 class _SettlingAccelerator(Accelerator):
@@ -233,17 +243,3 @@ def let_gloo_settle() -> None:
     """
     if torch.distributed.is_initialized():
         time.sleep(0.2)
-
-
-def tell_ranks_of_no_memory() -> None:
-    """Leave word, for the ranks that wait for this one in a collective, why it ends."""
-    if torch.distributed.is_initialized():
-        _get_default_store().set(NO_MEMORY, "1")
-
-
-def a_rank_had_no_memory() -> bool:
-    """Whether one of them left word. Ask when a collective has failed."""
-    try:
-        return torch.distributed.is_initialized() and _get_default_store().check([NO_MEMORY])
-    except RuntimeError:  # the process that kept the word has ended as well
-        return False

@@ -21,6 +21,7 @@ def serve_parent_only(worker_id: int) -> None:
     """The ``worker_init_fn`` of a ``DataLoader``."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # a fork has the parent's
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         signal_at_end_of_parent(signal.SIGKILL, parent.pid)

@@ -1,11 +1,7 @@
-"""What a signal does to a process: a note at first, the end when it is meant a second time."""
+"""What a signal does to a process: a note at first; ``tests/processes/test_forced_end.py`` has what follows."""
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 
 import pytest
 
@@ -35,29 +31,3 @@ def test_the_end_has_the_code_of_the_signal_and_a_line(tmp_path, number, code):
     assert (
         stopped.message == f"{number.name}: stopped after 7 steps, all of them saved in {tmp_path}: go on with --resume"
     )
-
-
-PROGRAM = """
-    import sys, time
-    from memsave_recipes.checkpoints import signals
-    signals.SAME_KEYSTROKE_S = 0.2
-    stop = signals.StopSignals()
-    print("ready", flush=True)
-    while not stop.received:
-        time.sleep(0.01)
-    print("noted", flush=True)
-    time.sleep(20)
-"""
-
-
-def test_a_second_ctrl_c_ends_at_once_but_not_the_same_one_passed_on():
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        process.send_signal(signal.SIGINT)  # the same keystroke, from the launcher
-        assert process.stdout.readline() == "noted\n"
-        time.sleep(0.3)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == -signal.SIGINT

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes.parent import launch_arguments
@@ -328,6 +328,11 @@ class TestDevice:
     def test_autocast_keeps_no_copy_of_the_weights(self, machine: Machine) -> None:
         start_accelerator()
         assert [h.cache_enabled for h in machine.handlers if isinstance(h, AutocastKwargs)] == [False]
+
+    def test_the_group_gives_up_after_the_ranks_have_been_named(self, machine: Machine) -> None:
+        start_accelerator(collective_timeout_s=60.0)
+        (timeout,) = [h.timeout for h in machine.handlers if isinstance(h, InitProcessGroupKwargs)]
+        assert timeout.total_seconds() == 60 + launch.TIMEOUT_OF_THE_GROUP_S
 
     def test_accelerator_where_there_is_one(self, machine: Machine) -> None:
         machine.set(devices=2, joined=2, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")

@@ -1,0 +1,141 @@
+"""Ranks that the others wait for in vain end the run, by name.
+
+NOTE [ missing ranks ]
+1. A thread of each rank reports to the store of the process group, which the launcher keeps: how often it has reported,
+   and how many collectives the rank has begun. That is what the group itself counts, so nothing is called in a step.
+2. A rank is missing that for longer than the limit has not reported, since its process is stopped or its machine gone,
+   or is behind the furthest rank and begins nothing, since it sleeps, loads, writes or hangs, and the others wait.
+3. While ranks wait for what rank 0 alone does (``agreement.py``) they are in no collective and nobody is behind, so
+   that may take any time.
+4. All ranks find out and end; the lowest one that is not missing says so.
+5. A rank's own ticks are the clock: one that was stopped and goes on, maybe with all others, blames nobody for it.
+6. The limit of the process group itself is later. It names nobody, and where it is NCCL's it aborts.
+7. Without the store, nobody watches: then the launcher is gone, which ends the ranks in any case.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+
+from memsave_recipes.processes.ends import LOST, WAY_ON, end_now
+from memsave_recipes.processes.last_word import SECOND_RANK_S, tell_ranks
+
+REPORT = "memsave_recipes/report"
+DONE = "done"
+TICKS_IN_LIMIT = 20
+LONGEST_TICK_S = 10.0
+SILENT = "does not answer"
+BEHIND = "has not come to the collective that others wait in"
+
+
+@dataclass(kw_only=True)
+class Lateness:
+    """Which ranks are late, by rule 2, from what they report."""
+
+    num_ranks: int
+    limit_s: float
+    _reports: list[str] = field(init=False)
+    _silent_s: list[float] = field(init=False)
+    _behind_s: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reports = [report_of(0, 0)] * self.num_ranks
+        self._silent_s, self._behind_s = [0.0] * self.num_ranks, [0.0] * self.num_ranks
+
+    def take_in(self, reports: list[str], elapsed_s: float) -> dict[int, str]:
+        """The missing ranks and how each is, ``elapsed_s`` after the last reports."""
+        furthest = max((_begun(report) for report in reports if report != DONE), default=0)
+        for rank, (report, before) in enumerate(zip(reports, self._reports, strict=True)):
+            is_silent = report == before != DONE
+            is_behind = DONE not in (report, before) and _begun(before) == _begun(report) < furthest
+            self._silent_s[rank] = self._silent_s[rank] + elapsed_s if is_silent else 0.0
+            self._behind_s[rank] = self._behind_s[rank] + elapsed_s if is_behind else 0.0
+        self._reports = reports
+        behind = {rank: BEHIND for rank, late_s in enumerate(self._behind_s) if late_s > self.limit_s}
+        return behind | {rank: SILENT for rank, late_s in enumerate(self._silent_s) if late_s > self.limit_s}
+
+
+def report_of(count: int, begun: int) -> str:
+    """What a rank reports: of its reports this is number ``count``, of collectives it has begun so many."""
+    return f"{count} {begun}"
+
+
+def _begun(report: str) -> int:
+    return int(report.split()[1])
+
+
+@contextmanager
+def missing_ranks_end_the_run(limit_s: float) -> Iterator[None]:
+    """Inside, NOTE [ missing ranks ] holds; for all ranks, after their process group has been made."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    watch = _RankWatch(limit_s)
+    try:
+        yield
+    finally:
+        watch.stop()
+    watch.report(DONE)
+
+
+class _RankWatch:
+    def __init__(self, limit_s: float) -> None:
+        self.rank, self.num_ranks, self.limit_s = dist.get_rank(), dist.get_world_size(), limit_s
+        self.tick_s = min(limit_s / TICKS_IN_LIMIT, LONGEST_TICK_S)
+        self._store = _get_default_store()
+        self._stopped = Event()
+        self._thread = Thread(target=self._watch, name="rank watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(LONGEST_TICK_S)
+
+    def report(self, report: str) -> None:
+        with suppress(RuntimeError):  # rule 7
+            self._store.set(f"{REPORT}/{self.rank}", report)
+
+    def _watch(self) -> None:
+        lateness, count, before = Lateness(num_ranks=self.num_ranks, limit_s=self.limit_s), 0, time.monotonic()
+        while not self._stopped.wait(self.tick_s) and dist.is_initialized():
+            count += 1
+            self.report(report_of(count, _collectives_begun()))
+            now = time.monotonic()
+            missing = lateness.take_in(self._reports(), min(now - before, 2 * self.tick_s))  # rule 5
+            before = now
+            if missing:
+                self._end(missing)
+
+    def _reports(self) -> list[str]:
+        """Of all ranks; rule 7: where there is no store, nobody has reported, and nobody is late."""
+        keys = [f"{REPORT}/{rank}" for rank in range(self.num_ranks)]
+        try:
+            return [self._store.get(key).decode() if self._store.check([key]) else report_of(0, 0) for key in keys]
+        except RuntimeError:
+            return [DONE] * self.num_ranks
+
+    def _end(self, missing: dict[int, str]) -> NoReturn:
+        """Rule 4."""
+        with suppress(RuntimeError):
+            tell_ranks(LOST)
+        speaker = min(set(range(self.num_ranks)) - missing.keys(), default=self.rank)
+        if self.rank != speaker:
+            time.sleep(SECOND_RANK_S)
+            os._exit(LOST)
+        named = ", ".join(f"rank {rank} of {self.num_ranks} {how}" for rank, how in sorted(missing.items()))
+        minutes = f"{self.limit_s / 60:g} minutes (--collective_timeout_minutes)"
+        end_now(f"error: for more than {minutes} {named}: ended {WAY_ON}", LOST)
+
+
+def _collectives_begun() -> int:
+    try:
+        return _get_default_group()._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except ValueError:  # it is no more
+        return 0

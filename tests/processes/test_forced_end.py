@@ -1,0 +1,91 @@
+"""What asks a run to stop is heard once; what insists, and what waits for too long, ends it wherever it hangs."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from memsave_recipes.processes.ends import LOST
+from memsave_recipes.processes.forced_end import Insistence
+
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+SAME_KEYSTROKE_S = 0.2
+
+# It waits as in a collective: in C, without Python's lock, in calls that a signal does not end.
+HANGING = """
+import ctypes, signal, sys
+from memsave_recipes.processes import forced_end
+forced_end.SAME_KEYSTROKE_S = float(sys.argv[1])
+codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
+for number in codes:
+    signal.signal(number, lambda number, frame: None)
+forced_end.ForcedEnd(codes, float(sys.argv[2]) or None)
+print("ready", flush=True)
+lock = (ctypes.c_char * 256)()
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(lock)
+libc.pthread_mutex_lock(lock)
+"""
+
+
+@pytest.fixture
+def hanging():
+    """Start one that hangs, with that limit after a signal."""
+    started = []
+
+    def start(limit_s=0.0):
+        command = [sys.executable, "-c", HANGING, str(SAME_KEYSTROKE_S), str(limit_s)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def lives_on(process):
+    try:
+        process.wait(1)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(INT, INT), (TERM, INT), (USR1, INT), (TERM, TERM), (USR1, TERM, TERM), (INT, TERM, TERM)],
+    ids=lambda numbers: " ".join(number.name for number in numbers),
+)
+def test_what_insists_ends_a_run_that_hangs(hanging, numbers):
+    process = hanging()
+    for number in numbers[:-1]:
+        process.send_signal(number)
+        assert lives_on(process)
+    process.send_signal(numbers[-1])
+    _, told = process.communicate(timeout=20)
+    assert process.returncode == {INT: 130, TERM: 143}[numbers[-1]]
+    assert told == (
+        f"\n{numbers[-1].name} after {numbers[0].name}: ended at once, in the middle of a step; "
+        "the last checkpoint is as it was, go on with --resume\n"
+    )
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_what_a_launcher_passes_on_does_not_insist(number):
+    insistence = Insistence()
+    assert not insistence.is_in(number, at=10.0)
+    assert not insistence.is_in(number, at=10.9)
+    assert insistence.is_in(number, at=11.0)
+
+
+def test_a_step_without_an_end_has_one_after_a_signal(hanging):
+    process = hanging(limit_s=0.5)
+    assert lives_on(process)  # nothing has asked it to stop
+    process.send_signal(TERM)
+    _, told = process.communicate(timeout=20)
+    assert process.returncode == LOST == 6
+    assert told.startswith("\nerror: 0.5 s after SIGTERM the run has not stopped: ended in the middle of a step")

@@ -1,0 +1,131 @@
+"""A rank that keeps the others waiting ends the run, and is named; the work of rank 0 may take its time."""
+
+import os
+import signal
+import time
+from functools import partial
+from multiprocessing import get_context
+
+import pytest
+import torch
+from nursery import _free_port
+from torch import nn
+
+from memsave_recipes.agreement import by_rank_0, rank_0_first
+from memsave_recipes.processes.ends import LOST
+from memsave_recipes.processes.rank_watch import BEHIND, DONE, SILENT, Lateness, missing_ranks_end_the_run, report_of
+from memsave_recipes.training.launch import start_accelerator
+
+FORK = get_context("fork")
+LIMIT_S, END_S = 3.0, 60
+
+
+class TestLateness:
+    """Three ranks, of which rank 1 is late; a tick a second."""
+
+    def late_after(self, ticks, reports):
+        lateness = Lateness(num_ranks=3, limit_s=3)
+        found = [lateness.take_in(reports(tick), 1.0) for tick in range(1, ticks + 1)]
+        return found[-1]
+
+    def test_a_rank_that_reports_nothing_more(self):
+        def reports(tick):
+            return [report_of(tick, 5), report_of(min(tick, 2), 5), report_of(tick, 5)]
+
+        assert self.late_after(5, reports) == {}
+        assert self.late_after(6, reports) == {1: SILENT}
+
+    def test_a_rank_that_is_behind_the_others(self):
+        def reports(tick):
+            return [report_of(tick, 6), report_of(tick, 5), report_of(tick, 6)]
+
+        assert self.late_after(4, reports) == {}
+        assert self.late_after(5, reports) == {1: BEHIND}
+
+    def test_a_rank_that_is_slow_but_comes(self):
+        def reports(tick):
+            return [report_of(tick, tick // 3 + 1), report_of(tick, tick // 3), report_of(tick, tick // 3 + 1)]
+
+        assert self.late_after(30, reports) == {}
+
+    def test_all_that_compute_for_long_without_a_collective(self):
+        def reports(tick):
+            return [report_of(tick, 5 + (tick == 30))] + [report_of(tick, 5)] * 2
+
+        assert self.late_after(30, reports) == {}
+
+    def test_a_rank_that_is_done(self):
+        def reports(tick):
+            return [report_of(tick, 6), DONE if tick > 1 else report_of(tick, 5), report_of(tick, 6)]
+
+        assert self.late_after(30, reports) == {}
+
+
+def ends_of(program, folder, num_ranks):
+    """Exit code and words of every rank of ``program(accelerator)``, each with the watch; ``None`` for a hang."""
+    world = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": _free_port()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in world.items()}
+    ranks = [FORK.Process(target=_be_rank, args=(program, folder, rank)) for rank in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    ranks[0].join(END_S)
+    ranks[-1].join(0 if program is stopped else END_S)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+        process.join()
+    return codes, [(folder / f"told-{rank}").read_text() for rank in range(num_ranks)]
+
+
+def _be_rank(program, folder, rank):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    told = os.open(folder / f"told-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(told, 2)
+    accelerator = start_accelerator()
+    with missing_ranks_end_the_run(LIMIT_S):
+        program(accelerator)
+    os._exit(0)
+
+
+def asleep(accelerator):
+    """Rank 1 does not come to the gradients' all-reduce."""
+    model = accelerator.prepare(nn.Linear(2, 2))
+    for step in range(2):
+        if step == 1 and accelerator.process_index == 1:
+            time.sleep(10 * END_S)
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+
+
+def stopped(accelerator):
+    """Rank 1 is stopped as a whole."""
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    accelerator.wait_for_everyone()
+
+
+def long_work(accelerator):
+    """What only rank 0 does takes longer than ranks may wait for one another."""
+    by_rank_0(accelerator, partial(time.sleep, 2 * LIMIT_S))
+    with rank_0_first(accelerator):
+        time.sleep(2 * LIMIT_S * accelerator.is_main_process)
+
+
+def alone(accelerator):
+    time.sleep(2 * LIMIT_S)
+
+
+@pytest.mark.parametrize(("program", "how"), [(asleep, BEHIND), (stopped, SILENT)])
+def test_a_rank_that_is_waited_for_in_vain_ends_the_run(run_trial, tmp_path, program, how):
+    codes, told = run_trial(ends_of, program, tmp_path, 2)
+    assert codes == [LOST, None if program is stopped else LOST]
+    assert told == [
+        f"\nerror: for more than 0.05 minutes (--collective_timeout_minutes) rank 1 of 2 {how}: ended in the "
+        "middle of a step; the last checkpoint is as it was, go on with --resume\n",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("program", [long_work, alone])
+def test_nobody_is_missing_where_no_collective_waits(run_trial, tmp_path, program):
+    assert run_trial(ends_of, program, tmp_path, 2) == ([0, 0], ["", ""])
