@@ -5,7 +5,11 @@ The message names the input, the rule it broke and the way out, for example
 Anything else that is raised is a defect of ours and keeps its traceback.
 """
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
+
+from memsave_recipes.foreign import printable
 
 
 class InputError(ValueError):
@@ -13,11 +17,14 @@ class InputError(ValueError):
 
     @property
     def one_line(self) -> str:
-        """The message in one line, also of a data worker's error, which torch raises again with a traceback as text."""
-        lines = str(self).strip().splitlines()
-        if not self.found_by_one_rank:
-            return " ".join(lines)
-        return lines[-1].removeprefix(f"{type(self).__module__}.{type(self).__name__}: ")
+        """The message in one line, also of a data worker's error, which torch raises again with a traceback as text.
+
+        It can quote what others wrote, so it is ``printable``.
+        """
+        message = str(self)
+        if self.found_by_one_rank:
+            message = message.rpartition(f"{type(self).__module__}.{type(self).__name__}: ")[2]
+        return printable(" ".join(message.strip().splitlines()))
 
     @property
     def found_by_one_rank(self) -> bool:
@@ -41,6 +48,16 @@ def check_words(words: Sequence[str]) -> None:
             raise InputError(f"{named} has an empty value: give one, or leave it out")
         if not _is_text(word):
             raise InputError(f"{word!r} is not UTF-8 text: rename it, or leave it out")
+
+
+def check_file(flag: str, path: str | Path) -> None:
+    """Refuse what ``flag`` names unless it is a file, which ends: a pipe or a device may not.
+
+    Raises:
+        InputError: it is something else, or nothing.
+    """
+    if not os.path.isfile(path):  # unlike pathlib, without an error for what can be no path
+        raise InputError(f"{flag} {path} is not a file: check the path")
 
 
 def _is_text(word: str) -> bool:

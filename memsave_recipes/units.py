@@ -25,7 +25,6 @@ def format_bytes(num_bytes: int) -> str:
     """Bytes as a person reads them: ``1.23 GiB``, ``45.6 MiB``, ``789 B``."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
         if abs(num_bytes) >= size:
-            return (
-                f"{num_bytes / size:.3g} {unit}" if abs(num_bytes) < 1000 * size else f"{num_bytes / size:.0f} {unit}"
-            )
+            digits = ".0f" if 1000 <= abs(num_bytes) / size < 1_000_000 else ".3g"
+            return f"{num_bytes / size:{digits}} {unit}"
     return f"{num_bytes} B"

@@ -135,7 +135,7 @@ def _attempt_all(read: Callable[[Path], T], paths: Sequence[Path]) -> tuple[list
 
     with ThreadPoolExecutor() as pool:
         outcomes = list(pool.map(attempt, paths))
-    problems = [str(outcome) for outcome in outcomes if isinstance(outcome, InputError)]
+    problems = [outcome.one_line for outcome in outcomes if isinstance(outcome, InputError)]
     return [outcome for outcome in outcomes if not isinstance(outcome, InputError)], problems
 
 

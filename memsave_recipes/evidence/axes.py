@@ -91,14 +91,14 @@ def widened(axis: Axis, values: Sequence[float], unit: float = 1.0) -> Axis:
 def samples_axis(values: Sequence[float]) -> Axis:
     """Of samples seen."""
     low, high = min(values), max(values)
-    return _linear_axis("samples seen", low, high if low < high else low + 1)
+    return _linear_axis("samples seen", low, high if low < high else low + max(1.0, abs(low)))
 
 
 def loss_axis(values: Sequence[float]) -> Axis:
     """Of a loss; logarithmic where it falls far."""
     low, high = min(values), max(values)
     if low <= 0 or high / low < LOG_FROM:
-        margin = 0.04 * (high - low) or 0.5
+        margin = 0.04 * (high - low) or max(0.5, 0.04 * abs(high))
         return _linear_axis("loss", low - margin, high + margin)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = tuple(10.0**power for power in powers if low <= 10.0**power <= high)
@@ -113,7 +113,7 @@ def _range_of_cost(values: Sequence[float]) -> tuple[float, float]:
     """With some air, and wide enough that a difference of a few per cent looks like one."""
     high = max(values)
     low = min(*values, (1 - LEAST_SPAN) * high)
-    air = 0.08 * (high - low) or 1.0
+    air = 0.08 * (high - low) or max(1.0, 0.08 * abs(high))
     return low - air, high + air
 
 

@@ -15,6 +15,7 @@ from memsave_recipes.units import format_bytes
 NO_FIGURE = Figure(value=None)
 LOSS_DIFFERENCE = "largest\nloss\ndifference"
 MAX_NAMES = 4
+HUGE = 1e9  # what no run reaches is written with a power of ten, so that its column stays narrow
 
 
 def memory(num_bytes: float) -> str:
@@ -24,12 +25,17 @@ def memory(num_bytes: float) -> str:
 
 def rate(per_s: float) -> str:
     """``1,058``, and below 100 three digits."""
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+    return f"{per_s:,.0f}" if 100 <= per_s < HUGE else f"{per_s:.3g}"
 
 
 def duration(seconds: float) -> str:
     """``12.3 s``, and from 100 s on ``0:01:40``."""
-    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=round(seconds))) if 100 <= seconds < HUGE else f"{_fixed(seconds, 1)} s"
+
+
+def loss_difference_headings(rows: Sequence[ComparisonRow]) -> list[str]:
+    """``LOSS_DIFFERENCE``, where there is a run that is held against another."""
+    return [] if all(row.is_baseline for row in rows) else [LOSS_DIFFERENCE]
 
 
 def loss_difference(row: ComparisonRow) -> str:
@@ -39,20 +45,26 @@ def loss_difference(row: ComparisonRow) -> str:
     return "-" if row.loss_difference is None else f"{row.loss_difference:.3g}"
 
 
+def _fixed(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}" if abs(value) < HUGE else f"{value:.3g}"
+
+
 def _percentage(value: float) -> str:
-    return f"{value:.1f} %"
+    return f"{_fixed(value, 1)} %"
 
 
 def _decimals(value: float) -> str:
-    return f"{value:.4f}"
+    return _fixed(value, 4)
 
 
 def _percent_more(figure: Figure) -> str | None:
-    return None if figure.ratio is None else f"{round(100 * figure.ratio) - 100:+d} %"
+    if figure.ratio is None or abs(figure.ratio) >= HUGE:
+        return _factor(figure)
+    return f"{round(100 * figure.ratio) - 100:+d} %"
 
 
 def _factor(figure: Figure) -> str | None:
-    return None if figure.ratio is None else f"x{figure.ratio:.2f}"
+    return None if figure.ratio is None else f"x{_fixed(figure.ratio, 2)}"
 
 
 def _change(figure: Figure) -> str | None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from memsave_recipes.evidence.comparability import Difference, competition, differing_traits, trait_differences
 from memsave_recipes.evidence.runs import Run, loss_curve
+from memsave_recipes.foreign import printable
 from memsave_recipes.units import GIB
 
 T = TypeVar("T")
@@ -36,8 +37,9 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """``value`` divided by ``baseline``."""
-        return self.value / self.baseline if self.value is not None and self.baseline else None
+        """``value`` divided by ``baseline``; ``None`` where that is beyond what a float holds."""
+        ratio = self.value / self.baseline if self.value is not None and self.baseline else None
+        return ratio if ratio is not None and math.isfinite(ratio) else None
 
     @property
     def difference(self) -> float | None:
@@ -137,7 +139,7 @@ def _end_of_path(run: Run, runs: Sequence[Run]) -> str:
     others = [other.path.parts for other in runs if other.name == run.name and not _is_same(other, run)]
     depths = range(1, len(parts) + 1)
     depth = next(depth for depth in depths if all(other[-depth:] != parts[-depth:] for other in others))
-    return "/".join(parts[-depth:])
+    return printable("/".join(parts[-depth:]))
 
 
 def _baseline_of(run: Run, runs: Sequence[Run], chosen: Run | None) -> Run:

@@ -16,6 +16,7 @@ from typing import Any
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.compare import ComparisonRow, ComparisonTable
+from memsave_recipes.evidence.runs import history_row
 from memsave_recipes.evidence.wandb_runs import first_line, log_in
 
 LOOPBACK = "127.0.0.1"
@@ -114,8 +115,8 @@ def _import(row: ComparisonRow) -> None:
         auto_log_cpu=False,
         auto_log_gpu=False,
     )
-    for logged in row.run.history:
-        run.log({key: value for key, value in logged.items() if key != "step"}, step=logged.get("step"))
+    for logged in row.run.history.rows:
+        run.log({key: value for key, value in history_row(logged).items() if key != "step"}, step=logged.get("step"))
     trackio.finish()
 
 

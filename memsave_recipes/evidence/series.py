@@ -1,12 +1,13 @@
 """Series: what the charts of a comparison show, as plain numbers, whoever draws them."""
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memsave_recipes.evidence.comparability import competition
 from memsave_recipes.evidence.compare import ComparisonRow
-from memsave_recipes.evidence.runs import Run
+from memsave_recipes.evidence.runs import SAMPLES_SEEN, Run
 from memsave_recipes.units import GIB
 
 Point = tuple[float, float]
@@ -44,8 +45,8 @@ def by_samples_seen(run: Run, key: str) -> list[Point]:
 
     An evaluation is logged without them, so they are those of the training row of its step.
     """
-    seen = {row["step"]: row["progress/samples_seen"] for row in run.history if _has(row, "progress/samples_seen")}
-    points = {seen[row["step"]]: row[key] for row in run.history if _has(row, key) and row["step"] in seen}
+    seen = {step: samples for step, samples in run.history.curve(SAMPLES_SEEN).items() if math.isfinite(samples)}
+    points = {seen[step]: value for step, value in run.history.curve(key).items() if step in seen}
     return sorted(points.items())
 
 
@@ -65,7 +66,3 @@ def memory_parts(row: ComparisonRow) -> dict[str, float]:
     rest = (row.peak_memory.value or 0) - sum(parts.values())
     is_rounding = parts and rest < 0.005 * sum(parts.values())
     return parts if is_rounding or rest <= 0 else {**parts, REST: rest}
-
-
-def _has(row: dict, key: str) -> bool:
-    return isinstance(row.get("step"), int) and isinstance(row.get(key), int | float)

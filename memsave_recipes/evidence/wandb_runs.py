@@ -6,18 +6,19 @@ configuration. An offline run (``*.wandb``) is read by ``wandb leet inspect``, h
 """
 
 import http.client
-import json
 import os
 import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.runs import Run, history_row
+from memsave_recipes.evidence.runs import History, Run, history_row
+from memsave_recipes.foreign import plain, printable, read_json
 
 PREFIX = "result/"
 KNOCK_TIMEOUT_S = 5
@@ -32,16 +33,18 @@ def read_offline_run(log: Path) -> Run:
         InputError: it cannot be read, or no recipe has finished in it.
     """
     log = log.resolve()
-    records = _inspect(log)
-    started: dict[str, Any] = next((record["run"] for record in records if record["type"] == "run"), {})
-    rows = [record["history"].get("item", {}) for record in records if record["type"] == "history"]
-    return _run(
-        name=started.get("display_name") or log.parent.name,
-        path=log.parent,
-        summary=_updated(records, "summary"),
-        config=_updated(records, "config"),
-        rows=rows,
-    )
+    lines = _inspect(log)
+    with _as_recipes_log(log):
+        records = [read_json(line) for line in lines]
+        started: dict[str, Any] = next((record["run"] for record in records if record["type"] == "run"), {})
+        rows = [record["history"].get("item", {}) for record in records if record["type"] == "history"]
+        return _run(
+            name=started.get("display_name") or log.parent.name,
+            path=log.parent,
+            summary=_updated(records, "summary"),
+            config=_updated(records, "config"),
+            rows=rows,
+        )
 
 
 def read_online_runs(project: str) -> tuple[list[Run], list[str]]:
@@ -59,7 +62,7 @@ def read_online_runs(project: str) -> tuple[list[Run], list[str]]:
             try:
                 runs.append(_online_run(run))
             except InputError as error:
-                problems.append(str(error))
+                problems.append(error.one_line)
     except (wandb.Error, ValueError) as error:
         raise InputError(f"--wandb {project} cannot be read: {first_line(error)}") from error
     return runs, problems
@@ -103,17 +106,31 @@ def first_line(error: Exception) -> str:
 
 def _online_run(run: Any) -> Run:
     rows = run.history(samples=MAX_ROWS, pandas=False)
-    return _run(name=run.name, path=Path(*run.path), summary=run.summary_metrics, config=run.config, rows=rows)
+    path = Path(*run.path)
+    with _as_recipes_log(path):
+        return _run(name=run.name, path=path, summary=run.summary_metrics, config=run.config, rows=rows)
 
 
-def _inspect(log: Path) -> list[dict[str, Any]]:
+@contextmanager
+def _as_recipes_log(path: Path) -> Iterator[None]:
+    """Inside, a run is taken apart that anything may have logged."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(f"{path} holds what no recipe logs ({first_line(error)}): leave it out") from error
+
+
+def _inspect(log: Path) -> list[str]:
+    """A line of JSON for each record of ``log``."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
     environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise InputError(f"{log} cannot be read by wandb ({reason[0]}): leave it out")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.split("\n")[:-1]
 
 
 def _updated(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -123,6 +140,8 @@ def _updated(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 def _run(*, name: str, path: Path, summary: dict[str, Any], config: dict[str, Any], rows: Any) -> Run:
+    """NOTE [ foreign runs ] in ``runs``."""
+    summary, config = plain(summary), plain(config)
     results = _nested({key.removeprefix(PREFIX): summary[key] for key in summary if key.startswith(PREFIX)})
     if not results:
         raise InputError(f"{path} has no {PREFIX}* in its summary, so no recipe has finished in it: leave it out")
@@ -130,8 +149,8 @@ def _run(*, name: str, path: Path, summary: dict[str, Any], config: dict[str, An
         "model": config.get("model") or config.get("model_type") or Path(config.get("model_name_or_path") or "").name,
         "plan": config.get("activation_checkpointing"),
     }
-    history = [history_row({"step": row.get("_step"), **row}) for row in rows]
-    return Run(name=name, path=path, results={**texts, **results}, config=config, history=history)
+    history = History([history_row({"step": row.get("_step"), **row}) for row in rows])
+    return Run(name=printable(name), path=path, results={**texts, **results}, config=config, history=history)
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

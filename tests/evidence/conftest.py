@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.evidence.runs import Run
+from memsave_recipes.evidence.runs import History, Run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -63,7 +63,7 @@ def _make_run(folder: str, *, losses: tuple = (2.0, 1.0), config: dict[str, Any]
         for step, loss in enumerate(losses, start=1)
     ]
     path = Path("/runs") / folder
-    return Run(name=path.name, path=path, results={**figures, **results}, config=config or {}, history=history)
+    return Run(name=path.name, path=path, results={**figures, **results}, config=config or {}, history=History(history))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def write() -> Callable[[Run, Path], Path]:
         folder.mkdir(parents=True)
         (folder / "results.json").write_text(json.dumps(run.results))
         (folder / "config.json").write_text(json.dumps(run.config))
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run.history))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in run.history.rows))
         return folder
 
     return write

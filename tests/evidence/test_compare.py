@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memsave_recipes.evidence.compare import ComparisonRow, ComparisonTable, compare
-from memsave_recipes.evidence.runs import Run
+from memsave_recipes.evidence.runs import History, Run
 
 GIB = 1024**3
 Make = Callable[..., Run]
@@ -59,7 +59,7 @@ def test_a_chosen_baseline_counts_for_its_model_and_joins_the_runs(make_run: Mak
 
 
 def test_absent_figures_stay_absent(make_run: Make) -> None:
-    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=[])
+    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=History([]))
     row = rows_by_name(compare([make_run("plain", global_batch_size=None), bare]))["bare"]
     assert row.plan is row.geometry is row.metric is row.loss_difference is row.place is None
     assert {figure.value for figure in (row.peak_memory, row.samples_per_s, row.train_time, row.train_loss)} == {None}

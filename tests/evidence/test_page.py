@@ -9,7 +9,7 @@ import pytest
 
 from memsave_recipes.evidence.compare import compare
 from memsave_recipes.evidence.page import to_html
-from memsave_recipes.evidence.runs import Run
+from memsave_recipes.evidence.runs import History, Run
 
 Make = Callable[..., Run]
 BREAKDOWN = {"parameters_gib": 0.2, "gradients_gib": 0.1, "optimizer_state_gib": 0.1, "activations_gib": 0.25}
@@ -108,7 +108,7 @@ def test_only_what_differs_in_the_configurations_is_listed(make_run: Make) -> No
 
 
 def test_a_single_bare_run_makes_a_page() -> None:
-    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=[])
+    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=History([]))
     page = to_html(compare([bare]))
     assert "1 run compared" in page
     assert "<figure" not in page

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from memsave_recipes.evidence.compare import compare
-from memsave_recipes.evidence.runs import Run
+from memsave_recipes.evidence.runs import History, Run
 
 pytest.importorskip("matplotlib")
 
@@ -26,6 +26,6 @@ def test_a_row_of_charts_for_each_model(make_run: Make, checkpointed: Make, tmp_
 
 
 def test_a_bare_run_is_no_error(tmp_path: Path) -> None:
-    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=[])
+    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=History([]))
     write_png(compare([bare]), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

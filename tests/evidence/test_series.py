@@ -8,7 +8,7 @@ import pytest
 
 from memsave_recipes.evidence.charts import MAX_POINTS, loss_curves
 from memsave_recipes.evidence.compare import compare
-from memsave_recipes.evidence.runs import Run
+from memsave_recipes.evidence.runs import History, Run
 from memsave_recipes.evidence.series import REST, by_samples_seen, memory_parts, pareto_fronts
 
 GIB = 1024**3
@@ -16,7 +16,7 @@ Make = Callable[..., Run]
 
 
 def run_with(history: list[dict]) -> Run:
-    return Run(name="run", path=Path("/run"), results={"model": "m"}, config={}, history=history)
+    return Run(name="run", path=Path("/run"), results={"model": "m"}, config={}, history=History(history))
 
 
 def test_an_evaluation_stands_at_the_samples_of_its_step() -> None:

@@ -123,7 +123,8 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.wandb_runs import read_online_runs
 try:
     runs, problems = read_online_runs("e/p")
-    print(json.dumps([[r.name, str(r.path), r.results, r.config, r.history] for r in runs]), problems, sep="\\n")
+    found = [[r.name, str(r.path), r.results, r.config, list(r.history.rows)] for r in runs]
+    print(json.dumps(found), problems, sep="\\n")
 except InputError as error:
     print(error)
     sys.exit(2)
