@@ -11,10 +11,10 @@ from string import Template
 
 from memsave_recipes.evidence.charts import Entry, badge, loss_curves, memory_bars, scatter
 from memsave_recipes.evidence.columns import (
-    LOSS_DIFFERENCE,
     Column,
     all_columns,
     loss_difference,
+    loss_difference_headings,
     marks,
     notes,
     warnings,
@@ -82,20 +82,22 @@ def _section(entries: Sequence[Entry]) -> str:
 
 
 def _table(entries: Sequence[Entry]) -> str:
-    figures = all_columns([row for _, row in entries])
-    titles = ["run", "plan, geometry", *(column.title for column in figures), LOSS_DIFFERENCE.replace("\n", " ")]
+    rows = [row for _, row in entries]
+    figures, last = all_columns(rows), loss_difference_headings(rows)
+    titles = ["run", "plan, geometry", *(column.title for column in figures), *last]
     headings = "".join(f'<th><button type="button">{escape(title)}</button></th>' for title in titles)
-    body = "".join(_table_row(number, row, figures) for number, row in entries)
+    body = "".join(_table_row(number, row, figures, has_loss_difference=bool(last)) for number, row in entries)
     return f'<div class="card scroll"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _table_row(number: int, row: ComparisonRow, figures: Sequence[Column]) -> str:
+def _table_row(number: int, row: ComparisonRow, figures: Sequence[Column], *, has_loss_difference: bool) -> str:
     tags = "".join(f"<em{' class=warn' if mark.startswith('!') else ''}>{escape(mark)}</em>" for mark in marks(row))
     cells = "".join(_figure_cell(row, column) for column in figures)
+    if has_loss_difference:
+        cells += f'<td class="number" data-value="{_sortable(row.loss_difference)}">{loss_difference(row)}</td>'
     return (
         f'<tr data-run="{number}"><th data-value="{number}"><div>{badge(number)}<span>{escape(row.name)}{tags}</span>'
-        f"</div></th>{_method_cell(row)}{cells}"
-        f'<td class="number" data-value="{_sortable(row.loss_difference)}">{loss_difference(row)}</td></tr>'
+        f"</div></th>{_method_cell(row)}{cells}</tr>"
     )
 
 

@@ -9,8 +9,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsave_recipes.evidence.columns import LOSS_DIFFERENCE, all_columns, columns, loss_difference, marks, notes
+from memsave_recipes.evidence.columns import (
+    all_columns,
+    columns,
+    loss_difference,
+    loss_difference_headings,
+    marks,
+    notes,
+)
 from memsave_recipes.evidence.compare import ComparisonRow, ComparisonTable
+
+MARKUP = "\\|*_`<>[]&~$"
+FORMULA = tuple("=+-@＝＋－＠")  # the wide ones too: some spreadsheets read them as the others
 
 
 def show(table: ComparisonTable) -> None:
@@ -20,27 +30,29 @@ def show(table: ComparisonTable) -> None:
 
 def render(table: ComparisonTable) -> Table:
     """The table as the terminal shows it: under each figure, how it compares to the baseline's."""
-    figures = columns(table.rows)
+    figures, last = columns(table.rows), loss_difference_headings(table.rows)
     caption = Text("\n").join(_as_caption(line) for line in notes(table))
     drawn = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
     drawn.add_column("run", overflow="fold", min_width=12)
     drawn.add_column("plan\ngeometry", overflow="fold", min_width=10)
-    for heading in (*(column.heading for column in figures), LOSS_DIFFERENCE):
+    for heading in (*(column.heading for column in figures), *last):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for rows in table.sections:
         drawn.add_section()
         drawn.add_row(Text(rows[0].model or "unknown model", style="bold"))
         for row in rows:
             cells = [_two_lines(*column.texts(row)) for column in figures]
-            drawn.add_row(_name_and_marks(row), _plan_and_geometry(row), *cells, Text(loss_difference(row)))
+            cells += [Text(loss_difference(row)) for _ in last]
+            drawn.add_row(_name_and_marks(row), _plan_and_geometry(row), *cells)
     return drawn
 
 
 def to_markdown(table: ComparisonTable) -> str:
     """A table that GitHub shows, and the notes below it."""
-    figures = all_columns(table.rows)
-    headings = ["run", "plan", "geometry", *(column.title for column in figures), LOSS_DIFFERENCE.replace("\n", " ")]
-    lines = [headings, ["---"] * 3 + ["---:"] * (len(figures) + 1)]
+    figures, last = all_columns(table.rows), loss_difference_headings(table.rows)
+    titles = [*(column.title for column in figures), *(heading.replace("\n", " ") for heading in last)]
+    headings = ["run", "plan", "geometry", *map(_in_markdown, titles)]
+    lines = [headings, ["---"] * 3 + ["---:"] * len(titles)]
     for rows in table.sections:
         lines.append([f"**{_in_markdown(rows[0].model or 'unknown model')}**", *[""] * (len(headings) - 1)])
         for row in rows:
@@ -48,7 +60,7 @@ def to_markdown(table: ComparisonTable) -> str:
             cells = [f"{absolute} ({relative})" if relative else absolute for absolute, relative in texts]
             name = " ".join((row.name, *(f"({mark})" for mark in marks(row))))
             first = (name, row.plan or "-", row.geometry or "-")
-            lines.append([*map(_in_markdown, first), *cells, loss_difference(row)])
+            lines.append([*map(_in_markdown, first), *cells, *(loss_difference(row) for _ in last)])
     listed = [f"* {_in_markdown(line)}" for line in notes(table)]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *listed]) + "\n"
 
@@ -85,7 +97,12 @@ def _two_lines(absolute: str, relative: str | None) -> Text:
 
 def _in_markdown(text: str) -> str:
     """``text`` without what would end the cell or mark it up."""
-    return "".join(f"\\{letter}" if letter in "\\|*_`<>[]" else letter for letter in text.replace("\n", " "))
+    return "".join(f"\\{letter}" if letter in MARKUP else letter for letter in text)
+
+
+def _in_csv(text: str | None) -> str | None:
+    """``text`` as what a spreadsheet takes for text: one that begins like a formula has an apostrophe before it."""
+    return f"'{text}" if text and text.lstrip().startswith(FORMULA) else text
 
 
 def _record(row: ComparisonRow) -> dict[str, object]:
@@ -100,10 +117,10 @@ def _record(row: ComparisonRow) -> dict[str, object]:
         **{f"eval_{name}": figure for name, figure in row.evaluation.items()},
     }
     return {
-        "run": row.name,
-        "model": row.model,
-        "plan": row.plan,
-        "geometry": row.geometry,
+        "run": _in_csv(row.name),
+        "model": _in_csv(row.model),
+        "plan": _in_csv(row.plan),
+        "geometry": _in_csv(row.geometry),
         "is_baseline": row.is_baseline,
         "is_pareto_optimal": row.is_pareto_optimal,
         "not_comparable_in": "; ".join(row.differs),

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from memsave_recipes.evidence.compare import ComparisonTable, compare
-from memsave_recipes.evidence.runs import Run
+from memsave_recipes.evidence.page import to_html
+from memsave_recipes.evidence.runs import History, Run
 from memsave_recipes.evidence.table import render, to_csv, to_markdown
 
 Make = Callable[..., Run]
@@ -49,9 +50,9 @@ def test_without_an_evaluation_the_training_loss_counts(make_run: Make) -> None:
 
 
 def test_a_column_that_nobody_filled_is_left_out() -> None:
-    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=[])
+    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=History([]))
     line = next(line for line in printed(compare([bare]), 100).splitlines() if line.startswith(" bare"))
-    assert line.split() == ["bare", "-", "baseline"]
+    assert line.split() == ["bare", "-"]
 
 
 def test_a_figure_that_one_run_lacks_is_a_dash(make_run: Make) -> None:
@@ -90,6 +91,32 @@ def test_markdown_holds_every_figure_and_escapes_names(make_run: Make, checkpoin
     assert "pl\\|ain\\*" in text
     assert "666 MiB (-35 %)" in text
     assert "* pareto: no run" in text
+
+
+def test_markdown_escapes_the_titles_of_columns_too(make_run: Make) -> None:
+    run = make_run("plain", model="<b>&amp;", eval={"<img src=x onerror=alert(1)>": 0.5, "a|b": 0.5})
+    text = to_markdown(compare([run, make_run("other")]))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert r"\<img src=x onerror=alert(1)\>" in lines[0]
+    assert "<" not in text.replace(r"\<", "")
+    assert r"\&amp;" in text
+
+
+@pytest.mark.parametrize("name", ["=HYPERLINK(1)", "+1", "-1+1", "@SUM(A1)", " =1", "＝1"])
+def test_no_cell_of_the_csv_is_a_formula(name: str, make_run: Make) -> None:
+    runs = [make_run(name, model=name, plan=name), make_run("plain", model=name, train_loss=-1.5)]
+    plain, named = csv.DictReader(io.StringIO(to_csv(compare(runs))))
+    assert [named[key] for key in ("run", "model", "plan")] == [f"'{name}"] * 3
+    assert (plain["run"], plain["train_loss"]) == ("plain", "-1.5")
+
+
+def test_a_run_alone_is_held_against_none(make_run: Make, checkpointed: Make) -> None:
+    alone, two = compare([make_run("plain")]), compare([make_run("plain"), checkpointed()])
+    for layout in (lambda table: printed(table, 120), to_markdown, to_html):
+        assert "difference" not in layout(alone)
+        assert "baseline" not in layout(alone)
+        assert "difference" in layout(two)
 
 
 def test_csv_holds_plain_numbers(make_run: Make, checkpointed: Make) -> None:
