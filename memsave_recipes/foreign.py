@@ -18,6 +18,11 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
+def printable_lines(text: str) -> str:
+    """``text`` that may have several lines, each of them ``printable``; tabs become spaces."""
+    return "\n".join(map(printable, text.expandtabs().split("\n")))
+
+
 def read_json(text: str) -> Any:
     """What ``text`` says in JSON.
 

@@ -41,6 +41,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.compare import compare
 from memsave_recipes.evidence.runs import read_run
 from memsave_recipes.evidence.table import show
+from memsave_recipes.foreign import printable_lines
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
@@ -266,7 +267,8 @@ def train(
     if accelerator.is_main_process:
         write_json(folder / "results.json", results)
         with deterministic_kernels(run.full_determinism):  # a warning is enough for what draws a sample
-            print("sample:", sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100]))
+            continued = sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100])
+        print("sample:", printable_lines(continued))
         show(compare([read_run(folder)]))
     finish_trackers(accelerator, results)
     return results

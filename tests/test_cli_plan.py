@@ -118,6 +118,18 @@ def test_a_plan_in_a_file_is_launched_as_it_is(tmp_path: Path) -> None:
     assert "--memory_budget_gib" not in launched
 
 
+def test_the_line_runs_and_commands_no_terminal_whatever_a_flag_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = "o \x1b[31m\u202e'\\\nü"
+    words = ["plan", *SMALL, "--micro_batch_size", "8", "--target", "a100", "--activation_checkpointing", "full"]
+    found = planned([*words, "--output_dir", folder], tmp_path)
+    assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
+    shown = ["bash", "-c", f"printf '%s\\0' {found['launch']}"]
+    launched = subprocess.run(shown, capture_output=True, text=True, check=True).stdout.split("\0")
+    assert value(launched, "--output_dir") == folder
+
+
 def test_the_loss_is_decided_where_there_is_a_choice(tmp_path: Path) -> None:
     found = planned(["plan", *LANGUAGE, "--target", "h100", "--micro_batch_size", "4"], tmp_path)
     assert {one["loss"] for one in found["candidates"]} == {"full", "chunked"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.foreign import plain, printable, read_json
+from memsave_recipes.foreign import plain, printable, printable_lines, read_json
 
 
 @pytest.mark.parametrize("text", ["", "vgg-11 (2 ranks)", "größer", "日本語", "🙂", "a\\x1b", "[bold]"])
@@ -26,6 +26,10 @@ def test_what_can_be_read_stays_as_it_is(text: str) -> None:
 def test_what_commands_turns_or_hides_is_escaped(text: str, expected: str) -> None:
     assert printable(text) == expected
     assert printable(expected) == expected
+
+
+def test_a_text_keeps_its_lines() -> None:
+    assert printable_lines("def f():\n\treturn 1\r\n\x1b[2J") == "def f():\n        return 1\\r\n\\x1b[2J"
 
 
 def test_a_users_mistake_is_one_printable_line() -> None:

@@ -32,7 +32,7 @@ def launch_line(question: Question, chosen: Candidate, plan_file: Path | None = 
     words += [word for name, value in decided.items() for word in (f"--{name}", value)]
     if "output_dir" not in question.named:
         words += ["--output_dir", f"out/{question.recipe.stem}"]
-    return shlex.join(words)
+    return " ".join(map(_quoted, words))
 
 
 def check_plan_file(question: Question) -> None:
@@ -43,6 +43,18 @@ def check_plan_file(question: Question) -> None:
     """
     if "memory_budget_gib" in question.named:
         raise InputError("--plan does not go with a preset that has memory_budget_gib: give the budget as a flag")
+
+
+def _quoted(word: str) -> str:
+    """``word`` for a shell, and without what commands a terminal: those letters in the form ``$'\\x1b'``."""
+    if word.isprintable():
+        return shlex.quote(word)
+    letters = (letter if letter.isprintable() and letter not in "\\'" else _as_bytes(letter) for letter in word)
+    return f"$'{''.join(letters)}'"
+
+
+def _as_bytes(letter: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in letter.encode())
 
 
 def _config_file(question: Question) -> Path:

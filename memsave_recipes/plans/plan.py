@@ -7,13 +7,15 @@ Blocks stand in the order of the forward. A *span* is a run of neighbouring bloc
 """
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, check_file
 
 FORMAT_VERSION = 1
+STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it as it stands there
 
 
 class Action(str, Enum):
@@ -43,7 +45,7 @@ class Span:
     action: Action
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.start, int) and isinstance(self.stop, int) and 0 <= self.start < self.stop):
+        if not (type(self.start) is type(self.stop) is int and 0 <= self.start < self.stop):
             raise ValueError(f"a span needs 0 <= start < stop, not {self.start}..{self.stop}")
 
 
@@ -113,10 +115,12 @@ class Plan:
             data = json.loads(text)
             if data["version"] != FORMAT_VERSION:
                 raise ValueError(f"its version is {data['version']}, this software reads {FORMAT_VERSION}")
-            if not all(isinstance(name, str) for name in (data["strategy"], *data["blocks"])):
-                raise ValueError("its strategy and its blocks must be words")
+            if not STRATEGY.fullmatch(data["strategy"]) or not all(isinstance(name, str) for name in data["blocks"]):
+                raise ValueError("its strategy and its blocks must be words, such as segments:2 and layers.0")
             spans = tuple(Span(start=s["start"], stop=s["stop"], action=Action(s["action"])) for s in data["spans"])
             ratio = data.get("compiled_memory_ratio")
+            if isinstance(ratio, bool):
+                raise ValueError(f"its compiled_memory_ratio is {ratio}")
             return cls(
                 strategy=data["strategy"], blocks=tuple(data["blocks"]), spans=spans, compiled_memory_ratio=ratio
             )
@@ -130,6 +134,7 @@ def read_plan(path: str | Path) -> Plan:
     Raises:
         InputError: there is no such file, or it holds no plan.
     """
+    check_file("--activation_checkpointing", path)
     try:
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -9,19 +9,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from memsave_recipes.errors import InputError, check_words
+from memsave_recipes.errors import InputError, check_file, check_words
 from memsave_recipes.training.arguments import LARGEST
 
 YAML = "tag:yaml.org,2002:"
 WORDS = {f"{YAML}{kind}" for kind in ("str", "int", "float", "bool", "timestamp")}
 """What a preset may hold. Each is read as it stands there: ``no`` is a word, and ``1:30`` is not 90."""
+MOST_LETTERS, MOST_LEVELS = 65_536, 10
+"""Of a preset: more than anyone writes by hand, and read in a second."""
 LAUNCHER_FLAGS = {
     *("config_file", "cpu", "multi_gpu", "mixed_precision", "num_processes", "gpu_ids", "num_cpu_threads_per_process"),
     *("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
@@ -124,9 +125,10 @@ def _preset_path(args: Sequence[str]) -> str | None:
 
 def _preset_entries(path: str) -> dict[str, list[str]]:
     """The keys of a YAML preset, each with the words of its value."""
+    check_file("--config", path)
     try:
-        root = yaml.compose(Path(path).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        root = _compose(_read_text(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
     if root is None:
         return {}
@@ -139,6 +141,24 @@ def _preset_entries(path: str) -> dict[str, list[str]]:
             raise InputError(f"--config {path}: {name} stands there twice: leave one of them out")
         entries[name] = _words_of(value, f"--config {path}: {name}")
     return entries
+
+
+def _read_text(path: str) -> str:
+    with open(path, encoding="utf-8") as file:
+        text = file.read(MOST_LETTERS + 1)
+    if len(text) > MOST_LETTERS:
+        raise ValueError(f"it has more than {MOST_LETTERS:,} characters")
+    return text
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """The YAML in ``text``; what is nested without end is refused before it costs seconds."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_LEVELS:
+            raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
+    return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _words_of(value: yaml.Node, place: str) -> list[str]:

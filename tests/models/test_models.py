@@ -1,5 +1,6 @@
 """Parameter counts, names and shapes are torchvision's, and weight files load without pickle."""
 
+import os
 import pickle
 
 import pytest
@@ -99,6 +100,51 @@ def test_bad_files_are_refused_in_one_line(tmp_path, capsys):
             load_weights(MODELS["vgg_small"](num_classes=10), tmp_path / name)
         assert "\n" not in str(refusal.value)
     assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_payload_is_refused_without_advice_to_execute_it(tmp_path, is_wrapped):
+    path = tmp_path / "malicious.pth"
+    if is_wrapped:
+        torch.save({"features.0.weight": Malicious()}, path)
+    else:
+        path.write_bytes(pickle.dumps(Malicious()))
+    with pytest.raises(InputError, match="no pickle is executed") as refusal:
+        load_weights(MODELS["vgg_small"](num_classes=10), path)
+    assert "weights_only" not in refusal.value.one_line
+    assert "trust" not in refusal.value.one_line
+
+
+@pytest.mark.parametrize(
+    ("change", "described"),
+    [
+        (lambda weight: weight.to(torch.complex64), "complex64"),
+        (lambda weight: weight.to(torch.int8), "int8"),
+        (lambda weight: weight.to_sparse(), "sparse_coo cpu float32"),
+        (lambda weight: weight.to("meta"), "strided meta float32"),
+    ],
+)
+def test_numbers_that_would_not_be_kept_are_refused_by_name(tmp_path, change, described):
+    model = MODELS["vgg_small"](num_classes=10)
+    before = model.state_dict()["features.0.weight"].clone()
+    torch.save(model.state_dict() | {"features.0.weight": change(before)}, tmp_path / "w.pth")
+    words = rf"has other numbers for features.0.weight \({described} .* in the file, float32 .* in the model"
+    with pytest.raises(InputError, match=words):
+        load_weights(model, tmp_path / "w.pth")
+    assert torch.equal(model.state_dict()["features.0.weight"], before)
+
+
+def test_weights_of_another_precision_are_loaded(tmp_path):
+    model = MODELS["vgg_small"](num_classes=10)
+    torch.save({name: tensor.double() for name, tensor in model.state_dict().items()}, tmp_path / "w.pth")
+    load_weights(MODELS["vgg_small"](num_classes=10), tmp_path / "w.pth")
+
+
+def test_what_has_no_end_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pth")
+    for path in (tmp_path / "pipe.pth", "/dev/zero", tmp_path):
+        with pytest.raises(InputError, match=f"--weights {path} is not a file"):
+            load_weights(MODELS["vgg_small"](num_classes=10), path)
 
 
 @pytest.mark.parametrize("name", ["vgg_small", "vgg11", "densenet_small", "densenet121"])

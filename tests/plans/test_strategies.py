@@ -1,6 +1,7 @@
 """Strategies: every K gives a plan that covers all blocks; anything else is refused in one line."""
 
 import json
+import os
 
 import pytest
 
@@ -95,7 +96,10 @@ def test_json_both_ways(tmp_path):
     [
         *({"version": 2}, {"blocks": 3}, {"blocks": [1, 2]}, {"strategy": 5}),
         *({"spans": [{"start": 0}]}, {"spans": [{"start": 0, "stop": 3, "action": "keep"}]}),
-        *({"spans": [{"start": 0, "stop": stop, "action": "keep"}]} for stop in (10**12, 7.0, "7")),
+        *({"spans": [{"start": 0, "stop": stop, "action": "keep"}]} for stop in (10**12, 8.0, "8")),
+        {"spans": [{"start": False, "stop": 8, "action": "keep"}]},
+        {"blocks": ["a"], "spans": [{"start": 0, "stop": True, "action": "keep"}]},
+        *({"strategy": word} for word in ("", "\x1b[31mfull", "full\n", "[bold]", "[/]", "x" * 1000)),
     ],
 )
 def test_a_damaged_plan_is_refused(tmp_path, change):
@@ -108,7 +112,8 @@ def test_a_damaged_plan_is_refused(tmp_path, change):
 def test_a_file_that_is_not_there_or_no_json_is_refused(tmp_path):
     (tmp_path / "text.json").write_text("hello")
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    for name in ("text.json", "deep.json", "absent.json"):
+    os.mkfifo(tmp_path / "pipe.json")
+    for name in ("text.json", "deep.json", "absent.json", "pipe.json"):
         with pytest.raises(InputError, match=name):
             read_plan(tmp_path / name)
 

@@ -1,6 +1,9 @@
 """Flags and presets: what is wrong ends in one line that names the flag."""
 
+import os
+
 import pytest
+import yaml
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments
@@ -134,6 +137,20 @@ def test_verify_in_a_preset(tmp_path, text, mode):
 def test_a_preset_whose_values_would_be_misread(tmp_path, text, complaint):
     with pytest.raises(InputError, match=complaint):
         parse("--config", preset(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, "{" * 50_000, "- " * 50_000, "seed: 1\n" * 50_000])
+def test_a_preset_that_would_be_read_for_long_is_refused(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(yaml, "compose", lambda *_, **__: pytest.fail("it was composed"))
+    with pytest.raises(InputError, match=r"cannot be read: it (is nested deeper|has more) than"):
+        parse("--config", preset(tmp_path, text))
+
+
+def test_a_preset_that_has_no_end_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for path in (str(tmp_path / "pipe.yaml"), "/dev/zero", str(tmp_path)):
+        with pytest.raises(InputError, match=f"--config {path} is not a file"):
+            parse("--config", path)
 
 
 @pytest.mark.parametrize("word", ["no", "1:30", "2020-01-01", "1_000", "0x10", "--overwrite"])
