@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import Training
-from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
+from memsave_recipes.data.packing import check_positions, count_valid, fingerprint_of, keeps_documents_apart, pack, pad
 from memsave_recipes.data.text import TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
 from memsave_recipes.errors import InputError
@@ -141,6 +141,7 @@ def train(
         )
         in_rows = partial(pack, one_row=network.one_row) if data.packing else pad
         train, validation = (in_rows(part, tokenizer, data.block_size) for part in (text.train, text.validation))
+        fingerprint = fingerprint_of(train, validation, tokenizer)
     order = SampleOrder(
         num_samples=len(train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
     )
@@ -188,7 +189,7 @@ def train(
     settle_kernels(run.full_determinism, accelerator, loss_model, batches, loss_of)
 
     # Checkpoints: where the run goes on, and when it saves
-    checkpoints = opened.checkpoints(Training(accelerator, loss_model, optimizer, scheduler), batches)
+    checkpoints = opened.checkpoints(Training(accelerator, loss_model, optimizer, scheduler), batches, fingerprint)
     resumed = checkpoints.resume_into(batches) if safety.resume else None
 
     # From here on files are written

@@ -183,7 +183,7 @@ def train(
     settle_kernels(run.full_determinism, accelerator, trained, batches, loss_of)
 
     # Checkpoints: where the run goes on, and when it saves
-    checkpoints = opened.checkpoints(Training(accelerator, trained, optimizer, scheduler), batches)
+    checkpoints = opened.checkpoints(Training(accelerator, trained, optimizer, scheduler), batches, tokens.fingerprint)
     resumed = checkpoints.resume_into(batches) if safety.resume else None
 
     # From here on files are written

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from memsave_recipes.checkpoints.find import committed
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.training.arguments import RunArguments
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
@@ -22,7 +23,7 @@ FLAGS = {
 """What decides which samples a step trains, as the user knows it: the fields of ``SampleOrder``."""
 
 FREE = {
-    *("output_dir", "overwrite", "resume", "debug", "report_to", "prompt", "full_determinism"),
+    *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "prompt", "full_determinism"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "skip_nonfinite"),
     "collective_timeout_minutes",
     *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
@@ -133,20 +134,46 @@ def as_planned(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_pr
     )
 
 
-def describe_run(order: SampleOrder, geometry: Geometry) -> dict[str, Any]:
+def describe_run(order: SampleOrder, geometry: Geometry, data: Fingerprint | None) -> dict[str, Any]:
     """What a checkpoint has to know of its run, to be compared with the one that goes on."""
-    return {"order": asdict(order), "geometry": asdict(geometry)}
+    return {"order": asdict(order), "geometry": asdict(geometry), "data": data.record() if data else None}
 
 
-def check_same_samples(saved: dict[str, Any], order: SampleOrder) -> None:
-    """Refuse to go on where a step would train other samples.
+def check_same_data(saved: dict[str, Any], data: Fingerprint | None, *, changed_ok: bool) -> list[str]:
+    """Refuse to go on with other data; a line for what has to be trusted.
+
+    Args:
+        saved: what ``describe_run`` gave; one of an earlier version knows nothing of the data.
+        changed_ok: go on with other data, and say so.
+
+    Raises:
+        InputError: it is not what it was.
+    """
+    if data is None:
+        return []
+    if saved.get("data") is None:
+        return ["note: the checkpoint has no digest of its data, which is taken to be the same"]
+    if differences := "; ".join(data.differences(saved["data"])):
+        if not changed_ok:
+            raise InputError(
+                f"--resume: the data is not what the run was trained on ({differences}): put it back, name another "
+                "--output_dir, or go on with it by --data_changed_ok"
+            )
+        return [f"note: the data is not what the run was trained on ({differences}), and --data_changed_ok goes on"]
+    if times := "; ".join(data.other_times(saved["data"])):
+        return [f"note: files were modified at another time ({times}), their pixels are taken to be the same"]
+    return []
+
+
+def check_same_samples(saved: dict[str, Any], order: SampleOrder, *, changed_ok: bool = False) -> None:
+    """Refuse to go on where a step would train other samples; with ``changed_ok`` there may be more or fewer.
 
     Raises:
         InputError: the data set or a flag that decides the order is not what it was.
     """
     present = asdict(order)
     for field, name in FLAGS.items():
-        if saved["order"][field] != present[field]:
+        if saved["order"][field] != present[field] and not (changed_ok and field == "num_samples"):
             raise InputError(
                 f"--resume: {name} was {saved['order'][field]} and is {present[field]}, so the steps would train other "
                 "samples: give what the run was started with, or name another --output_dir"

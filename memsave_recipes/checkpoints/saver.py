@@ -19,11 +19,17 @@ from accelerate import Accelerator
 
 from memsave_recipes.agreement import Ear, by_all_ranks, by_rank_0
 from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit
-from memsave_recipes.checkpoints.continuity import check_same_samples, describe_change, describe_run
+from memsave_recipes.checkpoints.continuity import (
+    check_same_data,
+    check_same_samples,
+    describe_change,
+    describe_run,
+)
 from memsave_recipes.checkpoints.find import BEST, STEP, Found, find_newest, prune
 from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
 from memsave_recipes.checkpoints.state import Record, Training, read_record
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.training.arguments import SafetyArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.finite import NotFinite
@@ -60,6 +66,8 @@ class Checkpoints:
         keep: so many of the newest are kept.
         every_steps, every_minutes: when to save beside a stop by a signal; either, both or none.
         signals: those that stop the run; none by default.
+        data: what it is trained on; without it, nothing tells whether a run goes on with the same.
+        data_changed_ok: go on with other data.
     """
 
     def __init__(
@@ -74,6 +82,8 @@ class Checkpoints:
         every_steps: int | None = None,
         every_minutes: float | None = None,
         signals: StopSignals | None = None,
+        data: Fingerprint | None = None,
+        data_changed_ok: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.folder = folder
@@ -84,6 +94,8 @@ class Checkpoints:
         self.every_steps = every_steps
         self.every_s = 60 * every_minutes if every_minutes else float("inf")
         self.signals = signals
+        self.data = data
+        self.data_changed_ok = data_changed_ok
         self.damaged: list[Path] = []
         self.last_saved: int | None = None
         self._last_time = time.monotonic()
@@ -97,6 +109,7 @@ class Checkpoints:
         folder: Path,
         training: Training,
         batches: GlobalBatches,
+        data: Fingerprint,
         *,
         signals: StopSignals,
     ) -> "Checkpoints":
@@ -111,6 +124,8 @@ class Checkpoints:
             every_steps=safety.save_every,
             every_minutes=safety.save_every_minutes,
             signals=signals,
+            data=data,
+            data_changed_ok=safety.data_changed_ok,
         )
 
     def resume_into(self, batches: GlobalBatches) -> Resumed | None:
@@ -139,10 +154,11 @@ class Checkpoints:
         found = by_rank_0(self.accelerator, self._find)
         if found is None:
             return None
-        record = by_all_ranks(self.accelerator, lambda: self._read(found))
+        record, notices = by_all_ranks(self.accelerator, lambda: self._read(found))
         self.damaged, self.last_saved = list(found.damaged), found.step
         change = describe_change(record["run"], self.geometry)
-        return Resumed(step=found.step, state=record["state"], notices=found.notices + ([change] if change else []))
+        notices = [*found.notices, *notices, *([change] if change else [])]
+        return Resumed(step=found.step, state=record["state"], notices=notices)
 
     def after_step(self, step: int, state: Callable[[], Record]) -> None:
         """Save if it is time or a signal asks for it, after so many steps; ``state()`` is called only then.
@@ -213,7 +229,7 @@ class Checkpoints:
             return False
         clear_leftovers(self.folder)
         check_space(self.folder, self.training.num_bytes())
-        record = {"step": step, "run": describe_run(self.order, self.geometry), "state": state}
+        record = {"step": step, "run": describe_run(self.order, self.geometry, self.data), "state": state}
         commit(self.folder, f"{STEP}-{step}", lambda folder: self.training.write(folder, record))
         prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         return True
@@ -226,7 +242,8 @@ class Checkpoints:
         clear_leftovers(self.folder)
         return find_newest(self.folder)
 
-    def _read(self, found: Found) -> Record:
+    def _read(self, found: Found) -> tuple[Record, list[str]]:
+        """The record, and lines about what of the data has to be trusted."""
         if not found.path.is_dir():
             raise InputError(
                 f"--output_dir {self.folder.parent} is not seen by all ranks, so they cannot resume: put it on a disk "
@@ -235,6 +252,7 @@ class Checkpoints:
         record = read_record(found.path, {"step", "run", "state"})
         if record["step"] != found.step:
             raise InputError(f"--resume: {found.path} holds step {record['step']}: give the folder its name back")
-        check_same_samples(record["run"], self.order)
+        notices = check_same_data(record["run"], self.data, changed_ok=self.data_changed_ok)
+        check_same_samples(record["run"], self.order, changed_ok=self.data_changed_ok)
         self.training.read(found.path)
-        return record
+        return record, notices

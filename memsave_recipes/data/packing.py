@@ -29,7 +29,9 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
 from memsave_recipes.data.token_line import TokenLine, tokenize
+from memsave_recipes.data.tokenizers import digest_of_tokenizer
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import Fingerprint
 
 IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
 Batch = dict[str, Tensor]
@@ -169,6 +171,17 @@ def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_s
     starts = np.repeat(tokens.document_starts[:-1], counts) + number * block_size
     stops = np.minimum(starts + block_size, np.repeat(ends, counts))
     return PaddedDataset(tokens=tokens, starts=starts, stops=stops, filling=_filling(tokenizer))
+
+
+def fingerprint_of(
+    train: PackedDataset | PaddedDataset, validation: PackedDataset | PaddedDataset, tokenizer: PreTrainedTokenizerBase
+) -> Fingerprint:
+    """What both splits hold, whatever the length of their rows, for a run that goes on."""
+    splits = {"training text": train, "held-out text": validation}
+    return Fingerprint(
+        samples={name: rows.tokens.samples(name) for name, rows in splits.items()},
+        tokenizer=digest_of_tokenizer(tokenizer),
+    )
 
 
 def count_valid(batch: Batch) -> Tensor:

@@ -18,11 +18,19 @@ from transformers import PreTrainedTokenizerBase
 
 from memsave_recipes.data.text_sources import LONG_BYTES, progress_bars
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import Samples, digest_of
 
 PART_CHARACTERS = 2**18
 PARTS_AT_ONCE = 64
 PIECE_TOKENS = 4096  # of a row on disk: the most that is read in vain at either end of a span
-PIECES = Features({"input_ids": List(Value("int32")), "num_tokens": Value("int32"), "document_bytes": Value("int64")})
+PIECES = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "num_tokens": Value("int32"),
+        "document_bytes": Value("int64"),
+        "digest": Value("int64"),
+    }
+)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,12 +41,14 @@ class TokenLine:
         pieces: rows of tokens on disk; no row holds tokens of two documents.
         piece_starts: where each piece begins in the line, and at last its length; int64 (P + 1,).
         document_starts: where each document begins, and at last the length of the line; int64 (D + 1,).
+        piece_digests: of the tokens of each piece; int64 (P,).
         num_bytes: of all documents in UTF-8.
     """
 
     pieces: datasets.Dataset
     piece_starts: np.ndarray
     document_starts: np.ndarray
+    piece_digests: np.ndarray
     num_bytes: int
 
     @property
@@ -52,6 +62,15 @@ class TokenLine:
         tokens = np.concatenate(self.pieces[int(first) : int(last) + 1]["input_ids"])
         skipped = start - self.piece_starts[first]
         return tokens[skipped : skipped + stop - start]
+
+    def samples(self, split: str) -> Samples:
+        """The tokens by digests, for a fingerprint; ``split`` is what people call it."""
+
+        def name_of(piece: int) -> str:
+            number = np.searchsorted(self.document_starts, self.piece_starts[piece], side="right")
+            return f"document {number} of the {split}"
+
+        return Samples(digests=self.piece_digests, name_of=name_of)
 
 
 def tokenize(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> TokenLine:
@@ -86,6 +105,7 @@ def tokenize(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) ->
         pieces=pieces.select_columns("input_ids"),
         piece_starts=piece_starts,
         document_starts=piece_starts[np.append(document_bytes > 0, True)],
+        piece_digests=pieces["digest"][:],
         num_bytes=int(document_bytes.sum()),
     )
 
@@ -99,6 +119,7 @@ def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str,
             rows["input_ids"].append(piece)
             rows["num_tokens"].append(len(piece))
             rows["document_bytes"].append(0 if start else len(text.encode()))
+            rows["digest"].append(digest_of(piece.tobytes()))
     return rows
 
 

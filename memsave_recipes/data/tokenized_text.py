@@ -12,8 +12,9 @@ from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTok
 
 from memsave_recipes.data.labelled_text import LabelledText
 from memsave_recipes.data.text_sources import LONG_BYTES, progress_bars
-from memsave_recipes.data.tokenizers import load_tokenizer
+from memsave_recipes.data.tokenizers import digest_of_tokenizer, load_tokenizer
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
 
 IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
 BOUNDARY = "<|boundary|>"
@@ -50,12 +51,13 @@ class TokenizedText(torch.utils.data.Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedSplits:
-    """Two splits, and how many of their texts have ``max_length`` tokens."""
+    """Two splits, how many of their texts have ``max_length`` tokens, and what tells whether they are the same."""
 
     train: TokenizedText
     validation: TokenizedText
     max_length: int
     num_full: int
+    fingerprint: Fingerprint
 
     @property
     def notice(self) -> str | None:
@@ -127,26 +129,40 @@ def tokenize(texts: LabelledText, tokenizer: PreTrainedTokenizerBase, *, max_len
         InputError: a text has no tokens at all.
     """
     train, validation = (_encode(rows, tokenizer, max_length) for rows in (texts.train, texts.validation))
-    num_full = 0
+    num_full, samples = 0, {}
     for split, rows in (("training", train), ("held-out", validation)):
         lengths = rows["length"][:]
         if 0 in lengths:
             raise InputError(f"the {split} text {lengths.index(0) + 1} has no tokens: remove its row")
         num_full += lengths.count(max_length)
+        samples[f"{split} texts"] = _samples(rows, split)
+    train, validation = (rows.remove_columns(["length", "digest"]) for rows in (train, validation))
     return TokenizedSplits(
-        train=TokenizedText(rows=train.remove_columns("length"), tokenizer=tokenizer),
-        validation=TokenizedText(rows=validation.remove_columns("length"), tokenizer=tokenizer),
+        train=TokenizedText(rows=train, tokenizer=tokenizer),
+        validation=TokenizedText(rows=validation, tokenizer=tokenizer),
         max_length=max_length,
         num_full=num_full,
+        fingerprint=Fingerprint(
+            samples=samples, label_names=texts.label_names, tokenizer=digest_of_tokenizer(tokenizer)
+        ),
     )
+
+
+def _samples(rows: datasets.Dataset, split: str) -> Samples:
+    digests = rows.with_format("numpy")["digest"][:]
+    return Samples(digests=digests, name_of=lambda index: f"row {index + 1} of the {split} texts")
 
 
 def _encode(rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int) -> datasets.Dataset:
     columns = [column for column in ("text", "text_pair") if column in rows.column_names]
 
-    def encode(*texts: list[str]) -> dict[str, Any]:
+    def encode(labels: list[int], *texts: list[str]) -> dict[str, Any]:
         encoded = tokenizer(*texts, truncation=True, max_length=max_length, return_attention_mask=False)
-        return {**encoded, "length": [len(tokens) for tokens in encoded["input_ids"]]}
+        lengths = [len(tokens) for tokens in encoded["input_ids"]]
+        digests = [digest_of(repr(row).encode()) for row in zip(labels, *encoded.values(), strict=True)]
+        return {**encoded, "length": lengths, "digest": digests}
 
     with progress_bars(rows.data.nbytes > LONG_BYTES):
-        return rows.map(encode, batched=True, input_columns=columns, remove_columns=columns, desc="making tokens")
+        return rows.map(
+            encode, batched=True, input_columns=["label", *columns], remove_columns=columns, desc="making tokens"
+        )

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from memsave_recipes.data.text_sources import END_OF_TEXT
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.hub import ask_hub_for, reason
 
 SMALLEST_VOCABULARY = 257
@@ -60,6 +61,12 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
             f"the tokenizer has token ids up to {needed - 1} but the model only {vocab_size} embeddings: give the "
             f"model's own --tokenizer_name, or --config_overrides vocab_size={needed}"
         )
+
+
+def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of its vocabulary and special tokens; how it merges shows in the tokens that it makes."""
+    tables = (tokenizer.get_vocab(), tokenizer.special_tokens_map)
+    return f"{digest_of(repr([sorted(table.items()) for table in tables]).encode()):x}"
 
 
 def _load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:

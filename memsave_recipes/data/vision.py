@@ -13,9 +13,10 @@ import torch
 from PIL import Image, UnidentifiedImageError
 
 from memsave_recipes.data.augmentation import Augmentation
-from memsave_recipes.data.checksums import LIST, check_against_list
+from memsave_recipes.data.checksums import LIST, check_against_list, fingerprint_of_images
 from memsave_recipes.data.image_sources import check_labels, read_images
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import Fingerprint
 
 IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
 
@@ -65,13 +66,17 @@ class ImageDataset(torch.utils.data.Dataset):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSplits:
-    """Two splits over the same classes, how many images agree with ``SHA256SUMS``, and how many broken are left out."""
+    """Two splits over the same classes, how many images agree with ``SHA256SUMS``, and how many broken are left out.
+
+    The fingerprint tells a run that goes on whether they are the same.
+    """
 
     train: ImageDataset
     validation: ImageDataset
     label_names: tuple[str, ...]
     num_listed: int
     num_broken: int
+    fingerprint: Fingerprint
 
     @property
     def notice(self) -> str | None:
@@ -107,7 +112,7 @@ def load_images(
         InputError: as ``read_images``; or an image that is not what its list says.
     """
     splits = read_images(dataset, data_dir)
-    num_listed = check_against_list(splits, data_dir) if data_dir else 0
+    listed = check_against_list(splits, data_dir) if data_dir else {}
     num_found = sum(map(len, splits.values()))
     if skip_broken_images:
         what = "checking images"
@@ -123,8 +128,9 @@ def load_images(
         train=train,
         validation=validation,
         label_names=tuple(splits["train"].features["label"].names),
-        num_listed=num_listed,
+        num_listed=len(listed),
         num_broken=num_found - len(train) - len(validation),
+        fingerprint=fingerprint_of_images(splits, data_dir, listed),
     )
 
 

@@ -27,6 +27,7 @@ from memsave_recipes.checkpoints.continuity import (
 )
 from memsave_recipes.checkpoints.find import committed
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes.rank_watch import missing_ranks_end_the_run
 from memsave_recipes.reporting.metrics_file import NAME as METRICS
@@ -63,10 +64,12 @@ class OpenRun:
     earlier: dict[str, Any] | None
     signals: StopSignals
 
-    def checkpoints(self, training: Training, batches: GlobalBatches) -> Checkpoints:
+    def checkpoints(self, training: Training, batches: GlobalBatches, data: Fingerprint) -> Checkpoints:
         """Those of this run, saved as its flags say."""
         folder = self.folder / CHECKPOINTS
-        return Checkpoints.as_asked(self.safety, self.accelerator, folder, training, batches, signals=self.signals)
+        return Checkpoints.as_asked(
+            self.safety, self.accelerator, folder, training, batches, data, signals=self.signals
+        )
 
     def planned(self, run: RunArguments) -> RunArguments:
         """``run`` with the plan and the micro-batch that an earlier life of it searched and found."""

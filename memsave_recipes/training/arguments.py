@@ -170,6 +170,9 @@ class SafetyArguments:
     resume: bool = field(
         default=False, metadata={"help": "go on from the newest checkpoint of --output_dir, or begin if there is none"}
     )
+    data_changed_ok: bool = field(
+        default=False, metadata={"help": "with --resume: go on although the data is not what the run was trained on"}
+    )
     save_every: int | None = field(default=None, metadata={"help": "save a checkpoint every so many optimizer steps"})
     save_every_minutes: float = field(
         default=30, metadata={"help": "save a checkpoint so long after the last one; 0: not by the clock"}

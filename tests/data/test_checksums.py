@@ -154,3 +154,15 @@ def test_a_file_that_cannot_be_read(folder, monkeypatch):
 
     monkeypatch.setattr(checksums, "open", forbidden, raising=False)
     assert refusal(folder).endswith("cannot be read: Permission denied; check file and disk")
+
+
+def test_a_list_tells_other_pixels_of_the_same_name_and_size(folder):
+    before = load(folder).fingerprint.record()
+    path = folder / "train" / "dog" / "0.png"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    make_list(folder)
+    words = "training images: the first that differs is train/dog/0.png"
+    assert load(folder).fingerprint.differences(before) == [words]
+    (folder / "SHA256SUMS").unlink()
+    assert load(folder).fingerprint.differences(before) == []
+    assert load(folder).fingerprint.other_times(before) == [words]

@@ -241,6 +241,27 @@ def test_a_missing_split(tmp_path):
     assert "has no train split (found: test)" in refusal(dataset=name)
 
 
+def test_other_bytes_or_labels_are_told_from_the_same(tmp_path):
+    rows = {"a": rows_of([2, 0, 1]), "same": rows_of([2, 0, 1]), "labels": rows_of([2, 1, 1]), "b": rows_of([2, 0, 1])}
+    rows["b"]["img"][1] = picture(99)
+    prints = {
+        name: load(dataset=save_parquet(tmp_path / name, COLUMNS, train=train, test=rows_of([1, 1]))).fingerprint
+        for name, train in rows.items()
+    }
+    record = prints["a"].record()
+    assert prints["same"].differences(record) == []
+    for name in ("labels", "b"):
+        assert prints[name].differences(record) == [
+            "training images: the first that differs is number 2 of the training images"
+        ]
+
+
+def test_the_digits_are_told_from_nothing_but_themselves(folder):
+    digits = load(dataset="digits").fingerprint
+    assert digits.differences(load(dataset="digits").fingerprint.record()) == []
+    assert len(digits.differences(load(data_dir=str(folder)).fingerprint.record())) == 3
+
+
 def test_rows_without_a_class(tmp_path):
     name = save_parquet(tmp_path / "set", COLUMNS, train=rows_of([0, 1]), test=rows_of([0, -1]))
     assert "images without a class (label -1)" in refusal(dataset=name)
