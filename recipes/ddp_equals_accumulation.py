@@ -43,7 +43,8 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.runs import read_run
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.run_folder import begin_run, check_run_folder, save_model, write_json
+from memsave_recipes.reporting.final import save_final, save_model, write_results
+from memsave_recipes.reporting.run_folder import begin_run, check_run_folder
 from memsave_recipes.reporting.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, require
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
@@ -58,6 +59,7 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "in
 RECIPE = "ddp_equals_accumulation"
 LOOPS = ("exact", "usual")
 WEIGHTS = "final/model.safetensors"
+AGAIN = "then start it again"
 WHY = """
 Why: the loss of a global batch is the sum over all labels divided by their number, and a sum can be taken in parts. The
 *exact* loop divides every part by the one number of the whole global batch. The *usual* loop takes the mean of each
@@ -200,7 +202,7 @@ def prove(
     # Finish, with the weights of the undivided global batch
     plan_handle.remove()
     vector_to_parameters(expected[-1], bare.parameters())
-    save_model(accelerator, model, folder / "final")
+    save_final(accelerator, folder, partial(save_model, accelerator, model), way_out=AGAIN)
     results = {
         "recipe": RECIPE,
         "model": "vit",
@@ -221,8 +223,8 @@ def prove(
         other_weights = parameters_to_vector(other.parameters()).detach().to(expected[-1])
         difference = largest_difference(expected[-1], other_weights)
         results["equivalence"] |= {"compared_with": run.compare_with, "largest_difference_to_it": difference}
+    write_results(accelerator, folder, results, way_out=AGAIN)
     if accelerator.is_main_process:
-        write_json(folder / "results.json", results)
         show(results["equivalence"], run.max_steps)
     finish_trackers(accelerator, results)
     return results

@@ -48,8 +48,9 @@ from memsave_recipes.models.pretrained import TransformerArguments, build_transf
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.sketch import Sketch
 from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.reporting.final import save_final, save_model, write_results
 from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run, save_model, write_json
+from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run
 from memsave_recipes.reporting.trackers import finish_trackers
 from memsave_recipes.reporting.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments, SafetyArguments, require
@@ -239,13 +240,16 @@ def train(
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
+        if is_last:  # whatever fails from here on costs nothing
+            with report.clock.left_out():
+                checkpoints.save(step, report.state_dict())
         evaluate_if_due(step)
         with report.clock.left_out():
             checkpoints.after_step(step, report.state_dict)
 
     # Finish
     plan_handle.remove()
-    save_model(accelerator, model, folder / "final")
+    save_final(accelerator, folder, partial(save_model, accelerator, model))
     results = {
         "recipe": "image_classification",
         "model": network.name,
@@ -255,8 +259,8 @@ def train(
         **equivalence,
         **report.results(),
     }
+    write_results(accelerator, folder, results, checkpoints)
     if accelerator.is_main_process:
-        write_json(folder / "results.json", results)
         show(compare([read_run(folder)]))
     finish_trackers(accelerator, results)
     return results

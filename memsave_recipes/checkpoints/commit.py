@@ -2,7 +2,8 @@
 
 NOTE [ the commit ]
 1. Everything is written into a sibling, ``.tmp-NAME``. What a killed save leaves has such a name and is cleared later.
-2. Every file goes to the disk, then the manifest with their sizes and digests, then the sibling's own names.
+2. Every file goes to the disk, then the manifest with their sizes and digests, then the sibling's own names. Who may
+   read the folder may read its files: safetensors lets only the owner.
 3. Renaming the sibling to ``NAME`` is the commit: before it the folder is not there, after it it is whole. Then the
    parent's names go to the disk, so that the rename outlives a loss of power.
 4. Only now are older folders given up: each is renamed to ``.trash-NAME`` first, so that one half deleted is never
@@ -45,55 +46,66 @@ SPARE_BYTES = 1024**2
 
 
 def commit(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Let ``write(temporary)`` fill a folder and make it ``folder/name``: rules 1 to 3 and 5 of NOTE [ the commit ].
+    """``make_whole`` for the checkpoints of a run, which are all that is in ``folder``.
 
     Raises:
         InputError: the disk is full, read-only or failing.
     """
-    temporary, target = folder / f"{TEMPORARY}{name}", folder / name
     with told_in_one_line(folder, name):
-        folder.mkdir(parents=True, exist_ok=True)
-        _delete(temporary)
-        temporary.mkdir()
-        try:
-            write(temporary)
-            seal(temporary)
-            if target.exists():  # it was damaged, or it would not be written again
-                discard(target)
-            os.rename(temporary, target)
-            sync(folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        return make_whole(folder, name, write)
+
+
+def make_whole(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """Let ``write(temporary)`` fill a folder and make it ``folder/name``: rules 1 to 3 and 5 of NOTE [ the commit ]."""
+    temporary, target = folder / f"{TEMPORARY}{name}", folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in (temporary, _trash_of(target)):
+        delete(leftover)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        _let_others_read(temporary)
+        seal(temporary)
+        if target.exists():  # it was damaged, or it would not be written again
+            discard(target)
+        os.rename(temporary, target)
+        sync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return target
 
 
 def discard(path: Path) -> None:
     """Delete a folder that was committed: rule 4 of NOTE [ the commit ]."""
-    trash = path.with_name(f"{TRASH}{path.name}")
-    _delete(trash)
+    trash = _trash_of(path)
+    delete(trash)
     os.rename(path, trash)
-    _delete(trash)
+    delete(trash)
 
 
 def clear_leftovers(folder: Path) -> None:
     """Delete what killed saves left in ``folder``."""
     with told_in_one_line(folder, "what a killed save left"):
         for path in [*folder.glob(f"{TEMPORARY}*"), *folder.glob(f"{TRASH}*")]:
-            _delete(path)
+            delete(path)
 
 
-def check_space(folder: Path, num_bytes: int) -> None:
+def check_space(output_dir: Path, num_bytes: int, what: str = "a checkpoint takes", *, freed_bytes: int = 0) -> None:
     """Refuse to begin a save of ``num_bytes`` that the disk cannot take.
+
+    Args:
+        what: is saved, for the message.
+        freed_bytes: that will be deleted before.
 
     Raises:
         InputError: too little space is free.
     """
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    there = next(path for path in (output_dir, *output_dir.parents) if path.exists())
+    free = shutil.disk_usage(there).free + freed_bytes
     if free < num_bytes + SPARE_BYTES:
         raise InputError(
-            f"--output_dir {folder.parent} has {format_bytes(free)} left and a checkpoint takes "
+            f"--output_dir {output_dir} has {format_bytes(free)} left and {what} "
             f"{format_bytes(num_bytes + SPARE_BYTES)}: free some space, then go on with --resume"
         )
 
@@ -122,7 +134,18 @@ def _number_of(error: Exception) -> int:
     return int(in_text[1]) if in_text else 0
 
 
-def _delete(path: Path) -> None:
+def _trash_of(path: Path) -> Path:
+    return path.with_name(f"{TRASH}{path.name}")
+
+
+def _let_others_read(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(folder.stat().st_mode & 0o666)
+
+
+def delete(path: Path) -> None:
+    """Whatever ``path`` is, if it is there; of a link, not what it leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -7,10 +7,12 @@ for batch in batches:
     for held_out in checkpoints.until_signal(evaluation_batches(...), batch.step + 1, state):
         ...
     checkpoints.after_step(batch.step + 1, state)  # state() gives {"clock": ..., "best": ...}
+checkpoints.give_up_the_end()                      # what was saved after the last step, when the results are written
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,14 +20,14 @@ from typing import TypeVar
 from accelerate import Accelerator
 
 from memsave_recipes.agreement import Ear, by_all_ranks, by_rank_0
-from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit
+from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit, discard, told_in_one_line
 from memsave_recipes.checkpoints.continuity import (
     check_same_data,
     check_same_samples,
     describe_change,
     describe_run,
 )
-from memsave_recipes.checkpoints.find import BEST, STEP, Found, find_newest, prune
+from memsave_recipes.checkpoints.find import BEST, STEP, Found, committed, find_newest, prune
 from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
 from memsave_recipes.checkpoints.state import Record, Training, read_record
 from memsave_recipes.errors import InputError
@@ -212,6 +214,21 @@ class Checkpoints:
         """
         by_rank_0(self.accelerator, lambda: self._write_best(step, write))
 
+    def give_up_the_end(self) -> None:
+        """Delete the checkpoint of the last step, now that the run is done, where it is the only one and none was asked
+        for."""
+        if self.every_steps is None:
+            by_rank_0(self.accelerator, self._delete_the_only_one)
+
+    def _delete_the_only_one(self) -> None:
+        there = committed(self.folder)
+        if [step for step, _ in there] != [self.last_saved]:
+            return
+        with told_in_one_line(self.folder, there[0][1].name):
+            discard(there[0][1])
+        with suppress(OSError):  # it holds the best weights
+            self.folder.rmdir()
+
     def _wish(self) -> int:
         """What this rank wants: the number of a signal, ``SAVE_ONLY`` or 0. Time is what rank 0's clock says."""
         if signal := self._signal():
@@ -228,7 +245,7 @@ class Checkpoints:
         if not self.training.is_finite():
             return False
         clear_leftovers(self.folder)
-        check_space(self.folder, self.training.num_bytes())
+        check_space(self.folder.parent, self.training.num_bytes())
         record = {"step": step, "run": describe_run(self.order, self.geometry, self.data), "state": state}
         commit(self.folder, f"{STEP}-{step}", lambda folder: self.training.write(folder, record))
         prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)

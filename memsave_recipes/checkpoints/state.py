@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.checkpoints.tree import Tree, Unreadable, num_bytes, read_tree, write_tree
 from memsave_recipes.errors import InputError
+from memsave_recipes.training.optimizers import state_bytes
 
 RECORD, FROZEN = "record", "frozen"
 Record = dict[str, Any]
@@ -48,6 +49,17 @@ class Training:
     def num_bytes(self) -> int:
         """Of the tensors of a checkpoint."""
         return sum(num_bytes(tree) for tree in self._trees().values())
+
+    def num_bytes_in_the_end(self, optimizer: str, momentum: float) -> int:
+        """``num_bytes()`` after a step: before the first one, ``--optimizer`` has not made its state yet."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        state = state_bytes(optimizer, trained, momentum=momentum)
+        return self.num_bytes_of_weights() + max(state, num_bytes(self.parts["optimizer"].state_dict()))
+
+    def num_bytes_of_weights(self, *, merged: bool = False) -> int:
+        """Of those that are trained, or of all, into which adapters are ``merged``."""
+        weights = self.model.state_dict() if merged else self._trees()["model"]
+        return num_bytes(weights)
 
     @torch.no_grad()
     def is_finite(self) -> bool:

@@ -41,7 +41,6 @@ def write_tree(folder: Path, stem: str, tree: Tree) -> None:
     for index, part in enumerate(_parts(tensors)):
         path = folder / _name(stem, index)
         save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, path)
-        path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets only the owner read
 
 
 def read_tree(folder: Path, stem: str, *, mapped: bool = False) -> Tree:

@@ -1,7 +1,6 @@
 """A run's folder: who may have it, and what it holds from the run's beginning to its ``results.json``."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -9,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
 
+from memsave_recipes.agreement import by_rank_0
 from memsave_recipes.checkpoints import (
     Checkpoints,
     Resumed,
@@ -19,6 +18,7 @@ from memsave_recipes.checkpoints import (
     Training,
     locked_run_folder,
 )
+from memsave_recipes.checkpoints.commit import TEMPORARY, TRASH, check_space, delete, told_in_one_line
 from memsave_recipes.checkpoints.continuity import (
     as_planned,
     check_same_environment,
@@ -41,8 +41,9 @@ from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.sample_order import Geometry
 
-CONFIG, PLAN, RESULTS, CHECKPOINTS = "config.json", "plan.json", "results.json", "checkpoints"
-OURS = (CONFIG, PLAN, METRICS, RESULTS, "final", "tensorboard", "wandb", CHECKPOINTS)
+CONFIG, PLAN, RESULTS, FINAL, CHECKPOINTS = "config.json", "plan.json", "results.json", "final", "checkpoints"
+OURS = (CONFIG, PLAN, METRICS, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
+LEFTOVERS = (f"{TEMPORARY}{FINAL}", f"{TRASH}{FINAL}")
 OUR_SNAPSHOTS = "memory_snapshot*.pickle"
 
 
@@ -65,10 +66,26 @@ class OpenRun:
     signals: StopSignals
 
     def checkpoints(self, training: Training, batches: GlobalBatches, data: Fingerprint) -> Checkpoints:
-        """Those of this run, saved as its flags say."""
+        """Those of this run, saved as its flags say.
+
+        Raises:
+            InputError: the disk has no room for what the run is to leave.
+        """
+        by_rank_0(self.accelerator, lambda: self._check_room(training))
         folder = self.folder / CHECKPOINTS
         return Checkpoints.as_asked(
             self.safety, self.accelerator, folder, training, batches, data, signals=self.signals
+        )
+
+    def _check_room(self, training: Training) -> None:
+        """For ``final/`` and the checkpoint before it, so that the lack of it is not found when all is trained."""
+        flags = self.flags
+        check_space(
+            self.folder,
+            training.num_bytes_in_the_end(flags["optimizer"], flags["momentum"])
+            + training.num_bytes_of_weights(merged=flags.get("lora_merge", False)),
+            f"{FINAL}/ and the checkpoint before it take",
+            freed_bytes=sum(_num_bytes(self.folder / name) for name in OURS) if flags["overwrite"] else 0,
         )
 
     def planned(self, run: RunArguments) -> RunArguments:
@@ -151,9 +168,7 @@ def begin_run(
     sizes = {**asdict(geometry), "accumulation_steps": geometry.accumulation_steps}
     about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
-    if accelerator.is_main_process:
-        _take_run_folder(folder, config, plan.to_json(), resumed)
-    accelerator.wait_for_everyone()
+    by_rank_0(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed))
     start_trackers(
         accelerator,
         project=project,
@@ -220,34 +235,23 @@ def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: R
     Raises:
         InputError: it cannot be written.
     """
-    try:
+    way_out = "then start it again" if resumed is None else "then go on with --resume"
+    with told_in_one_line(folder / CONFIG, f"{PLAN} or {CONFIG}", way_out=way_out):
         folder.mkdir(parents=True, exist_ok=True)
         if resumed is None:
-            for path in (*(folder / name for name in OURS), *folder.glob(OUR_SNAPSHOTS)):
-                _delete(path)
+            for path in (*(folder / name for name in (*OURS, *LEFTOVERS)), *folder.glob(OUR_SNAPSHOTS)):
+                delete(path)
         else:
-            _delete(folder / RESULTS)
             cut_back(folder, resumed.step, evaluated_at=resumed.state["evaluated_at"])
+            delete(folder / RESULTS)
         _write_whole(folder / PLAN, plan + "\n")
         write_json(folder / CONFIG, config)
-    except OSError as error:
-        raise InputError(f"--output_dir {folder} cannot be written: {error.strerror}") from error
 
 
-def _delete(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def save_model(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    """Write the weights as safetensors, for a model of transformers or peft in its ``save_pretrained`` layout."""
-    bare = accelerator.unwrap_model(model)
-    if hasattr(bare, "save_pretrained"):
-        bare.save_pretrained(folder, is_main_process=accelerator.is_main_process)
-    else:
-        accelerator.save_model(bare, folder)
+def _num_bytes(path: Path) -> int:
+    """Of a file, or of all files in a folder."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if file.is_file())
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -257,5 +261,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _write_whole(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

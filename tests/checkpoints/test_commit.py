@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from memsave_recipes.checkpoints import commit as commit_module
 from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit
@@ -105,12 +107,10 @@ def test_a_read_only_disk(tmp_path, monkeypatch):
 
 
 def test_no_save_begins_without_room_for_it(tmp_path, monkeypatch):
-    folder = tmp_path / "run" / "checkpoints"
+    folder = tmp_path / "run"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10 * 2**20, 0, 5 * 2**20))
     check_space(folder, 4 * 2**20)
-    with pytest.raises(
-        InputError, match=f"--output_dir {tmp_path / 'run'} has 5 MiB left and a checkpoint takes 6 MiB"
-    ):
+    with pytest.raises(InputError, match=f"--output_dir {folder} has 5 MiB left and a checkpoint takes 6 MiB"):
         check_space(folder, 5 * 2**20)
 
 
@@ -147,6 +147,11 @@ def test_checkpoints_are_ordered_by_number_and_other_names_are_not_looked_at(tmp
 
 def test_no_checkpoints_at_all_is_no_mistake(tmp_path):
     assert find_newest(tmp_path / "nowhere") is None
+
+
+def test_files_can_be_read_by_whom_the_folder_can(tmp_path):
+    path = commit(tmp_path, "step-1", lambda folder: save_file({"w": torch.zeros(3)}, folder / "weights"))
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {path.stat().st_mode & 0o666}
 
 
 @pytest.mark.parametrize(

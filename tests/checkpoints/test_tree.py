@@ -32,12 +32,6 @@ def test_a_tree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
     assert list(back["state"]) == [0, 1]
 
 
-def test_files_can_be_read_by_whom_the_folder_can(tmp_path):
-    tmp_path.chmod(0o755)
-    write_tree(tmp_path, "model", {"w": torch.zeros(3)})
-    assert (tmp_path / "model-0.safetensors").stat().st_mode & 0o777 == 0o644
-
-
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"parts": 0}', '{"parts": 0, "tree": {"tensor": "x"}}', "[" * 100_000]
 )

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memsave_recipes.reporting.run_folder import save_model
+from memsave_recipes.reporting.final import save_model
 from memsave_recipes.reporting.trackers import finish_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatches
