@@ -46,7 +46,7 @@ def check_words(words: Sequence[str]) -> None:
         if is_joined and value.strip() in ("", "--"):  # argparse drops the latter, and gives the flag no value at all
             named = flag if flag.startswith("--") else "a word"
             raise InputError(f"{named} has an empty value: give one, or leave it out")
-        if not _is_text(word):
+        if not is_text(word):
             raise InputError(f"{word!r} is not UTF-8 text: rename it, or leave it out")
 
 
@@ -60,7 +60,8 @@ def check_file(flag: str, path: str | Path) -> None:
         raise InputError(f"{flag} {path} is not a file: check the path")
 
 
-def _is_text(word: str) -> bool:
+def is_text(word: str) -> bool:
+    """Whether it is UTF-8; the name of a file, or a word of a command line, may be other bytes."""
     try:
         word.encode()
     except UnicodeEncodeError:

@@ -110,10 +110,26 @@ def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
     """
     if not committed(checkpoints):
         return None
+    way_out = "put it back, or begin anew with --overwrite"
     try:
-        return json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--resume: {config} cannot be read: put it back, or begin anew with --overwrite") from error
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"--resume: {config} cannot be read: {way_out}") from error
+    if not _is_whole(content):
+        raise InputError(f"--resume: {config} is not what a run writes: {way_out}")
+    return content
+
+
+def _is_whole(config: Any) -> bool:
+    """Whether it has what is read of it; a flag may be missing, because an earlier version did not know it."""
+    match config:
+        case {
+            "environment": {"versions": dict(), "mixed_precision": str()},
+            "geometry": {"micro_batch_size": int(), "num_processes": int()},
+            "lr_scheduler_type": str(),
+        }:
+            return True
+    return False
 
 
 def as_planned(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:

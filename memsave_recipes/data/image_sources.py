@@ -12,29 +12,53 @@ import datasets
 import numpy as np
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from memsave_recipes.data.text_sources import progress_bars
-from memsave_recipes.errors import InputError
-from memsave_recipes.hub import loading_by_name
+from memsave_recipes.data.text_sources import LOADING_ERRORS, progress_bars
+from memsave_recipes.errors import InputError, is_text
+from memsave_recipes.hub import loading_by_name, reason
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
 
 Splits = dict[str, datasets.Dataset]
 
 
-def read_images(dataset: str | None, data_dir: str | None) -> Splits:
+def read_images(dataset: str | None, data_dir: str | None, *, skip_broken_images: bool = False) -> Splits:
     """``train`` and ``validation`` of one source, checked.
 
     Args:
         dataset: ``digits``, or what ``datasets.load_dataset`` takes.
         data_dir: a folder with ``train/CLASS/*`` and ``validation/CLASS/*``.
+        skip_broken_images: leave out links that lead nowhere, which are counted by ``lost_links``.
 
     Raises:
-        InputError: no source or two; a source, a split, a column or images missing; one class; unknown classes.
+        InputError: no source or two; a source, a split, a column or images missing; a link that leads nowhere; a file
+            whose name cannot be read, or that names classes of its own; one class; unknown classes.
     """
     source = f"--dataset {dataset}" if dataset else f"--data_dir {data_dir}"
+    if data_dir and not dataset and not skip_broken_images:
+        _refuse_lost_links(data_dir)
     splits = {split: _image_and_label(rows, source) for split, rows in _read(dataset, data_dir).items()}
     check_labels(splits, source)
     return splits
+
+
+def lost_links(data_dir: str) -> list[str]:
+    """The links to files or folders that are not there, by their paths below ``data_dir``."""
+    root = _root(data_dir)
+    return [
+        os.path.relpath(path, root)
+        for _, name in _splits_of(root)
+        for path in _paths_below(root / name)
+        if os.path.islink(path) and not os.path.exists(path)
+    ]
+
+
+def _refuse_lost_links(data_dir: str) -> None:
+    if lost := lost_links(data_dir):
+        others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise InputError(
+            f"--data_dir {data_dir}: {min(lost)}{others} is a link that leads nowhere: mount its disk, delete it, "
+            "or pass --skip_broken_images"
+        )
 
 
 def count_classes(dataset: str | None, data_dir: str | None) -> int | None:
@@ -44,7 +68,7 @@ def count_classes(dataset: str | None, data_dir: str | None) -> int | None:
         InputError: ``data_dir`` is no folder, or has no training split.
     """
     if data_dir:
-        folders = dict(_choose_splits([path.name for path in _folders(_root(data_dir))], f"--data_dir {data_dir}"))
+        folders = dict(_splits_of(_root(data_dir)))
         return len(_folders(Path(data_dir, folders["train"])))
     return 10 if dataset == "digits" else None
 
@@ -92,13 +116,49 @@ def _read_digits() -> Splits:
 @progress_bars(False)
 def _read_folder(root: Path) -> Splits:
     patterns = {}
-    for split, name in _choose_splits([path.name for path in _folders(root)], f"--data_dir {root}"):
+    for split, name in _splits_of(root):
+        _check_names(root, name)
         classes = _folders(root / name)
         if not any(file.suffix.lower() in ImageFolder.EXTENSIONS for path in classes for file in path.rglob("*")):
             raise InputError(f"--data_dir {root} has no images in {name}/CLASS/: make a folder per class and fill it")
         # One pattern per class, because ``**`` follows a link only where it starts.
         patterns[split] = [f"{glob.escape(str(path))}/**" for path in classes]
-    return datasets.load_dataset("imagefolder", data_files=patterns, drop_labels=False)
+    try:
+        return datasets.load_dataset("imagefolder", data_files=patterns, drop_labels=False)
+    except LOADING_ERRORS as error:
+        raise InputError(f"--data_dir {root} cannot be read: {reason(error)}") from error
+
+
+def _check_names(root: Path, split: str) -> None:
+    """Refuse names that ``datasets`` cannot read, and files that it would read as a table of the images."""
+    for path in _paths_below(root / split):
+        name = os.path.relpath(path, root)
+        if not is_text(name):
+            raise InputError(f"--data_dir {root}: the name {name!r} is not UTF-8 text: rename it")
+        if os.path.basename(name) in ImageFolder.METADATA_FILENAMES:
+            raise InputError(
+                f"--data_dir {root}: {name} describes images in a way of its own, and their class is the name of their "
+                f"folder: move it out of {split}/"
+            )
+
+
+def _paths_below(split: Path) -> Iterator[str]:
+    """Of all classes, and of all files, folders and links in them, but those that are hidden."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}; check folder and disk") from error
+
+    for path in sorted(split.iterdir()):
+        if path.name.startswith(".") or not (path.is_dir() or path.is_symlink()):
+            continue
+        yield str(path)
+        for parent, folders, files in os.walk(path, onerror=refuse) if path.is_dir() else ():
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            yield from (os.path.join(parent, name) for name in (*folders, *files) if not name.startswith("."))
+
+
+def _splits_of(root: Path) -> Iterator[tuple[str, str]]:
+    return _choose_splits([path.name for path in _folders(root)], f"--data_dir {root}")
 
 
 def _root(data_dir: str) -> Path:

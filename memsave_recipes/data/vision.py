@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 
 from memsave_recipes.data.augmentation import Augmentation
 from memsave_recipes.data.checksums import LIST, check_against_list, fingerprint_of_images
-from memsave_recipes.data.image_sources import check_labels, read_images
+from memsave_recipes.data.image_sources import check_labels, lost_links, read_images
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 
@@ -106,14 +106,16 @@ def load_images(
         image_size: side S that every image is resized to, in pixels, whatever its aspect ratio.
         augmentation: of the training images.
         seed: of the augmentation; how the digits are split does not depend on it.
-        skip_broken_images: decode every image now and leave out those that fail (``datasets`` caches the answer).
+        skip_broken_images: decode every image now and leave out those that fail (``datasets`` caches the answer), and
+            links that lead nowhere.
 
     Raises:
         InputError: as ``read_images``; or an image that is not what its list says.
     """
-    splits = read_images(dataset, data_dir)
+    splits = read_images(dataset, data_dir, skip_broken_images=skip_broken_images)
     listed = check_against_list(splits, data_dir) if data_dir else {}
-    num_found = sum(map(len, splits.values()))
+    num_lost = len(lost_links(data_dir)) if data_dir and skip_broken_images else 0
+    num_found = sum(map(len, splits.values())) + num_lost
     if skip_broken_images:
         what = "checking images"
         splits = {name: rows.filter(_is_readable, input_columns="image", desc=what) for name, rows in splits.items()}

@@ -18,7 +18,7 @@ from memsave_recipes.measure.flops import ModelFlops
 from memsave_recipes.measure.peak_flops import utilization_pct
 from memsave_recipes.reporting.memory import NUM_SLOW_STEPS, MemoryWatch, largest_in_gib
 from memsave_recipes.reporting.out_of_memory.page import RunSettings, is_out_of_memory
-from memsave_recipes.reporting.trackers import log_metrics, tracker_ids
+from memsave_recipes.reporting.trackers import log_metrics, sync_rows, tracker_ids
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import device_name
 from memsave_recipes.training.finite import NotFinite
@@ -152,7 +152,7 @@ class RunReport:
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on has to know, in plain values.
+        """What a run that goes on has to know, in plain values; the rows so far are then on the disk.
 
         Raises:
             NotFinite: more steps than allowed are not finite.
@@ -163,6 +163,7 @@ class RunReport:
             "tokens_seen": int(self.tokens_seen),
             "losses": self.losses.state_dict(),
             "clock": self.clock.state_dict(),
+            "num_rows": sync_rows(self.accelerator),
             "trackers": {"name": self.memory.settings.name, **tracker_ids(self.accelerator)},
         }
 

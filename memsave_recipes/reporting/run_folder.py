@@ -168,7 +168,9 @@ def begin_run(
     sizes = {**asdict(geometry), "accumulation_steps": geometry.accumulation_steps}
     about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
-    by_rank_0(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed))
+    notices = by_rank_0(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed))
+    for notice in notices:
+        accelerator.print(notice)
     start_trackers(
         accelerator,
         project=project,
@@ -229,12 +231,16 @@ def _exists(folder: Path) -> bool:
         raise InputError(f"--output_dir {folder} cannot be a folder ({error.strerror}): name another one") from error
 
 
-def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: Resumed | None) -> None:
+def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: Resumed | None) -> list[str]:
     """Clear ``folder`` of an earlier run, or of what it wrote of later steps, and describe this one in it.
 
+    Returns:
+        A line on the rows that are missing, where any are.
+
     Raises:
-        InputError: it cannot be written.
+        InputError: it cannot be written, or its rows cannot be read.
     """
+    notices = []
     way_out = "then start it again" if resumed is None else "then go on with --resume"
     with told_in_one_line(folder / CONFIG, f"{PLAN} or {CONFIG}", way_out=way_out):
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,10 +248,12 @@ def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: R
             for path in (*(folder / name for name in (*OURS, *LEFTOVERS)), *folder.glob(OUR_SNAPSHOTS)):
                 delete(path)
         else:
-            cut_back(folder, resumed.step, evaluated_at=resumed.state["evaluated_at"])
+            state = resumed.state
+            notices = cut_back(folder, resumed.step, evaluated_at=state["evaluated_at"], num_rows=state.get("num_rows"))
             delete(folder / RESULTS)
         _write_whole(folder / PLAN, plan + "\n")
         write_json(folder / CONFIG, config)
+    return notices
 
 
 def _num_bytes(path: Path) -> int:

@@ -98,6 +98,15 @@ def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
     return {tracker.name: tracker.tracker.id for tracker in accelerator.trackers if tracker.name == "wandb"}
 
 
+def sync_rows(accelerator: Accelerator) -> int | None:
+    """Brings the rows of ``metrics.jsonl`` to the disk; how many they are, or ``None`` where that fails."""
+    for tracker in accelerator.trackers:
+        if isinstance(tracker, MetricsFile):
+            with _never_in_the_way(tracker.name, "reach the disk"):
+                return tracker.sync()
+    return None
+
+
 def log_metrics(accelerator: Accelerator, values: dict[str, Any], step: int) -> None:
     """Logs one row to every tracker, on the main process; a tracker that fails is one warning, never an exception.
 

@@ -1,5 +1,6 @@
 """Every source gives the same samples, every kind of image becomes RGB, every bad input is one line that names it."""
 
+import os
 import pickle
 import shutil
 import warnings
@@ -337,6 +338,36 @@ def test_one_class(folder):
 def test_a_class_that_training_lacks(folder):
     (folder / "val" / "dog").rename(folder / "val" / "wolf")
     assert "classes that train has none of (wolf)" in refusal(data_dir=str(folder))
+
+
+@pytest.mark.parametrize("name", ["train/dog/9.png", "train/dog/more", "train/wolf", "val/cat/9.png"])
+def test_a_link_that_leads_nowhere(folder, tmp_path, name):
+    (folder / name).symlink_to(tmp_path / "a disk that is not mounted" / "9.png")
+    assert f"--data_dir {folder}: {name} is a link that leads nowhere" in refusal(data_dir=str(folder))
+    splits = load(data_dir=str(folder), skip_broken_images=True)
+    assert splits.num_broken == 1
+    assert len(splits.train) == 6
+
+
+@pytest.mark.parametrize("name", [b"train/dog/caf\xe9.png", b"train/caf\xe9/0.png", b"val/cat/\xff.png"])
+def test_a_name_that_is_no_text(folder, name):
+    path = os.path.join(os.fsencode(folder), name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "wb") as file:
+        picture().save(file, "png")
+    assert "is not UTF-8 text: rename it" in refusal(data_dir=str(folder))
+
+
+def test_a_table_in_a_class_folder(folder):
+    (folder / "train" / "dog" / "metadata.jsonl").write_text('{"file_name": "0.png", "label": 7}\n')
+    assert "train/dog/metadata.jsonl describes images in a way of its own" in refusal(data_dir=str(folder))
+
+
+def test_what_is_hidden_or_beside_the_classes_is_not_read(folder):
+    (folder / "train" / ".old").mkdir()
+    for name in (".old/metadata.jsonl", "metadata.jsonl", "dog/.#0.png"):
+        (folder / "train" / name).symlink_to("nowhere") if "#" in name else (folder / "train" / name).write_text("{}")
+    assert len(load(data_dir=str(folder)).train) == 6
 
 
 # Broken images

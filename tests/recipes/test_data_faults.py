@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 
 import datasets
 import numpy as np
@@ -48,6 +50,17 @@ def flipped(name):
         return ["--data_dir", str(folder / "pets")]
 
     return make
+
+
+def lost_link(folder):
+    (image_folder(folder) / "train/cat/z.png").symlink_to("nowhere")
+    return ["--data_dir", str(folder / "pets")]
+
+
+def no_text_as_name(folder):
+    path = os.fsencode(image_folder(folder)) + b"/train/cat/\xff.png"
+    shutil.copy(os.fsencode(folder) + b"/pets/train/cat/a.png", path)
+    return ["--data_dir", str(folder / "pets")]
 
 
 def no_images(folder):
@@ -101,6 +114,8 @@ FAULTS = {
         "other bytes than SHA256SUMS says: train/cat/a.png",
     ),
     "a JPEG with a flipped bit": (IMAGES, flipped("val/dog/e.jpg"), "other bytes than SHA256SUMS says: val/dog/e.jpg"),
+    "a link that leads nowhere": (IMAGES, lost_link, "train/cat/z.png is a link that leads nowhere"),
+    "a name that is no text": (IMAGES, no_text_as_name, r"'train/cat/\udcff.png' is not UTF-8 text: rename it"),
     "no images": (IMAGES, no_images, "has no images in train/CLASS/"),
     "no documents": (TEXT, documents(0), "text.jsonl has no text"),
     "no labelled texts": (LABELLED, labelled(0), "train.jsonl is empty"),

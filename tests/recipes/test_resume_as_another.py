@@ -105,6 +105,31 @@ def test_another_environment_is_announced(train, stopped_at_6, capsys):
     assert line.startswith(f"note: torch was 1.0 and is {torch.__version__}: ")
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", "[" * 100_000, '{"environment": {}}', "without environment", "without geometry"]
+)
+def test_a_config_that_is_not_whole_is_refused(stopped_at_6, refused, content):
+    config = stopped_at_6() / "config.json"
+    if content.startswith("without "):
+        written = json.loads(config.read_text())
+        del written[content.removeprefix("without ")]
+        content = json.dumps(written)
+    config.write_text(content)
+    line = refused()
+    assert f"--resume: {config} " in line
+    assert line.endswith("put it back, or begin anew with --overwrite")
+
+
+def test_rows_that_are_damaged_are_refused_and_missing_ones_are_said(train, stopped_at_6, refused, capsys):
+    rows = stopped_at_6() / "metrics.jsonl"
+    whole = rows.read_bytes()
+    rows.write_bytes(b"caf\xe9\n" + whole)
+    assert f"--resume: {rows} line 1 is no row of a run" in refused()
+    rows.write_bytes(whole.partition(b"\n")[2])
+    train(*IMAGES, "--resume")
+    assert f"note: {rows} has 2 of its 3 rows up to step 6: the others are lost" in capsys.readouterr().out
+
+
 def test_another_precision_is_refused(stopped_at_6, refused, monkeypatch):
     stopped_at_6()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
