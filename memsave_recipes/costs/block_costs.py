@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.costs.chains import Seen, chain_of
 from memsave_recipes.costs.meters import DeviceInstruments, Instruments, Meter
-from memsave_recipes.costs.parts import PartsOfStep
+from memsave_recipes.costs.parts import Part, PartsOfStep
 from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan
@@ -121,7 +121,8 @@ def measure(
             except InputError:  # the model cannot run under this action, so it is no option
                 if plan is plans[0]:
                     raise
-        _check_order(next(iter(seen.values())), plans[0])
+            else:
+                _check_order(seen[run].parts, plan)
         for _ in range(instruments.repetitions):
             for run, figures in seen.items():
                 figures.seconds.append(run.time())
@@ -145,7 +146,7 @@ class _Run:
     def see(self) -> Seen:
         """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile what compiles."""
         if self.instruments.repetitions:
-            self.time()
+            self._timed()
         with self._parts(counting=True) as parts:
             memory = self.instruments.read_memory(partial(self._step, parts))
         self.on_run()
@@ -153,11 +154,20 @@ class _Run:
         return Seen(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[seconds] if seconds else [])
 
     def time(self) -> list[float]:
-        """The seconds between its boundaries."""
+        """The seconds between its boundaries.
+
+        Raises:
+            InputError: other blocks ran than the plan names, as where a model skips some by chance.
+        """
+        parts, seconds = self._timed()
+        _check_order(parts, self.plan)
+        return seconds
+
+    def _timed(self) -> tuple[list[Part], list[float]]:
         with self._parts(counting=False) as parts:
             seconds = self.instruments.read_clock(partial(self._step, parts))
         self.on_run()
-        return seconds
+        return parts.parts, seconds
 
     @contextmanager
     def _parts(self, *, counting: bool) -> Iterator[PartsOfStep]:
@@ -170,10 +180,10 @@ class _Run:
         clear_gradients(self.workload.model)
 
 
-def _check_order(seen: Seen, plan: Plan) -> None:
-    ran = [part.block for part in seen.parts if part.block is not None]
+def _check_order(parts: Sequence[Part], plan: Plan) -> None:
+    ran = [part.block for part in parts if part.block is not None]
     if ran != list(plan.blocks):
         raise InputError(
-            f"--activation_checkpointing budget: this model does not run its {len(plan.blocks)} blocks once each "
-            "and in the order in which they are registered, so their costs are no chain: use full or every:K"
+            f"--activation_checkpointing budget: this model does not run its {len(plan.blocks)} blocks once each, in "
+            "every step and in the order in which they are registered, so their costs are no chain: use full or every:K"
         )

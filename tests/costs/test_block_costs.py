@@ -132,6 +132,28 @@ def test_a_model_that_runs_a_block_twice_is_refused():
         measure(workload, [plan_for("none", workload.stacks)])
 
 
+@pytest.mark.parametrize("skipped_at", [3, 5])
+def test_a_model_that_skips_a_block_by_chance_is_refused(skipped_at):
+    """In the step that shows what selecting operators keeps, or in one that is only timed."""
+
+    class Drawn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+            self.num_forwards = 0
+
+        def forward(self, x):
+            self.num_forwards += 1
+            for layer in self.layers[1:] if self.num_forwards == skipped_at + 1 else self.layers:
+                x = layer(x)
+            return x.sum()
+
+    workload = workload_of(Drawn(), lambda model, batch: model(batch), torch.randn(2, 4))
+    plans = [plan_for(word, workload.stacks) for word in ("none", "selective")]
+    with pytest.raises(InputError, match="does not run its 2 blocks once each, in every step"):
+        measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1))
+
+
 @pytest.mark.parametrize("name", ["densenet_small", "vit", "llama"])
 def test_on_paper_the_peaks_are_those_of_the_device_without_its_workspaces(make_case, name):
     case = make_case(name)
