@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import datasets
 from huggingface_hub import constants
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 from huggingface_hub.utils import get_session
 
 from memsave_recipes.errors import InputError
@@ -20,6 +20,8 @@ from memsave_recipes.errors import InputError
 ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
 """That library's own variable for slow networks."""
 MISSING_WHILE_OFFLINE = (ConnectionError, LocalEntryNotFoundError)
+INVALID_CONFIGURATION = StrictDataclassError
+"""What transformers raises where an entry of a configuration contradicts its type or another one."""
 
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or every local file that it reads is counted on a server
 
@@ -62,7 +64,7 @@ def reason(error: BaseException) -> str:
     """Why something could not be loaded, in one line."""
     if constants.is_offline_mode() and any(isinstance(cause, MISSING_WHILE_OFFLINE) for cause in _behind(error)):
         return f"it is not in the cache, and {_why_silent.get(constants.ENDPOINT) or 'HF_HUB_OFFLINE is set'}"
-    while isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
+    while isinstance(error, datasets.exceptions.DatasetGenerationError | StrictDataclassError) and error.__cause__:
         error = error.__cause__  # it says itself only that there was one
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

@@ -44,7 +44,7 @@ from memsave_recipes.evidence.table import show
 from memsave_recipes.foreign import printable_lines
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
-from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
+from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.sketch import Sketch
@@ -340,6 +340,7 @@ def check_model(
     """Refuse rows and tokens that the model cannot take."""
     check_vocabulary(tokenizer, model.config.vocab_size)
     check_positions(data.block_size, getattr(model.config, "max_position_embeddings", None))
+    check_causal(model, network.name)
     if data.packing and not keeps_documents_apart(model, one_row=network.one_row):
         raise InputError(f"{network.name} lets the documents of a packed row see one another: pass --no_packing")
 
@@ -362,19 +363,26 @@ def evaluate_model(
 
 @torch.no_grad()
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int = 60) -> str:
-    """``prompt`` as the model goes on with it, drawn at temperature 0.8, always in the same way."""
-    num_tokens = min(num_tokens, model.config.max_position_embeddings // 2)
+    """``prompt`` as the model goes on with it, drawn at temperature 0.8, always in the same way; or why it does not.
+
+    The run is finished, and fails no more.
+    """
+    num_positions = getattr(model.config, "max_position_embeddings", None) or 0
+    num_tokens = min(num_tokens, num_positions // 2) if num_positions > 0 else num_tokens
     tokens = tokenizer(prompt, return_tensors="pt").input_ids[:, -num_tokens:].to(model.device)
     torch.manual_seed(0)
     model.eval()
-    continued = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=num_tokens,
-        do_sample=True,
-        temperature=0.8,
-        pad_token_id=tokenizer.eos_token_id,
-    )
+    try:
+        continued = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            temperature=0.8,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    except Exception as error:  # transformers' own loop does not run every model that trains
+        return f"none, because generate() fails on {type(model).__name__}: {' '.join(str(error).split())}"
     return tokenizer.decode(continued[0])
 
 

@@ -310,6 +310,8 @@ def build_model(
     )
     if model.config.pad_token_id is None:  # decoders look for a text's last token by it
         model.config.pad_token_id = options["pad_token_id"]
+    if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:
+        model.config.decoder_start_token_id = model.config.pad_token_id  # as in T5's own configurations
     return model
 
 

@@ -190,8 +190,8 @@ def count_valid(batch: Batch) -> Tensor:
 
 
 def check_positions(block_size: int, max_positions: int | None) -> None:
-    """Raises ``InputError`` where rows are longer than the model has positions; ``None`` means no limit."""
-    if max_positions is not None and block_size > max_positions:
+    """Raises ``InputError`` where rows are longer than the model has positions; ``None`` or -1 means no limit."""
+    if max_positions is not None and 0 <= max_positions < block_size:
         raise InputError(
             f"--block_size {block_size} is longer than the model's {max_positions} positions: lower it, or give a new "
             "model more with --config_overrides (n_positions or max_position_embeddings)"

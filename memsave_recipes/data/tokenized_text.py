@@ -104,7 +104,9 @@ def _with_boundaries(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
 
 def check_length(max_length: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ``InputError`` where ``model`` or ``tokenizer`` cannot take texts of ``max_length`` tokens."""
-    longest = min(getattr(model.config, "max_position_embeddings", None) or max_length, tokenizer.model_max_length)
+    longest = tokenizer.model_max_length
+    if (num_positions := getattr(model.config, "max_position_embeddings", None) or 0) > 0:  # XLNet's -1 is no limit
+        longest = min(longest, num_positions)
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             longest = min(longest, module.num_embeddings - module.padding_idx - 1)  # RoBERTa begins after the padding

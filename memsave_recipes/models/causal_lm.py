@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -143,7 +143,7 @@ def find_head(model: PreTrainedModel) -> Head | None:
     A model of fake tensors has no logits to compare, and the first reading is believed.
     """
     linear = model.get_output_embeddings()
-    if type(linear) is not nn.Linear:
+    if type(linear) is not nn.Linear or not _stands_behind_the_decoder(linear, model):
         return None
     if isinstance(linear.weight, FakeTensor):
         return Head(linear, next(_scales(model)), next(_softcaps(model)))
@@ -155,8 +155,16 @@ def find_head(model: PreTrainedModel) -> Head | None:
         hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
     finally:
         model.train(was_training)
+    if hidden.shape[-1] != linear.in_features:  # ELECTRA projects them first
+        return None
     heads = (Head(linear, scale, softcap) for scale, softcap in product(_scales(model), _softcaps(model)))
     return next((head for head in heads if _same(head.logits(hidden), logits)), None)
+
+
+def _stands_behind_the_decoder(linear: nn.Linear, model: PreTrainedModel) -> bool:
+    """Llama 4 calls itself its decoder, ModernBERT a part of its head."""
+    parts = list(model.get_decoder().modules())
+    return linear not in parts and model.get_input_embeddings() in parts
 
 
 def _same(logits: Tensor, expected: Tensor) -> bool:
@@ -175,7 +183,42 @@ def _scales(model: PreTrainedModel) -> Iterator[float]:
 
 
 def _softcaps(model: PreTrainedModel) -> Iterator[float | None]:
-    """Gemma 2 and its kin."""
-    if value := getattr(model.config, "final_logit_softcapping", None):
-        yield float(value)
+    """Gemma 2 and its kin; RecurrentGemma."""
+    for name in ("final_logit_softcapping", "logits_soft_cap"):
+        if value := getattr(model.config, name, None):
+            yield float(value)
     yield None
+
+
+def check_causal(model: PreTrainedModel, name: str) -> None:
+    """Raises ``InputError`` where logits depend on the very tokens that they are to predict."""
+    if not _sees_later_tokens(model):
+        return
+    cure = "take another model"
+    if model.config.to_dict().get("is_decoder") is False:
+        cure = "pass --config_overrides is_decoder=True, or set it in the config.json of a pretrained model"
+    raise InputError(f"{name} sees the tokens that it is to predict, as an encoder does: {cure}")
+
+
+def _sees_later_tokens(model: PreTrainedModel) -> bool:
+    """Asked of the gradient of the first half's logits: what is masked has none at all, whatever the precision."""
+    embedding = model.get_input_embeddings()
+    weight = next(embedding.parameters())
+    tokens = len(weight) // 2 + torch.arange(8, device=weight.device)[None] % 4  # few of the special ones are there
+    embedded: list[Tensor] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()
+
+    was_training = model.training
+    model.eval()
+    handle = embedding.register_forward_hook(note)
+    try:
+        with torch.enable_grad():
+            logits = model(tokens, use_cache=False).logits
+            gradients = torch.autograd.grad(logits[:, :4].float().square().sum(), embedded)
+    finally:
+        handle.remove()
+        model.train(was_training)
+    return any(bool(gradient.flatten(0, -2)[-4:].any()) for gradient in gradients)  # XLNet embeds (T, B)

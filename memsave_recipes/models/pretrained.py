@@ -12,9 +12,12 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedConfig, PreTr
 from transformers.image_processing_base import ImageProcessingMixin
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.hub import ask_hub_for, reason
+from memsave_recipes.hub import INVALID_CONFIGURATION, ask_hub_for, reason
 
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, ArithmeticError)
+LOADING_ERRORS = (
+    *(OSError, ValueError, KeyError, TypeError, ImportError, ArithmeticError, AssertionError, AttributeError),
+    INVALID_CONFIGURATION,
+)
 
 
 @dataclass(kw_only=True)
@@ -86,8 +89,12 @@ def build_transformer(
 
 
 def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:
+    config_changes = _sides_of_an_image(str(flags.model_type), config_changes)
     config = AutoConfig.for_model(str(flags.model_type), **config_changes)
     if flags.config_overrides is not None:
+        config.allow_global_per_layer_attribute_access = (
+            True  # Gemma 4 refuses to read what layers may have their own of
+        )
         config.update_from_string(flags.config_overrides)
         # Made anew, because what is derived from an entry (the types of the layers, say) is derived only at the start.
         names = [pair.partition("=")[0] for pair in flags.config_overrides.split(",")]
@@ -95,7 +102,31 @@ def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: 
         _check_overrides(overrides, config_changes)
         config = AutoConfig.for_model(str(flags.model_type), **config_changes | overrides)
     _set_dropout(config, flags.dropout)
+    _drop_padding_outside_the_vocabulary(config)
+    config.architectures = (
+        config.architectures or []
+    )  # DeiT and LeViT have two classes, which transformers looks up here
     return auto_class.from_config(config, attn_implementation=flags.attn_implementation)
+
+
+def _sides_of_an_image(model_type: str, config_changes: dict[str, Any]) -> dict[str, Any]:
+    """``image_size`` as this type takes it: one figure, or a list of both sides as Hiera."""
+    size = config_changes.get("image_size")
+    if size is not None and isinstance(getattr(AutoConfig.for_model(model_type), "image_size", None), list | tuple):
+        return config_changes | {"image_size": [size, size]}
+    return config_changes
+
+
+def _drop_padding_outside_the_vocabulary(config: PreTrainedConfig) -> None:
+    """A type's own padding token has no embedding where the tokenizer at hand has fewer tokens."""
+    padding, vocab_size = (getattr(config, name, None) for name in ("pad_token_id", "vocab_size"))
+    if isinstance(padding, int) and isinstance(vocab_size, int) and padding >= vocab_size:
+        try:
+            config.pad_token_id = None
+        except INVALID_CONFIGURATION as error:  # ModernBERT's decoder has to have one
+            raise ValueError(
+                f"its pad_token_id {padding} is none of {vocab_size} tokens, so --config_overrides has to name another"
+            ) from error
 
 
 def _check_overrides(overrides: dict[str, Any], config_changes: dict[str, Any]) -> None:
@@ -182,5 +213,5 @@ def _naming_the_model(flags: TransformerArguments, build: Callable[[], PreTraine
             ) from error
         flags_to_check = "--model_type and --config_overrides" if flags.model_type else "--model_name_or_path"
         raise InputError(
-            f"the transformers model {name} cannot be made: {reason(error)}; check {flags_to_check}"
+            f"the transformers model {name} cannot be made: {reason(error).rstrip('.')}; check {flags_to_check}"
         ) from error

@@ -339,5 +339,6 @@ def test_rows_without_anything_to_predict(documents, tokenizer, make):
 def test_rows_longer_than_the_model():
     check_positions(1024, 1024)
     check_positions(10**9, None)
+    check_positions(10**9, -1)  # XLNet's word for no limit
     with pytest.raises(InputError, match="--block_size 1025 is longer than the model's 1024 positions"):
         check_positions(1025, 1024)

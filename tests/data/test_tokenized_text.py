@@ -12,6 +12,8 @@ from transformers import (
     ModernBertModel,
     RobertaConfig,
     RobertaModel,
+    XLNetConfig,
+    XLNetModel,
 )
 
 from memsave_recipes.data.labelled_text import LabelledText
@@ -112,6 +114,10 @@ def test_a_tokenizer_without_padding_pads_with_its_end(saved):
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def test_a_model_without_positions_takes_every_length(tokenizer):
+    check_length(1000, XLNetModel(XLNetConfig(vocab_size=300, d_model=16, n_layer=1, n_head=2, d_inner=16)), tokenizer)
 
 
 @pytest.mark.parametrize(

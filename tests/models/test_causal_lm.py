@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memsave_recipes import losses
 from memsave_recipes.errors import InputError
-from memsave_recipes.models.causal_lm import CausalLMLoss, find_head
+from memsave_recipes.models.causal_lm import CausalLMLoss, check_causal, find_head
 
 SHAPE = {
     "vocab_size": 128,
@@ -81,6 +81,46 @@ def test_a_head_that_does_something_unknown_is_refused_by_name():
     with pytest.raises(InputError, match="--loss chunked: LlamaForCausalLM"):
         CausalLMLoss(model, "chunked")
     assert torch.isfinite(CausalLMLoss(model, "auto")(**batch()))  # falls back to the model's own logits
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama4_text", {"intermediate_size_mlp": 48, "num_local_experts": 2}),  # its decoder is the whole model
+        ("modernbert-decoder", {}),  # its decoder is a part of the head
+        ("electra", {"is_decoder": True, "embedding_size": 16}),  # its head stands behind another projection
+    ],
+)
+def test_models_without_a_decoder_of_hidden_states_make_their_own_logits(model_type, changes):
+    model = build(model_type, **changes)
+    assert find_head(model) is None
+    assert torch.isfinite(CausalLMLoss(model, "auto")(**batch()))
+
+
+def test_the_soft_cap_of_recurrent_gemma_is_found():
+    head = find_head(build("recurrent_gemma", lru_width=32, logits_soft_cap=5.0))
+    assert head is not None
+    assert head.softcap == 5.0
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "xlnet"])
+def test_what_sees_later_tokens_is_refused_with_the_cure(model_type):
+    shape = {"d_model": 32, "n_head": 4, "n_layer": 2} if model_type == "xlnet" else {}
+    model = build(model_type, **shape).train()
+    with pytest.raises(InputError, match=f"{model_type} sees the tokens that it is to predict") as refusal:
+        check_causal(model, model_type)
+    assert ("is_decoder=True" in str(refusal.value)) == (model_type != "xlnet")
+    assert model.training
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mixtral", "mamba", "falcon_h1", "bert"])
+def test_what_sees_none_passes(model_type):
+    changes = {
+        "mixtral": {"num_local_experts": 4},
+        "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+        "bert": {"is_decoder": True},
+    }
+    check_causal(build(model_type, **changes.get(model_type, {})).float(), model_type)
 
 
 def test_auto_makes_small_logits_at_once(monkeypatch):

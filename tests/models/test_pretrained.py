@@ -4,7 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
@@ -35,6 +41,31 @@ def test_entries_that_follow_from_the_overrides_follow_them(tmp_path):
     model = build_transformer(AutoModelForCausalLM, flags, dtype=torch.float32, vocab_size=64)
     assert len(model.config.layer_types) == 2
     model.save_pretrained(tmp_path)  # refuses a configuration that contradicts itself
+
+
+def test_padding_outside_a_smaller_vocabulary_is_none():
+    shape = "hidden_size=32,num_hidden_layers=1,num_attention_heads=4,num_key_value_heads=2,intermediate_size=48"
+    flags = TransformerArguments(model_type="phi3", config_overrides=shape)
+    model = build_transformer(AutoModelForCausalLM, flags, dtype=torch.float32, vocab_size=64)
+    assert model.config.pad_token_id is None
+    assert model.get_input_embeddings().padding_idx is None
+
+
+@pytest.mark.parametrize(("model_type", "shape"), [("deit", "hidden_size=32"), ("hiera", "embed_dim=16")])
+def test_image_classifiers_of_every_kind(model_type, shape):
+    """Several classes for a type, and an image size with two sides."""
+    overrides = f"{shape},num_hidden_layers=1,num_attention_heads=2" if model_type == "deit" else shape
+    flags = TransformerArguments(model_type=model_type, config_overrides=overrides)
+    model = build_transformer(AutoModelForImageClassification, flags, dtype=torch.float32, image_size=64)
+    assert type(model).__name__.endswith("ForImageClassification")
+
+
+def test_entries_that_layers_have_their_own_of_can_be_overridden():
+    shape = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,head_dim=8"
+    small = f"{shape},intermediate_size=48,vocab_size_per_layer_input=64,hidden_size_per_layer_input=8"
+    flags = TransformerArguments(model_type="gemma4_text", config_overrides=small)
+    model = build_transformer(AutoModelForCausalLM, flags, dtype=torch.float32, vocab_size=64)
+    assert model.config.per_layer_config[0].head_dim == 8
 
 
 def test_from_a_folder_the_vocabulary_stays(folder):
@@ -98,6 +129,14 @@ def test_contradictions(flags, message):
         ({"model_type": "gpt2", "config_overrides": "n_layer=-1"}, "gpt2 cannot be made: n_layer=-1 is negative"),
         ({"model_type": "gpt2", "config_overrides": "n_head=0"}, "gpt2 cannot be made"),
         ({"model_type": "gpt9"}, "gpt9 cannot be made"),
+        (
+            {"model_type": "llama", "config_overrides": "hidden_size=30,num_attention_heads=4"},
+            r"llama cannot be made: The hidden size \(30\) is not a multiple",
+        ),
+        (
+            {"model_type": "modernbert-decoder", "config_overrides": "vocab_size=64"},
+            "modernbert-decoder cannot be made: its pad_token_id 50283 is none of 64 tokens, so --config_overrides",
+        ),
         ({"model_type": "bert", "attn_implementation": "no_such"}, "bert cannot be made"),
         ({"model_name_or_path": "/no/such/folder"}, "/no/such/folder cannot be made"),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from memsave_recipes.data.text import load_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
@@ -200,6 +200,28 @@ def test_an_encoder_is_no_causal_language_model(refuse, text_file, tmp_path):
     assert BertConfig.model_type == "bert"
     line = refuse(*SHORT, "--train_file", str(text_file), "--model_type", "vit")
     assert "vit cannot be made" in line
+
+
+@pytest.mark.parametrize("packing", [[], ["--no_packing"]])
+def test_what_sees_later_tokens_is_not_trained(refuse, text_file, packing):
+    shape = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=48"
+    model = ["--model_type", "bert", "--config_overrides", shape]
+    line = refuse(*SHORT, *packing, "--train_file", str(text_file), *model)
+    assert "bert sees the tokens that it is to predict" in line
+    assert "--config_overrides is_decoder=True" in line
+
+
+def test_a_model_without_positions_trains_and_is_sampled(train, text_file, capsys):
+    shape = "hidden_size=32,n_layer=1,n_head=2"
+    train(*SHORT, "--no_packing", "--train_file", str(text_file), "--model_type", "bloom", "--config_overrides", shape)
+    assert "sample: " in capsys.readouterr().out
+
+
+def test_a_sample_that_cannot_be_drawn_does_not_end_a_finished_run(train, tmp_path, small, capsys, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "generate", lambda *args, **kwargs: 1 / 0)
+    results = train(*small)
+    assert "sample: none, because generate() fails on LlamaForCausalLM" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["eval"] == results["eval"]
 
 
 DOCUMENTED = [

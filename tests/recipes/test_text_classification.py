@@ -223,6 +223,11 @@ def test_a_decoder_without_a_padding_token_fine_tunes(train, files, tmp_path, to
     assert saved.config.pad_token_id == tokenizer.eos_token_id
 
 
+def test_an_encoder_with_a_decoder_begins_with_padding(train, files):
+    shape = "d_model=32,num_layers=1,num_heads=2,d_ff=32,d_kv=8"
+    assert "accuracy" in train("--model_type", "t5", "--config_overrides", shape, *files, *SHORT)["eval"]
+
+
 @pytest.mark.parametrize("plan", ["none", "full"])
 def test_lora_trains_adapters_and_the_head_alone(train, files, tmp_path, pretrained, plan):
     folder = pretrained(small_bert(num_labels=2))
