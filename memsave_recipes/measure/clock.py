@@ -133,8 +133,10 @@ class StepClock:
         if synchronize:
             self.synchronize()
         self._left_out_since = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - self._left_out_since
-        self._left_out_since = None
-        self._window_started += seconds
-        self._left_out_seconds += seconds
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - self._left_out_since
+            self._left_out_since = None
+            self._window_started += seconds
+            self._left_out_seconds += seconds
