@@ -12,13 +12,9 @@ from torch import nn
 
 from memsave_recipes.activations.blocks import block_names, find_bottlenecks, find_stacks, named_stack
 from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
-from memsave_recipes.activations.spans import (
-    LayerInSpan,
-    SpannedBlocks,
-    SpannedLayers,
-    SpannedSequence,
-    Watch,
-)
+from memsave_recipes.activations.joint import JointLayers
+from memsave_recipes.activations.recompute import BlockRuns
+from memsave_recipes.activations.spans import LayerInSpan, SpannedBlocks, SpannedLayer, SpannedSequence, Watch
 from memsave_recipes.activations.stacks import Block, Layer, Layers, Sequence, Stack, begins_in_place
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
@@ -50,7 +46,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
     Apply it before the model is wrapped or compiled.
 
     Args:
-        watch: sees every span run, also those that keep everything.
+        watch: sees every span of a sequence and every layer run, also those that keep everything.
 
     Raises:
         InputError: the plan was made for other blocks, a span reaches over the end of a stack, or an action is one that
@@ -81,6 +77,7 @@ class PlanHandle:
 
     plan: Plan
     replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    runs: BlockRuns = field(default_factory=BlockRuns)
 
     def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
         """Set an attribute of a module instance and remember what stood in its ``__dict__``, if anything."""
@@ -171,22 +168,21 @@ def _install_sequence(
             handle.replace(blocks[0].modules[0], "inplace", False)
         if action is Action.SELECT_OPS:
             _set_out_of_place([module for block in blocks for module in block.modules], handle)
-    spans = [SpannedBlocks(blocks, action, watch) for blocks, action in parts]
+    spans = [SpannedBlocks(blocks, action, handle.runs, watch) for blocks, action in parts]
     handle.replace(stack.root, "forward", SpannedSequence(stack, spans))
 
 
 def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandle, watch: Watch | None) -> None:
     if action is Action.SELECT_OPS:
         _set_out_of_place([layer.module for layer in layers], handle)
-    span = SpannedLayers(
-        name=layers[0].name,
-        action=action,
-        modules=[layer.module for layer in layers],
-        methods=[getattr(layer.module, layer.method) for layer in layers],
-        watch=watch,
-    )
+    span = JointLayers([layer.module for layer in layers])
     for position, layer in enumerate(layers):
-        handle.replace(layer.module, layer.method, LayerInSpan(span, position))
+        method = getattr(layer.module, layer.method)
+        if len(layers) > 1:
+            forward: Any = LayerInSpan(layer.name, layer.module, method, span, position, handle.runs, watch)
+        else:
+            forward = SpannedLayer(layer.name, action, layer.module, method, handle.runs, watch)
+        handle.replace(layer.module, layer.method, forward)
 
 
 def _set_out_of_place(modules: list[nn.Module], handle: PlanHandle) -> None:

@@ -7,6 +7,7 @@ BatchNorm counted once. Gradients are those of the plain run, bit for bit.
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from memsave_recipes.activations.batchnorm import FrozenStatistics, batchnorm_layers
+from memsave_recipes.plans import Action, Plan
+
+TWICE = (Action.RECOMPUTE, Action.SELECT_OPS)
 
 
 def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
@@ -35,3 +39,40 @@ def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.M
 
 def _contexts(layers: Iterable[nn.Module]) -> tuple[nullcontext[None], FrozenStatistics]:
     return nullcontext(), FrozenStatistics(layers)
+
+
+@dataclass
+class BlockRuns:
+    """The names of the blocks that ran since a plan was applied. Noting them costs a step nothing that could round."""
+
+    first: set[str] = field(default_factory=set)
+    again: set[str] = field(default_factory=set)
+
+    def noted(self, function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+        """``function``, which runs the blocks ``names``; a run after the first is one in the backward."""
+        seen = self.first
+
+        def run(*state: Any) -> Any:
+            nonlocal seen
+            seen.update(names)
+            seen = self.again
+            return function(*state)
+
+        return run
+
+    def objection(self, plan: Plan) -> str | None:
+        """What is wrong with a plan of whose blocks fewer than half did what it says; ``None`` if nothing is."""
+        planned = [name for action in TWICE for name in plan.blocks_under(action)]
+        idle = [name for name in planned if name not in self.again]
+        if 2 * len(idle) <= len(planned):
+            return None
+        never = [name for name in idle if name not in self.first]
+        why = f"{_listed(never)} never ran" if never else f"nothing before or in {_listed(idle)} trains"
+        return (
+            f"--activation_checkpointing {plan.strategy}: {len(planned) - len(idle)} of {len(planned)} blocks ran "
+            f"again in the backward, so it saves less memory than it says ({why})"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
