@@ -5,8 +5,9 @@ NOTE [ statistics once ]
    checkpointing the forward runs twice, so the statistics move twice: gradients are right, evaluation is not, and no
    loss curve shows it (https://github.com/pytorch/pytorch/issues/96136).
 2. While recomputing, momentum 0 makes the update ``running = 1 * running + 0 * batch``, and without
-   ``num_batches_tracked`` nothing is counted. Both are set back afterwards, also when the recomputation raises
-   (it does so by design: torch stops it early once the last tensor it needs is there).
+   ``num_batches_tracked`` nothing is counted; SyncBatchNorm, which insists on a counter, counts in another one. Both
+   are set back afterwards, also when the recomputation raises (it does so by design: torch stops it early once the last
+   tensor it needs is there).
 3. ``track_running_stats = False`` is no way out: BatchNorm then saves fewer tensors, and the checkpoint raises.
 """
 
@@ -30,11 +31,16 @@ class FrozenStatistics:
     def __enter__(self) -> None:
         self.saved = [(layer.momentum, layer.num_batches_tracked) for layer in self.layers]
         for layer in self.layers:
-            layer.momentum, layer.num_batches_tracked = 0.0, None
+            layer.momentum, layer.num_batches_tracked = 0.0, _nothing_counted(layer)
 
     def __exit__(self, *exception: object) -> None:
         for layer, (momentum, num_batches_tracked) in zip(self.layers, self.saved, strict=True):
             layer.momentum, layer.num_batches_tracked = momentum, num_batches_tracked
+
+
+def _nothing_counted(layer: _BatchNorm) -> torch.Tensor | None:
+    counter = layer.num_batches_tracked
+    return torch.zeros_like(counter) if isinstance(layer, nn.SyncBatchNorm) and counter is not None else None
 
 
 def batchnorm_layers(modules: Iterable[nn.Module]) -> list[_BatchNorm]:

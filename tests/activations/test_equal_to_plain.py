@@ -103,6 +103,18 @@ def test_batch_statistics_would_be_counted_twice_without_care(make_case):
     assert model[1].num_batches_tracked == 2
 
 
+@pytest.mark.parametrize("strategy", ["full", "segments:2", "selective", "bottleneck"])
+def test_synchronised_batch_statistics_are_counted_once(make_case, strategy):
+    """Outside a process group SyncBatchNorm runs on a CPU too."""
+
+    def synchronised():
+        case = make_case("densenet_small")
+        return Case(nn.SyncBatchNorm.convert_sync_batchnorm(case.model), case.batch, case.loss_of)
+
+    expected = train_step(synchronised(), bf16=False)
+    assert_bitwise_equal(planned_step(synchronised(), strategy, bf16=False), expected)
+
+
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_remove_restores_the_model_exactly(make_case, name):
     case = make_case(name)
