@@ -30,8 +30,17 @@ def _stacks_in(model: nn.Module, name: str, container: nn.Module) -> list[Stack]
     """Layers of a ModuleList stand alone: nothing says that each takes what the one before returned, and that alone."""
     if not _is_looped_over(model, name):
         return [sequence_of(name, container)]
-    layers = tuple(Layer(f"{name}.{child_name}", child) for child_name, child in container.named_children())
+    layers = _layers_in(name, container)
     return [Layers((layer,)) for layer in layers] if isinstance(container, nn.ModuleList) else [Layers(layers)]
+
+
+def _layers_in(name: str, container: nn.Module) -> tuple[Layer, ...]:
+    """The children of ``container``; of a ModuleList of ModuleLists, theirs."""
+    layers: tuple[Layer, ...] = ()
+    for child_name, child in container.named_children():
+        full_name = f"{name}.{child_name}"
+        layers += _layers_in(full_name, child) if isinstance(child, nn.ModuleList) else (Layer(full_name, child),)
+    return layers
 
 
 def _containers(model: nn.Module) -> set[str]:
@@ -48,15 +57,17 @@ def _containers(model: nn.Module) -> set[str]:
 
 
 def _lists_layers(module: nn.Module) -> bool:
-    """A list of layers, and not of stages that have layers of their own."""
-    below = (child for child in module.modules() if child is not module)
-    return isinstance(module, nn.ModuleList) and _repeats(module) and not any(_repeats(child) for child in below)
+    """A list of layers, or of lists of layers, and not of stages that have layers of their own."""
+    below = (part for layer in _layers_in("", module) for part in layer.module.modules())
+    return isinstance(module, nn.ModuleList) and _repeats(module) and not any(map(_repeats, below))
 
 
 def _repeats(module: nn.Module) -> bool:
     """Several modules of one class, each with modules inside."""
-    children = list(module.children()) if isinstance(module, nn.Sequential | nn.ModuleList) else []
-    return len(children) > 1 and len(set(map(type, children))) == 1 and all(any(c.children()) for c in children)
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
+        return False
+    layers = [layer.module for layer in _layers_in("", module)]
+    return len(layers) > 1 and len(set(map(type, layers))) == 1 and all(any(layer.children()) for layer in layers)
 
 
 def _is_stem(name: str, module: nn.Module, containers: set[str]) -> bool:
@@ -78,20 +89,34 @@ def _is_below(name: str, other: str) -> bool:
 def _is_looped_over(model: nn.Module, name: str) -> bool:
     """Whether the parent of a module goes through its children in a loop of its own forward, as ResNet stages do.
 
-    Replacing the forward of such a module would change nothing. Read from the source; without one, taken to be called.
+    Replacing the forward of such a module would change nothing. Read from the source of the forward and of the methods
+    that it calls; without one, taken to be called.
     """
     parent_name, _, attribute = name.rpartition(".")
     parent = model.get_submodule(parent_name)
     while parent_name and isinstance(parent, nn.ModuleDict):  # which has no forward, so whoever holds it loops
         parent_name = parent_name.rpartition(".")[0]
         parent = model.get_submodule(parent_name)
-    try:
-        source = inspect.getsource(type(parent).forward)
-    except (OSError, TypeError):
-        return False
-    loops = [node.iter for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.For)]
-    read = (node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Attribute))
-    return bool(attribute) and any(node.attr == attribute for node in read)
+    nodes = [node for tree in _sources_of_forward(type(parent)) for node in ast.walk(tree)]
+    read = (part for loop in nodes if isinstance(loop, ast.For) for part in ast.walk(loop.iter))
+    return bool(attribute) and any(isinstance(node, ast.Attribute) and node.attr == attribute for node in read)
+
+
+def _sources_of_forward(kind: type[nn.Module]) -> list[ast.AST]:
+    """Of the class's ``forward``, and of its methods that ``forward`` names, or that one of these names."""
+    trees: dict[str, ast.AST] = {}
+    names = ["forward"]
+    while names:
+        name = names.pop()
+        method = getattr(kind, name, None)
+        if name in trees or not inspect.isfunction(method):
+            continue
+        try:
+            trees[name] = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        names += [node.attr for node in ast.walk(trees[name]) if isinstance(node, ast.Attribute)]
+    return list(trees.values())
 
 
 def sequence_of(name: str, root: nn.Module) -> Sequence:

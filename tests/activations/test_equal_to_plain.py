@@ -13,6 +13,10 @@ from transformers import (
     ConvNextForImageClassification,
     MobileNetV2Config,
     MobileNetV2ForImageClassification,
+    PoolFormerConfig,
+    PoolFormerForImageClassification,
+    PvtConfig,
+    PvtForImageClassification,
     RegNetConfig,
     RegNetForImageClassification,
 )
@@ -217,6 +221,40 @@ def test_layers_of_ones_own_in_a_list():
     assert recomputed.get_total_flops() > _flops(case)
 
 
+class LoopedElsewhere(LoopedLayers):
+    """As timm's models: the loop stands in another method, and a stem beside the layers is called by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.body["h"] = nn.ModuleList(nn.ModuleList(self.Layer() for _ in range(depth)) for depth in (2, 1))
+
+    def forward(self, x):
+        return self.head_of(self.features_of(x))
+
+    def features_of(self, x):
+        x = self.body.embed(self.stem(x))
+        for stage in self.body.h:
+            for layer in stage:
+                x = layer(x)
+        return x
+
+    def head_of(self, x):
+        return sum(head(x).sum() for head in self.heads)
+
+
+def test_layers_in_lists_of_lists_that_another_method_loops_over():
+    torch.manual_seed(0)
+    case = Case(LoopedElsewhere(), torch.randn(5, 4), lambda model, batch: model(batch))
+    names = [name for names in block_names(find_stacks(case.model)) for name in names]
+    assert names == ["body.h.0.0", "body.h.0.1", "body.h.1.0", "stem.0", "stem.1"]
+    expected = train_step(case, bf16=False)
+    case.model.zero_grad(set_to_none=True)
+    with apply_plan(case.model, plan_blocks(case.model, "full")) as handle:
+        assert_bitwise_equal(train_step(case, bf16=False), expected)
+    assert handle.runs.again == set(names)
+
+
 def _flops(case):
     with FlopCounterMode(display=False) as counter:
         case.loss_of(case.model, case.batch).backward()
@@ -230,6 +268,12 @@ WITHOUT_CHECKPOINTING_OF_THEIR_OWN = {
     "mobilenet_v2": lambda: MobileNetV2ForImageClassification(MobileNetV2Config(num_labels=10)),
     "regnet": lambda: RegNetForImageClassification(
         RegNetConfig(hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2], groups_width=8, num_labels=10)
+    ),
+    "poolformer": lambda: PoolFormerForImageClassification(
+        PoolFormerConfig(hidden_sizes=[16, 16, 32, 32], depths=[2, 1, 2, 1], num_labels=10)
+    ),
+    "pvt": lambda: PvtForImageClassification(
+        PvtConfig(image_size=64, hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 2, 4, 4], num_labels=10)
     ),
 }
 
