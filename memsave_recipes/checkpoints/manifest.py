@@ -47,9 +47,13 @@ def check_seal(folder: Path) -> None:
     """
     try:
         entries = _read_entries(folder)
+        files = _files(folder)
+        for path in files:
+            if path.exists() and not path.is_file():  # reading a pipe would wait for its writer
+                raise Damaged(f"{path.name} is no file")
         _check_sizes(
             expected={entry["path"]: entry["size"] for entry in entries},
-            found={path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)},
+            found={path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
         )
         with ThreadPoolExecutor(max_workers=HASHING_THREADS) as threads:
             digests = threads.map(_sha256, [folder / entry["path"] for entry in entries])
@@ -95,13 +99,20 @@ def _read_entries(folder: Path) -> list[dict[str, Any]]:
     try:
         manifest = json.loads(content)
         written_by, entries = manifest["format"], manifest["files"]
-        is_canonical = _text(entries).encode() == content
+        is_canonical = _text(entries).encode() == content and all(map(_is_entry, entries))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is not what was written") from error
     if not is_canonical:
         known = written_by == FORMAT
         raise Damaged(f"{MANIFEST} is not what was written" if known else f"it has format {written_by}, not {FORMAT}")
     return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    match entry:
+        case {"path": str(), "size": int(), "sha256": str()}:
+            return True
+    return False
 
 
 def _check_sizes(expected: dict[str, int], found: dict[str, int]) -> None:

@@ -29,7 +29,7 @@ from memsave_recipes.checkpoints.continuity import (
 )
 from memsave_recipes.checkpoints.find import BEST, STEP, Found, committed, find_newest, prune
 from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
-from memsave_recipes.checkpoints.state import Record, Training, read_record
+from memsave_recipes.checkpoints.state import Record, Training, fitting, read_record
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.training.arguments import SafetyArguments
@@ -158,9 +158,7 @@ class Checkpoints:
             return None
         record, notices = by_all_ranks(self.accelerator, lambda: self._read(found))
         self.damaged, self.last_saved = list(found.damaged), found.step
-        change = describe_change(record["run"], self.geometry)
-        notices = [*found.notices, *notices, *([change] if change else [])]
-        return Resumed(step=found.step, state=record["state"], notices=notices)
+        return Resumed(step=found.step, state=record["state"], notices=found.notices + notices)
 
     def after_step(self, step: int, state: Callable[[], Record]) -> None:
         """Save if it is time or a signal asks for it, after so many steps; ``state()`` is called only then.
@@ -260,7 +258,7 @@ class Checkpoints:
         return find_newest(self.folder)
 
     def _read(self, found: Found) -> tuple[Record, list[str]]:
-        """The record, and lines about what of the data has to be trusted."""
+        """The record, and lines about what has to be trusted, or is not as it was."""
         if not found.path.is_dir():
             raise InputError(
                 f"--output_dir {self.folder.parent} is not seen by all ranks, so they cannot resume: put it on a disk "
@@ -269,7 +267,9 @@ class Checkpoints:
         record = read_record(found.path, {"step", "run", "state"})
         if record["step"] != found.step:
             raise InputError(f"--resume: {found.path} holds step {record['step']}: give the folder its name back")
-        notices = check_same_data(record["run"], self.data, changed_ok=self.data_changed_ok)
-        check_same_samples(record["run"], self.order, changed_ok=self.data_changed_ok)
+        with fitting(found.path):
+            notices = check_same_data(record["run"], self.data, changed_ok=self.data_changed_ok)
+            check_same_samples(record["run"], self.order, changed_ok=self.data_changed_ok)
+            change = describe_change(record["run"], self.geometry)
         self.training.read(found.path)
-        return record, notices
+        return record, notices + ([change] if change else [])

@@ -9,6 +9,8 @@ an adapter is as small as the adapter.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,8 @@ class Training:
             self._load_model(read_tree(folder, "model", mapped=True))
             _check_groups(trees["optimizer"], self.parts["optimizer"].state_dict())
             for stem, tree in trees.items():
+                _check_numbers(tree, self.parts[stem].state_dict(), stem)
+            for stem, tree in trees.items():
                 self.parts[stem].load_state_dict(tree)
         except torch.OutOfMemoryError:  # a RuntimeError, but nothing that another flag of the model would mend
             raise
@@ -135,6 +139,21 @@ def read_record(folder: Path, keys: set[str]) -> Record:
         raise InputError(_misfit(folder, error)) from error
 
 
+@contextmanager
+def fitting(folder: Path) -> Iterator[None]:
+    """What a record in ``folder`` without its parts raises inside becomes one line.
+
+    Raises:
+        InputError: it is not what a run saves.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(_misfit(folder, error)) from error
+
+
 def _belongs(key: str, name: str) -> bool:
     return key == name or key.startswith(f"{name}.")
 
@@ -151,6 +170,22 @@ def _check_groups(saved: Tree, present: Tree) -> None:
     """An optimizer takes the state of another kind without a word, and fails at its next step."""
     if [group.keys() for group in saved["param_groups"]] != [group.keys() for group in present["param_groups"]]:
         raise ValueError("it holds the state of another optimizer")
+
+
+def _check_numbers(saved: Tree, present: Tree, path: str) -> None:
+    """A schedule and an optimizer take a word where they had a number, and fail at their next step."""
+    match present:
+        case bool():
+            return
+        case int() | float():
+            if not isinstance(saved, int | float):
+                raise ValueError(f"{path} is no number")
+        case dict():
+            for key in present.keys() & saved.keys():
+                _check_numbers(saved[key], present[key], f"{path}.{key}")
+        case list() | tuple():
+            for index, items in enumerate(zip(saved, present, strict=False)):
+                _check_numbers(*items, f"{path}.{index}")
 
 
 def _misfit(folder: Path, error: Exception) -> str:

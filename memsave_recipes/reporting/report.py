@@ -13,6 +13,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from memsave_recipes.costs.undisturbed import undisturbed
+from memsave_recipes.errors import InputError
 from memsave_recipes.measure.clock import StepClock
 from memsave_recipes.measure.flops import ModelFlops
 from memsave_recipes.measure.peak_flops import utilization_pct
@@ -26,6 +27,30 @@ from memsave_recipes.training.step_losses import StepLosses, gather_figures
 
 COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_loss")
 """What a ``RunReport`` counts and a checkpoint keeps, by its name."""
+
+
+def check_state(state: Any) -> None:
+    """Refuse to go on from what no ``RunReport.state_dict`` has given.
+
+    Raises:
+        InputError: something is missing, or is of another kind.
+    """
+    match state:
+        case {
+            "samples_seen": int(),
+            "tokens_seen": int(),
+            "train_loss": float(),
+            "evaluated": dict(),
+            "evaluated_at": int() | None,
+            "best_loss": float(),
+            "losses": dict(),
+            "clock": dict(),
+            "trackers": {"name": str()},
+        }:
+            return
+    raise InputError(
+        "--resume: the record of the checkpoint is not what a run saves: put it back, or begin anew with --overwrite"
+    )
 
 
 class RunReport:

@@ -1,6 +1,7 @@
 """A run's folder: who may have it, and what it holds from the run's beginning to its ``results.json``."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ from memsave_recipes.processes.rank_watch import missing_ranks_end_the_run
 from memsave_recipes.reporting.metrics_file import NAME as METRICS
 from memsave_recipes.reporting.metrics_file import cut_back
 from memsave_recipes.reporting.out_of_memory.page import RunSettings
+from memsave_recipes.reporting.report import check_state
 from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers, start_trackers
 from memsave_recipes.training.arguments import RunArguments, SafetyArguments
 from memsave_recipes.training.batching import GlobalBatches
@@ -160,6 +162,7 @@ def begin_run(
         raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
     plan, name, earlier, step = planned.plan, _name_of(accelerator, planned, geometry), None, 0
     if resumed is not None:
+        check_state(resumed.state)
         earlier, step = resumed.state["trackers"], resumed.step
         name = earlier["name"]
         accelerator.print(*resumed.notices, f"going on after {step} steps", sep="\n")
@@ -212,6 +215,7 @@ def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) 
         raise InputError("--overwrite deletes the run that --resume goes on with: give one of them")
     if _exists(folder) and not folder.is_dir():
         raise InputError(f"--output_dir {folder} is a file: name a folder")
+    _refuse_links(folder, overwrite=overwrite)
     if any((folder / name).exists() for name in OURS) and not (overwrite or resume):
         raise InputError(
             f"--output_dir {folder} holds another run: name another folder, go on with --resume or pass --overwrite"
@@ -222,6 +226,21 @@ def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) 
             "with: pass --overwrite to begin anew, or name another folder"
         )
     return folder
+
+
+def _refuse_links(folder: Path, *, overwrite: bool) -> None:
+    """Those that lead nowhere, and those to folders that would have to be deleted."""
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not os.path.lexists(os.path.realpath(path)):
+            raise InputError(
+                f"--output_dir {folder}: {path} is a link that leads nowhere: mount its disk, or name another folder"
+            )
+    for path in (folder / name for name in OURS if overwrite):
+        if path.is_symlink() and path.is_dir():
+            raise InputError(
+                f"--overwrite: {path} is a link to a folder, which is left alone: delete the link, or name another "
+                "--output_dir"
+            )
 
 
 def _exists(folder: Path) -> bool:

@@ -72,6 +72,25 @@ def test_a_folder_that_no_system_makes_is_refused(recipe, capsys):
     assert the_line(capsys) == "error: --output_dir /proc/a/run: no folder can be made there, name another one"
 
 
+@pytest.mark.parametrize("name", ["run", "run/below"])
+def test_a_link_that_leads_nowhere_is_no_folder(recipe, tmp_path, capsys, name):
+    (tmp_path / "run").symlink_to(tmp_path / "not mounted")
+    assert end_of(recipe, tmp_path / name) == 2
+    assert f"{tmp_path / 'run'} is a link that leads nowhere: mount its disk" in the_line(capsys)
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "final"])
+def test_what_a_link_leads_to_is_not_overwritten(recipe, tmp_path, capsys, name):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    assert end_of(recipe, tmp_path / "run", "--overwrite") == 2
+    assert f"--overwrite: {tmp_path / 'run' / name} is a link to a folder, which is left alone" in the_line(capsys)
+    assert (tmp_path / "run" / name / "kept").exists()
+
+
 @pytest.mark.parametrize("name", ["run", "a/b/run"])
 def test_a_mistake_leaves_nothing_behind(recipe, tmp_path, name):
     assert end_of(recipe, tmp_path / name, "--activation_checkpointing", "segments:99") == 2

@@ -9,6 +9,7 @@ from accelerate.state import AcceleratorState
 from filelock import FileLock
 from lives import IMAGES, assert_the_same_run, rows_of
 
+from memsave_recipes.checkpoints.manifest import seal
 from memsave_recipes.reporting.failures import run_recipe
 
 RECIPE = "image_classification"
@@ -128,6 +129,17 @@ def test_rows_that_are_damaged_are_refused_and_missing_ones_are_said(train, stop
     rows.write_bytes(whole.partition(b"\n")[2])
     train(*IMAGES, "--resume")
     assert f"note: {rows} has 2 of its 3 rows up to step 6: the others are lost" in capsys.readouterr().out
+
+
+def test_a_record_without_its_parts_is_refused(stopped_at_6, refused):
+    folder = stopped_at_6() / "checkpoints" / "step-6"
+    content = json.loads((folder / "record.json").read_text())
+    (state,) = [value for key, value in content["tree"]["dict"] if key == "state"]
+    state["dict"] = [entry for entry in state["dict"] if entry[0] != "samples_seen"]
+    (folder / "record.json").write_text(json.dumps(content))
+    (folder / "manifest.json").unlink()
+    seal(folder)
+    assert "the record of the checkpoint is not what a run saves" in refused()
 
 
 def test_another_precision_is_refused(stopped_at_6, refused, monkeypatch):
