@@ -46,7 +46,7 @@ def by_all_ranks(accelerator: Accelerator, action: Callable[[], T]) -> T:
         RuntimeError: on the other ranks, where one raised something else.
     """
     result, error = _attempt(action)
-    _raise(error, gather_object([_told(error)]))
+    fail_together(error)
     return result  # type: ignore[return-value]
 
 
@@ -69,6 +69,16 @@ def rank_0_first(accelerator: Accelerator) -> Iterator[None]:
     if accelerator.is_main_process:
         _wait_for_rank_0(accelerator)
         _raise(error, broadcast_object_list([_told(error)]))
+    fail_together(error)
+
+
+def fail_together(error: Exception | None) -> None:
+    """Raise ``error``, which this rank may have met; where one rank has, all do.
+
+    Raises:
+        InputError: on every rank, where one raised it.
+        RuntimeError: on the other ranks, where one raised something else.
+    """
     _raise(error, gather_object([_told(error)]))
 
 

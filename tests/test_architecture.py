@@ -38,7 +38,7 @@ TABLE = {
         {"torch", "accelerate", "safetensors", "filelock"},
     ),
     "planner": (
-        {"activations", "agreement", "costs", "models", "plans", "training"},
+        {"activations", "agreement", "costs", "measure", "models", "plans", "training"},
         {"torch", "accelerate", "rich", "tqdm"},
     ),
     "reporting": (
@@ -48,7 +48,10 @@ TABLE = {
         },
         {"torch", "accelerate", "rich", "wandb", "trackio", "huggingface_hub"},
     ),
-    "evidence": ({"activations", "plans"}, {"torch", "rich", "matplotlib", "wandb", "wandb_workspaces", "trackio"}),
+    "evidence": (
+        {"activations", "measure", "plans"},
+        {"torch", "rich", "matplotlib", "wandb", "wandb_workspaces", "trackio"},
+    ),
     "cli": ({"costs", "evidence", "planner", "plans", "training"}, {"torch", "rich", "tqdm"}),
     "recipes": (
         {

@@ -54,7 +54,7 @@ def bytes_moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if operation in PUTS:
         others = _tensors((args[1:], kwargs))
         return _bytes(others) + 2 * args[0].itemsize * max(tensor.numel() for tensor in others)
-    unread = UNREAD.get(operation)
+    unread = UNREAD.get(operation) if operation else None
     read = _tensors(([arg for position, arg in enumerate(args) if position != unread], {**kwargs, "out": None}))
     return _bytes(read) + _bytes(written)
 

@@ -17,9 +17,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.agreement import fail_together
 from memsave_recipes.costs import DeviceInstruments
 from memsave_recipes.costs.meters import Meter
 from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
+from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.planner.search import Candidate
 
 
@@ -69,12 +71,14 @@ def out_of_memory_together(accelerator: Accelerator) -> Iterator[Attempt]:
 
     Raises:
         torch.OutOfMemoryError: on all ranks, if a rank had no memory left.
+        InputError, RuntimeError: on all ranks, where one failed in another way; its own error on that one.
     """
-    attempt, failed = Attempt(), False
+    attempt, failed, other = Attempt(), False, None
     try:
         yield attempt
-    except torch.OutOfMemoryError:
-        failed = True
+    except Exception as error:
+        failed, other = (True, None) if is_out_of_memory(error) else (False, error)
+    fail_together(other)
     if failed and accelerator.device.type != "cpu":
         torch.accelerator.empty_cache()
     found = torch.tensor([attempt.bytes, failed], dtype=torch.int64, device=accelerator.device)

@@ -13,12 +13,14 @@ from typing import Any, NoReturn
 
 from memsave_recipes.checkpoints import StoppedBySignal
 from memsave_recipes.errors import InputError
+from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.planner.sketch import Sketch
+from memsave_recipes.processes.ends import LOST
 from memsave_recipes.processes.last_word import SECOND_RANK_S, code_of_another_rank, tell_ranks
-from memsave_recipes.reporting.out_of_memory.page import is_out_of_memory
 from memsave_recipes.reporting.verification import VerificationFailed
 from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.parsing import wants_traceback
+from memsave_recipes.training.workers import LostWorker, lost_worker
 
 USER_INPUT = 2
 OUT_OF_MEMORY = 3
@@ -30,8 +32,8 @@ def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = No
     """Call ``main()``; what ends it becomes a message on stderr and an exit code. ``--debug`` adds the traceback.
 
     What all ranks know is told once: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
-    signal. No memory left is told by the rank that had it: on the page that ``RunReport.run`` makes, or, for an error
-    outside the training steps, in torch's own words.
+    signal. What one rank finds is told by that rank: a data worker that died, or no memory left, on the page that
+    ``RunReport.run`` makes or, for an error outside the training steps, in torch's own words.
     """
     try:
         main()
@@ -48,7 +50,9 @@ def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = No
     except StoppedBySignal as stop:
         _let_rank_0_speak(stop.exit_code)
         _say_and_exit(stop.message, stop.exit_code)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
+        if worker := lost_worker(error):
+            _end_without_worker(worker)
         if is_out_of_memory(error):
             _end_without_memory(error, sketch)
         code = code_of_another_rank()
@@ -56,6 +60,12 @@ def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = No
             raise
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends one now, and the code would be that of it
         sys.exit(code)  # that rank has spoken
+
+
+def _end_without_worker(worker: LostWorker) -> NoReturn:
+    code = OUT_OF_MEMORY if worker.had_no_memory else LOST
+    tell_ranks(code)
+    _say_and_exit(f"error: {worker.words}; the last checkpoint is as it was, go on with --resume", code)
 
 
 def _end_without_memory(error: Exception, sketch: Callable[[], Sketch] | None) -> NoReturn:

@@ -22,8 +22,9 @@ from torch import nn
 from memsave_recipes.measure.breakdown import MemoryBreakdown, break_down_peak
 from memsave_recipes.measure.device_memory import read_device_memory, record_history, reset_peaks, write_snapshot
 from memsave_recipes.measure.host_memory import peak_rss_bytes, rss_bytes
+from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.measure.saved_tensors import ForwardMeter, find_blocks
-from memsave_recipes.reporting.out_of_memory.page import Failure, RunSettings, is_out_of_memory
+from memsave_recipes.reporting.out_of_memory.page import Failure, RunSettings
 from memsave_recipes.training.sample_order import Geometry
 from memsave_recipes.units import to_gib
 

@@ -16,9 +16,10 @@ from memsave_recipes.costs.undisturbed import undisturbed
 from memsave_recipes.errors import InputError
 from memsave_recipes.measure.clock import StepClock
 from memsave_recipes.measure.flops import ModelFlops
+from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.measure.peak_flops import utilization_pct
 from memsave_recipes.reporting.memory import NUM_SLOW_STEPS, MemoryWatch, largest_in_gib
-from memsave_recipes.reporting.out_of_memory.page import RunSettings, is_out_of_memory
+from memsave_recipes.reporting.out_of_memory.page import RunSettings
 from memsave_recipes.reporting.trackers import log_metrics, sync_rows, tracker_ids
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import device_name

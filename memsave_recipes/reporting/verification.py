@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import PlanHandle
 from memsave_recipes.evidence.equivalence import Verdict, take_fixed_order, verify
-from memsave_recipes.reporting.out_of_memory.page import is_out_of_memory
+from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.training.batching import Batch, GlobalBatches
 
 GO_ON = "or go on with --verify warn"

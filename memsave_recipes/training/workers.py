@@ -8,13 +8,44 @@ are left by SIGTERM, which they do not hear, and would wait for them forever.
 
 import atexit
 import multiprocessing
+import re
 import signal
+from dataclasses import dataclass
 from functools import cache
 
 from memsave_recipes.processes.parent import signal_at_end_of_parent
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
+
+
+KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)")
+EXITED = re.compile(r"DataLoader worker \(pid(\(s\))? (?P<pid>[\d, ]+)\) exited unexpectedly")
+"""What torch says of a worker; the former may be the cause of the latter."""
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """A data worker that has died, by ``words`` for the user; most likely because the host ``had_no_memory``."""
+
+    words: str
+    had_no_memory: bool
+
+
+def lost_worker(error: Exception) -> LostWorker | None:
+    """The one that an error of torch tells of; ``None`` where it tells of something else."""
+    death = KILLED.search(f"{error} {error.__cause__}") or EXITED.search(str(error))
+    if death is None:
+        return None
+    worker, by = f"data worker {death['pid']}", death.groupdict().get("signal")
+    if by == signal.strsignal(signal.SIGKILL):
+        why = "was killed by signal 9, most likely because the host had no memory left: give fewer"
+        return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
+    if by == signal.strsignal(signal.SIGBUS):
+        why = "was killed by signal 7, most likely because shared memory (/dev/shm) is full: enlarge it, or give fewer"
+        return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
+    why = f"was killed ({by})" if by else "ended unexpectedly"
+    return LostWorker(f"{worker} {why}: --dataloader_num_workers 0 loads in this process and shows why", False)
 
 
 def serve_parent_only(worker_id: int) -> None:

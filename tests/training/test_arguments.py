@@ -42,6 +42,8 @@ def parse(*args):
         ["--save_every_minutes", "-1"],
         ["--save_every_minutes", "inf"],
         ["--keep_checkpoints", "0"],
+        ["--collective_timeout_minutes", "0"],
+        ["--collective_timeout_minutes", "inf"],
         ["--skip_nonfinite", "-1"],
         ["--max_step", "3"],
         ["--max_steps", "2147483648"],

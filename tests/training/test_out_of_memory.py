@@ -1,5 +1,6 @@
 """A run that finds no memory left ends with one page and exit code 3, wherever in the step it happened."""
 
+import errno
 import weakref
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memsave_recipes.errors import InputError
+from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.reporting import failures
 from memsave_recipes.reporting.failures import OUT_OF_MEMORY, run_recipe
 from memsave_recipes.reporting.out_of_memory import page as page_module
-from memsave_recipes.reporting.out_of_memory.page import RunSettings, is_out_of_memory
+from memsave_recipes.reporting.out_of_memory.page import RunSettings
 from memsave_recipes.reporting.report import RunReport
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.sample_order import Geometry, SampleOrder
@@ -174,7 +177,34 @@ def test_a_host_without_memory_is_out_of_memory_too():
     with pytest.raises(RuntimeError) as failure:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(failure.value)
-    assert not is_out_of_memory(RuntimeError("anything else"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'",
+        "unable to mmap 4096 bytes from file </torch_7_1>: Cannot allocate memory (12)",
+    ],
+)
+def test_libraries_and_drivers_say_it_in_words(words):
+    assert is_out_of_memory(RuntimeError(words))
+
+
+def test_a_process_that_cannot_be_forked_has_no_memory():
+    assert is_out_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("anything else"), OSError(errno.ENOSPC, "No space left"), InputError("out of memory, they said")],
+)
+def test_nothing_else_is_taken_for_it(error):
+    assert not is_out_of_memory(error)
 
 
 def end_of(error, capsys):

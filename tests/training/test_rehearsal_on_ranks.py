@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import run_plan
+from memsave_recipes.planner.rehearsal import out_of_memory_together
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.search import Candidate, Terms
 from memsave_recipes.planner.sketch import Sketch
@@ -73,6 +74,29 @@ _candidates = Terms.candidates
 
 def build_model():
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
+
+
+def fail_on_the_last_rank(error, accelerator):
+    try:
+        with out_of_memory_together(accelerator):
+            if accelerator.process_index == accelerator.num_processes - 1:
+                raise error
+    except Exception as caught:
+        return type(caught).__name__
+    return None
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (KeyError("row"), ["RuntimeError", "KeyError"]),
+        (InputError("take another plan"), ["InputError"] * 2),
+        (RuntimeError("CUDA error: out of memory"), ["OutOfMemoryError"] * 2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_no_rank_waits_for_one_that_failed(run_on_ranks, error, ends):
+    assert run_on_ranks(partial(fail_on_the_last_rank, error), 2) == ends
 
 
 def no_memory_to_measure(*args, **kwargs):

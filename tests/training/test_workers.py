@@ -1,7 +1,12 @@
-"""A process whose workers are left at its end has an end."""
+"""A process whose workers are left at its end has an end, and one whose worker is killed has a line for it."""
 
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from memsave_recipes.training.workers import lost_worker
 
 LEFT = """
 import sys
@@ -20,3 +25,47 @@ def test_workers_that_are_left_do_not_keep_a_process_from_its_end():
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 7, done.stderr
     assert "Traceback" not in done.stderr
+
+
+KILLED = """
+import os, signal, sys
+from accelerate import Accelerator
+from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.training.batching import make_loader
+
+class Deadly:
+    def __getitem__(self, index):
+        os.kill(os.getpid(), int(sys.argv[1]))
+
+def main():
+    next(iter(make_loader(Accelerator(cpu=True), Deadly(), [[0]], None, num_workers=1)))
+
+run_recipe(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGKILL, 3, "was killed by signal 9, most likely because the host had no memory left: give fewer"),
+        (signal.SIGBUS, 3, "was killed by signal 7, most likely because shared memory (/dev/shm) is full"),
+        (signal.SIGSEGV, 6, "was killed (Segmentation fault): --dataloader_num_workers 0 loads in this process"),
+    ],
+)
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(number, code, words):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(int(number))], capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = [line for line in done.stderr.split("\n") if "error: data worker" in line]
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert lines[0].endswith("; the last checkpoint is as it was, go on with --resume")
+
+
+def test_torch_does_not_always_know_the_signal():
+    worker = lost_worker(RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly"))
+    assert worker.words.startswith("data worker 12, 13 ended unexpectedly: ")
+    assert not worker.had_no_memory
+    assert lost_worker(RuntimeError("anything else")) is None

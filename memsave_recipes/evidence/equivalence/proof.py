@@ -43,6 +43,7 @@ from memsave_recipes.evidence.equivalence.ranks import (
     shared_at_the_start,
     without_wrapper,
 )
+from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.plans import Action
 
 Step = Callable[[], Tensor]
@@ -139,7 +140,7 @@ class _Proof:
         try:
             return self._run()
         except Exception as error:
-            if isinstance(error, InputError) or _is_out_of_memory(error):
+            if isinstance(error, InputError) or is_out_of_memory(error):
                 raise
             return Outcome(tensors={}, error=_in_one_line(error))
 
@@ -207,10 +208,6 @@ def _inputs_to_float64(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, 
         return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return tuple(map(wide, args)), {name: wide(value) for name, value in kwargs.items()}
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -48,12 +48,6 @@ class RunSettings:
         return self.folder / (f"memory_snapshot-rank{rank}.pickle" if rank else "memory_snapshot.pickle")
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the host, had no memory left."""
-    by_torch_on_the_host = "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return by_torch_on_the_host or isinstance(error, torch.OutOfMemoryError | MemoryError)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """A step that found no memory left.

@@ -106,6 +106,7 @@ SAFETY = {
     "save_every": whole("1", "2"),
     "save_every_minutes": real("0", "1e-6", "1e300"),
     "keep_checkpoints": whole("1", "3"),
+    "collective_timeout_minutes": real("1", "30", bad=("0", "-1", "1e7")),
     "save_best": Values(*SWITCH),
     "skip_nonfinite": whole("0", "3", least=0),
 }
