@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from memsave_recipes.units import MIB
@@ -226,7 +227,7 @@ def _add_gradients(
     if grad_hidden is not None:
         grad_hidden[chunk] = rounded @ weight
     if grad_weight is not None and _sums_come_out(rounded):
-        torch.addmm(grad_weight, rounded.t(), hidden[chunk], out_dtype=grad_weight.dtype, out=grad_weight)
+        _add_product(grad_weight, rounded.t(), hidden[chunk])
     elif grad_weight is not None:
         torch.addmm(grad_weight, grad_logits.t(), hidden[chunk].to(grad_weight.dtype), out=grad_weight)
     if grad_bias is not None:
@@ -241,6 +242,14 @@ def _sums_come_out(factor: Tensor) -> bool:
     ``custom_mapping`` for it.
     """
     return factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``total``, of which the dtype of the sums is."""
+    if isinstance(total, FakeTensor) and torch.__version__ < "2.13":  # no shapes of this addmm, and no values to add
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

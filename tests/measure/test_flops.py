@@ -168,6 +168,7 @@ def test_float32_factors_count_as_what_the_settings_let_a_gpu_make_of_them(matmu
     assert flops_module._precision(torch.ops.aten.mm, half) == "float16"
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="its meta device does not know the product")
 def test_a_product_of_rounded_factors_whose_sum_is_not_rounded():
     """What the loss without logits does on CUDA; the meta device knows its shapes."""
     total = torch.zeros(5, 7, device="meta")
