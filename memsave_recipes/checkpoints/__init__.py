@@ -1,6 +1,6 @@
 """Nothing is lost: checkpoints that are whole or not there, resume, signals, and one run a folder."""
 
-from memsave_recipes.checkpoints.run_lock import locked_run_folder
+from memsave_recipes.checkpoints.run_lock import RunLock, locked_run_folder
 from memsave_recipes.checkpoints.saver import Checkpoints, Resumed
 from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
 from memsave_recipes.checkpoints.state import Training
@@ -8,6 +8,7 @@ from memsave_recipes.checkpoints.state import Training
 __all__ = [
     "Checkpoints",
     "Resumed",
+    "RunLock",
     "StopSignals",
     "StoppedBySignal",
     "Training",

@@ -28,6 +28,7 @@ from memsave_recipes.checkpoints.continuity import (
     describe_run,
 )
 from memsave_recipes.checkpoints.find import BEST, STEP, Found, committed, find_newest, prune
+from memsave_recipes.checkpoints.run_lock import RunLock
 from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
 from memsave_recipes.checkpoints.state import Record, Training, fitting, read_record
 from memsave_recipes.errors import InputError
@@ -70,6 +71,7 @@ class Checkpoints:
         signals: those that stop the run; none by default.
         data: what it is trained on; without it, nothing tells whether a run goes on with the same.
         data_changed_ok: go on with other data.
+        lock: of the run's folder, looked after at every save.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Checkpoints:
         signals: StopSignals | None = None,
         data: Fingerprint | None = None,
         data_changed_ok: bool = False,
+        lock: RunLock | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.folder = folder
@@ -98,6 +101,7 @@ class Checkpoints:
         self.signals = signals
         self.data = data
         self.data_changed_ok = data_changed_ok
+        self.lock = lock
         self.damaged: list[Path] = []
         self.last_saved: int | None = None
         self._last_time = time.monotonic()
@@ -114,6 +118,7 @@ class Checkpoints:
         data: Fingerprint,
         *,
         signals: StopSignals,
+        lock: RunLock,
     ) -> "Checkpoints":
         """Those of a run that trains ``batches``, saved as its flags say."""
         return cls(
@@ -128,6 +133,7 @@ class Checkpoints:
             signals=signals,
             data=data,
             data_changed_ok=safety.data_changed_ok,
+            lock=lock,
         )
 
     def resume_into(self, batches: GlobalBatches) -> Resumed | None:
@@ -240,6 +246,8 @@ class Checkpoints:
 
     def _write(self, step: int, state: Record) -> bool:
         """Whether the weights are worth it."""
+        if self.lock is not None:
+            self.lock.keep()
         if not self.training.is_finite():
             return False
         clear_leftovers(self.folder)

@@ -14,6 +14,7 @@ from memsave_recipes.agreement import by_rank_0
 from memsave_recipes.checkpoints import (
     Checkpoints,
     Resumed,
+    RunLock,
     StoppedBySignal,
     StopSignals,
     Training,
@@ -58,6 +59,7 @@ class OpenRun:
         flags: all of them, by name.
         earlier: ``config.json`` of the run that it goes on with; ``None`` where it begins.
         signals: that ask it to stop.
+        lock: of its folder.
     """
 
     accelerator: Accelerator
@@ -66,6 +68,7 @@ class OpenRun:
     flags: dict[str, Any]
     earlier: dict[str, Any] | None
     signals: StopSignals
+    lock: RunLock
 
     def checkpoints(self, training: Training, batches: GlobalBatches, data: Fingerprint) -> Checkpoints:
         """Those of this run, saved as its flags say.
@@ -76,7 +79,7 @@ class OpenRun:
         by_rank_0(self.accelerator, lambda: self._check_room(training))
         folder = self.folder / CHECKPOINTS
         return Checkpoints.as_asked(
-            self.safety, self.accelerator, folder, training, batches, data, signals=self.signals
+            self.safety, self.accelerator, folder, training, batches, data, signals=self.signals, lock=self.lock
         )
 
     def _check_room(self, training: Training) -> None:
@@ -113,7 +116,7 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
         limit_s = 60 * safety.collective_timeout_minutes
         accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=resolve_trackers(run.report_to, folder))
         notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
-        stack.enter_context(locked_run_folder(accelerator, folder))
+        lock = stack.enter_context(locked_run_folder(accelerator, folder))
         try:
             with missing_ranks_end_the_run(limit_s), StopSignals(limit_s) as signals:
                 for notice in notices:
@@ -125,6 +128,7 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
                     flags=flags,
                     earlier=earlier,
                     signals=signals,
+                    lock=lock,
                 )
         except (StoppedBySignal, NotFinite):  # which all ranks know of
             finish_trackers(accelerator, {})

@@ -30,7 +30,8 @@ from memsave_recipes.training.sample_order import SampleOrder
 
 SAMPLES_NAMED = 32
 WAY_OUT = (
-    "no weight has changed since the step before: look at these samples, or go on with --resume --skip_nonfinite N"
+    "no weight has changed since the step before: look at these samples and at --learning_rate, or go on with --resume "
+    "--skip_nonfinite N"
 )
 
 

@@ -77,7 +77,7 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
 
     Raises:
         InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
-            precision does not work on the CPU, or the weights are to be cut up.
+            precision does not work on the CPU, or the device is Apple's, or the weights are to be cut up.
     """
     _check_whole_weights()
     end_with_launcher()
@@ -88,6 +88,7 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
     if on_cpu:
         _check_cpu_precision(kwargs)
     else:
+        _check_kind_of_device()
         _check_enough_devices(world.world_size, world.local_world_size)
     undivided = GradientAccumulationPlugin(num_steps=1)
     accelerator = _SettlingAccelerator(
@@ -175,6 +176,16 @@ def _check_enough_devices(started: int, started_here: int) -> None:
         raise InputError(
             f"{started_here} processes were started on this machine, which has {devices} accelerator(s): launch with "
             f"`--num_processes {fitting}`, or take the CPU with accelerate_configs/cpu_ddp.yaml"
+        )
+
+
+def _check_kind_of_device() -> None:
+    """Refuse Apple's GPUs: they have no float64, which augmentation and evaluation compute in."""
+    device = torch.accelerator.current_accelerator()
+    if device is not None and device.type == "mps":
+        raise InputError(
+            "the recipes do not train on an Apple GPU (mps): launch with `--config_file accelerate_configs/cpu.yaml`, "
+            "or set ACCELERATE_USE_CPU=true"
         )
 
 

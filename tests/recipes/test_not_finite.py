@@ -56,6 +56,7 @@ def test_a_step_that_is_not_finite_stops_the_run(recipe, spoil, loaded, tmp_path
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: step 4 is not finite (loss {factor}, gradient norm nan), its samples are ")
     assert f"its samples are {', '.join(map(str, loaded[3 * 16 : 4 * 16]))};" in line
+    assert "--learning_rate" in line
     assert "--skip_nonfinite N" in line
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
 

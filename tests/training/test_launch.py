@@ -355,6 +355,14 @@ class TestDevice:
         start_accelerator()
         assert machine.built_with == {"cpu": True}
 
+    def test_an_apple_gpu_is_refused_by_name(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+        machine.set(devices=1, joined=1)
+        assert "Apple GPU (mps)" in machine.refusal()
+        machine.set(devices=1, joined=1, ACCELERATE_USE_CPU="true")
+        start_accelerator()
+        assert machine.built_with == {"cpu": True}
+
     def test_fp16_on_the_cpu_is_refused(self, machine: Machine) -> None:
         machine.set(devices=0, joined=1, ACCELERATE_MIXED_PRECISION="fp16")
         assert "--mixed_precision fp16" in machine.refusal()

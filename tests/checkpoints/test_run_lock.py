@@ -1,0 +1,36 @@
+"""A run keeps its folder to itself, also where somebody deletes the file that says so."""
+
+import pytest
+
+from memsave_recipes.checkpoints import RunLock
+from memsave_recipes.errors import InputError
+
+
+@pytest.fixture
+def held(tmp_path):
+    lock = RunLock(tmp_path / "run")
+    made = lock.acquire()
+    yield lock
+    lock.release(made)
+
+
+def test_a_lock_that_was_deleted_is_taken_again_and_said(held, capsys):
+    held.keep()
+    assert capsys.readouterr().out == ""
+    held.path.unlink()
+    held.keep()
+    assert capsys.readouterr().out.startswith(f"note: {held.path} had been deleted, and is held again")
+    with pytest.raises(InputError, match="belongs to a run that has not ended"):
+        RunLock(held.folder).acquire()
+
+
+def test_a_run_whose_folder_another_has_taken_ends(held):
+    held.path.unlink()
+    other = RunLock(held.folder)
+    made = other.acquire()
+    with pytest.raises(InputError, match="another run has begun in its folder"):
+        held.keep()
+    held.release([])  # and leaves the other one's alone
+    assert other.path.exists()
+    other.release(made)
+    assert not other.path.exists()
