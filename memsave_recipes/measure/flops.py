@@ -6,7 +6,9 @@ multiply-add; causal attention counts in full and everything else for nothing, a
 of the model: neither an activation checkpoint's second forward nor the scores that a fused attention computes again in
 its backward. So the count is the same under every plan.
 
-Known limits: kernels from outside torch (flash-attn's own package, Triton) and grouped products count nothing.
+Of flash-attn's own operators those of version 2 count, each document of a packed row by itself, as it is computed.
+
+Known limits: other kernels from outside torch (Triton) and grouped products count nothing.
 """
 
 import sys
@@ -36,6 +38,24 @@ def _addmm(total: Tensor, left: Tensor, right: Tensor, *_: Any, **__: Any) -> in
     return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
 
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and their product with the values; (B, T, H, D) all three."""
+    batch, rows, heads = query.shape[:3]
+    return _scores_and_values(batch * rows * key.shape[1], heads, query, value)
+
+
+def _flash_attn_varlen(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor, *_: Any, **__: Any
+) -> int:
+    """The same for sequences that lie one after the other, (tokens, H, D), between the bounds ``rows``, ``columns``."""
+    num_scores = int((rows.diff().long() * columns.diff().long()).sum())
+    return _scores_and_values(num_scores, query.shape[1], query, value)
+
+
+def _scores_and_values(num_scores: int, heads: int, query: Tensor, value: Tensor) -> int:
+    return 2 * num_scores * heads * (query.shape[-1] + value.shape[-1])
+
+
 def _formulas() -> dict[Any, Formula]:
     known: dict[Any, Formula] = dict(flop_registry) | {aten.addmm: _addmm}
     for kernel in ("flash_attention_for_cpu", "fused_attention_overrideable"):  # torch 2.13 has none for these
@@ -47,6 +67,21 @@ def _formulas() -> dict[Any, Formula]:
 
 
 FORMULAS = _formulas()
+
+# flash-attn registers its operators when it is imported, which may be later than this. A backward takes, as that of
+# torch's kernels, four products without the scores that it makes again; it is given ``dout, q, k, v, out, softmax_lse,
+# dq, dk, dv`` and then what the forward is given after ``q, k, v``.
+FORMULAS_BY_NAME: dict[str, Formula] = {
+    "flash_attn._flash_attn_forward": _flash_attn,
+    "flash_attn._flash_attn_varlen_forward": _flash_attn_varlen,
+    "flash_attn._flash_attn_backward": lambda *args, **_: 2 * _flash_attn(*args[1:4]),
+    "flash_attn._flash_attn_varlen_backward": lambda *args, **_: 2 * _flash_attn_varlen(*args[1:4], *args[9:11]),
+}
+
+
+def formula_of(operation: Any) -> Formula | None:
+    """What counts the FLOPs of an operator, called as it is with its result as ``out_val``."""
+    return FORMULAS.get(operation) or FORMULAS_BY_NAME.get(str(operation))
 
 
 class ModelFlops(TorchDispatchMode):
@@ -72,7 +107,7 @@ class ModelFlops(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operation = getattr(func, "overloadpacket", func)
-        formula = FORMULAS.get(operation)
+        formula = formula_of(operation)
         if formula is not None and not _recomputes():
             factor = args[1 if operation is aten.addmm else 0]
             self.by_precision[_precision(operation, factor)] += formula(*args, **kwargs, out_val=result)

@@ -176,3 +176,50 @@ def test_a_product_of_rounded_factors_whose_sum_is_not_rounded():
     with ModelFlops() as counted:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     assert counted.by_precision == {"bfloat16": 2 * 5 * 3 * 7}
+
+
+@pytest.fixture
+def flash_attn():
+    """Operators with the schemas of flash-attn 2, registered when it is imported: after ``measure.flops``."""
+    settings = "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right, "
+    settings += "float softcap, Tensor? alibi_slopes"
+    bounds = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    saved = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    saved += "Tensor(a6!)? dq, Tensor(a7!)? dk, Tensor(a8!)? dv, "
+    library = torch.library.Library("flash_attn", "FRAGMENT")
+    results = "(Tensor, Tensor, Tensor, Tensor)"
+    for of_documents, given in (("", ""), ("varlen_", bounds)):
+        forward, backward = f"_flash_attn_{of_documents}forward", f"_flash_attn_{of_documents}backward"
+        library.define(f"{forward}(Tensor q, Tensor k, Tensor v, {given}{settings}, bool return_softmax) -> {results}")
+        library.impl(forward, lambda q, *_: (torch.empty_like(q),) * 4, "CPU")
+        library.define(f"{backward}({saved}{given}{settings}, bool deterministic, Tensor? rng_state) -> Tensor")
+        library.impl(backward, lambda gradient, *_: torch.empty_like(gradient), "CPU")
+    yield torch.ops.flash_attn
+    library._destroy()
+
+
+SETTINGS = (0.0, 1.0, True, -1, -1, 0.0, None)
+
+
+def test_flash_attns_own_operators_count(flash_attn):
+    batch, rows, columns, heads, size = 2, 16, 24, 4, 8
+    query, key = torch.zeros(batch, rows, heads, size), torch.zeros(batch, columns, heads // 2, size)
+    product = 2 * batch * heads * rows * columns * size
+    counted = count(lambda: flash_attn._flash_attn_forward(query, key, key, *SETTINGS, False))
+    assert counted.total == 2 * product
+    saved = (query, query, key, key, query, query, query, key, key)
+    counted = count(lambda: flash_attn._flash_attn_backward(*saved, *SETTINGS, False, None))
+    assert counted.total == 4 * product
+
+
+def test_documents_of_a_packed_row_attend_to_themselves(flash_attn):
+    heads, size, lengths = 4, 8, (3, 5, 8)
+    query, key = torch.zeros(sum(lengths), heads, size), torch.zeros(sum(lengths), heads // 2, size)
+    bounds = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+    varlen = (bounds, bounds, max(lengths), max(lengths), *SETTINGS)
+    product = 2 * heads * sum(length**2 for length in lengths) * size
+    counted = count(lambda: flash_attn._flash_attn_varlen_forward(query, key, key, *varlen, False))
+    assert counted.total == 2 * product
+    saved = (query, query, key, key, query, query, query, key, key)
+    counted = count(lambda: flash_attn._flash_attn_varlen_backward(*saved, *varlen, False, None))
+    assert counted.total == 4 * product
