@@ -15,7 +15,10 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s RECIPE [flags of the recipe] [options]"
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="recipes/language_modeling.py, say")
     parser.add_argument(
-        "--memory_budget_gib", type=float, metavar="F", help="memory of a device, in GiB; default: all that it has"
+        "--memory_budget_gib",
+        type=float,
+        metavar="F",
+        help="memory of a device, in GiB; default: 95 %% of what a GPU has, all of a CPU's",
     )
     parser.add_argument(
         "--target", metavar="DEVICE", help="cpu, cuda, or a device such as h100; default: the one that is here"

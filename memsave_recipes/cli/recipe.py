@@ -11,6 +11,7 @@ from tqdm import tqdm
 from memsave_recipes.costs.on_paper import paper_model
 from memsave_recipes.costs.targets import Target, find_target
 from memsave_recipes.errors import InputError
+from memsave_recipes.planner.beside import usable_bytes
 from memsave_recipes.planner.on_paper import Launch
 from memsave_recipes.planner.refusal import refusal
 from memsave_recipes.planner.search import Choice, open_geometries
@@ -26,7 +27,7 @@ ON_PAPER = (
     "seconds are what the data sheet allows at best, without the optimizer's update: they rank plans, they are no clock"
 )
 OF_THIS_CPU = "seconds are made of the rates measured here, without the optimizer's update: they rank plans"
-NOT_IN_IT = "not in any figure: fragmentation of the allocator"
+NOT_IN_IT = "not in any figure: fragmentation of the allocator, for which 5 % are left where no budget is named"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +95,10 @@ def read_question(arguments: argparse.Namespace) -> Question:
     named = named_flags(flags)
     target = find_target(arguments.target or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(arguments, target)
+    usable_gib = to_gib(usable_bytes(target.memory_bytes, target.device_type))
     gib = arguments.memory_budget_gib
     if gib is None and "memory_budget_gib" not in named:
-        gib = to_gib(target.memory_bytes)
+        gib = usable_gib
     sketch = read_sketch(arguments.recipe, [*flags, *_open_flags(named, gib)])
     return Question(
         recipe=arguments.recipe,
@@ -104,7 +106,7 @@ def read_question(arguments: argparse.Namespace) -> Question:
         named=named,
         sketch=sketch,
         launch=Launch(target=target, num_processes=arguments.num_processes, mixed_precision=arguments.mixed_precision),
-        budget_gib=gib or sketch.run.memory_budget_gib or to_gib(target.memory_bytes),
+        budget_gib=gib or sketch.run.memory_budget_gib or usable_gib,
     )
 
 

@@ -2,11 +2,14 @@
 
 A run is read once for its bytes and several times for its seconds, in turns, so that a slow moment of the machine meets
 every action. ``chains.py`` makes the chain from the readings.
+
+A step that does not fit plain is measured in groups: the blocks of one group at a time, while all others recompute.
+What a block costs does not depend on how the others run, so the chains of the groups make one chain.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +23,7 @@ from memsave_recipes.costs.meters import DeviceInstruments, Instruments, Meter
 from memsave_recipes.costs.parts import Part, PartsOfStep
 from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans import Action, Plan
+from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.chain import Chain
 
 
@@ -69,7 +72,7 @@ class Measurement:
             ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
             offload: whether blocks may offload, for which twice the largest one is set aside, in ``resident_bytes``.
         """
-        seen = {_action(plan): seen for plan, seen in self.seen if plan.compiled_memory_ratio in (None, ratio)}
+        seen = {action_of(plan): seen for plan, seen in self.seen if plan.compiled_memory_ratio in (None, ratio)}
         if not offload:
             seen.pop(Action.OFFLOAD, None)
         return chain_of(
@@ -129,9 +132,9 @@ def measure(
     return Measurement(workload, [(run.plan, figures) for run, figures in seen.items()])
 
 
-def _action(plan: Plan) -> Action:
-    """The one that all blocks of ``plan`` are under."""
-    return plan.spans[0].action if plan.spans else Action.KEEP
+def action_of(plan: Plan) -> Action:
+    """The one that all blocks of ``plan`` are under, or all but those that recompute."""
+    return next((span.action for span in plan.spans if span.action is not Action.RECOMPUTE), Action.KEEP)
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,3 +190,50 @@ def _check_order(parts: Sequence[Part], plan: Plan) -> None:
             f"--activation_checkpointing budget: this model does not run its {len(plan.blocks)} blocks once each, in "
             "every step and in the order in which they are registered, so their costs are no chain: use full or every:K"
         )
+
+
+@dataclass(frozen=True)
+class MeasuredInGroups(Measurement):
+    """A step whose blocks were measured group by group; ``seen`` is what the first group was measured under."""
+
+    groups: Sequence[frozenset[str]]
+    of_groups: Sequence[Measurement]
+
+    def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
+        """As ``Measurement.chain``: each block from its group, and what stands between blocks from the first one."""
+        chains = [measured.chain(ratio=ratio, offload=offload) for measured in self.of_groups]
+        group_of = {name: number for number, names in enumerate(self.groups) for name in names}
+        columns = zip(*(chain.blocks for chain in chains), strict=True)
+        return replace(
+            chains[0],
+            blocks=tuple(column[group_of.get(column[0].name, 0)] for column in columns),
+            resident_bytes=max(chain.resident_bytes for chain in chains),
+        )
+
+
+def measure_in_groups(
+    workload: Workload, plans: Sequence[Plan], num_groups: int, *, on_run: Callable[[], Any] = lambda: None
+) -> Measurement:
+    """As ``measure``, with the blocks in ``num_groups`` groups; it takes so many times the runs.
+
+    A group is every ``num_groups``-th block, so that the groups take about as much memory as each other.
+
+    Raises:
+        InputError: as ``measure``.
+    """
+    if num_groups == 1:
+        return measure(workload, plans, on_run=on_run)
+    names = [name for stack in workload.stacks for name in stack]
+    groups = [frozenset(names[first::num_groups]) for first in range(num_groups)]
+    found = [measure(workload, [_of_group(plan, group) for plan in plans], on_run=on_run) for group in groups]
+    return MeasuredInGroups(workload, found[0].seen, groups, found)
+
+
+def _of_group(plan: Plan, group: frozenset[str]) -> Plan:
+    """``plan`` for the blocks of a group; each of the others recomputes by itself."""
+    action = action_of(plan)
+    spans = [
+        Span(start=start, stop=start + 1, action=action if name in group else Action.RECOMPUTE)
+        for start, name in enumerate(plan.blocks)
+    ]
+    return replace(plan, spans=tuple(spans))

@@ -11,6 +11,17 @@ from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import state_bytes
 from memsave_recipes.training.sample_order import Geometry
 
+WORKSPACES = "workspaces"
+"""Of the overheads the one that torch counts as allocated."""
+
+MULTIPLYING_THREADS = 2
+"""The forward's and that of autograd's backward: each has a cuBLAS handle, and torch a workspace for each handle and
+stream (its notes on CUDA). An assumption: it has not been measured on a device yet."""
+
+FRAGMENTATION = 0.05
+"""Of a device's memory, what is left to its allocator: predictions are of allocated bytes, while a device is full of
+reserved ones, which lie in blocks that no request fits. An assumption, of the order that full devices show."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
@@ -60,9 +71,15 @@ def beside_the_step(optim: OptimizerArguments, model: nn.Module, geometry: Geome
     )
 
 
+def usable_bytes(memory_bytes: int, device_type: str) -> int:
+    """Of a device's whole memory, what a run without a budget may take; ``FRAGMENTATION`` is left."""
+    return memory_bytes if device_type == "cpu" else int((1 - FRAGMENTATION) * memory_bytes)
+
+
 def overheads_of_target(target: Target) -> dict[str, int]:
     """Bytes that a device of this kind takes besides the tensors, by what they are for."""
-    lines = {"CUDA context": target.context_bytes, "cuBLAS workspace": target.cublas_workspace_bytes}
+    workspaces_bytes = MULTIPLYING_THREADS * target.cublas_workspace_bytes
+    lines = {"CUDA context": target.context_bytes, WORKSPACES: workspaces_bytes}
     return {name: num_bytes for name, num_bytes in lines.items() if num_bytes}
 
 
@@ -72,3 +89,10 @@ def overheads_of_device(device: torch.device) -> dict[str, int]:
         return {}
     free, total = torch.get_device_module(device).mem_get_info(device)
     return {"device context": max(0, total - free - torch.accelerator.memory_reserved(device))}
+
+
+def workspaces_of_device(device: torch.device, known_bytes: int) -> dict[str, int]:
+    """What torch holds on an accelerator besides ``known_bytes`` of tensors once steps have run; nothing on a CPU."""
+    if device.type == "cpu":
+        return {}
+    return {WORKSPACES: max(0, torch.accelerator.memory_allocated(device) - known_bytes)}

@@ -1,4 +1,4 @@
-"""One micro-batch under a plan before training: does it need what was predicted?
+"""One micro-batch on the device that is here, before training: what its blocks cost, and what a plan of it needs.
 
 NOTE [ rehearsal ]
 1. It is a forward and backward of the largest micro-batch as the training will run it, twice where gradients
@@ -11,18 +11,99 @@ NOTE [ rehearsal ]
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from memsave_recipes.activations import apply_plan
-from memsave_recipes.agreement import fail_together
-from memsave_recipes.costs import DeviceInstruments
+from memsave_recipes.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.agreement import by_rank_0, fail_together
+from memsave_recipes.costs import DeviceInstruments, Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.costs.meters import Meter
 from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
 from memsave_recipes.measure.no_memory import is_out_of_memory
-from memsave_recipes.planner.search import Candidate
+from memsave_recipes.planner.beside import workspaces_of_device
+from memsave_recipes.planner.budget import plans_to_measure
+from memsave_recipes.planner.search import Candidate, Terms
+from memsave_recipes.training.batching import Batch, GlobalBatches
+from memsave_recipes.training.sample_order import Geometry
+
+
+@dataclass(frozen=True)
+class StepOnDevice:
+    """A step of a run; all methods are for all ranks, since a model may make them meet (SyncBatchNorm).
+
+    Args:
+        model: the one with the blocks, inside ``prepared``.
+        prepared: what ``accelerator.prepare`` made of it.
+        loss_of: a forward of ``prepared`` on a micro-batch, as in training.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    batches: GlobalBatches
+    prepared: nn.Module
+    loss_of: Callable[[Batch], Tensor]
+
+    def forward(self, geometry: Geometry) -> Callable[[], Tensor]:
+        """The forward of its largest micro-batch."""
+        return self._forward(self.batches.largest_micro_batch(geometry.micro_batch_size))
+
+    def candidates(self, terms: Terms, geometry: Geometry, progress: tqdm) -> list[Candidate]:
+        """What the first rank finds, for all; nothing if a rank has no memory left for as much as has to be kept.
+
+        All blocks are measured at once, or group by group where there is no memory for that and plans may recompute.
+        """
+        for num_groups in self._numbers_of_groups(terms.strategy):
+            found = self._measured(terms, geometry, num_groups, progress)
+            if found is not None:
+                return found
+            torch.accelerator.empty_cache()  # here, where no frame of the failed step is left to hold its tensors
+        return []
+
+    def _numbers_of_groups(self, strategy: str) -> Iterator[int]:
+        """1, and for plans that may recompute its doublings, up to a group for every block."""
+        num_blocks = sum(map(len, block_names(find_stacks(self.model))))
+        num_groups = 1
+        while num_groups < num_blocks and strategy != "none":
+            yield num_groups
+            num_groups *= 2
+        yield num_blocks if strategy != "none" else 1
+
+    def _measured(self, terms: Terms, geometry: Geometry, num_groups: int, progress: tqdm) -> list[Candidate] | None:
+        """The candidates of a measurement, or ``None`` where a rank had no memory left for it."""
+        try:
+            with out_of_memory_together(self.accelerator) as attempt:
+                measured = self._measure(terms.strategy, geometry, num_groups, progress)
+                known_bytes = measured.workload.resident_bytes + terms.beside(geometry).buckets_bytes
+                workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
+                attempt.bytes = sum(workspaces.values())
+        except torch.OutOfMemoryError:
+            return None
+        overheads = {**terms.overheads, **dict.fromkeys(workspaces, attempt.bytes)}  # those of the rank with the most
+        return by_rank_0(self.accelerator, lambda: replace(terms, overheads=overheads).candidates(measured, geometry))
+
+    def _measure(self, strategy: str, geometry: Geometry, num_groups: int, progress: tqdm) -> Measurement:
+        batch = self.batches.largest_micro_batch(geometry.micro_batch_size)
+        workload = Workload(
+            model=self.model,
+            forward=self._forward(batch),
+            batch=list(batch.values()),
+            device=self.accelerator.device,
+            stacks=block_names(find_stacks(self.model)),
+        )
+        plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
+        progress.total = (progress.total or 0) + num_groups * num_runs(plans)
+        return measure_in_groups(workload, plans, num_groups, on_run=progress.update)
+
+    def _forward(self, batch: Batch) -> Callable[[], Tensor]:
+        def forward() -> Tensor:
+            with self.accelerator.no_sync(self.prepared):
+                return self.loss_of(batch)
+
+        return forward
 
 
 def rehearse(candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]) -> int:
@@ -79,8 +160,6 @@ def out_of_memory_together(accelerator: Accelerator) -> Iterator[Attempt]:
     except Exception as error:
         failed, other = (True, None) if is_out_of_memory(error) else (False, error)
     fail_together(other)
-    if failed and accelerator.device.type != "cpu":
-        torch.accelerator.empty_cache()
     found = torch.tensor([attempt.bytes, failed], dtype=torch.int64, device=accelerator.device)
     of_ranks = accelerator.gather(found).view(-1, 2)
     if of_ranks[:, 1].any():

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from memsave_recipes.planner.beside import WORKSPACES
 from memsave_recipes.planner.picture import show_forecast
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.training.sample_order import Geometry
@@ -29,7 +30,7 @@ PARTS = {
 ABOUT = {
     "CUDA context": "assumed: the driver and torch's kernels take 300 to 700 MiB",
     "device context": "what the driver says is taken here beside torch's memory, other processes included",
-    "cuBLAS workspace": "taken with the first matrix product, for good",
+    WORKSPACES: "what the libraries of products keep for good; where nothing is measured, two of cuBLAS are assumed",
     "reserve": "1 % of what plain training keeps for its backward, for what the prediction does not know of",
 }
 

@@ -1,7 +1,7 @@
 """The plan of a run: what its flags say, and what they leave open measured on the run's own step, then rehearsed.
 
-All ranks measure, since a model may make them meet (SyncBatchNorm); what the first one finds holds for all. The first
-thing to measure is a plain micro-batch; on a device that has no memory for it the first rank plans on paper instead.
+What the first rank finds holds for all. On a device that has no memory to measure even the smallest micro-batch it
+plans on paper instead.
 """
 
 from collections.abc import Callable
@@ -13,15 +13,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import plan_blocks
 from memsave_recipes.agreement import by_rank_0
-from memsave_recipes.costs import Measurement, Workload, measure, num_runs
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.beside import beside_the_step, overheads_of_device
-from memsave_recipes.planner.budget import plans_to_measure
+from memsave_recipes.planner.beside import beside_the_step, overheads_of_device, usable_bytes
 from memsave_recipes.planner.on_paper import Launch, choose_on_paper
 from memsave_recipes.planner.refusal import refusal
-from memsave_recipes.planner.rehearsal import out_of_memory_together, rehearse
+from memsave_recipes.planner.rehearsal import StepOnDevice, rehearse
 from memsave_recipes.planner.report import show_choice
 from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries, search
 from memsave_recipes.planner.sketch import Sketch
@@ -67,10 +65,12 @@ def plan_run(
     """
     if not run.searches:
         return RunPlan(plan_blocks(model, run.activation_checkpointing or "none"))
-    planning = _Planning(run, optim, accelerator, model, batches, prepared, loss_of, sketch)
+    step = StepOnDevice(accelerator, model, batches, prepared, loss_of)
+    planning = _Planning(run, optim, accelerator, model, step, sketch)
     candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
+    torch.accelerator.empty_cache()  # what was tried out need not stay in the allocator's cache
     batches.geometry = candidate.geometry
-    return RunPlan(candidate.forecast.plan, candidate.peak_bytes)
+    return RunPlan(candidate.forecast.plan, candidate.allocated_bytes)
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,7 @@ class _Planning:
     optim: OptimizerArguments
     accelerator: Accelerator
     model: nn.Module
-    batches: GlobalBatches
-    prepared: nn.Module
-    loss_of: Callable[[Batch], Tensor]
+    step: StepOnDevice
     sketch: Callable[[], Sketch]
 
     @property
@@ -115,16 +113,17 @@ class _Planning:
 
     @property
     def budget_bytes(self) -> int:
-        """That the flags name, or all that the device has.
+        """That the flags name, or what can be used of the device's.
 
         Raises:
             InputError: neither is there.
         """
         if self.run.memory_budget_gib is not None:
             return int(self.run.memory_budget_gib * GIB)
-        if self.accelerator.device.type == "cpu":
+        device = self.accelerator.device
+        if device.type == "cpu":
             raise InputError("--micro_batch_size auto needs --memory_budget_gib on a CPU: the GiB that a step may take")
-        return torch.get_device_module(self.accelerator.device).mem_get_info(self.accelerator.device)[1]
+        return usable_bytes(torch.get_device_module(device).mem_get_info(device)[1], device.type)
 
     def choose(self, geometries: list[Geometry]) -> Candidate:
         """The fastest that fits; shown by the first rank, with all that was looked at.
@@ -146,6 +145,7 @@ class _Planning:
             InputError: not even single samples fit.
         """
         while (problem := self._problem(candidate)) is not None:
+            torch.accelerator.empty_cache()  # here, where no frame of a failed step is left to hold its tensors
             size = candidate.geometry.micro_batch_size
             if size == 1 or self.optim.optimizer_in_backward:
                 raise InputError(f"{problem}, and the micro-batch cannot be halved: raise --memory_budget_gib")
@@ -159,7 +159,7 @@ class _Planning:
     def _problem(self, candidate: Candidate) -> str | None:
         """What is wrong with a prediction, in words; ``None`` for one that holds."""
         predicted = f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong"
-        forward = self._forward(candidate.geometry)
+        forward = self.step.forward(candidate.geometry)
         try:
             needed = rehearse(candidate, self.accelerator, self.model, forward)
         except torch.OutOfMemoryError:
@@ -172,26 +172,17 @@ class _Planning:
     def _search(self, geometries: list[Geometry], strategy: str) -> Choice:
         terms = self._terms(strategy)
         with self._progress() as progress:
-            choice = search(geometries, (None,), lambda geometry, _: self._candidates(terms, geometry, progress))
+            choice = search(geometries, (None,), lambda geometry, _: self.step.candidates(terms, geometry, progress))
         return choice if choice.candidates else self._search_on_paper(geometries, strategy)
 
-    def _candidates(self, terms: Terms, geometry: Geometry, progress: tqdm) -> list[Candidate]:
-        """What the first rank finds, for all; nothing if a rank has no memory left for the plain step."""
-        try:
-            with out_of_memory_together(self.accelerator):
-                measured = self._measure(geometry, terms.strategy, progress)
-        except torch.OutOfMemoryError:
-            return []
-        return by_rank_0(self.accelerator, lambda: terms.candidates(measured, geometry))
-
     def _search_on_paper(self, geometries: list[Geometry], strategy: str) -> Choice:
-        """Where not even the smallest plain micro-batch can be measured.
+        """Where not even the smallest micro-batch can be measured.
 
         Raises:
             InputError: the recipe cannot be planned on paper.
         """
         size = geometries[0].micro_batch_size
-        no_memory = f"this device has no memory for a plain micro-batch of {size}, so nothing can be measured"
+        no_memory = f"this device has no memory to measure a micro-batch of {size}"
         self.accelerator.print(f"{no_memory}: planning on paper")
 
         def choose() -> Choice:
@@ -206,28 +197,6 @@ class _Planning:
         except InputError as refused:
             way_out = "give a smaller --micro_batch_size"
             raise InputError(f"{no_memory}, or planned on paper ({refused.one_line}): {way_out}") from refused
-
-    def _measure(self, geometry: Geometry, strategy: str, progress: tqdm) -> Measurement:
-        batch = self.batches.largest_micro_batch(geometry.micro_batch_size)
-        workload = Workload(
-            model=self.model,
-            forward=self._forward(geometry, batch),
-            batch=list(batch.values()),
-            device=self.accelerator.device,
-            stacks=block_names(find_stacks(self.model)),
-        )
-        plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
-        progress.total = (progress.total or 0) + num_runs(plans)
-        return measure(workload, plans, on_run=progress.update)
-
-    def _forward(self, geometry: Geometry, batch: Batch | None = None) -> Callable[[], Tensor]:
-        batch = batch or self.batches.largest_micro_batch(geometry.micro_batch_size)
-
-        def forward() -> Tensor:
-            with self.accelerator.no_sync(self.prepared):
-                return self.loss_of(batch)
-
-        return forward
 
     def _progress(self) -> tqdm:
         return tqdm(

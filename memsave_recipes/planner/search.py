@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from memsave_recipes.costs import Measurement
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import Beside, Forecast, forecast, least_memory
+from memsave_recipes.planner.beside import WORKSPACES, Beside
+from memsave_recipes.planner.budget import Forecast, forecast, least_memory
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
@@ -30,7 +31,7 @@ class Candidate:
         forecast: of one micro-batch; its chain has everything in it that lives on the device.
         weights_bytes: parameters and buffers.
         beside: what lives there besides.
-        overheads: bytes that torch does not count, by what they are for: the device's context, say.
+        overheads: bytes beside the tensors of a step, by what they are for: the device's context, say.
         budget_bytes: for all of it.
     """
 
@@ -49,8 +50,13 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that torch allocates in a step."""
+        """The most that the tensors of a step take."""
         return self.forecast.peak.total_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak as torch's allocator will tell it: with the workspaces, which it counts as well."""
+        return self.peak_bytes + self.overheads.get(WORKSPACES, 0)
 
     @property
     def needed_bytes(self) -> int:

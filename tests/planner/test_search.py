@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
-from memsave_recipes.planner.beside import Beside
+from memsave_recipes.costs.targets import find_target
+from memsave_recipes.planner.beside import Beside, overheads_of_target, usable_bytes, workspaces_of_device
 from memsave_recipes.planner.budget import Forecast
 from memsave_recipes.planner.refusal import levers, refusal
 from memsave_recipes.planner.search import Candidate, Choice, open_geometries, search
@@ -146,3 +148,26 @@ def test_what_a_lever_needs_is_what_it_changes():
     assert [
         lever.words for lever in levers(roomy, MODEL, OptimizerArguments(optimizer="sgd"), takes_adapters=False)
     ] == ["sharding over 2 devices"]
+
+
+def test_what_the_allocator_holds_besides_known_tensors_are_workspaces(monkeypatch):
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda of: 1000 if of is device else 0)
+    assert workspaces_of_device(device, known_bytes=900) == {"workspaces": 100}
+    assert workspaces_of_device(device, known_bytes=1100) == {"workspaces": 0}
+    assert workspaces_of_device(torch.device("cpu"), known_bytes=900) == {}
+
+
+def test_on_paper_two_threads_multiply():
+    target = find_target("a100")
+    assert overheads_of_target(target)["workspaces"] == 2 * target.cublas_workspace_bytes > 0
+
+
+def test_workspaces_are_allocated_and_the_context_is_not():
+    one = candidate(overheads={"CUDA context": 77, "workspaces": 11})
+    assert one.allocated_bytes == one.peak_bytes + 11
+
+
+def test_without_a_budget_a_device_is_not_filled():
+    assert usable_bytes(1000, "cuda") == 950
+    assert usable_bytes(1000, "cpu") == 1000

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner import run_plan
+from memsave_recipes.planner import rehearsal, run_plan
+from memsave_recipes.planner.beside import WORKSPACES
 from memsave_recipes.planner.rehearsal import out_of_memory_together
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.search import Candidate, Terms
@@ -103,7 +104,27 @@ def no_memory_to_measure(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
 
-def planned(accelerator, *, budget_bytes, strategy="none", lying=False, hard_limit=None, measures=True):
+def within(num_bytes, forward):
+    """``forward`` on a device that has so much memory for it."""
+
+    def limited(*args):
+        with MemoryBudget(num_bytes):
+            return forward(*args)
+
+    return limited
+
+
+def planned(
+    accelerator,
+    *,
+    budget_bytes,
+    strategy="none",
+    lying=False,
+    hard_limit=None,
+    measures=True,
+    measuring_limit=None,
+    workspaces=None,
+):
     """The micro-batch and the peak of a run that is planned, then trained for two steps."""
     torch.manual_seed(0)
     model = build_model()
@@ -131,20 +152,24 @@ def planned(accelerator, *, budget_bytes, strategy="none", lying=False, hard_lim
     if lying:
         Terms.candidates = lambda *args: list(understated(*args))
     if not measures and accelerator.process_index == accelerator.num_processes - 1:
-        run_plan.measure = no_memory_to_measure
+        rehearsal.measure_in_groups = no_memory_to_measure
+    if measuring_limit:
+        measured = rehearsal.measure_in_groups
+        rehearsal.measure_in_groups = lambda workload, *args, **kwargs: measured(
+            replace(workload, forward=within(measuring_limit, workload.forward)), *args, **kwargs
+        )
+    if workspaces is not None:
+        of_this_rank = workspaces[accelerator.process_index]
+        rehearsal.workspaces_of_device = lambda device, known_bytes: {WORKSPACES: of_this_rank}
+    emptied = []
+    torch.accelerator.empty_cache = lambda: emptied.append(len(said))
     if hard_limit:
         tried_out = run_plan.rehearse
 
         def within_limits(*args):  # of one rank alone, the last one
             if accelerator.process_index < accelerator.num_processes - 1:
                 return tried_out(*args)
-            forward = args[-1]
-
-            def limited():
-                with MemoryBudget(hard_limit):
-                    return forward()
-
-            return tried_out(*args[:-1], limited)
+            return tried_out(*args[:-1], within(hard_limit, args[-1]))
 
         run_plan.rehearse = within_limits
 
@@ -177,6 +202,7 @@ def planned(accelerator, *, budget_bytes, strategy="none", lying=False, hard_lim
         "micro_batch_size": batches.geometry.micro_batch_size,
         "predicted": found.predicted_peak_bytes,
         "said": said,
+        "emptied": emptied,
         "losses": losses,
     }
 
@@ -231,10 +257,41 @@ def test_one_rank_that_cannot_measure_makes_all_plan_on_paper(run_on_ranks, num_
     measured = run_on_ranks(partial(planned, budget_bytes=EIGHT, strategy=strategy), num_ranks)
     on_paper = run_on_ranks(partial(planned, budget_bytes=EIGHT, strategy=strategy, measures=False), num_ranks)
     assert not any("planning on paper" in line for line in measured[0]["said"])
-    assert any(
-        "no memory for a plain micro-batch of 1, so nothing can be measured" in line for line in on_paper[0]["said"]
-    )
+    assert any("no memory to measure a micro-batch of 1" in line for line in on_paper[0]["said"])
     for one, other in zip(measured, on_paper, strict=True):
         assert one["micro_batch_size"] == other["micro_batch_size"] == size
         assert other["predicted"] == pytest.approx(one["predicted"], rel=0.01)
         assert one["losses"] == other["losses"]
+
+
+UNIT = ROWS * WIDTH * 4  # of a sample; plain keeps two of them for a layer, one that recomputes keeps one
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_where_plain_does_not_fit_larger_micro_batches_are_measured_in_groups(run_on_ranks, num_ranks):
+    """Eight samples: 12 units plain, 9 where every other layer recomputes. Sixteen do not fit in any way."""
+    limit = int(8 * 11.5 * UNIT)
+    plans = partial(planned, budget_bytes=7 * NEEDED_A_SAMPLE + ROOM, measuring_limit=limit)
+    plain = run_on_ranks(partial(plans, strategy="none"), num_ranks)
+    assert {result["micro_batch_size"] for result in plain} == {4}
+    results = run_on_ranks(partial(plans, strategy="budget:bitwise"), num_ranks)
+    assert {result["micro_batch_size"] for result in results} == {8}
+    assert not any("planning on paper" in line for line in results[0]["said"])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_workspaces_are_part_of_the_budget_and_of_the_predicted_peak(run_on_ranks, num_ranks):
+    """Those of the rank with the most."""
+    without = run_on_ranks(partial(planned, budget_bytes=EIGHT), num_ranks)
+    workspaces = [5 * NEEDED_A_SAMPLE, 6 * NEEDED_A_SAMPLE][-num_ranks:]
+    results = run_on_ranks(partial(planned, budget_bytes=EIGHT, workspaces=workspaces), num_ranks)
+    assert {result["micro_batch_size"] for result in without} == {8}
+    assert {result["micro_batch_size"] for result in results} == {2}
+    small = run_on_ranks(partial(planned, budget_bytes=2 * NEEDED_A_SAMPLE + ROOM), num_ranks)
+    assert results[0]["predicted"] == small[0]["predicted"] + 6 * NEEDED_A_SAMPLE
+
+
+def test_the_cache_of_the_allocator_is_emptied_after_planning_and_after_every_failure(run_on_ranks):
+    assert run_on_ranks(partial(planned, budget_bytes=EIGHT), 1)[0]["emptied"] == [0]
+    (found,) = run_on_ranks(partial(planned, budget_bytes=EIGHT, hard_limit=3 * SAVED_A_SAMPLE), 1)
+    assert found["emptied"] == [0, 1, 2]  # before the line that says so, twice, and at the end
