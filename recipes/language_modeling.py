@@ -171,7 +171,8 @@ def train(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     ).to(accelerator.device)
-    check_model(model, tokenizer, data, network)
+    with accelerator.autocast():  # flash attention refuses float32
+        check_model(model, tokenizer, data, network)
     saved_model = add_lora(model, lora, task_type="CAUSAL_LM")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -179,7 +180,9 @@ def train(
     # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
     optimizer = make_optimizer(optim, model)
     scheduler = make_scheduler(optim, optimizer, num_steps)
-    loss_model, optimizer = accelerator.prepare(CausalLMLoss(model, network.loss), optimizer)
+    with accelerator.autocast():
+        loss_model = CausalLMLoss(model, network.loss)
+    loss_model, optimizer = accelerator.prepare(loss_model, optimizer)
     loss_of = partial(summed_loss, loss_model)
 
     # Memory plan, and the micro-batch where that is left to the planner
@@ -270,7 +273,8 @@ def train(
     }
     write_results(accelerator, folder, results, checkpoints)
     if accelerator.is_main_process:
-        with deterministic_kernels(run.full_determinism):  # a warning is enough for what draws a sample
+        # For a sample it is enough to be warned of an operator without a deterministic kernel.
+        with accelerator.autocast(), deterministic_kernels(run.full_determinism):
             continued = sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100])
         print("sample:", printable_lines(continued))
         show(compare([read_run(folder)]))

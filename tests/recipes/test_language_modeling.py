@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsave_recipes.data.text import load_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
@@ -252,3 +255,35 @@ def test_two_ranks_have_the_curve_of_one(tmp_path, small):
     assert (two["num_processes"], two["tokens_seen"]) == (2, one["tokens_seen"])
     assert curve(tmp_path / "cpu_ddp") == pytest.approx(curve(tmp_path / "cpu"), rel=1e-12)
     assert two["eval"] == pytest.approx(one["eval"], rel=1e-9)
+
+
+# Flash attention, by a stand-in that refuses what its kernels refuse
+
+
+@pytest.fixture
+def flash(monkeypatch, recipe):
+    """The name of a stand-in for flash attention."""
+
+    def attention(module, query, key, value, attention_mask, position_ids=None, **options):
+        half = query.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+        assert half, "FlashAttention only support fp16 and bf16 data type"
+        kv_groups = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(kv_groups, dim=1) for states in (key, value))
+        mask = None
+        if position_ids is not None:
+            documents = (position_ids == 0).cumsum(-1)
+            mask = (documents[:, :, None] == documents[:, None]).tril()[:, None]
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
+        return attended.transpose(1, 2), None
+
+    name = "half_precision_only"  # transformers would load kernels for a name with "flash" in it
+    monkeypatch.setattr(recipe.ModelArguments, "one_row", True)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, attention)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, lambda *args, **options: None)
+    return name
+
+
+def test_flash_attention_takes_float32_weights_under_autocast(train, small, flash, monkeypatch):
+    """Also where the model runs outside of the prepared loss: the checks before training, the sample after it."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert train(*small, "--attn_implementation", flash)["mixed_precision"] == "bf16"
