@@ -17,7 +17,7 @@ from typing import Any
 import datasets
 from datasets import Features, Value
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, check_file
 from memsave_recipes.hub import loading_by_name, reason
 
 END_OF_TEXT = "<|endoftext|>"
@@ -60,9 +60,8 @@ def read_file(flag: str, name: str, text_column: str) -> datasets.Dataset:
     Raises:
         InputError: no such file, another ending, or not readable as what its ending says.
     """
+    check_file(flag, name)
     path = Path(name)
-    if not os.path.isfile(path):  # unlike pathlib, without an error for what can be no path
-        raise InputError(f"{flag} {name} is not a file: check the path")
     state, source = path.stat(), f"{flag} {name}"
     options = {"path": str(path.resolve()), "version": f"{state.st_size} {state.st_mtime_ns}"}
     with progress_bars(state.st_size > LONG_BYTES):

@@ -16,7 +16,7 @@ from typing import Any
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.compare import ComparisonRow, ComparisonTable
-from memsave_recipes.evidence.runs import history_row
+from memsave_recipes.evidence.runs import history_row, step_of
 from memsave_recipes.evidence.wandb_runs import first_line, log_in
 
 LOOPBACK = "127.0.0.1"
@@ -105,18 +105,18 @@ def _import(row: ComparisonRow) -> None:
     """The history of a run, with its results in the configuration, where trackio's comparer shows them."""
     import trackio
 
-    config = {**row.run.config, "results": row.run.results}
+    known = {key: value for key, value in row.run.config.items() if not key.startswith("_")}  # those are trackio's own
     run = trackio.init(
         project=IMPORTED,
         name=row.name,
         group=row.model,
-        config=config,
+        config={**known, "results": row.run.results},
         embed=False,
         auto_log_cpu=False,
         auto_log_gpu=False,
     )
     for logged in row.run.history.rows:
-        run.log({key: value for key, value in history_row(logged).items() if key != "step"}, step=logged.get("step"))
+        run.log({key: value for key, value in history_row(logged).items() if key != "step"}, step=step_of(logged))
     trackio.finish()
 
 

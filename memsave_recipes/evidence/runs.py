@@ -49,8 +49,8 @@ class History:
         return dict(zip(*self._curves[key], strict=True))
 
     def _note(self, row: dict[str, Any]) -> None:
-        step = row.get("step")
-        if not _is_number(step) or isinstance(step, float) or abs(step) > LAST_STEP:
+        step = step_of(row)
+        if step is None:
             return
         for key, (steps, values) in self._curves.items():
             value = _number(row.get(key))
@@ -137,6 +137,12 @@ def find_runs(path: Path | str) -> list[Path]:
 def loss_curve(run: Run) -> dict[int, float]:
     """The training loss by step."""
     return run.history.curve(TRAIN_LOSS)
+
+
+def step_of(row: dict[str, Any]) -> int | None:
+    """The step of a logged row; ``None`` where it is no number of a step."""
+    step = row.get("step")
+    return step if _is_number(step) and isinstance(step, int) and abs(step) <= LAST_STEP else None
 
 
 def history_row(row: dict[str, Any]) -> dict[str, float]:

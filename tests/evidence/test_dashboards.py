@@ -58,6 +58,25 @@ def test_a_browser_sees_both_runs(folder: Path, browse: Callable[[str], Any]) ->
     assert [line for line in seen.console if "ERROR" in line or "Uncaught" in line] == []
 
 
+def test_odd_keys_and_steps_are_no_reason_to_show_nothing(make_run: Callable[..., Run], tmp_path: Path) -> None:
+    odd = make_run("odd", config={"_wandb": {}, "a\x1b": [None, {"b": 1}]})
+    rows = [{"step": step, "train/loss": 1.0, "text": "x"} for step in (1, "x", [1], 2**70, None, True, -1.5)]
+    show = (
+        "import contextlib, json, sys, warnings; warnings.simplefilter('error'); from pathlib import Path\n"
+        "from memsave_recipes.evidence.compare import compare\n"
+        "from memsave_recipes.evidence.dashboards import imported\n"
+        "from memsave_recipes.evidence.runs import History, Run\n"
+        "results, config, rows = json.loads(sys.argv[1])\n"
+        "run = Run(name='odd', path=Path('/runs/odd'), results=results, config=config, history=History(rows))\n"
+        "with imported(compare([run])) as store:\n"
+        "    print([path.name for path in store.glob('*.db')])\n"
+    )
+    command = [sys.executable, "-c", show, json.dumps([odd.results, odd.config, rows])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "['memsave.db']\n"), done.stderr
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_it_is_on_loopback_alone_and_ends_cleanly(ending: int, folder: Path, tmp_path: Path) -> None:
     port, temporary = free_port(), tmp_path / "temporary"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.evidence import wandb_runs
 from memsave_recipes.evidence.runs import loss_curve
 from memsave_recipes.evidence.series import by_samples_seen
 from memsave_recipes.evidence.wandb_runs import read_offline_run
@@ -57,6 +58,34 @@ def test_a_run_that_did_not_finish_is_named(tmp_path: Path) -> None:
     log = log_offline(tmp_path, "killed")
     with pytest.raises(InputError, match=f"{log.parent} has no result/"):
         read_offline_run(log)
+
+
+SUMMARY_RECORD = {"type": "summary", "summary": {"update": SUMMARY}}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *([], 1, {}, {"type": "summary"}, {"type": "history", "history": {"item": 3}}),
+        {"type": "run", "run": {"display_name": 3}},
+        {"type": "config", "config": {"update": {"model_name_or_path": 3}}},
+        {"type": "summary", "summary": {"update": {"result/a": 1, "result/a/b": 2}}},
+        "[" * 3000,
+    ],
+)
+def test_a_log_of_anything_else_is_named(record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps(SUMMARY_RECORD), record if record == "[" * 3000 else json.dumps(record)]
+    monkeypatch.setattr(wandb_runs, "_inspect", lambda log: lines)
+    with pytest.raises(InputError, match=f"{tmp_path}.* holds what no recipe logs"):
+        read_offline_run(tmp_path / "run" / "x.wandb")
+
+
+def test_the_texts_of_a_log_are_printable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = {"type": "run", "run": {"display_name": "\x1b[31mred"}}
+    config = {"type": "config", "config": {"update": {"model": "a\nb", "activation_checkpointing": "\u202e"}}}
+    monkeypatch.setattr(wandb_runs, "_inspect", lambda log: [json.dumps(r) for r in (run, config, SUMMARY_RECORD)])
+    read = read_offline_run(tmp_path / "x.wandb")
+    assert (read.name, read.text("model"), read.text("plan")) == (r"\x1b[31mred", r"a\nb", r"\u202e")
 
 
 def test_a_file_that_is_no_log_is_named(tmp_path: Path) -> None:
