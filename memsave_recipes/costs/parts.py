@@ -6,7 +6,10 @@ NOTE [ the parts of a step ]
 2. The forward of a part ends where the next one begins. Its backward begins when the gradient of its output is there
    and ends where that of the part before begins, so the parts cover the backward as well. A part whose output needs no
    gradient has none.
-3. Storages are told apart by weak references, which keep an address from being used again: fake tensors, too, have
+3. What a block hands on ends with the first tensor that it has made. Layers return more than their hidden states
+   (attention weights that nobody takes, a position bias that all of them share), whose gradients, if there are any,
+   come at other times.
+4. Storages are told apart by weak references, which keep an address from being used again: fake tensors, too, have
    them.
 """
 
@@ -94,7 +97,7 @@ class PartsOfStep:
         with kept_by_policy() as kept:
             outputs = run(*inputs)
         self.parts[-1].saved |= kept
-        given = _tensors(outputs)
+        given = _handed_on(_tensors(outputs), taken)
         self._begin(Part(None, self._storages(given)), given)
         return outputs
 
@@ -162,6 +165,12 @@ class PartsOfStep:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _handed_on(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Rule 3 of the NOTE: of a dense layer all features, of a layer's tuple the hidden states."""
+    made = (number for number, tensor in enumerate(outputs) if not any(tensor is given for given in inputs))
+    return outputs[: next(made, len(outputs)) + 1]
 
 
 def _tied_parameters(model: nn.Module) -> set[Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
+from transformers import MegatronBertConfig, MegatronBertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.offload import Mover
@@ -21,6 +22,22 @@ from memsave_recipes.plans.simulate import simulate
 CPU = torch.device("cpu")
 SET_ASIDE = 2 * 2 * 1024 * 512 * 4  # where blocks offload: two blocks, each with its input and what GELU saves
 STRATEGIES = ["none", "full", "every:2", "segments:2", "segments:3", "selective"]
+
+
+def t5():
+    shape = {"d_model": 64, "num_layers": 3, "num_heads": 4, "d_kv": 16, "d_ff": 256}
+    return T5ForConditionalGeneration(T5Config(vocab_size=256, decoder_start_token_id=0, use_cache=False, **shape)), (
+        "input_ids",
+        "labels",
+    )
+
+
+def megatron_bert():
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256}
+    return MegatronBertForMaskedLM(MegatronBertConfig(vocab_size=256, **shape)), ("input_ids", "labels")
+
+
+LAYERS_THAT_RETURN_MORE = {"t5": t5, "megatron-bert": megatron_bert}
 
 
 def workload_of(model, loss_of, batch, stacks=None):
@@ -76,6 +93,17 @@ def test_predicted_peaks_are_those_that_are_measured(make_case, name, bf16):
     found = errors(workload_of(without_cache(case.model), loss_of, case.batch))
     assert max(found.values()) <= 0.05, found  # above: harmless
     assert min(found.values()) >= -0.01, found
+
+
+@pytest.mark.parametrize("name", ["t5", "megatron-bert"])
+def test_what_layers_return_beside_their_states_is_not_handed_on(name):
+    """A position bias that all layers share gets its gradient last, attention weights that nobody takes get none."""
+    torch.manual_seed(0)
+    model, inputs = LAYERS_THAT_RETURN_MORE[name]()
+    tokens = torch.randint(3, 256, (4, 64))
+    found = errors(workload_of(model.train(), lambda model, batch: model(**dict.fromkeys(inputs, batch)).loss, tokens))
+    assert max(found.values()) <= 0.02, found
+    assert min(found.values()) >= -0.02, found  # what recomputes keeps T5's position bias alive, which is not counted
 
 
 def test_frozen_layers_have_no_backward(make_case):
