@@ -9,7 +9,8 @@ NOTE [ packing ]
 3. A document that is longer than what is left of its row goes on in the next one as if it began there, at position 0.
 4. The first token of a document in a row has the label -100, because it cannot be predicted from another document.
 5. Flash attention finds the documents only where the batch is one row: ``one_row`` puts the rows of a micro-batch
-   behind one another. By 3 and 4 the loss is the same; other implementations would build a mask of (B * T)^2.
+   behind one another. By 3 and 4 the loss is the same; other implementations would build a mask of (B * T)^2. The batch
+   says where documents end, because transformers would look for that on the device, and wait for it in every layer.
 6. Some models do not look at ``position_ids`` (BLOOM, OPT, Falcon, Mamba) or not in every layer (Qwen3-Next):
    ``keeps_documents_apart`` tries it out.
 
@@ -89,9 +90,12 @@ class PackedDataset(Dataset):
         return places - np.maximum(self.tokens.document_starts[documents], start)
 
     def collate(self, rows: list[Batch]) -> Batch:
-        """Rows as a batch (B, T), or (1, B * T) with ``one_row``."""
+        """Rows as a batch (B, T), or (1, B * T) and ``document_ends`` with ``one_row``."""
         batch = default_collate(rows)
-        return {name: values.view(1, -1) for name, values in batch.items()} if self.one_row else batch
+        if not self.one_row:
+            return batch
+        batch = {name: values.view(1, -1) for name, values in batch.items()}
+        return batch | document_ends(batch["position_ids"])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -182,6 +186,18 @@ def fingerprint_of(
         samples={name: rows.tokens.samples(name) for name, rows in splits.items()},
         tokenizer=digest_of_tokenizer(tokenizer),
     )
+
+
+def document_ends(position_ids: Tensor) -> dict[str, Any]:
+    """Where the documents of one row begin and end, as ``FlashAttentionKwargs`` of transformers.
+
+    Args:
+        position_ids: (1, T) on the host, where making it costs no wait.
+    """
+    starts = (position_ids[0] == 0).nonzero().flatten()
+    ends = F.pad(starts.to(torch.int32), (0, 1), value=position_ids.numel())  # (documents + 1,), from 0 to T
+    longest = int(ends.diff().max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def count_valid(batch: Batch) -> Tensor:

@@ -8,6 +8,7 @@ scale, a soft cap), so what the configuration says is tried out on a few tokens 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from itertools import product
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ class CausalLMLoss(nn.Module):
         self.model = model
         self.loss = loss
         self.chunk_bytes = chunk_bytes
+        self.tells_attention = all(_takes_more(part) for part in (model, model.get_decoder()))
         self.head = None if loss == "full" else find_head(model)
         if loss in ("chunked", "liger") and self.head is None:
             raise InputError(
@@ -57,14 +59,17 @@ class CausalLMLoss(nn.Module):
         labels: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        **attention: Any,
     ) -> Tensor:
         """The summed loss, a scalar in at least float32.
 
         Args:
             input_ids, labels, position_ids, attention_mask: (B, T). Labels are not shifted; -100 does not count.
                 Position ids that start again keep documents apart, if there is no attention mask.
+            attention: what else the model's attention may be told, such as where documents end.
         """
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        inputs |= attention if self.tells_attention else {}
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
         if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
@@ -72,6 +77,11 @@ class CausalLMLoss(nn.Module):
             return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
         return self.head.loss(hidden.flatten(0, 1), targets, self.chunk_bytes)
+
+
+def _takes_more(module: nn.Module) -> bool:
+    """Whether its forward hands on what it does not know itself."""
+    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature(module.forward).parameters.values())
 
 
 @dataclass(frozen=True)

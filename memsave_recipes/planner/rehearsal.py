@@ -90,7 +90,7 @@ class StepOnDevice:
         workload = Workload(
             model=self.model,
             forward=self._forward(batch),
-            batch=list(batch.values()),
+            batch=[value for value in batch.values() if isinstance(value, Tensor)],
             device=self.accelerator.device,
             stacks=block_names(find_stacks(self.model)),
         )

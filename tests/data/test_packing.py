@@ -18,6 +18,7 @@ from transformers import (
     OPTConfig,
     PreTrainedTokenizerFast,
 )
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from memsave_recipes.data import token_line
 from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
@@ -207,6 +208,18 @@ def test_one_row_gives_the_same_loss(documents, tokenizer):
         counts.append(count_valid(batch))
     assert counts[0] == counts[1] > 0
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+
+
+def test_the_ends_of_documents_are_those_that_transformers_would_look_for(documents, tokenizer):
+    """In every layer, on the device; here the batch brings them from the host."""
+    packed = pack(documents, tokenizer, 16, one_row=True)
+    batch = packed.collate(rows_of(packed)[:3])
+    (ends, _), (longest, _) = prepare_fa_kwargs_from_position_ids(batch["position_ids"])
+    for side in "qk":
+        assert torch.equal(batch[f"cu_seq_lens_{side}"], ends)
+        assert batch[f"cu_seq_lens_{side}"].dtype == ends.dtype
+        assert batch[f"max_length_{side}"] == int(longest)
+        assert type(batch[f"max_length_{side}"]) is int
 
 
 # Padded samples

@@ -262,11 +262,13 @@ def test_two_ranks_have_the_curve_of_one(tmp_path, small):
 
 @pytest.fixture
 def flash(monkeypatch, recipe):
-    """The name of a stand-in for flash attention."""
+    """The name of a stand-in for flash attention, and of each call what it was told of the documents."""
+    told = []
 
     def attention(module, query, key, value, attention_mask, position_ids=None, **options):
         half = query.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
         assert half, "FlashAttention only support fp16 and bf16 data type"
+        told.append({name: options.get(name) for name in VARLEN})
         kv_groups = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(kv_groups, dim=1) for states in (key, value))
         mask = None
@@ -280,10 +282,20 @@ def flash(monkeypatch, recipe):
     monkeypatch.setattr(recipe.ModelArguments, "one_row", True)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, attention)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, lambda *args, **options: None)
-    return name
+    return name, told
+
+
+VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def test_flash_attention_takes_float32_weights_under_autocast(train, small, flash, monkeypatch):
     """Also where the model runs outside of the prepared loss: the checks before training, the sample after it."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert train(*small, "--attn_implementation", flash)["mixed_precision"] == "bf16"
+    name, told = flash
+    results = train(*small, "--attn_implementation", name)
+    assert results["mixed_precision"] == "bf16"
+    in_training = [call for call in told if call["max_length_q"] is not None]
+    assert len(in_training) >= 2 * 4 * 3  # layers, steps, micro-batches
+    for call in in_training:
+        assert call["max_length_q"] == call["max_length_k"] <= 32
+        assert call["cu_seq_lens_q"].dtype == call["cu_seq_lens_k"].dtype == torch.int32
