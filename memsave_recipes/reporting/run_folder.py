@@ -30,6 +30,7 @@ from memsave_recipes.checkpoints.continuity import (
 from memsave_recipes.checkpoints.find import committed
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.foreign import printable
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes.rank_watch import missing_ranks_end_the_run
 from memsave_recipes.reporting.metrics_file import NAME as METRICS
@@ -119,8 +120,7 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
         lock = stack.enter_context(locked_run_folder(accelerator, folder))
         try:
             with missing_ranks_end_the_run(limit_s), StopSignals(limit_s) as signals:
-                for notice in notices:
-                    accelerator.print(notice)
+                _tell(accelerator, *notices)
                 yield OpenRun(
                     accelerator=accelerator,
                     folder=folder,
@@ -169,15 +169,13 @@ def begin_run(
         check_state(resumed.state)
         earlier, step = resumed.state["trackers"], resumed.step
         name = earlier["name"]
-        accelerator.print(*resumed.notices, f"going on after {step} steps", sep="\n")
+        _tell(accelerator, *resumed.notices, f"going on after {step} steps")
     elif flags.get("resume"):
-        accelerator.print(f"note: --resume finds no checkpoint in {folder}, so the run begins")
+        _tell(accelerator, f"note: --resume finds no checkpoint in {folder}, so the run begins")
     sizes = {**asdict(geometry), "accumulation_steps": geometry.accumulation_steps}
     about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
-    notices = by_rank_0(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed))
-    for notice in notices:
-        accelerator.print(notice)
+    _tell(accelerator, *by_rank_0(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed)))
     start_trackers(
         accelerator,
         project=project,
@@ -252,6 +250,12 @@ def _exists(folder: Path) -> bool:
         return folder.exists()
     except OSError as error:
         raise InputError(f"--output_dir {folder} cannot be a folder ({error.strerror}): name another one") from error
+
+
+def _tell(accelerator: Accelerator, *lines: str) -> None:
+    """They may hold names of files, and what a checkpoint says."""
+    for line in lines:
+        accelerator.print(printable(line))
 
 
 def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: Resumed | None) -> list[str]:
