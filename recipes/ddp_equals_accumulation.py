@@ -48,11 +48,12 @@ from memsave_recipes.reporting.run_folder import begin_run, check_run_folder
 from memsave_recipes.reporting.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, require
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
-from memsave_recipes.training.environment import deterministic_kernels, device_name
+from memsave_recipes.training.environment import deterministic_kernels, device_name, matmul_precision
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
 from memsave_recipes.training.sample_order import Geometry, SampleOrder, seed_for
+from memsave_recipes.training.workers import num_workers
 
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -107,7 +108,7 @@ def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train once for every micro-batch size and both loops; returns what ``results.json`` holds."""
     run, optim = parse_arguments(ProofArguments, PlainOptimizerArguments, args=args)
     folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    with deterministic_kernels(run.full_determinism):
+    with deterministic_kernels(run.full_determinism), matmul_precision(run.matmul_precision):
         accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
         with locked_run_folder(accelerator, folder):
             return prove(accelerator, folder, run, optim)
@@ -130,7 +131,12 @@ def prove(
     order = SampleOrder(
         num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
     )
-    loading = {"order": order, "num_steps": run.max_steps, "seed": run.seed, "num_workers": run.dataloader_num_workers}
+    loading = {
+        "order": order,
+        "num_steps": run.max_steps,
+        "seed": run.seed,
+        "num_workers": num_workers(run.dataloader_num_workers, accelerator),
+    }
     loading |= {"count_valid": count_labels, "collate_fn": collate_and_hide_labels}
     pixels = partial(to_pixel_values, mean=[0.5] * 3, std=[0.5] * 3, dtype=run.torch_dtype)
 

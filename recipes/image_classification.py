@@ -67,6 +67,7 @@ from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
 from memsave_recipes.training.sample_order import SampleOrder
+from memsave_recipes.training.workers import num_workers
 
 USUAL_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
@@ -97,6 +98,9 @@ class ModelArguments(TransformerArguments):
 
     model: str | None = field(default=None, metadata={"help": f"one of {', '.join(MODELS)}"})
     weights: str | None = field(default=None, metadata={"help": "for --model: a .safetensors or .pth of its weights"})
+    channels_last: bool = field(
+        default=False, metadata={"help": "weights of convolutions in the order that GPUs are fastest with"}
+    )
 
     def __post_init__(self) -> None:
         ways = [self.model, self.model_name_or_path, self.model_type]
@@ -156,7 +160,7 @@ def train(
         num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
     )
     num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
-    loading = {"num_workers": run.dataloader_num_workers}
+    loading = {"num_workers": num_workers(run.dataloader_num_workers, accelerator)}
     batches = GlobalBatches(
         accelerator, images.train, order=order, geometry=geometry, num_steps=num_steps, seed=run.seed, **loading
     )
@@ -308,7 +312,7 @@ def build_model(
             load_weights(model, network.weights)
         model = model.to(run.torch_dtype)
     check_image_size(model, image_size)
-    return model
+    return model.to(memory_format=torch.channels_last) if network.channels_last else model
 
 
 def normalization(network: ModelArguments) -> dict[str, Any]:

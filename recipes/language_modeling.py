@@ -62,6 +62,7 @@ from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
 from memsave_recipes.training.sample_order import SampleOrder
+from memsave_recipes.training.workers import num_workers
 
 BYTES_A_TOKEN = 5  # of text in a stream; English in a vocabulary of 50k has 4 to 5
 
@@ -147,7 +148,7 @@ def train(
         num_samples=len(train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
     )
     num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
-    loading = {"num_workers": run.dataloader_num_workers}
+    loading = {"num_workers": num_workers(run.dataloader_num_workers, accelerator)}
     num_samples = min(len(validation), data.max_eval_samples or len(validation))
     batches = GlobalBatches(
         accelerator,

@@ -68,6 +68,7 @@ from memsave_recipes.training.in_backward import check_in_backward
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
 from memsave_recipes.training.sample_order import SampleOrder
+from memsave_recipes.training.workers import num_workers
 
 USUAL_CLASSES = 2  # where a plan is made before the texts are there
 
@@ -149,7 +150,7 @@ def train(
         num_samples=len(tokens.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
     )
     num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
-    loading = {"collate_fn": tokens.train.collate, "num_workers": run.dataloader_num_workers}
+    loading = {"collate_fn": tokens.train.collate, "num_workers": num_workers(run.dataloader_num_workers, accelerator)}
     batches = GlobalBatches(
         accelerator, tokens.train, order=order, geometry=geometry, num_steps=num_steps, seed=run.seed, **loading
     )

@@ -40,7 +40,12 @@ from memsave_recipes.reporting.report import check_state
 from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers, start_trackers
 from memsave_recipes.training.arguments import RunArguments, SafetyArguments
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.environment import describe_environment, deterministic_kernels
+from memsave_recipes.training.environment import (
+    describe_environment,
+    deterministic_kernels,
+    let_segments_grow,
+    matmul_precision,
+)
 from memsave_recipes.training.finite import NotFinite
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.sample_order import Geometry
@@ -114,6 +119,8 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
     notices = check_same_flags(earlier, flags) if earlier else []
     with ExitStack() as stack:
         stack.enter_context(deterministic_kernels(run.full_determinism, later=run.verify != "off"))
+        stack.enter_context(matmul_precision(run.matmul_precision))
+        let_segments_grow()
         limit_s = 60 * safety.collective_timeout_minutes
         accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=resolve_trackers(run.report_to, folder))
         notices += check_same_environment(earlier["environment"], accelerator) if earlier else []

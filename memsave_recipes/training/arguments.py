@@ -78,8 +78,15 @@ class RunArguments:
     dtype: Literal["float32", "bfloat16", "float64"] = field(
         default="float32", metadata={"help": "of the parameters; mixed precision is set at launch"}
     )
+    matmul_precision: Literal["highest", "high", "medium"] | None = field(
+        default=None,
+        metadata={"help": "of float32 products: high takes TF32 on a GPU, medium bfloat16; default: torch's, highest"},
+    )
     sync_batchnorm: bool = field(default=False, metadata={"help": "BatchNorm statistics over all ranks (GPUs)"})
-    dataloader_num_workers: int = field(default=0, metadata={"help": "processes that load data, for each rank"})
+    dataloader_num_workers: int | None = field(
+        default=None,
+        metadata={"help": "processes that load data, for each rank; default: none on a CPU, up to 4 beside a GPU"},
+    )
     eval_steps: int | None = field(
         default=None, metadata={"help": "evaluate every so many optimizer steps; default: after each epoch"}
     )
@@ -111,7 +118,8 @@ class RunArguments:
         require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
         require(self.seed >= 0, "--seed", self.seed, "0 or more")
         workers = self.dataloader_num_workers
-        require(0 <= workers <= MOST_WORKERS, "--dataloader_num_workers", workers, f"from 0 to {MOST_WORKERS}")
+        in_range = workers is None or 0 <= workers <= MOST_WORKERS
+        require(in_range, "--dataloader_num_workers", workers, f"from 0 to {MOST_WORKERS}")
         require(self.eval_steps is None or self.eval_steps >= 1, "--eval_steps", self.eval_steps, "at least 1")
         snapshot = self.memory_snapshot
         require(snapshot is None or snapshot >= 1, "--memory_snapshot", snapshot, "at least 1")

@@ -1,4 +1,4 @@
-"""What a run runs on: versions, commit, hardware, and kernels that can be repeated."""
+"""What a run runs on: versions, commit, hardware, and how torch is set up for it."""
 
 import os
 import platform
@@ -53,6 +53,28 @@ def deterministic_kernels(wanted: bool, *, later: bool = False) -> Iterator[None
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+@contextmanager
+def matmul_precision(wanted: str | None) -> Iterator[None]:
+    """Products of float32 matrices in the precision that is ``wanted``; torch's own default where none is."""
+    before = torch.get_float32_matmul_precision()
+    if wanted is not None:
+        torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def let_segments_grow() -> None:
+    """Have CUDA's allocator extend its segments, unless the user has set it up: what lies between tensors stays usable.
+
+    Begin before the device is used. See https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
+    """
+    is_set_up = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if torch.version.cuda is not None and not is_set_up:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def device_name(device: torch.device) -> str:

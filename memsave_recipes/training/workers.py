@@ -8,16 +8,19 @@ are left by SIGTERM, which they do not hear, and would wait for them forever.
 
 import atexit
 import multiprocessing
+import os
 import re
 import signal
 from dataclasses import dataclass
 from functools import cache
 
+from accelerate import Accelerator
+
 from memsave_recipes.processes.parent import signal_at_end_of_parent
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
-
+MOST_BY_DEFAULT = 4
 
 KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)")
 EXITED = re.compile(r"DataLoader worker \(pid(\(s\))? (?P<pid>[\d, ]+)\) exited unexpectedly")
@@ -46,6 +49,21 @@ def lost_worker(error: Exception) -> LostWorker | None:
         return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
     why = f"was killed ({by})" if by else "ended unexpectedly"
     return LostWorker(f"{worker} {why}: --dataloader_num_workers 0 loads in this process and shows why", False)
+
+
+def num_workers(asked: int | None, accelerator: Accelerator) -> int:
+    """As many as ``asked``; else none on a CPU, whose cores compute, and beside an accelerator what is said.
+
+    There the main process has one of a rank's cores, to stay ahead of the device; more than ``MOST_BY_DEFAULT`` workers
+    are rarely of use. No sample depends on them.
+    """
+    if asked is not None or accelerator.device.type == "cpu":
+        return asked or 0
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    chosen = max(0, min(MOST_BY_DEFAULT, cores // ranks_here - 1))
+    accelerator.print(f"{chosen} processes load data for each rank: --dataloader_num_workers takes another number")
+    return chosen
 
 
 def serve_parent_only(worker_id: int) -> None:

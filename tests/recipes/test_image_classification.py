@@ -67,6 +67,30 @@ def test_what_a_run_leaves_behind(train, tmp_path):
     assert {"perf/samples_per_sec", "perf/step_time_s", "progress/epoch", "progress/samples_seen"} <= keys
 
 
+def test_channels_last_and_the_precision_of_products_are_those_of_training(recipe, train, tmp_path, monkeypatch):
+    """Also of a run that goes on, whose optimizer's state lies as the weights do."""
+    seen, clip = [], recipe.clip_gradients
+
+    def watched(optim, accelerator, model):
+        for parameter in model.parameters():
+            if parameter.ndim == 4:
+                layout = parameter.is_contiguous(memory_format=torch.channels_last)
+                seen.append((layout, torch.get_float32_matmul_precision()))
+        return clip(optim, accelerator, model)
+
+    monkeypatch.setattr(recipe, "clip_gradients", watched)
+    flags = ["--model", "vgg_small", *SHORT, "--channels_last", "--matmul_precision", "high"]
+    flags += ["--lr_scheduler_type", "constant", "--save_every", "2"]
+    straight = train(*flags, output="straight")
+    assert set(seen) == {(True, "high")}
+    usual = train("--model", "vgg_small", *SHORT, "--lr_scheduler_type", "constant", output="usual")
+    assert straight["train_loss"] == pytest.approx(usual["train_loss"], rel=1e-3)
+    train(*flags, "--max_steps", "2", output="resumed")
+    train(*flags, "--resume", output="resumed")
+    weights = [load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "resumed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_plan_json_reproduces_a_plan(train, tmp_path):
     (tmp_path / "plan.json").write_text(plan_for("every:2", [_block_names()]).to_json())
     results = train("--model", "vgg_small", *SHORT, "--activation_checkpointing", str(tmp_path / "plan.json"))

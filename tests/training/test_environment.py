@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from memsave_recipes.training.environment import deterministic_kernels
+from memsave_recipes.training.environment import deterministic_kernels, let_segments_grow, matmul_precision
 
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 
@@ -43,3 +43,28 @@ def test_a_proof_finds_the_workspace_that_it_needs(monkeypatch):
     with deterministic_kernels(False, later=True):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert state() == before
+
+
+@pytest.mark.parametrize(("wanted", "within"), [(None, "highest"), ("high", "high"), ("medium", "medium")])
+def test_the_precision_of_products_is_that_of_a_run_alone(wanted, within):
+    with matmul_precision(wanted):
+        assert torch.get_float32_matmul_precision() == within
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "own", "expected"),
+    [
+        ("13.0", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("13.0", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        ("13.0", {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}),
+        (None, {}, {}),
+    ],
+    ids=["CUDA", "the user's", "the user's, by its old name", "no CUDA"],
+)
+def test_segments_grow_on_cuda_unless_the_user_has_set_the_allocator_up(monkeypatch, cuda, own, expected):
+    environment = dict(own)
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    let_segments_grow()
+    assert environment == expected

@@ -1,12 +1,15 @@
 """A process whose workers are left at its end has an end, and one whose worker is killed has a line for it."""
 
+import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from memsave_recipes.training.workers import lost_worker
+from memsave_recipes.training.workers import lost_worker, num_workers
 
 LEFT = """
 import sys
@@ -69,3 +72,24 @@ def test_torch_does_not_always_know_the_signal():
     assert worker.words.startswith("data worker 12, 13 ended unexpectedly: ")
     assert not worker.had_no_memory
     assert lost_worker(RuntimeError("anything else")) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "cores", "ranks", "expected"),
+    [
+        ("cpu", None, 64, 1, 0),
+        ("cpu", 3, 64, 1, 3),
+        ("cuda", 0, 64, 1, 0),
+        ("cuda", None, 64, 8, 4),
+        ("cuda", None, 16, 8, 1),
+        ("cuda", None, 1, 1, 0),
+    ],
+)
+def test_workers_by_default_are_there_beside_an_accelerator(monkeypatch, device, asked, cores, ranks, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    said = []
+    accelerator = SimpleNamespace(device=torch.device(device), print=said.append)
+    assert num_workers(asked, accelerator) == expected
+    is_chosen = device == "cuda" and asked is None
+    assert [line.split()[0] for line in said] == ([str(expected)] if is_chosen else [])
