@@ -241,6 +241,7 @@ def train(
         report.count_flops(batch, loss_of)  # once, beside the training
         grad_norm = report.run(batch.step, partial(train_step, batch))
         report.count(batch, grad_norm)
+        plan_handle.check_first_step(accelerator.print)
         step, is_last = batch.step + 1, batch.step + 1 == num_steps
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))

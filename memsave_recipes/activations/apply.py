@@ -4,7 +4,8 @@ Only the ``forward`` of single module *instances* is replaced, so parameters, bu
 they are. What takes its place is in ``spans.py``.
 """
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +21,15 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
 
 
-def plan_blocks(model: nn.Module, strategy: str) -> Plan:
+def plan_blocks(model: nn.Module, strategy: str, running: Collection[str] | None = None) -> Plan:
     """The plan that ``strategy`` makes for ``model`` without measuring anything.
 
     Args:
         model: anything in which ``find_stacks`` finds blocks.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``bottleneck`` (DenseNets), or the path of a
             ``plan.json``.
+        running: the names of the blocks that run, if that is known. A stack of which none does (the tower for images of
+            a model that is given text) is left out.
 
     Raises:
         InputError: no such strategy or file, K out of range, or the model has no blocks for it.
@@ -36,7 +39,7 @@ def plan_blocks(model: nn.Module, strategy: str) -> Plan:
     if strategy == "bottleneck":
         full = plan_for("full", block_names(_required(find_bottlenecks(model), model, strategy)))
         return Plan(strategy=strategy, blocks=full.blocks, spans=full.spans)
-    stacks = find_stacks(model)
+    stacks = [stack for stack in find_stacks(model) if running is None or _has_one_of(stack, running)]
     return plan_for(strategy, block_names(stacks if strategy == "none" else _required(stacks, model, strategy)))
 
 
@@ -78,11 +81,18 @@ class PlanHandle:
     plan: Plan
     replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     runs: BlockRuns = field(default_factory=BlockRuns)
+    checked: bool = False
 
     def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
         """Set an attribute of a module instance and remember what stood in its ``__dict__``, if anything."""
         self.replaced.append((module, attribute, module.__dict__.get(attribute, _ABSENT)))
         setattr(module, attribute, value)
+
+    def check_first_step(self, warn: Callable[[str], Any] = warnings.warn) -> None:
+        """After a step: one line if the plan had little effect, because few of its blocks ran again. Only once."""
+        if not self.checked and (objection := self.runs.objection(self.plan)):
+            warn(objection)
+        self.checked = True
 
     def remove(self) -> None:
         """Take the plan off; a second call does nothing."""
@@ -111,8 +121,13 @@ def _required(stacks: list[Stack], model: nn.Module, strategy: str) -> list[Stac
     return stacks
 
 
+def _has_one_of(stack: Stack, names: Collection[str]) -> bool:
+    return any(block.name in names for block in stack.blocks)
+
+
 def _stacks_of(model: nn.Module, plan: Plan) -> list[Stack]:
-    for stacks in (find_stacks(model), find_bottlenecks(model)):
+    for found in (find_stacks(model), find_bottlenecks(model)):
+        stacks = [stack for stack in found if _has_one_of(stack, plan.blocks)]  # a plan may leave stacks out
         if tuple(name for names in block_names(stacks) for name in names) == plan.blocks:
             return stacks
     try:

@@ -3,6 +3,7 @@
 from memsave_recipes.costs.block_costs import Measurement, Workload, measure, measure_in_groups, num_runs
 from memsave_recipes.costs.meters import DeviceInstruments
 from memsave_recipes.costs.paper import PaperInstruments, Rates
+from memsave_recipes.costs.undisturbed import running_blocks
 
 __all__ = [
     "DeviceInstruments",
@@ -13,4 +14,5 @@ __all__ = [
     "measure",
     "measure_in_groups",
     "num_runs",
+    "running_blocks",
 ]

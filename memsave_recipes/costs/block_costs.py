@@ -21,7 +21,7 @@ from memsave_recipes.activations import apply_plan
 from memsave_recipes.costs.chains import Seen, chain_of
 from memsave_recipes.costs.meters import DeviceInstruments, Instruments, Meter
 from memsave_recipes.costs.parts import Part, PartsOfStep
-from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
+from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed, without_layerdrop
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.chain import Chain
@@ -62,6 +62,11 @@ class Measurement:
 
     workload: Workload
     seen: list[tuple[Plan, Seen]]
+
+    @property
+    def running(self) -> list[str]:
+        """The names of the blocks that ran."""
+        return self.seen[0][1].running
 
     def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
         """The chain of the model's blocks, with an option for each action that was measured.
@@ -112,10 +117,11 @@ def measure(
         on_run: is called after every run.
 
     Raises:
-        InputError: the model does not run its blocks once each and in the order of the plans.
+        InputError: the model does not run its blocks once each and in the order of the plans. Stacks of which no block
+            runs are left out of the measurement.
     """
     instruments = instruments or DeviceInstruments(workload.device)
-    with undisturbed(workload.model, workload.device):
+    with undisturbed(workload.model, workload.device), without_layerdrop(workload.model):
         seen: dict[_Run, Seen] = {}
         for plan in plans:
             run = _Run(workload, plan, instruments, on_run)
@@ -124,11 +130,14 @@ def measure(
             except InputError:  # the model cannot run under this action, so it is no option
                 if plan is plans[0]:
                     raise
-            else:
-                _check_order(seen[run].parts, plan)
+        expected = _blocks_in_order(next(iter(seen.values())).running, workload.stacks)
+        for figures in seen.values():
+            _check_order(figures.parts, expected)
         for _ in range(instruments.repetitions):
             for run, figures in seen.items():
-                figures.seconds.append(run.time())
+                parts, seconds = run.timed()
+                _check_order(parts, expected)
+                figures.seconds.append(seconds)
     return Measurement(workload, [(run.plan, figures) for run, figures in seen.items()])
 
 
@@ -149,24 +158,15 @@ class _Run:
     def see(self) -> Seen:
         """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile what compiles."""
         if self.instruments.repetitions:
-            self._timed()
+            self.timed()
         with self._parts(counting=True) as parts:
             memory = self.instruments.read_memory(partial(self._step, parts))
         self.on_run()
         seconds = [reading.seconds for reading in memory[1:] if reading.seconds is not None]
         return Seen(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[seconds] if seconds else [])
 
-    def time(self) -> list[float]:
-        """The seconds between its boundaries.
-
-        Raises:
-            InputError: other blocks ran than the plan names, as where a model skips some by chance.
-        """
-        parts, seconds = self._timed()
-        _check_order(parts, self.plan)
-        return seconds
-
-    def _timed(self) -> tuple[list[Part], list[float]]:
+    def timed(self) -> tuple[list[Part], list[float]]:
+        """Its parts, and the seconds between their boundaries."""
         with self._parts(counting=False) as parts:
             seconds = self.instruments.read_clock(partial(self._step, parts))
         self.on_run()
@@ -183,11 +183,16 @@ class _Run:
         clear_gradients(self.workload.model)
 
 
-def _check_order(parts: Sequence[Part], plan: Plan) -> None:
-    ran = [part.block for part in parts if part.block is not None]
-    if ran != list(plan.blocks):
+def _blocks_in_order(running: Sequence[str], stacks: Sequence[Sequence[str]]) -> list[str]:
+    """The blocks of the stacks of which any runs, as they are registered; of all stacks where none does."""
+    left = [names for names in stacks if not set(names).isdisjoint(running)] or stacks
+    return [name for names in left for name in names]
+
+
+def _check_order(parts: Sequence[Part], expected: Sequence[str]) -> None:
+    if [part.block for part in parts if part.block is not None] != expected:
         raise InputError(
-            f"--activation_checkpointing budget: this model does not run its {len(plan.blocks)} blocks once each, in "
+            f"--activation_checkpointing budget: this model does not run its {len(expected)} blocks once each, in "
             "every step and in the order in which they are registered, so their costs are no chain: use full or every:K"
         )
 

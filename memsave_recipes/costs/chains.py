@@ -39,6 +39,11 @@ class Seen:
     memory: list[Reading]
     seconds: list[list[float]]
 
+    @property
+    def running(self) -> list[str]:
+        """The names of the blocks that ran."""
+        return [part.block for part in self.parts if part.block is not None]
+
 
 def chain_of(
     seen: dict[Action, Seen],

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.costs import Workload, measure, num_runs
+from memsave_recipes.costs import Workload, measure, num_runs, running_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.beside import Beside
 from memsave_recipes.planner.budget import Forecast, forecast, plans_to_measure
@@ -31,8 +31,9 @@ def make_plan(
     Args:
         model: on its device. One in evaluation mode, as ``from_pretrained`` returns it, is measured as it will train:
             with all its modules in training mode. Of one in training mode, what evaluates goes on to do so.
-        batch: one micro-batch on that device, for ``budget``: a mapping for ``model(**batch)``, a sequence for
-            ``model(*batch)``, or what ``model(batch)`` takes. Call under the autocast of the training, if there is one.
+        batch: one micro-batch on that device, for ``budget``, and for other strategies to leave out blocks that it does
+            not reach: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or what ``model(batch)``
+            takes. Call under the autocast of the training, if there is one.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``compiled[:RATIO]``,
             ``bottleneck``, the path of a ``plan.json``, ``budget``, or ``budget:bitwise``, which never compiles.
         budget_gib: for ``budget``: device memory of a step, in GiB.
@@ -47,7 +48,11 @@ def make_plan(
     """
     stacks = [list(blocks)] if blocks else block_names(find_stacks(model))
     if strategy not in BUDGET_WORDS:
-        return plan_for(strategy, stacks) if blocks else plan_blocks(model, strategy)
+        if blocks:
+            return plan_for(strategy, stacks)
+        device = next(model.parameters()).device
+        running = None if batch is None else running_blocks(model, stacks, lambda: _call(model, batch), device)
+        return plan_blocks(model, strategy, running)
     if budget_gib is None or batch is None:
         raise InputError(f"strategy {strategy!r} needs a batch and budget_gib")
     workload = Workload(

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.agreement import by_rank_0, fail_together
-from memsave_recipes.costs import DeviceInstruments, Measurement, Workload, measure_in_groups, num_runs
+from memsave_recipes.costs import DeviceInstruments, Measurement, Workload, measure_in_groups, num_runs, running_blocks
 from memsave_recipes.costs.meters import Meter
 from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
 from memsave_recipes.measure.no_memory import is_out_of_memory
@@ -50,6 +50,13 @@ class StepOnDevice:
     def forward(self, geometry: Geometry) -> Callable[[], Tensor]:
         """The forward of its largest micro-batch."""
         return self._forward(self.batches.largest_micro_batch(geometry.micro_batch_size))
+
+    def running_blocks(self) -> set[str] | None:
+        """The blocks that a forward runs; ``None`` where a plan could leave none out, so nothing is run."""
+        stacks = block_names(find_stacks(self.model))
+        if len(stacks) < 2:
+            return None
+        return running_blocks(self.model, stacks, self.forward(self.batches.geometry), self.accelerator.device)
 
     def candidates(self, terms: Terms, geometry: Geometry, progress: tqdm) -> list[Candidate]:
         """What the first rank finds, for all; nothing if a rank has no memory left for as much as has to be kept.

@@ -63,9 +63,10 @@ def plan_run(
     Raises:
         InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
     """
-    if not run.searches:
-        return RunPlan(plan_blocks(model, run.activation_checkpointing or "none"))
     step = StepOnDevice(accelerator, model, batches, prepared, loss_of)
+    if not run.searches:
+        running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
+        return RunPlan(plan_blocks(model, run.activation_checkpointing or "none", running))
     planning = _Planning(run, optim, accelerator, model, step, sketch)
     candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
     torch.accelerator.empty_cache()  # what was tried out need not stay in the allocator's cache

@@ -5,7 +5,7 @@ several lines in the micro-batch, so nothing is interpolated. For each size the 
 and the solver's are held against the budget.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memsave_recipes.costs import Measurement
@@ -133,14 +133,14 @@ class Terms:
         strategy: of ``--activation_checkpointing``: with ``budget`` all plans are looked at, else this one alone.
         beside: what lives beside a step of a geometry.
         overheads: see ``Candidate``.
-        plan_of: the plan that a strategy's word makes.
+        plan_of: the plan that a strategy's word makes of the blocks that run.
     """
 
     budget_bytes: int
     strategy: str
     beside: Callable[[Geometry], Beside]
     overheads: Mapping[str, int] = field(default_factory=dict)
-    plan_of: Callable[[str], Plan]
+    plan_of: Callable[[str, Collection[str]], Plan]
 
     def candidates(self, measurement: Measurement, geometry: Geometry, loss: str | None = None) -> list[Candidate]:
         """What a measurement of one micro-batch makes possible."""
@@ -172,7 +172,7 @@ class Terms:
             yield solved
 
     def _under(self, strategy: str, measurement: Measurement, beside: Beside) -> Forecast:
-        plan = self.plan_of(strategy)
+        plan = self.plan_of(strategy, measurement.running)
         chain = measurement.chain(ratio=plan.compiled_memory_ratio, offload=strategy == "offload")
         if plan.blocks != chain.decided_names:
             raise InputError(
