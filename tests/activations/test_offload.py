@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.offload import SMALLEST_BYTES, Mover, _say_once_that_nothing_moves, offload
+from memsave_recipes.activations.offload import (
+    SMALLEST_BYTES,
+    Mover,
+    _say_once_that_nothing_moves,
+    offload,
+    pinned_sizes,
+)
 from memsave_recipes.plans import Action, Plan, Span
 
 CPU = torch.device("cpu")
@@ -348,3 +354,25 @@ def test_on_an_accelerator():
     (plain, plain_bytes), (moved, moved_bytes) = gradients(keep), gradients(offload)
     assert all(map(torch.equal, plain, moved))
     assert moved_bytes < plain_bytes + sum(gradient.nbytes for gradient in plain)
+
+
+def pinned(num_bytes):
+    """What torch pins for a request (``CachingHostAllocator.h``)."""
+    return 1 << (num_bytes - 1).bit_length()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 3, 7, 2**20, 2**20 + 1, 2**21 - 1, 3 * 2**20, 50_331_649, 10**9])
+def test_pieces_on_the_host_waste_at_most_an_eighth(num_bytes):
+    sizes = pinned_sizes(num_bytes)
+    assert sum(sizes) == num_bytes
+    assert all(sizes)
+    assert sum(map(pinned, sizes)) <= num_bytes * 9 / 8
+    assert len(sizes) <= 4
+
+
+def test_what_leaves_is_pinned_in_such_pieces(mover):
+    x = torch.randn(1000, requires_grad=True)
+    first, second = (mover.run(lambda x: (x * 2).sin(), x, modules=[]) for _ in range(2))
+    assert [len(reference()) for reference in mover.copies.host] == pinned_sizes(4000)
+    (first + second).sum().backward()
+    assert torch.equal(x.grad, 4 * (x * 2).cos())
