@@ -3,7 +3,8 @@
 What checkpointing costs is nearly all in a few kinds of operators, and what plain training keeps is mostly the rest:
 normalisations, activations, dropout, casts. A thin layer over ``create_selective_checkpoint_contexts`` (non-reentrant
 checkpoint, https://pytorch.org/docs/stable/checkpoint.html), with BatchNorm counted once. Gradients are those of the
-plain run, bit for bit.
+plain run, bit for bit, but for one product: under any dispatch mode torch computes ``(B, n, m) @ (1, m, k)``, of which
+the second factor needs no gradient, as one ``mm`` and not as a ``bmm``, which rounds otherwise on some CPUs.
 
 NOTE [ random numbers ]
 1. The second run begins with the generator where the first one began. So whatever draws has to draw again, in the same

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
@@ -355,3 +356,40 @@ def test_torch_alone_would_count_a_batch_twice():
 
     checkpoint(model, torch.randn(2, 3, 8, 8), use_reentrant=False, context_fn=recompute_all).sum().backward()
     assert model[1].num_batches_tracked == 2
+
+
+class _Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+FACTORS = [
+    ((4, 3, 5), (1, 5, 2), False),  # the one that differs
+    ((4, 3, 5), (1, 5, 2), True),
+    ((1, 3, 5), (4, 5, 2), False),
+    ((4, 3, 5), (4, 5, 2), False),
+    ((4, 3, 5), (5, 2), False),
+    ((3, 5), (4, 5, 2), False),
+    ((4, 3, 5), (5,), False),
+    ((2, 4, 3, 5), (1, 5, 2), False),
+    ((2, 4, 3, 5), (1, 1, 5, 2), False),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "trains"), FACTORS)
+def test_which_kernel_a_product_takes_under_a_policy(first, second, trains):
+    """One product takes another kernel, as docs/activation_plans.md says: no bits are promised for it."""
+    factors = torch.randn(first, requires_grad=True), torch.randn(second, requires_grad=trains)
+    products = {"aten::mm", "aten::bmm", "aten::mv"}
+    with profile() as profiled:
+        torch.matmul(*factors)
+    with _Names() as names:
+        torch.matmul(*factors)
+    plain = [event.name for event in profiled.events() if event.name in products]
+    watched = [name for name in names.seen if name in products]
+    assert (plain == watched) == ((first, second, trains) != FACTORS[0])
