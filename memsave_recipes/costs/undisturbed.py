@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memsave_recipes.activations.training_mode import training_mode
+from memsave_recipes.measure.training_mode import training_mode
 
 
 @contextmanager

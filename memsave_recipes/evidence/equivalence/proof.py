@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import PlanHandle
 from memsave_recipes.activations.batchnorm import batchnorm_layers
-from memsave_recipes.activations.training_mode import training_mode
 from memsave_recipes.errors import InputError
 from memsave_recipes.evidence.equivalence.block_runs import count_block_runs
 from memsave_recipes.evidence.equivalence.by_reference import compare_by_reference
@@ -44,6 +43,7 @@ from memsave_recipes.evidence.equivalence.ranks import (
     without_wrapper,
 )
 from memsave_recipes.measure.no_memory import is_out_of_memory
+from memsave_recipes.measure.training_mode import training_mode
 from memsave_recipes.plans import Action
 
 Step = Callable[[], Tensor]
