@@ -59,7 +59,7 @@ def plan_of(architecture: Architecture, strategy: str) -> Plan:
     """The plan of ``strategy``; of ``budget``, for the middle between what plain and what the least takes."""
     model, batch = architecture.build(), architecture.batch()
     if not strategy.startswith("budget"):
-        return make_plan(model, strategy=strategy)
+        return make_plan(model, batch, strategy=strategy, loss_fn=mean_loss)
     budget_gib = _middle_bytes(model, batch, strategy) / GIB
     options = {"budget_gib": budget_gib, "loss_fn": mean_loss, "beside": NO_STATE}
     return make_plan(model, batch, strategy=strategy, **options)
