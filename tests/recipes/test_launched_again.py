@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
-from lives import IMAGES, NUM_STEPS, ROOT, assert_the_same_run, end_of, launch, results_of, wait_for_checkpoint
+from lives import FLAGS, IMAGES, NUM_STEPS, ROOT, assert_the_same_run, end_of, launch, results_of, wait_for_checkpoint
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("config", ["cpu", "cpu_ddp"])
-@pytest.mark.parametrize("name", ["image_classification", "language_modeling"])
+@pytest.mark.parametrize("name", FLAGS)
 def test_launched_killed_and_launched_again(tmp_path, name, config):
     straight, folder = tmp_path / "straight", tmp_path / "run"
     assert end_of(launch(name, config, folder=straight))[0] == 0
