@@ -97,10 +97,13 @@ def _can_compile(model: nn.Module) -> bool:
     return bool(stacks) and all(isinstance(stack, Layers) for stack in stacks)
 
 
-def forecast(measurement: Measurement, budget_bytes: int, beside: Beside) -> Forecast:
+def forecast(measurement: Measurement, budget_bytes: int, beside: Beside, *, missed_bytes: int = 0) -> Forecast:
     """The fastest plan whose predicted peak stays below ``budget_bytes``.
 
     Where a plan with compiled blocks is hardly faster, one that keeps plain's bits is taken.
+
+    Args:
+        missed_bytes: by which a prediction was seen to be too low: kept free, where the reserve is less.
 
     Raises:
         InputError: no plan fits; the message names the smallest budget that one fits in, and what needs it.
@@ -108,10 +111,11 @@ def forecast(measurement: Measurement, budget_bytes: int, beside: Beside) -> For
     best: Forecast | None = None
     refusals: dict[int, InputError] = {}  # by the smallest budget that would do
     for chain in (beside.added_to(chain) for chain in _chains(measurement)):
+        reserved = _with_reserve(chain, missed_bytes)
         try:
-            found = Forecast(plan=solve(_with_reserve(chain), budget_bytes), chain=chain)
+            found = Forecast(plan=solve(reserved, budget_bytes), chain=chain)
         except InputError as refusal:
-            refusals[smallest_feasible(_with_reserve(chain))] = refusal
+            refusals[smallest_feasible(reserved)] = refusal
         else:
             if best is None or found.added_s < best.added_s - WORTH_ROUNDING * best.plain_s:
                 best = found
@@ -142,5 +146,5 @@ def reserve_bytes(chain: Chain) -> int:
     return int(RESERVE * sum(costs.held_bytes for costs in span_costs(chain, keep_all(chain))))
 
 
-def _with_reserve(chain: Chain) -> Chain:
-    return replace(chain, resident_bytes=chain.resident_bytes + reserve_bytes(chain))
+def _with_reserve(chain: Chain, missed_bytes: int = 0) -> Chain:
+    return replace(chain, resident_bytes=chain.resident_bytes + max(reserve_bytes(chain), missed_bytes))

@@ -22,10 +22,10 @@ from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.agreement import by_rank_0, fail_together
 from memsave_recipes.costs import DeviceInstruments, Measurement, Workload, measure_in_groups, num_runs, running_blocks
 from memsave_recipes.costs.meters import Meter
-from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
+from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed, without_layerdrop
 from memsave_recipes.measure.no_memory import is_out_of_memory
-from memsave_recipes.planner.beside import workspaces_of_device
-from memsave_recipes.planner.budget import plans_to_measure
+from memsave_recipes.planner.beside import Beside, workspaces_of_device
+from memsave_recipes.planner.budget import Forecast, plans_to_measure
 from memsave_recipes.planner.search import Candidate, Terms
 from memsave_recipes.training.batching import Batch, GlobalBatches
 from memsave_recipes.training.sample_order import Geometry
@@ -123,18 +123,26 @@ def rehearse(candidate: Candidate, accelerator: Accelerator, model: nn.Module, f
     Raises:
         torch.OutOfMemoryError: on all ranks, if a rank had no memory left.
     """
-    device = accelerator.device
+    with out_of_memory_together(accelerator) as attempt:
+        attempt.bytes = step_bytes(candidate.forecast, candidate.beside, model, forward, accelerator.device)
+    return attempt.bytes
+
+
+def step_bytes(
+    forecast: Forecast, beside: Beside, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
+) -> int:
+    """As ``rehearse``, of this process alone; it takes two forwards and backwards, or three under accumulation."""
     with (
-        out_of_memory_together(accelerator) as attempt,
-        apply_plan(model, candidate.forecast.plan),
+        apply_plan(model, forecast.plan),
         undisturbed(model, device),
-        _gradients_as_in_a_step(candidate, model),
+        without_layerdrop(model),
+        _gradients_as_in_a_step(beside, model),
     ):
-        ballast_bytes = 0 if device.type == "cpu" else candidate.beside.state_bytes
+        ballast_bytes = 0 if device.type == "cpu" else beside.state_bytes
         ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=device)
 
         def step(meter: Meter) -> None:
-            for _ in range(1 + candidate.beside.gradients_resident):
+            for _ in range(1 + beside.gradients_resident):
                 forward().backward()
             meter.note()
             clear_gradients(model)
@@ -142,9 +150,8 @@ def rehearse(candidate: Candidate, accelerator: Accelerator, model: nn.Module, f
         forward().backward()  # compiles what compiles
         clear_gradients(model)
         rise_bytes = max(reading.peak_bytes for reading in DeviceInstruments(device).read_memory(step))
-        attempt.bytes = rise_bytes + candidate.forecast.chain.resident_bytes
         del ballast
-    return attempt.bytes
+    return rise_bytes + forecast.chain.resident_bytes
 
 
 class Attempt:
@@ -175,13 +182,13 @@ def out_of_memory_together(accelerator: Accelerator) -> Iterator[Attempt]:
 
 
 @contextmanager
-def _gradients_as_in_a_step(candidate: Candidate, model: nn.Module) -> Iterator[None]:
+def _gradients_as_in_a_step(beside: Beside, model: nn.Module) -> Iterator[None]:
     """Where a step frees each gradient as it is made (DDP's buckets take it, or the optimizer), so does this."""
 
     def free(parameter: Tensor) -> None:
         parameter.grad = None
 
-    trained = [] if candidate.beside.gradients_stay else [p for p in model.parameters() if p.requires_grad]
+    trained = [] if beside.gradients_stay else [p for p in model.parameters() if p.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
     try:
         yield

@@ -1,15 +1,21 @@
-"""A plan for a script's model: as it will train, whatever mode it was left in."""
+"""A plan for a script's model: as it will train, whatever mode it was left in, and within its budget when it is run."""
+
+import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import AdamW
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memsave_recipes.activations import apply_plan
-from memsave_recipes.costs import DeviceInstruments
-from memsave_recipes.planner import make_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.costs import DeviceInstruments, Workload, measure
+from memsave_recipes.errors import InputError
+from memsave_recipes.planner import Beside, make_plan
+from memsave_recipes.planner.budget import forecast, plans_to_measure
 from memsave_recipes.units import GIB
 
+STRATEGY = "budget:bitwise"
 BUDGET_GIB = 0.06  # below plain's peak, above the smallest that works
 
 
@@ -40,7 +46,7 @@ def step_bytes(model, batch):
 def test_a_model_in_evaluation_mode_is_planned_as_it_will_train(gpt2):
     tokens = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
-    plan = make_plan(gpt2.eval(), batch, strategy="budget:bitwise", budget_gib=BUDGET_GIB)
+    plan = make_plan(gpt2.eval(), batch, strategy=STRATEGY, budget_gib=BUDGET_GIB)
     assert not any(module.training for module in gpt2.modules())
     with apply_plan(gpt2.train(), plan):
         assert step_bytes(gpt2, batch) <= BUDGET_GIB * GIB
@@ -51,7 +57,97 @@ def test_what_is_frozen_on_purpose_stays_so(gpt2):
     seen = []
     frozen.register_forward_pre_hook(lambda module, _: seen.append((module.training, gpt2.training)))
     tokens = torch.zeros(1, 8, dtype=torch.long)
-    make_plan(gpt2, {"input_ids": tokens, "labels": tokens}, strategy="budget:bitwise", budget_gib=1)
+    make_plan(gpt2, {"input_ids": tokens, "labels": tokens}, strategy=STRATEGY, budget_gib=1)
     assert set(seen) == {(False, True)}
     assert not frozen.training
     assert gpt2.transformer.h[1].training
+
+
+class Sine(torch.autograd.Function):
+    """Keeps its slope where no hook of saved tensors sees it, so that recomputing does not free it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.slope = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.slope
+
+
+class KeepsMore(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.second(Sine.apply(self.first(x).exp().tanh()))
+
+
+@pytest.fixture
+def keeps_more():
+    """Its model and batch, whose plans are predicted too low."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(KeepsMore() for _ in range(8))), torch.randn(1024, 64)
+
+
+def tensors_at_the_peak(model, batch):
+    def step(meter):
+        model(batch).sum().backward()
+        meter.note()
+
+    rise = DeviceInstruments(torch.device("cpu")).read_memory(step)[-1].peak_bytes
+    model.zero_grad()
+    return rise + batch.nbytes + sum(parameter.nbytes for parameter in model.parameters())
+
+
+def peak_under(plan, model, batch):
+    with apply_plan(model, plan):
+        return tensors_at_the_peak(model, batch)
+
+
+def test_a_plan_that_takes_more_than_was_predicted_is_not_given(keeps_more):
+    plain_bytes = tensors_at_the_peak(*keeps_more)
+    over = []
+    for share in (0.6, 0.68, 0.74, 0.84):
+        budget_bytes = int(share * plain_bytes)
+        over.append(peak_under(predicted_to_fit(*keeps_more, budget_bytes), *keeps_more) > budget_bytes)
+        plan = make_plan(*keeps_more, strategy=STRATEGY, budget_gib=budget_bytes / GIB, beside=Beside())
+        assert peak_under(plan, *keeps_more) <= budget_bytes
+    assert any(over)
+
+
+def test_a_budget_that_no_plan_stays_within_is_refused(keeps_more):
+    model, batch = keeps_more
+    smallest = peak_under(plan_blocks(model, "full"), model, batch)
+    with pytest.raises(InputError, match="memory_budget_gib"):
+        make_plan(model, batch, strategy=STRATEGY, budget_gib=0.95 * smallest / GIB, beside=Beside())
+
+
+def test_only_so_many_plans_are_tried_out(keeps_more, monkeypatch):
+    module = sys.modules["memsave_recipes.planner.make_plan"]  # the package has the function by its name
+    monkeypatch.setattr(module, "MOST_TRIALS", 1)
+    monkeypatch.setattr(module, "step_bytes", lambda *_: GIB + 1)
+    with pytest.raises(InputError, match=r"of 1 that were tried out none .* works with 1\.0001"):
+        make_plan(*keeps_more, strategy=STRATEGY, budget_gib=1, beside=Beside())
+
+
+def predicted_to_fit(model, batch, budget_bytes):
+    workload = Workload(
+        model=model,
+        forward=lambda: model(batch).sum(),
+        batch=[batch],
+        device=batch.device,
+        stacks=[[name for name, _ in model.named_children()]],
+    )
+    measured = measure(workload, plans_to_measure(STRATEGY, workload, device_type="cpu"))
+    return forecast(measured, budget_bytes, Beside()).plan
+
+
+def test_trying_out_leaves_no_trace(keeps_more):
+    model, batch = keeps_more
+    random_state = torch.get_rng_state()
+    make_plan(model, batch, strategy=STRATEGY, budget_gib=1, beside=Beside())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(parameter.grad is None for parameter in model.parameters())
