@@ -1,19 +1,24 @@
 # Everything from nothing: Python and make are all that has to be there.
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-all clean
+.PHONY: help demo install check lint types test test-faults test-oldest test-all clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch comes first and by its exact version: what needs torch must not choose another build of it.
-$(VENV)/.installed: setup.cfg constraints.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+$(VENV)/.installed: CONSTRAINTS := constraints.txt
+$(OLDEST)/.installed: CONSTRAINTS := constraints-oldest.txt
+$(VENV)/.installed: constraints.txt
+$(OLDEST)/.installed: constraints-oldest.txt
+$(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
+	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
 	touch $@
 
 install: $(VENV)/.installed  ## make .venv with everything in it
@@ -39,7 +44,7 @@ types: install  ## mypy on the package
 	$(BIN)/mypy
 
 # A process a core, up to four: each holds torch and its tests' ranks.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test: install  ## the tests (a quarter of an hour on 2 cores)
 	$(PYTEST) -m 'not slow'
@@ -48,8 +53,13 @@ test: install  ## the tests (a quarter of an hour on 2 cores)
 test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (8 minutes on 2 cores)
 	$(PYTEST) --numprocesses 3 -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
 
+test-oldest: BIN := $(OLDEST)/bin
+test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (4 minutes on 2 cores)
+	$(PYTEST) -m 'not slow' tests/activations tests/costs tests/measure tests/models tests/test_losses.py \
+		tests/training/test_optimizers.py tests/recipes/test_verify.py
+
 test-all: install  ## the slow ones too
 	$(PYTEST)
 
 clean:  ## remove the environment and what runs wrote
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) out .pytest_cache .mypy_cache .ruff_cache

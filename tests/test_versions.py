@@ -1,0 +1,23 @@
+"""The lowest versions that setup.cfg allows are those that `make test-oldest` installs."""
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def lower_bounds():
+    """By name, those of the package and of its tests."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options"]["install_requires"] + setup["options.extras_require"]["test"]
+    return dict(re.findall(r"^([\w-]+)>=([\d.]+)$", lines, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", sorted(lower_bounds().keys() - {"mypy", "ruff"}))
+def test_the_lowest_versions_are_installed(name):
+    lowest = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE))
+    assert f"{lowest[name]}.".startswith(f"{lower_bounds()[name]}.")
