@@ -48,6 +48,12 @@ def reset_peaks(device: torch.device) -> None:
     torch.accelerator.reset_peak_memory_stats(device)
 
 
+def empty_cache(device: torch.device) -> None:
+    """Give the driver back what the allocator of ``device`` holds without need; that of a CPU holds nothing."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
 def record_history() -> None:
     """From now on the CUDA allocator notes what it gives and takes back, and for which line of the program."""
     torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)

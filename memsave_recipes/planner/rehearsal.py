@@ -23,6 +23,7 @@ from memsave_recipes.agreement import by_rank_0, fail_together
 from memsave_recipes.costs import DeviceInstruments, Measurement, Workload, measure_in_groups, num_runs, running_blocks
 from memsave_recipes.costs.meters import Meter
 from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed, without_layerdrop
+from memsave_recipes.measure.device_memory import empty_cache
 from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.planner.beside import Beside, workspaces_of_device
 from memsave_recipes.planner.budget import Forecast, plans_to_measure
@@ -67,7 +68,7 @@ class StepOnDevice:
             found = self._measured(terms, geometry, num_groups, progress)
             if found is not None:
                 return found
-            torch.accelerator.empty_cache()  # here, where no frame of the failed step is left to hold its tensors
+            empty_cache(self.accelerator.device)  # here, where no frame of the failed step is left to hold its tensors
         return []
 
     def _numbers_of_groups(self, strategy: str) -> Iterator[int]:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.agreement import by_rank_0
 from memsave_recipes.errors import InputError
+from memsave_recipes.measure.device_memory import empty_cache
 from memsave_recipes.planner.beside import beside_the_step, overheads_of_device, usable_bytes
 from memsave_recipes.planner.on_paper import Launch, choose_on_paper
 from memsave_recipes.planner.refusal import refusal
@@ -69,7 +70,7 @@ def plan_run(
         return RunPlan(plan_blocks(model, run.activation_checkpointing or "none", running))
     planning = _Planning(run, optim, accelerator, model, step, sketch)
     candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
-    torch.accelerator.empty_cache()  # what was tried out need not stay in the allocator's cache
+    empty_cache(accelerator.device)  # what was tried out need not stay in the allocator's cache
     batches.geometry = candidate.geometry
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes)
 
@@ -146,7 +147,7 @@ class _Planning:
             InputError: not even single samples fit.
         """
         while (problem := self._problem(candidate)) is not None:
-            torch.accelerator.empty_cache()  # here, where no frame of a failed step is left to hold its tensors
+            empty_cache(self.accelerator.device)  # here, where no frame of a failed step is left to hold its tensors
             size = candidate.geometry.micro_batch_size
             if size == 1 or self.optim.optimizer_in_backward:
                 raise InputError(f"{problem}, and the micro-batch cannot be halved: raise --memory_budget_gib")

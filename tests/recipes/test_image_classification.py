@@ -146,7 +146,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(refuse, case):
 def test_a_weight_file_of_another_shape(refuse, tmp_path):
     save_file(MODELS["vgg_small"](num_classes=7).state_dict(), tmp_path / "seven.safetensors")
     line = refuse("--model", "vgg_small", "--weights", str(tmp_path / "seven.safetensors"))
-    assert "classifier.6.bias ((7,) in the file, (10,) in the model" in line
+    assert "classifier.6.bias (float32 (7,) in the file, float32 (10,) in the model" in line
 
 
 def test_a_preset_with_an_unknown_key(refuse, tmp_path):

@@ -10,23 +10,22 @@ from safetensors.torch import load_file
 
 from memsave_recipes.data.vision import ImageDataset
 from memsave_recipes.reporting.failures import NOT_FINITE, run_recipe
+from memsave_recipes.training.batching import GlobalBatch
 
 RECIPE = "image_classification"
 SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--max_steps", "6", "--logging_steps", "6"]
 
 
 @pytest.fixture
-def spoil(recipe, monkeypatch):
+def spoil(monkeypatch):
     """Makes the loss of some steps (from 0) a number that is none."""
-    summed_loss = recipe.summed_loss
+    backward = GlobalBatch.backward
 
     def arm(*steps, factor=float("nan")):
-        calls = count()
+        def spoiled(self, loss_sum):
+            backward(self, loss_sum * (factor if self.step in steps else 1))
 
-        def spoiled(*args, **options):
-            return summed_loss(*args, **options) * (factor if next(calls) in steps else 1)
-
-        monkeypatch.setattr(recipe, "summed_loss", spoiled)
+        monkeypatch.setattr(GlobalBatch, "backward", spoiled)
 
     return arm
 

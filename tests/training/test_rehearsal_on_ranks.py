@@ -162,7 +162,7 @@ def planned(
         of_this_rank = workspaces[accelerator.process_index]
         rehearsal.workspaces_of_device = lambda device, known_bytes: {WORKSPACES: of_this_rank}
     emptied = []
-    torch.accelerator.empty_cache = lambda: emptied.append(len(said))
+    rehearsal.empty_cache = run_plan.empty_cache = lambda device: emptied.append(len(said))
     if hard_limit:
         tried_out = run_plan.rehearse
 

@@ -42,6 +42,7 @@ from memsave_recipes.evidence.equivalence.ranks import (
     shared_at_the_start,
     without_wrapper,
 )
+from memsave_recipes.measure.device_memory import empty_cache
 from memsave_recipes.measure.no_memory import is_out_of_memory
 from memsave_recipes.measure.training_mode import training_mode
 from memsave_recipes.plans import Action
@@ -80,8 +81,7 @@ def _verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
         return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
     finally:
         state.put_back()
-        if state.device.type != "cpu":
-            torch.get_device_module(state.device).empty_cache()  # plain's activations, which training need not hold
+        empty_cache(state.device)  # plain's activations, which training need not hold
 
 
 def capture(model: nn.Module, loss: Tensor, state: KeptState) -> Outcome:
