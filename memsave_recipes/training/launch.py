@@ -224,7 +224,8 @@ def fix_buckets(model: DistributedDataParallel) -> None:
     It does so once, by the order in which the first backward has the gradients ready. Over three ranks and more the
     place of a gradient in its bucket decides the order of its sum, so a run that goes on would begin with other last
     bits than the run that nothing stopped. Here a backward of all parameters, without the model, comes first: it has
-    them ready in the reverse order of their registration.
+    them ready in the reverse order of their registration. The next forward would sort them, in a collective, so that
+    comes here as well.
     """
     inner = model.module
     own = vars(inner).get("forward")
@@ -232,11 +233,14 @@ def fix_buckets(model: DistributedDataParallel) -> None:
     inner.forward = lambda: sum(parts)
     try:
         model().backward()
+        with model.no_sync():
+            model()
     finally:
         if own is None:
             del inner.forward
         else:
             inner.forward = own
+    model.require_forward_param_sync = True  # as before the first step: buffers are broadcast
     model.zero_grad()
 
 
