@@ -39,7 +39,7 @@ TABLE = {
     ),
     "planner": (
         {"activations", "agreement", "costs", "measure", "models", "plans", "training"},
-        {"torch", "accelerate", "rich", "tqdm"},
+        {"torch", "accelerate", "rich", "tqdm", "psutil"},
     ),
     "reporting": (
         {

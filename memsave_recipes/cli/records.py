@@ -42,6 +42,7 @@ def _of_point(point: Point) -> dict[str, Any]:
         "peak_phase": peak.phase,
         "peak_block": peak.block,
         "needed_bytes": candidate.needed_bytes,
+        "host_bytes": candidate.host_bytes,
         "parts": candidate.parts,
         "fits": candidate.fits,
         "step_s": candidate.step_s,

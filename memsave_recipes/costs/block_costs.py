@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memsave_recipes.activations import apply_plan
-from memsave_recipes.costs.chains import Seen, chain_of
+from memsave_recipes.costs.chains import Seen, chain_of, most_offloaded_bytes
 from memsave_recipes.costs.meters import DeviceInstruments, Instruments, Meter
 from memsave_recipes.costs.parts import Part, PartsOfStep
 from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed, without_layerdrop
@@ -104,6 +104,7 @@ def measure(
     plans: Sequence[Plan],
     *,
     instruments: Instruments | None = None,
+    host_budget_bytes: int | None = None,
     on_run: Callable[[], Any] = lambda: None,
 ) -> Measurement:
     """Run the step under each of ``plans`` that the model can run under.
@@ -114,6 +115,7 @@ def measure(
         plans: the first keeps everything; each of the others has all blocks under one other action.
         instruments: what reads the steps; by default those of the device. ``PaperInstruments`` read a model of fake
             tensors, made and run under ``torch._subclasses.FakeTensorMode``.
+        host_budget_bytes: of the host, for what offloading may move there; where that is more, it is no option.
         on_run: is called after every run.
 
     Raises:
@@ -124,6 +126,8 @@ def measure(
     with undisturbed(workload.model, workload.device), without_layerdrop(workload.model):
         seen: dict[_Run, Seen] = {}
         for plan in plans:
+            if action_of(plan) is Action.OFFLOAD and not _fits_host(seen, host_budget_bytes):
+                continue
             run = _Run(workload, plan, instruments, on_run)
             try:
                 seen[run] = run.see()
@@ -139,6 +143,11 @@ def measure(
                 _check_order(parts, expected)
                 figures.seconds.append(seconds)
     return Measurement(workload, [(run.plan, figures) for run, figures in seen.items()])
+
+
+def _fits_host(seen: dict["_Run", Seen], host_budget_bytes: int | None) -> bool:
+    """Whether the host has memory for all that the first of the plans, which keeps it, was seen to save."""
+    return host_budget_bytes is None or most_offloaded_bytes(next(iter(seen.values()))) <= host_budget_bytes
 
 
 def action_of(plan: Plan) -> Action:
@@ -217,7 +226,12 @@ class MeasuredInGroups(Measurement):
 
 
 def measure_in_groups(
-    workload: Workload, plans: Sequence[Plan], num_groups: int, *, on_run: Callable[[], Any] = lambda: None
+    workload: Workload,
+    plans: Sequence[Plan],
+    num_groups: int,
+    *,
+    host_budget_bytes: int | None = None,
+    on_run: Callable[[], Any] = lambda: None,
 ) -> Measurement:
     """As ``measure``, with the blocks in ``num_groups`` groups; it takes so many times the runs.
 
@@ -227,10 +241,11 @@ def measure_in_groups(
         InputError: as ``measure``.
     """
     if num_groups == 1:
-        return measure(workload, plans, on_run=on_run)
+        return measure(workload, plans, host_budget_bytes=host_budget_bytes, on_run=on_run)
     names = [name for stack in workload.stacks for name in stack]
     groups = [frozenset(names[first::num_groups]) for first in range(num_groups)]
-    found = [measure(workload, [_of_group(plan, group) for plan in plans], on_run=on_run) for group in groups]
+    of_groups = [[_of_group(plan, group) for plan in plans] for group in groups]
+    found = [measure(workload, one, host_budget_bytes=host_budget_bytes, on_run=on_run) for one in of_groups]
     return MeasuredInGroups(workload, found[0].seen, groups, found)
 
 

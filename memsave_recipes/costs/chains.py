@@ -23,7 +23,7 @@ from memsave_recipes.costs.meters import Reading
 from memsave_recipes.costs.parts import Ends, Part, Storages
 from memsave_recipes.plans.chain import BlockCosts, Chain, Option
 from memsave_recipes.plans.plan import Action, Plan
-from memsave_recipes.plans.simulate import moments
+from memsave_recipes.plans.simulate import moments, with_pinning
 from memsave_recipes.plans.uniform import all_under
 
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator; every checkpoint keeps it, on the host whatever the device is
@@ -140,6 +140,12 @@ def _with_what_stays(offloaded: Sequence[Part], kept: Sequence[Part]) -> Iterato
         if plain.saved.keys() & (plain.outputs.keys() - plain.inputs.keys()):
             stays |= part.outputs
         yield replace(part, saved=part.saved | stays) if part.block else part
+
+
+def most_offloaded_bytes(plain: Seen) -> int:
+    """What all blocks together may pin of the host's memory, by what they save when they keep it."""
+    moved = {storage: size for part in plain.parts if part.block for storage, size in part.saved.items()}
+    return with_pinning(sum(size for size in moved.values() if size >= SMALLEST_BYTES))
 
 
 def _largest_block_bytes(parts: Sequence[Part]) -> int:

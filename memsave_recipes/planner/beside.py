@@ -1,7 +1,9 @@
 """What lives on the device beside a forward and backward: optimizer state, DDP's buckets, what torch cannot count."""
 
+import os
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 from torch import nn
 
@@ -74,6 +76,16 @@ def beside_the_step(optim: OptimizerArguments, model: nn.Module, geometry: Geome
 def usable_bytes(memory_bytes: int, device_type: str) -> int:
     """Of a device's whole memory, what a run without a budget may take; ``FRAGMENTATION`` is left."""
     return memory_bytes if device_type == "cpu" else int((1 - FRAGMENTATION) * memory_bytes)
+
+
+def usable_host_bytes(device: torch.device) -> int | None:
+    """Of this machine's memory, what is available to each of its ranks; ``None`` on a CPU, where nothing is offloaded.
+
+    Known limit: a container's own limit is not in it.
+    """
+    if device.type == "cpu":
+        return None
+    return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def overheads_of_target(target: Target) -> dict[str, int]:

@@ -20,7 +20,7 @@ from memsave_recipes.planner.beside import Beside
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.budget import smallest_feasible, solve
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.simulate import Moment, simulate, span_costs
+from memsave_recipes.plans.simulate import Moment, host_bytes, simulate, span_costs
 
 COMPILED_RATIOS = (0.3, 0.5, 0.7)
 RESERVE = 0.01  # of what plain holds for its backward: for what a chain does not know of
@@ -38,6 +38,11 @@ class Forecast:
     def peak(self) -> Moment:
         """The moment of a step at which most lives."""
         return simulate(self.chain, self.plan).peak
+
+    @property
+    def host_bytes(self) -> int:
+        """What it pins of the host's memory at most."""
+        return host_bytes(self.chain, self.plan)
 
     @property
     def reserve_bytes(self) -> int:
@@ -97,13 +102,21 @@ def _can_compile(model: nn.Module) -> bool:
     return bool(stacks) and all(isinstance(stack, Layers) for stack in stacks)
 
 
-def forecast(measurement: Measurement, budget_bytes: int, beside: Beside, *, missed_bytes: int = 0) -> Forecast:
+def forecast(
+    measurement: Measurement,
+    budget_bytes: int,
+    beside: Beside,
+    *,
+    missed_bytes: int = 0,
+    host_budget_bytes: int | None = None,
+) -> Forecast:
     """The fastest plan whose predicted peak stays below ``budget_bytes``.
 
     Where a plan with compiled blocks is hardly faster, one that keeps plain's bits is taken.
 
     Args:
         missed_bytes: by which a prediction was seen to be too low: kept free, where the reserve is less.
+        host_budget_bytes: of the host, for what is offloaded; ``None`` where it is not known.
 
     Raises:
         InputError: no plan fits; the message names the smallest budget that one fits in, and what needs it.
@@ -117,18 +130,25 @@ def forecast(measurement: Measurement, budget_bytes: int, beside: Beside, *, mis
         except InputError as refusal:
             refusals[smallest_feasible(reserved)] = refusal
         else:
-            if best is None or found.added_s < best.added_s - WORTH_ROUNDING * best.plain_s:
+            is_best = best is None or found.added_s < best.added_s - WORTH_ROUNDING * best.plain_s
+            if is_best and fits_host(found, host_budget_bytes):
                 best = found
     if best is None:
         raise refusals[min(refusals)]
     return best
 
 
-def least_memory(measurement: Measurement, beside: Beside) -> Forecast:
-    """The plan with the lowest predicted peak of all."""
+def least_memory(measurement: Measurement, beside: Beside, host_budget_bytes: int | None = None) -> Forecast:
+    """The plan with the lowest predicted peak of all that the host has memory for."""
     chains = [beside.added_to(chain) for chain in _chains(measurement)]
-    budget_bytes, chain = min(((smallest_feasible(_with_reserve(c)), c) for c in chains), key=lambda pair: pair[0])
-    return Forecast(plan=solve(_with_reserve(chain), budget_bytes), chain=chain)
+    smallest = sorted(((smallest_feasible(_with_reserve(c)), c) for c in chains), key=lambda pair: pair[0])
+    found = (Forecast(plan=solve(_with_reserve(chain), num_bytes), chain=chain) for num_bytes, chain in smallest)
+    return next(one for one in found if fits_host(one, host_budget_bytes))  # without offloading, which takes none, any
+
+
+def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
+    """Whether the host has the memory for what is offloaded; of a host that is not known, it has."""
+    return host_budget_bytes is None or found.host_bytes <= host_budget_bytes
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.costs import Measurement, Workload, measure, num_runs, running_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.beside import Beside
+from memsave_recipes.planner.beside import Beside, usable_host_bytes
 from memsave_recipes.planner.budget import Forecast, forecast, plans_to_measure
 from memsave_recipes.planner.rehearsal import step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
@@ -98,10 +98,12 @@ def plan_workload(
         )
     plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
     on_runs(num_runs(plans))
-    return _tried_out(measure(workload, plans, on_run=on_run), budget_bytes, beside)
+    host_budget_bytes = usable_host_bytes(workload.device)
+    measured = measure(workload, plans, host_budget_bytes=host_budget_bytes, on_run=on_run)
+    return _tried_out(measured, budget_bytes, beside, host_budget_bytes)
 
 
-def _tried_out(measured: Measurement, budget_bytes: int, beside: Beside) -> Forecast:
+def _tried_out(measured: Measurement, budget_bytes: int, beside: Beside, host_budget_bytes: int | None) -> Forecast:
     """The fastest plan that stays within the budget when it is run.
 
     Raises:
@@ -109,7 +111,7 @@ def _tried_out(measured: Measurement, budget_bytes: int, beside: Beside) -> Fore
     """
     workload, missed_bytes = measured.workload, 0
     for _ in range(MOST_TRIALS):
-        found = forecast(measured, budget_bytes, beside, missed_bytes=missed_bytes)
+        found = forecast(measured, budget_bytes, beside, missed_bytes=missed_bytes, host_budget_bytes=host_budget_bytes)
         needed = step_bytes(found, beside, workload.model, workload.forward, workload.device)
         if needed <= budget_bytes:
             return found

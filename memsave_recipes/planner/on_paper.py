@@ -27,11 +27,13 @@ class Launch:
     Args:
         target: the device of every rank.
         mixed_precision: of ``accelerate launch``.
+        host_budget_bytes: of a rank's host, for what is offloaded; ``None`` where it is not known.
     """
 
     target: Target
     num_processes: int = 1
     mixed_precision: str = "no"
+    host_budget_bytes: int | None = None
 
     @classmethod
     def here(cls, num_processes: int, mixed_precision: str) -> "Launch":
@@ -71,6 +73,7 @@ def choose_on_paper(
         strategy=strategy,
         beside=partial(beside_the_step, sketch.optim, model),
         overheads=overheads_of_target(launch.target),
+        host_budget_bytes=launch.host_budget_bytes,
         plan_of=partial(plan_blocks, model),
     )
 

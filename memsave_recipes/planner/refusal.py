@@ -10,7 +10,7 @@ from memsave_recipes.models.adapters import adapters_on_meta
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import state_bytes
-from memsave_recipes.units import gib_that_suffice, to_gib
+from memsave_recipes.units import format_bytes, gib_that_suffice, to_gib
 
 SHARDS = (2, 4, 8, 16, 32, 64)
 LORA_RANK = 16  # the recipes' default
@@ -32,6 +32,8 @@ def refusal(smallest: Candidate, model: nn.Module, optim: OptimizerArguments, *,
         model: that it trains.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
     """
+    if not smallest.fits_host:
+        return too_much_for_the_host(smallest)
     largest, num_bytes = max(smallest.parts.items(), key=lambda part: part[1])
     found = sorted(levers(smallest, model, optim, takes_adapters=takes_adapters), key=lambda lever: lever.needed_bytes)
     helpful = [lever for lever in found if lever.needed_bytes < smallest.needed_bytes]
@@ -43,6 +45,15 @@ def refusal(smallest: Candidate, model: nn.Module, optim: OptimizerArguments, *,
         f"{smallest.strategy}), of which {largest} take {to_gib(num_bytes):.4g}"
         + divides
         + (f"; less is needed with {listed} GiB" if listed else "")
+    )
+
+
+def too_much_for_the_host(candidate: Candidate) -> InputError:
+    """What to tell somebody whose host has no memory for what is offloaded."""
+    there = format_bytes(candidate.host_budget_bytes or 0)
+    return InputError(
+        f"--activation_checkpointing {candidate.strategy}: a rank would move {format_bytes(candidate.host_bytes)} to "
+        f"its host, which has {there} available for it: take full, or a smaller --micro_batch_size"
     )
 
 

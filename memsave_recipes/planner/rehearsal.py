@@ -84,7 +84,7 @@ class StepOnDevice:
         """The candidates of a measurement, or ``None`` where a rank had no memory left for it."""
         try:
             with out_of_memory_together(self.accelerator) as attempt:
-                measured = self._measure(terms.strategy, geometry, num_groups, progress)
+                measured = self._measure(terms, geometry, num_groups, progress)
                 known_bytes = measured.workload.resident_bytes + terms.beside(geometry).buckets_bytes
                 workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
                 attempt.bytes = sum(workspaces.values())
@@ -93,7 +93,7 @@ class StepOnDevice:
         overheads = {**terms.overheads, **dict.fromkeys(workspaces, attempt.bytes)}  # those of the rank with the most
         return by_rank_0(self.accelerator, lambda: replace(terms, overheads=overheads).candidates(measured, geometry))
 
-    def _measure(self, strategy: str, geometry: Geometry, num_groups: int, progress: tqdm) -> Measurement:
+    def _measure(self, terms: Terms, geometry: Geometry, num_groups: int, progress: tqdm) -> Measurement:
         batch = self.batches.largest_micro_batch(geometry.micro_batch_size)
         workload = Workload(
             model=self.model,
@@ -102,9 +102,12 @@ class StepOnDevice:
             device=self.accelerator.device,
             stacks=block_names(find_stacks(self.model)),
         )
-        plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
+        plans = plans_to_measure(terms.strategy, workload, device_type=workload.device.type)
         progress.total = (progress.total or 0) + num_groups * num_runs(plans)
-        return measure_in_groups(workload, plans, num_groups, on_run=progress.update)
+        host_budget_bytes = terms.host_budget_bytes
+        return measure_in_groups(
+            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
+        )
 
     def _forward(self, batch: Batch) -> Callable[[], Tensor]:
         def forward() -> Tensor:

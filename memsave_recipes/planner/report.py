@@ -73,7 +73,8 @@ def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("", "micro x acc.", *(["loss"] if has_losses else []), "plan"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("peak", "needed"):
+    offloads = any(candidate.host_bytes for candidate in rows)
+    for heading in ("peak", "needed", *(["host"] if offloads else [])):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column(f"of {format_bytes(choice.candidates[0].budget_bytes)}", no_wrap=True)
     for heading in ("step", "samples/s"):
@@ -90,6 +91,7 @@ def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
             candidate.strategy,
             format_bytes(candidate.peak_bytes),
             format_bytes(candidate.needed_bytes),
+            *([format_bytes(candidate.host_bytes) if candidate.host_bytes else ""] if offloads else []),
             bar(candidate, scale_bytes),
             format_seconds(candidate.step_s),
             format_rate(candidate.samples_per_s),
@@ -129,7 +131,15 @@ def grouped_parts(candidate: Candidate) -> dict[str, int]:
 def overhead_lines(candidate: Candidate) -> list[str]:
     """What is in ``needed`` and not in ``peak``, each with how it is known."""
     beside = {**candidate.overheads, "reserve": candidate.forecast.reserve_bytes}
-    return [f"+ {name} {format_bytes(num_bytes)}: {ABOUT.get(name, '')}" for name, num_bytes in beside.items()]
+    lines = [f"+ {name} {format_bytes(num_bytes)}: {ABOUT.get(name, '')}" for name, num_bytes in beside.items()]
+    return [*lines, host_line(candidate)] if candidate.host_bytes else lines
+
+
+def host_line(candidate: Candidate) -> str:
+    """What is offloaded, beside what there is for it."""
+    there = candidate.host_budget_bytes
+    of = "" if there is None else f", of {format_bytes(there)} that are available to it"
+    return f"{candidate.strategy}: at most {format_bytes(candidate.host_bytes)} of the host's memory for a rank{of}"
 
 
 def left_out(choice: Choice, rows: Sequence[Candidate]) -> list[str]:
@@ -147,6 +157,8 @@ def geometry_text(geometry: Geometry) -> str:
 def fits_text(candidate: Candidate) -> str:
     """``yes``, or by how much it is too large."""
     over_bytes = candidate.needed_bytes - candidate.budget_bytes
+    if not candidate.fits and over_bytes <= 0:
+        return f"no, host +{format_bytes(candidate.host_bytes - (candidate.host_budget_bytes or 0))}"
     return "yes" if candidate.fits else f"no, +{format_bytes(over_bytes)}"
 
 

@@ -17,11 +17,11 @@ from memsave_recipes.activations import plan_blocks
 from memsave_recipes.agreement import by_rank_0
 from memsave_recipes.errors import InputError
 from memsave_recipes.measure.device_memory import empty_cache
-from memsave_recipes.planner.beside import beside_the_step, overheads_of_device, usable_bytes
+from memsave_recipes.planner.beside import beside_the_step, overheads_of_device, usable_bytes, usable_host_bytes
 from memsave_recipes.planner.on_paper import Launch, choose_on_paper
-from memsave_recipes.planner.refusal import refusal
+from memsave_recipes.planner.refusal import refusal, too_much_for_the_host
 from memsave_recipes.planner.rehearsal import StepOnDevice, rehearse
-from memsave_recipes.planner.report import show_choice
+from memsave_recipes.planner.report import host_line, show_choice
 from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries, search
 from memsave_recipes.planner.sketch import Sketch
 from memsave_recipes.plans import Plan
@@ -65,14 +65,35 @@ def plan_run(
         InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
     """
     step = StepOnDevice(accelerator, model, batches, prepared, loss_of)
+    host_budget_bytes = by_rank_0(accelerator, lambda: usable_host_bytes(accelerator.device))
     if not run.searches:
+        if run.activation_checkpointing == "offload" and accelerator.device.type != "cpu":
+            launch = Launch.here(accelerator.num_processes, accelerator.mixed_precision)
+            launch = replace(launch, host_budget_bytes=host_budget_bytes)
+            accelerator.print(by_rank_0(accelerator, lambda: told_of_host(sketch, launch)))
         running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
         return RunPlan(plan_blocks(model, run.activation_checkpointing or "none", running))
-    planning = _Planning(run, optim, accelerator, model, step, sketch)
+    planning = _Planning(run, optim, accelerator, model, step, sketch, host_budget_bytes)
     candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
     empty_cache(accelerator.device)  # what was tried out need not stay in the allocator's cache
     batches.geometry = candidate.geometry
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes)
+
+
+def told_of_host(sketch: Callable[[], Sketch], launch: Launch) -> str:
+    """A line on the host's memory that ``offload`` takes, predicted on paper, as nothing is measured for it.
+
+    Raises:
+        InputError: the host has less.
+    """
+    try:
+        found = replace(sketch(), losses=(None,))
+        (candidate,) = choose_on_paper(found, launch, launch.target.memory_bytes).candidates
+    except Exception as unknown:  # whatever a model does that fake tensors cannot: a prediction stops no run
+        return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})"
+    if not candidate.fits_host:
+        raise too_much_for_the_host(candidate)
+    return host_line(candidate)
 
 
 @dataclass(frozen=True)
@@ -85,6 +106,7 @@ class _Planning:
     model: nn.Module
     step: StepOnDevice
     sketch: Callable[[], Sketch]
+    host_budget_bytes: int | None
 
     @property
     def strategy(self) -> str:
@@ -110,6 +132,7 @@ class _Planning:
             strategy=strategy,
             beside=partial(beside_the_step, self.optim, self.model),
             overheads=overheads_of_device(device),
+            host_budget_bytes=self.host_budget_bytes,
             plan_of=partial(plan_blocks, self.model),
         )
 
@@ -184,7 +207,7 @@ class _Planning:
             InputError: the recipe cannot be planned on paper.
         """
         size = geometries[0].micro_batch_size
-        no_memory = f"this device has no memory to measure a micro-batch of {size}"
+        no_memory = f"there is no memory to measure a micro-batch of {size}"
         self.accelerator.print(f"{no_memory}: planning on paper")
 
         def choose() -> Choice:
@@ -192,6 +215,7 @@ class _Planning:
             open_size = AUTO if len(geometries) > 1 else size
             run = replace(sketch.run, micro_batch_size=open_size, activation_checkpointing=strategy)
             launch = Launch.here(self.accelerator.num_processes, self.accelerator.mixed_precision)
+            launch = replace(launch, host_budget_bytes=self.host_budget_bytes)
             return choose_on_paper(replace(sketch, run=run, losses=(None,)), launch, self.budget_bytes)
 
         try:

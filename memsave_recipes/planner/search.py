@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from memsave_recipes.costs import Measurement
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.beside import WORKSPACES, Beside
-from memsave_recipes.planner.budget import Forecast, forecast, least_memory
+from memsave_recipes.planner.budget import Forecast, fits_host, forecast, least_memory
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
@@ -33,6 +33,7 @@ class Candidate:
         beside: what lives there besides.
         overheads: bytes beside the tensors of a step, by what they are for: the device's context, say.
         budget_bytes: for all of it.
+        host_budget_bytes: of a rank's host, for what is offloaded; ``None`` where it is not known.
     """
 
     geometry: Geometry
@@ -42,6 +43,7 @@ class Candidate:
     beside: Beside
     overheads: Mapping[str, int] = field(default_factory=dict)
     budget_bytes: int
+    host_budget_bytes: int | None = None
 
     @property
     def strategy(self) -> str:
@@ -65,8 +67,18 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the budget is enough."""
-        return self.needed_bytes <= self.budget_bytes
+        """Whether the budget is enough, and the host's memory for what is offloaded."""
+        return self.needed_bytes <= self.budget_bytes and self.fits_host
+
+    @property
+    def host_bytes(self) -> int:
+        """What a rank pins of its host's memory at most."""
+        return self.forecast.host_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has that, or is not known."""
+        return fits_host(self.forecast, self.host_budget_bytes)
 
     @property
     def step_s(self) -> float:
@@ -114,8 +126,8 @@ class Choice:
 
     @property
     def smallest(self) -> Candidate:
-        """The one that needs least."""
-        return min(self.candidates, key=lambda candidate: candidate.needed_bytes)
+        """The one that needs least, of those that the host has memory for, if there are any."""
+        return min(self.candidates, key=lambda candidate: (not candidate.fits_host, candidate.needed_bytes))
 
 
 def _complexity(candidate: Candidate) -> tuple[int, int, float]:
@@ -132,7 +144,7 @@ class Terms:
         budget_bytes: of the device, overheads included.
         strategy: of ``--activation_checkpointing``: with ``budget`` all plans are looked at, else this one alone.
         beside: what lives beside a step of a geometry.
-        overheads: see ``Candidate``.
+        overheads, host_budget_bytes: see ``Candidate``.
         plan_of: the plan that a strategy's word makes of the blocks that run.
     """
 
@@ -140,10 +152,11 @@ class Terms:
     strategy: str
     beside: Callable[[Geometry], Beside]
     overheads: Mapping[str, int] = field(default_factory=dict)
+    host_budget_bytes: int | None = None
     plan_of: Callable[[str, Collection[str]], Plan]
 
     def candidates(self, measurement: Measurement, geometry: Geometry, loss: str | None = None) -> list[Candidate]:
-        """What a measurement of one micro-batch makes possible."""
+        """What a measurement of one micro-batch makes possible; nothing where the host has no memory to measure it."""
         beside = self.beside(geometry)
         return [
             Candidate(
@@ -154,17 +167,19 @@ class Terms:
                 beside=beside,
                 overheads=self.overheads,
                 budget_bytes=self.budget_bytes,
+                host_budget_bytes=self.host_budget_bytes,
             )
             for found in self._forecasts(measurement, beside)
         ]
 
     def _forecasts(self, measurement: Measurement, beside: Beside) -> Iterator[Forecast]:
         if self.strategy not in BUDGET_WORDS:
-            yield self._under(self.strategy, measurement, beside)
+            if self.strategy != "offload" or _has_seen("offload", measurement):
+                yield self._under(self.strategy, measurement, beside)
             return
         named = []
         for word in WORDS:
-            if word in ("none", "full") or any(plan.strategy == word for plan, _ in measurement.seen):
+            if word in ("none", "full") or _has_seen(word, measurement):
                 named.append(self._under(word, measurement, beside))
         yield from named
         solved = self._solved(measurement, beside)
@@ -184,9 +199,10 @@ class Terms:
     def _solved(self, measurement: Measurement, beside: Beside) -> Forecast:
         """The solver's plan for the budget, or, where none fits, the one that needs least."""
         try:
-            return forecast(measurement, self.budget_bytes - sum(self.overheads.values()), beside)
+            budget_bytes = self.budget_bytes - sum(self.overheads.values())
+            return forecast(measurement, budget_bytes, beside, host_budget_bytes=self.host_budget_bytes)
         except InputError:
-            return least_memory(measurement, beside)
+            return least_memory(measurement, beside, self.host_budget_bytes)
 
 
 def open_geometries(run: RunArguments, optim: OptimizerArguments, num_processes: int) -> list[Geometry]:
@@ -223,6 +239,10 @@ def search(
         if not any(candidate.fits for candidate in of_this):
             break
     return Choice(candidates=tuple(found))
+
+
+def _has_seen(strategy: str, measurement: Measurement) -> bool:
+    return any(plan.strategy == strategy for plan, _ in measurement.seen)
 
 
 def _same_costs(one: Forecast, other: Forecast) -> bool:

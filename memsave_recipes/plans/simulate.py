@@ -1,4 +1,6 @@
-"""What a plan costs on a chain: the peak, where it is, and the added time. The definition that the solver agrees with.
+"""What a plan costs on a chain: the peak, where it is, the added time, and what it moves to the host.
+
+The definition that the solver agrees with.
 
 NOTE [ the memory of one forward and backward ]
 1. Forward: a block runs beside what the blocks before it hold, and its input. Under ``KEEP`` it then holds what it
@@ -10,6 +12,13 @@ NOTE [ the memory of one forward and backward ]
 4. At last the optimizer's update runs beside all gradients; no plan changes that.
 5. Storages count once, however many blocks hold them (NOTE [ what the figures of a chain mean ]).
 Not modelled: fragmentation of the allocator; the little that torch saves by ending a recomputation early.
+
+NOTE [ the memory of the host ]
+1. A block under ``OFFLOAD`` moves what it saves under ``KEEP`` and not under ``OFFLOAD``, its input included.
+2. The last of them never moves, as its backward comes at once.
+3. Copies are pinned in pieces that take at most an eighth more than the bytes in them (``activations/offload.py``).
+So it is the most that is pinned; small storages, which stay, count where they are inputs of blocks. Not modelled: an
+output that its own block saves and the next one does not.
 """
 
 from collections.abc import Iterator
@@ -18,6 +27,7 @@ from dataclasses import dataclass
 from memsave_recipes.plans.chain import Chain, Option
 from memsave_recipes.plans.plan import Action, Plan, Span
 
+PINNING = 8  # the part of what is moved that pinning may waste
 Storages = dict[str, int]
 """Bytes by the name of the storage; ``|`` joins two sets of them, each storage once."""
 
@@ -47,10 +57,11 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The highest moment of a step under a plan, and the seconds that the plan adds to plain's step."""
+    """The highest moment of a step under a plan, the seconds that it adds to plain's step, and ``host_bytes``."""
 
     peak: Moment
     added_s: float
+    host_bytes: int
 
     @property
     def peak_bytes(self) -> int:
@@ -78,7 +89,30 @@ def simulate(chain: Chain, plan: Plan) -> Simulation:
     return Simulation(
         peak=max(moments(chain, plan), key=lambda moment: moment.total_bytes),
         added_s=sum(_added_s(chain, span) for span in _spans(chain, plan)),
+        host_bytes=host_bytes(chain, plan),
     )
+
+
+def host_bytes(chain: Chain, plan: Plan) -> int:
+    """The bytes of the host that ``plan`` pins at most. See NOTE [ the memory of the host ].
+
+    Raises:
+        ValueError: as ``simulate``.
+    """
+    states = _states(chain)
+    offloaded = [span.start for span in _spans(chain, plan) if span.action is Action.OFFLOAD]
+    moved: Storages = {}
+    for position in offloaded[:-1]:
+        keeps, stays = (chain.blocks[position].option(action) for action in (Action.KEEP, Action.OFFLOAD))
+        moved[f"inside {position}"] = max(0, keeps.saved_bytes - stays.saved_bytes)
+        if keeps.saves_input and not stays.saves_input:
+            moved |= states[position]
+    return with_pinning(_total(moved))
+
+
+def with_pinning(num_bytes: int) -> int:
+    """Rule 3 of NOTE [ the memory of the host ]."""
+    return num_bytes + num_bytes // PINNING
 
 
 def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:

@@ -265,3 +265,13 @@ def test_an_action_that_the_model_refuses_is_no_option():
     plans = [plan_for(word, workload.stacks) for word in ("none", "selective")]
     chain = measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1)).chain()
     assert {option.action for block in chain.blocks for option in block.options} == {Action.KEEP}
+
+
+@pytest.mark.filterwarnings("ignore:offload. the model runs on a CPU")
+def test_offloading_is_not_tried_where_the_host_has_no_memory_for_it():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(3)))
+    workload = workload_of(model, lambda model, batch: model(batch).sum(), torch.randn(1024, 512))
+    plans = [plan_blocks(model, word) for word in ("none", "offload")]
+    saved = 5 * 1024 * 512 * 4 * 9 // 8  # three products, and the inputs of two: the batch is the first one's
+    for host_budget_bytes, count in ((None, 2), (saved, 2), (saved - 1, 1)):
+        assert len(measure(workload, plans, host_budget_bytes=host_budget_bytes).seen) == count

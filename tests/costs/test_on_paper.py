@@ -12,16 +12,19 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations.offload import Mover
+from memsave_recipes.activations.spans import RUN
 from memsave_recipes.costs import DeviceInstruments, Workload
 from memsave_recipes.costs.kernels import CudaWorkspaces, cuda_kernels
 from memsave_recipes.costs.on_paper import measure_on_paper, paper_batch, paper_model
 from memsave_recipes.costs.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
+from memsave_recipes.models.vgg import build_vgg
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.plans.simulate import simulate
+from memsave_recipes.plans.simulate import host_bytes, simulate
 
 CPU = torch.device("cpu")
 A100 = find_target("a100")
@@ -313,6 +316,65 @@ def test_what_offloads_is_not_held():
     keep, move = (simulate(chain, p).peak_bytes - set_aside for p in (measured.seen[0][0], plan))
     assert move < 0.7 * keep
     assert chain.blocks[3].option(Action.OFFLOAD).saved_bytes == 0
+
+
+class CountedCopies:
+    """Copies at once, and the bytes that torch would pin for them (``CachingHostAllocator.h``)."""
+
+    def __init__(self):
+        self.pinned_bytes = 0
+
+    def empty_on_host(self, num_bytes):
+        self.pinned_bytes += 1 << (num_bytes - 1).bit_length()
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def start(self, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, event):
+        pass
+
+
+def gpt2():
+    sizes = {"vocab_size": 64, "n_layer": 5, "n_head": 4, "n_embd": 256, "n_positions": 256}
+    rates = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)  # masks are larger on a CPU
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, **tokens, use_cache=False, attn_implementation="eager"))
+
+
+def of_layers(activation):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), activation()) for _ in range(8)))
+
+
+MOVING = {
+    "gelu": (lambda: of_layers(nn.GELU), lambda: {"input": torch.zeros(1024, 512)}),
+    "tanh": (lambda: of_layers(nn.Tanh), lambda: {"input": torch.zeros(1024, 512)}),
+    "gpt2": (gpt2, lambda: {"input_ids": torch.zeros(4, 256, dtype=torch.long)}),
+    "vgg": (lambda: build_vgg("vgg_small", num_classes=10), lambda: {"x": torch.zeros(64, 3, 32, 32)}),
+}
+
+
+def loss_of(model, batch):
+    output = model(*batch.values())
+    return getattr(output, "logits", output).sum()
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_what_offloading_pins_on_the_host_is_predicted(name, monkeypatch):
+    build, batch_of = MOVING[name]
+    model = paper_model(build)
+    workload = workload_of(model, paper_batch(model, batch_of()), loss_of)
+    plain, offload = (plan_blocks(model, strategy) for strategy in ("none", "offload"))
+    chain = measure_on_paper(workload, [plain, offload], A100).chain(offload=True)
+    copies = CountedCopies()
+    monkeypatch.setitem(RUN, Action.OFFLOAD, Mover(CPU, copies).run)
+    real = build()
+    with apply_plan(real, offload):
+        loss_of(real, batch_of()).backward()
+    assert copies.pinned_bytes > 0
+    assert copies.pinned_bytes <= host_bytes(chain, offload) <= 1.15 * copies.pinned_bytes
+    assert host_bytes(chain, plain) == 0
 
 
 EIGHT_BILLION = """

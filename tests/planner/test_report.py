@@ -137,6 +137,22 @@ def test_the_loss_is_a_column_only_where_there_are_several(capsys: pytest.Captur
     assert "chunked" in out
 
 
+def test_the_host_is_a_column_and_a_line_where_something_is_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    show_choice(choice(80 * MIB))
+    assert "host" not in capsys.readouterr().out
+    plain = candidate(8, "none", 80 * MIB)
+    chain = plain.forecast.chain
+    moves = replace(chain.blocks[0].options[0], action=Action.OFFLOAD, saved_bytes=0, saves_input=False)
+    blocks = tuple(replace(block, options=(*block.options, moves)) for block in chain.blocks)
+    forecast = Forecast(plan=plan_for("offload", [chain.decided_names]), chain=replace(chain, blocks=blocks))
+    show_choice(Choice(candidates=(replace(plain, forecast=forecast, host_budget_bytes=64 * MIB), plain)))
+    out = capsys.readouterr().out
+    assert "host" in out.splitlines()[1]
+    (row,) = [line for line in out.splitlines() if " x " in line and "offload" in line]
+    assert "20.2 MiB" in row  # 8 MiB of each block but the last, the 2 MiB between them, and an eighth
+    assert max(map(len, out.splitlines()[:8])) <= 120
+
+
 def test_a_single_candidate_needs_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     show_choice(Choice(candidates=(candidate(4, "full", 200 * MIB),)))
     out = capsys.readouterr().out

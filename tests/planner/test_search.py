@@ -7,9 +7,16 @@ import torch
 from torch import nn
 
 from memsave_recipes.costs.targets import find_target
-from memsave_recipes.planner.beside import Beside, overheads_of_target, usable_bytes, workspaces_of_device
+from memsave_recipes.planner.beside import (
+    Beside,
+    overheads_of_target,
+    usable_bytes,
+    usable_host_bytes,
+    workspaces_of_device,
+)
 from memsave_recipes.planner.budget import Forecast
 from memsave_recipes.planner.refusal import levers, refusal
+from memsave_recipes.planner.report import fits_text, host_line
 from memsave_recipes.planner.search import Candidate, Choice, open_geometries, search
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, Chain, Option
@@ -84,6 +91,47 @@ def test_the_fastest_that_fits_is_chosen_and_among_equals_the_simplest():
     assert Choice(candidates=(plain, undivided)).chosen is undivided
     assert Choice(candidates=(slow, candidate(seconds=0.5, budget=1))).chosen is slow
     assert Choice(candidates=(candidate(budget=1),)).chosen is None
+
+
+def offloading(host_budget=None, size=4):
+    """Faster than plain, with two of its blocks' three on the device and 40,000 bytes a block to move."""
+    one = candidate(size)
+    blocks = tuple(
+        replace(block, options=(*block.options, replace(block.options[0], action=Action.OFFLOAD, saved_bytes=0)))
+        for block in one.forecast.chain.blocks
+    )
+    chain = replace(one.forecast.chain, blocks=blocks)
+    plan = plan_for("offload", [["0", "1"]])
+    return replace(one, forecast=Forecast(plan=plan, chain=chain), host_budget_bytes=host_budget)
+
+
+def test_what_the_host_has_no_memory_for_does_not_fit():
+    moved = 40_000 * 9 // 8  # of the first block; the second is the last
+    assert offloading().host_bytes == moved
+    assert offloading().fits  # of a host that is not known
+    assert offloading(moved).fits
+    assert not offloading(moved - 1).fits
+    slow = candidate(seconds=2.0)
+    assert Choice(candidates=(offloading(moved), slow)).chosen.strategy == "offload"
+    assert Choice(candidates=(offloading(moved - 1), slow)).chosen is slow
+    assert Choice(candidates=(offloading(moved - 1), slow)).smallest is slow
+
+
+def test_a_host_that_is_too_small_is_named_by_the_refusal():
+    line = refusal(offloading(1024), MODEL, OptimizerArguments(), takes_adapters=False).one_line
+    assert "--activation_checkpointing offload: a rank would move 43.9 KiB to its host, which has 1 KiB" in line
+    assert fits_text(offloading(1024)) == "no, host +42.9 KiB"
+    told = "43.9 KiB of the host's memory for a rank, of 1 MiB that are available to it"
+    assert host_line(offloading(1024**2)).endswith(told)
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch):
+    accelerator = torch.device("meta")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = usable_host_bytes(accelerator)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert usable_host_bytes(accelerator) < alone / 100
+    assert usable_host_bytes(torch.device("cpu")) is None
 
 
 def test_the_search_ends_with_the_first_size_that_nothing_of_fits():

@@ -1,7 +1,9 @@
 """What a recipe's sketch predicts is what the recipe then needs."""
 
 import importlib.util
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from memsave_recipes.costs.on_paper import paper_model
 from memsave_recipes.costs.targets import find_target
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.on_paper import Launch, choose_on_paper
+from memsave_recipes.planner.run_plan import told_of_host
 from memsave_recipes.planner.sketch import read_sketch
 from memsave_recipes.units import GIB
 
@@ -52,6 +55,24 @@ def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path)
     peak_bytes = results["memory"]["peak_allocated_gib"] * GIB
     # On a CPU the recipe's figure is without the batch, which the loader made; images are the largest of these.
     assert candidate.peak_bytes == pytest.approx(peak_bytes, rel=0.04 if case == "adapters" else 0.03)
+
+
+def test_the_host_memory_of_offload_is_told_before_training():
+    sizes = "n_layer=4,n_head=4,n_embd=256"
+    flags = ["--model_type", "gpt2", "--config_overrides", sizes, "--block_size", "256", "--vocab_size", "512"]
+    flags += ["--global_batch_size", "4", "--activation_checkpointing", "offload"]
+    launch = Launch(target=find_target("a100"), host_budget_bytes=GIB)
+    state = torch.get_rng_state()
+    told = told_of_host(lambda: read_sketch(RECIPES / "language_modeling.py", flags), launch)
+    assert re.fullmatch(r"offload: at most \d+\.?\d* MiB of the host's memory for a rank, of 1 GiB .*", told)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(InputError, match=r"offload: a rank would move .* MiB to its host, which has 1 B"):
+        told_of_host(lambda: read_sketch(RECIPES / "language_modeling.py", flags), replace(launch, host_budget_bytes=1))
+
+
+def test_a_recipe_that_fake_tensors_cannot_run_trains_all_the_same():
+    told = told_of_host(lambda: 1 / 0, Launch(target=find_target("a100"), host_budget_bytes=1))
+    assert told == "offload: how much of the host's memory it takes cannot be predicted (ZeroDivisionError)"
 
 
 def test_a_sketch_takes_no_memory_for_weights():

@@ -7,7 +7,7 @@ import pytest
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import BlockCosts, Chain, Option
 from memsave_recipes.plans.plan import Action, Plan, Span
-from memsave_recipes.plans.simulate import simulate
+from memsave_recipes.plans.simulate import host_bytes, simulate
 
 KEEP, RECOMPUTE, SELECT_OPS, OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.SELECT_OPS, Action.OFFLOAD
 
@@ -118,6 +118,31 @@ def test_a_map_that_two_blocks_save_counts_once():
     peak = simulate(chain, plan_of(chain, (0, 2, KEEP))).peak
     # In conv's backward: the map of 50 once, held by relu, the gradient of conv's output 30, and 60.
     assert (peak.block, peak.held_bytes, peak.own_bytes) == ("conv", 50, 90)
+
+
+def offloading(chain):
+    return host_bytes(chain, plan_of(chain, (0, len(chain.decided), OFFLOAD)))
+
+
+def test_what_is_offloaded_fills_the_host_but_for_the_last_block():
+    options = option(saved=300, saves="i"), option(OFFLOAD, saved=60)
+    chain = Chain(blocks=tuple(block(name, *options, output=80) for name in "abcd"), resident_bytes=0)
+    moved = 3 * (300 - 60) + 2 * 80  # the input of the first is the batch, and the last never moves
+    assert offloading(chain) == moved * 9 // 8
+    assert host_bytes(chain, plan_of(chain, (0, 3, KEEP), (3, 4, OFFLOAD))) == 0
+    assert host_bytes(chain, plan_of(chain, (0, 1, KEEP), (1, 2, OFFLOAD), (2, 3, RECOMPUTE), (3, 4, OFFLOAD))) == 360
+    assert simulate(chain, plan_of(chain, (0, 4, OFFLOAD))).host_bytes == offloading(chain)
+
+
+def test_a_map_that_many_blocks_take_is_on_the_host_once():
+    options = option(saves="i"), option(OFFLOAD)
+    layers = [block(name, *options, output=80, passes=True) for name in "abcd"]
+    assert offloading(Chain(blocks=tuple(layers), resident_bytes=0)) == (80 + 80) * 9 // 8
+
+
+def test_where_nothing_moves_the_host_has_nothing():
+    options = option(saved=300, saves="i"), option(OFFLOAD, saved=310, saves="i")  # as on a CPU
+    assert offloading(Chain(blocks=tuple(block(n, *options, output=80) for n in "abc"), resident_bytes=0)) == 0
 
 
 def test_dense_layers_hand_on_what_they_got():
