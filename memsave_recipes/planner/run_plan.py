@@ -65,14 +65,13 @@ def plan_run(
         InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
     """
     step = StepOnDevice(accelerator, model, batches, prepared, loss_of)
-    host_budget_bytes = by_rank_0(accelerator, lambda: usable_host_bytes(accelerator.device))
     if not run.searches:
         if run.activation_checkpointing == "offload" and accelerator.device.type != "cpu":
-            launch = Launch.here(accelerator.num_processes, accelerator.mixed_precision)
-            launch = replace(launch, host_budget_bytes=host_budget_bytes)
-            accelerator.print(by_rank_0(accelerator, lambda: told_of_host(sketch, launch)))
+            here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
+            accelerator.print(by_rank_0(accelerator, lambda: told_of_host(sketch, here)))
         running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
         return RunPlan(plan_blocks(model, run.activation_checkpointing or "none", running))
+    host_budget_bytes = by_rank_0(accelerator, lambda: usable_host_bytes(accelerator.device))
     planning = _Planning(run, optim, accelerator, model, step, sketch, host_budget_bytes)
     candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
     empty_cache(accelerator.device)  # what was tried out need not stay in the allocator's cache
@@ -80,14 +79,15 @@ def plan_run(
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes)
 
 
-def told_of_host(sketch: Callable[[], Sketch], launch: Launch) -> str:
+def told_of_host(sketch: Callable[[], Sketch], here: Callable[[], Launch]) -> str:
     """A line on the host's memory that ``offload`` takes, predicted on paper, as nothing is measured for it.
 
     Raises:
         InputError: the host has less.
     """
     try:
-        found = replace(sketch(), losses=(None,))
+        launch, found = here(), replace(sketch(), losses=(None,))
+        launch = replace(launch, host_budget_bytes=usable_host_bytes(launch.target.device))
         (candidate,) = choose_on_paper(found, launch, launch.target.memory_bytes).candidates
     except Exception as unknown:  # whatever a model does that fake tensors cannot: a prediction stops no run
         return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})"

@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,21 +56,24 @@ def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path)
     assert candidate.peak_bytes == pytest.approx(peak_bytes, rel=0.04 if case == "adapters" else 0.03)
 
 
-def test_the_host_memory_of_offload_is_told_before_training():
+def test_the_host_memory_of_offload_is_told_before_training(monkeypatch):
     sizes = "n_layer=4,n_head=4,n_embd=256"
     flags = ["--model_type", "gpt2", "--config_overrides", sizes, "--block_size", "256", "--vocab_size", "512"]
     flags += ["--global_batch_size", "4", "--activation_checkpointing", "offload"]
-    launch = Launch(target=find_target("a100"), host_budget_bytes=GIB)
+    given = (lambda: read_sketch(RECIPES / "language_modeling.py", flags)), (lambda: Launch(target=find_target("a100")))
+    module = "memsave_recipes.planner.run_plan.usable_host_bytes"
+    monkeypatch.setattr(module, lambda device: GIB)
     state = torch.get_rng_state()
-    told = told_of_host(lambda: read_sketch(RECIPES / "language_modeling.py", flags), launch)
+    told = told_of_host(*given)
     assert re.fullmatch(r"offload: at most \d+\.?\d* MiB of the host's memory for a rank, of 1 GiB .*", told)
     assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.setattr(module, lambda device: 1)
     with pytest.raises(InputError, match=r"offload: a rank would move .* MiB to its host, which has 1 B"):
-        told_of_host(lambda: read_sketch(RECIPES / "language_modeling.py", flags), replace(launch, host_budget_bytes=1))
+        told_of_host(*given)
 
 
 def test_a_recipe_that_fake_tensors_cannot_run_trains_all_the_same():
-    told = told_of_host(lambda: 1 / 0, Launch(target=find_target("a100"), host_budget_bytes=1))
+    told = told_of_host(lambda: 1 / 0, lambda: Launch(target=find_target("a100")))
     assert told == "offload: how much of the host's memory it takes cannot be predicted (ZeroDivisionError)"
 
 
