@@ -50,7 +50,7 @@ test: install  ## the tests (a quarter of an hour on 2 cores)
 	$(PYTEST) -m 'not slow'
 
 # They wait for processes to end, so a core has time for more than one of them.
-test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (8 minutes on 2 cores)
+test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (10 minutes on 2 cores)
 	$(PYTEST) --numprocesses 3 -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
 
 test-oldest: BIN := $(OLDEST)/bin
