@@ -44,7 +44,8 @@ types: install  ## mypy on the package
 	$(BIN)/mypy
 
 # A process a core, up to four: each holds torch and its tests' ranks.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+export OMP_NUM_THREADS ?= 1
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test: install  ## the tests (a quarter of an hour on 2 cores)
 	$(PYTEST) -m 'not slow'
@@ -58,8 +59,9 @@ test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest 
 	$(PYTEST) -m 'not slow' tests/activations tests/costs tests/measure tests/models tests/test_losses.py \
 		tests/training/test_optimizers.py tests/recipes/test_verify.py
 
-test-all: install  ## the slow ones too
+test-all: install  ## the slow ones too, and those of the oldest versions
 	$(PYTEST)
+	$(MAKE) test-oldest
 
 clean:  ## remove the environment and what runs wrote
 	rm -rf $(VENV) $(OLDEST) out .pytest_cache .mypy_cache .ruff_cache
