@@ -8,13 +8,15 @@ from accelerate.state import AcceleratorState
 
 from memsave_recipes.checkpoints.continuity import check_same_environment
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.environment import describe_environment
+from memsave_recipes.training.environment import INSTRUCTION_LIMITS, describe_environment
 from memsave_recipes.training.launch import start_accelerator
 
 
 @pytest.fixture
 def accelerator(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for variable in INSTRUCTION_LIMITS:  # this process may have been started with one
+        monkeypatch.delenv(variable, raising=False)
     AcceleratorState._reset_state(reset_partial_state=True)
     return start_accelerator()
 
