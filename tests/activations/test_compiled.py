@@ -15,6 +15,8 @@ from memsave_recipes.measure.flops import ModelFlops
 from memsave_recipes.measure.saved_tensors import SavedTensors
 from memsave_recipes.plans import Action, Plan, Span
 
+pytestmark = pytest.mark.usefixtures("kernels_can_be_compiled")
+
 VOCABULARY = 96
 TOKENS = torch.randint(0, VOCABULARY, (6, 64), generator=torch.Generator().manual_seed(1))
 WEIGHT = "transformer.h.0.attn.c_attn.weight"

@@ -11,6 +11,7 @@ from memsave_recipes.activations.compiled import Region, check_compiler
 from memsave_recipes.errors import InputError
 
 
+@pytest.mark.usefixtures("kernels_can_be_compiled")
 def test_too_many_graphs_are_an_error_and_not_the_plain_layer(monkeypatch):
     monkeypatch.setattr(compiled, "MOST_GRAPHS", 1)
     region = Region(0.3)

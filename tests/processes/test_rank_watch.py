@@ -17,7 +17,7 @@ from memsave_recipes.processes.rank_watch import BEHIND, DONE, SILENT, Lateness,
 from memsave_recipes.training.launch import start_accelerator
 
 FORK = get_context("fork")
-LIMIT_S, END_S = 3.0, 60
+LIMIT_S, END_S = 6.0, 60
 
 
 class TestLateness:
@@ -120,7 +120,7 @@ def test_a_rank_that_is_waited_for_in_vain_ends_the_run(run_trial, tmp_path, pro
     codes, told = run_trial(ends_of, program, tmp_path, 2)
     assert codes == [LOST, None if program is stopped else LOST]
     assert told == [
-        f"\nerror: for more than 0.05 minutes (--collective_timeout_minutes) rank 1 of 2 {how}: ended in the "
+        f"\nerror: for more than 0.1 minutes (--collective_timeout_minutes) rank 1 of 2 {how}: ended in the "
         "middle of a step; the last checkpoint is as it was, go on with --resume\n",
         "",
     ]
