@@ -28,12 +28,12 @@ import torch
 from torch import nn
 
 from memsave_recipes.checkpoints import Checkpoints, StopSignals, Training
-from memsave_recipes.checkpoints.manifest import check_seal
-from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.checkpoints.commit import check_seal
+from memsave_recipes.run.folder import write_json
+from memsave_recipes.text import format_bytes
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
-from memsave_recipes.units import format_bytes
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 LAYERS = {192: 16, 576: 48}  # MiB of weights and state: layers of 1024 x 1024 float32, with two of Adam's each

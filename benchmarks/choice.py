@@ -22,13 +22,12 @@ from planned.works import ROOT, WORKS, Real, build, sketch_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.costs import Measurement, Workload, measure
-from memsave_recipes.planner.beside import beside_the_step
-from memsave_recipes.planner.budget import least_memory, plans_to_measure
+from memsave_recipes.planner.budget import beside_the_step, least_memory, plans_to_measure
 from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries
-from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
+from memsave_recipes.run.folder import write_json
+from memsave_recipes.training.batch_layout import Geometry
 from memsave_recipes.training.environment import device_name
-from memsave_recipes.training.sample_order import Geometry
 
 GLOBAL_BATCH = 8
 NUM_BUDGETS = 6

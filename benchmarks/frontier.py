@@ -34,8 +34,8 @@ from rich.table import Table
 from torch._inductor.utils import fresh_cache
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.folder import write_json
 from memsave_recipes.training.environment import device_name
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"

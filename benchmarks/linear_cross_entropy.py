@@ -41,11 +41,10 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
-from memsave_recipes.measure.device_memory import read_device_memory, reset_peaks
-from memsave_recipes.measure.host_memory import instrumented_peak_bytes, storage_bytes
-from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.profiling.memory import instrumented_peak_bytes, read_device_memory, reset_peaks, storage_bytes
+from memsave_recipes.run.folder import write_json
+from memsave_recipes.text import to_mib
 from memsave_recipes.training.environment import device_name
-from memsave_recipes.units import to_mib
 
 SHAPES_ON_CPU = [(1024, 512, 32_768), (512, 512, 131_072)]
 SHAPES_ON_ACCELERATOR = [(8192, 768, 50_257), (8192, 2048, 128_256), (8192, 2304, 256_000)]  # GPT-2, Llama 1B, Gemma 2B

@@ -46,13 +46,13 @@ from transformers import (
     get_scheduler,
 )
 
-from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import write_json
-from memsave_recipes.reporting.trackers import resolve_trackers, start_trackers
+from memsave_recipes.run.folder import write_json
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.run.trackers import resolve_trackers, start_trackers
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 LOGGING_STEPS, LEARNING_RATE, MAX_GRAD_NORM, SEED = 10, 3e-4, 1.0, 0

@@ -41,12 +41,12 @@ from rich.console import Console
 from rich.table import Table
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.costs import Workload
-from memsave_recipes.costs.on_paper import measure_on_paper, paper_batch, paper_model
-from memsave_recipes.costs.targets import Target, find_target
+from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.targets import Target, find_target
 from memsave_recipes.plans.simulate import simulate
-from memsave_recipes.reporting.run_folder import write_json
-from memsave_recipes.units import GIB
+from memsave_recipes.profiling.block_costs import Workload
+from memsave_recipes.run.folder import write_json
+from memsave_recipes.text import GIB
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 STRATEGIES = ("none", "selective", "full")

@@ -24,16 +24,14 @@ from planned.works import ROOT, WORKS, build, sketch_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.costs.on_paper import measure_on_paper, paper_model
-from memsave_recipes.costs.targets import find_target
-from memsave_recipes.planner.beside import beside_the_step
-from memsave_recipes.planner.budget import least_memory, plans_to_measure
-from memsave_recipes.planner.on_paper import AUTOCAST_DTYPES, Launch, workload_on_paper
+from memsave_recipes.estimate.estimate import measure_on_paper, paper_model
+from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.planner.budget import beside_the_step, least_memory, plans_to_measure
 from memsave_recipes.planner.search import Candidate, Terms
-from memsave_recipes.planner.sketch import Sketch
-from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Sketch, workload_on_paper
+from memsave_recipes.run.folder import write_json
+from memsave_recipes.training.batch_layout import Geometry
 from memsave_recipes.training.environment import device_name
-from memsave_recipes.training.sample_order import Geometry
 
 OPTIMIZERS, PRECISIONS = ("sgd", "adamw"), ("no", "bf16")
 STRATEGIES = ("none", "full", "segments:3", "selective", "budget")

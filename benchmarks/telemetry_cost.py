@@ -32,13 +32,13 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from transformers import ViTConfig, ViTForImageClassification
 
-from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import write_json
-from memsave_recipes.reporting.trackers import finish_trackers, resolve_trackers, start_trackers
+from memsave_recipes.run.folder import write_json
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.run.trackers import finish_trackers, resolve_trackers, start_trackers
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 BATCH_SIZE, LOGGING_STEPS, WARMUP_WINDOWS, WINDOWS, SEED = 32, 10, 2, 40, 0

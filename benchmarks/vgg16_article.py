@@ -52,15 +52,20 @@ from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.measure.device_memory import read_device_memory, reset_peaks
-from memsave_recipes.measure.host_memory import instrumented_peak_bytes, resident_bytes, storage_bytes
-from memsave_recipes.measure.saved_tensors import SavedTensors
 from memsave_recipes.models import MODELS
 from memsave_recipes.plans import Plan
-from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.run_folder import write_json
+from memsave_recipes.profiling.memory import (
+    instrumented_peak_bytes,
+    read_device_memory,
+    reset_peaks,
+    resident_bytes,
+    storage_bytes,
+)
+from memsave_recipes.profiling.saved_tensors import SavedTensors
+from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.folder import write_json
+from memsave_recipes.text import to_mib
 from memsave_recipes.training.environment import device_name
-from memsave_recipes.units import to_mib
 
 ON_ACCELERATOR = {"image_size": 224, "batch_size": 64, "rounds": 5, "warmup_steps": 3, "steps": 10}
 ON_CPU = {"image_size": 64, "batch_size": 8, "rounds": 3, "warmup_steps": 1, "steps": 2}

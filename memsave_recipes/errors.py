@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from memsave_recipes.foreign import printable
+from memsave_recipes.text import printable
 
 
 class InputError(ValueError):

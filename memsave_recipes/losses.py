@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from memsave_recipes.units import MIB
+from memsave_recipes.text import MIB
 
 IGNORED_LABEL = -100
 

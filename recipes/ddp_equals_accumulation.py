@@ -35,25 +35,24 @@ from tqdm import tqdm
 from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import locked_run_folder
+from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.augmentation import to_pixel_values
-from memsave_recipes.data.vision import load_images
+from memsave_recipes.data.images import load_images
+from memsave_recipes.distributed import rank_0_first
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.runs import read_run
 from memsave_recipes.planner.run_plan import RunPlan
-from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.final import save_final, save_model, write_results
-from memsave_recipes.reporting.run_folder import begin_run, check_run_folder
-from memsave_recipes.reporting.trackers import finish_trackers, log_metrics, resolve_trackers
+from memsave_recipes.processes import num_workers
+from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, save_model, write_results
+from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, require
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder, seed_for
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import deterministic_kernels, device_name, matmul_precision
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
-from memsave_recipes.training.sample_order import Geometry, SampleOrder, seed_for
-from memsave_recipes.training.workers import num_workers
 
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

@@ -32,42 +32,34 @@ from transformers import AutoModelForImageClassification
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.activations import apply_plan
-from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import Training
+from memsave_recipes.compare.compare import compare
+from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
-from memsave_recipes.data.image_sources import count_classes
-from memsave_recipes.data.vision import load_images
+from memsave_recipes.data.images import count_classes, load_images
+from memsave_recipes.distributed import rank_0_first
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.compare import compare
-from memsave_recipes.evidence.runs import read_run
-from memsave_recipes.evidence.table import show
-from memsave_recipes.metrics import ACCURACY
+from memsave_recipes.metrics import METRICS
 from memsave_recipes.models import MODELS, load_weights
-from memsave_recipes.models.image_size import check_image_size
+from memsave_recipes.models.image_classifiers import check_image_size
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
 from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.sketch import Sketch
-from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.final import save_final, save_model, write_results
-from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run
-from memsave_recipes.reporting.trackers import finish_trackers
-from memsave_recipes.reporting.verification import settle_kernels, verify_plan
+from memsave_recipes.planner.task import Sketch
+from memsave_recipes.processes import num_workers
+from memsave_recipes.render.choice import show_choice
+from memsave_recipes.render.run_table import show
+from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.folder import OpenRun, begin_run, open_run, save_final, save_model, write_results
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.run.trackers import finish_trackers
+from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments, SafetyArguments, require
-from memsave_recipes.training.batching import (
-    Batch,
-    GlobalBatch,
-    GlobalBatches,
-    evaluation_batches,
-    gather_counted,
-)
-from memsave_recipes.training.batchnorm import batchnorm_notice, synchronize_batchnorm
-from memsave_recipes.training.finite import FiniteGate
-from memsave_recipes.training.in_backward import check_in_backward
-from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.batch_layout import SampleOrder
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
+from memsave_recipes.training.launch import batchnorm_notice, synchronize_batchnorm
+from memsave_recipes.training.non_finite import FiniteGate
+from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
-from memsave_recipes.training.sample_order import SampleOrder
-from memsave_recipes.training.workers import num_workers
 
 USUAL_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
@@ -182,7 +174,7 @@ def train(
     loss_of = partial(summed_loss, trained, pixels=pixels)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=on_paper)
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=on_paper, show=show_choice)
     geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
@@ -352,8 +344,8 @@ def evaluate_model(
         predictions += predicted.tolist()
         references += expected.tolist()
     model.train()
-    accuracy = evaluate.load(str(ACCURACY)).compute(predictions=predictions, references=references)
-    return {**accuracy, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
+    figures = evaluate.load(str(METRICS)).compute(predictions=predictions, references=references)
+    return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
 
 
 if __name__ == "__main__":

@@ -32,37 +32,36 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.activations import apply_plan
-from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import Training
+from memsave_recipes.compare.compare import compare
+from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.packing import check_positions, count_valid, fingerprint_of, keeps_documents_apart, pack, pad
 from memsave_recipes.data.text import TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
+from memsave_recipes.distributed import rank_0_first
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.compare import compare
-from memsave_recipes.evidence.runs import read_run
-from memsave_recipes.evidence.table import show
-from memsave_recipes.foreign import printable_lines
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.sketch import Sketch
-from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.final import save_final, save_model, write_results
-from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run
-from memsave_recipes.reporting.trackers import finish_trackers
-from memsave_recipes.reporting.verification import settle_kernels, verify_plan
+from memsave_recipes.planner.task import Sketch
+from memsave_recipes.processes import num_workers
+from memsave_recipes.render.choice import show_choice
+from memsave_recipes.render.run_table import show
+from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.folder import OpenRun, begin_run, open_run, save_final, save_model, write_results
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.run.trackers import finish_trackers
+from memsave_recipes.run.verification import settle_kernels, verify_plan
+from memsave_recipes.text import printable_lines
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
+from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches
 from memsave_recipes.training.environment import deterministic_kernels
-from memsave_recipes.training.finite import FiniteGate
-from memsave_recipes.training.in_backward import check_in_backward
-from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.non_finite import FiniteGate
+from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
-from memsave_recipes.training.sample_order import SampleOrder
-from memsave_recipes.training.workers import num_workers
 
 BYTES_A_TOKEN = 5  # of text in a stream; English in a vocabulary of 50k has 4 to 5
 
@@ -187,7 +186,7 @@ def train(
     loss_of = partial(summed_loss, loss_model)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of, sketch=on_paper)
+    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of, sketch=on_paper, show=show_choice)
     geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, loss_model, plan_handle, batches, loss_of)

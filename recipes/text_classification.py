@@ -36,39 +36,32 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from memsave_recipes.activations import apply_plan
-from memsave_recipes.agreement import rank_0_first
 from memsave_recipes.checkpoints import Training
+from memsave_recipes.compare.compare import compare
+from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.labelled_text import load_labelled_text
-from memsave_recipes.data.tokenized_text import (
-    check_inputs,
-    check_length,
-    load_text_tokenizer,
-    tokenize,
-)
-from memsave_recipes.data.tokenizers import check_vocabulary
+from memsave_recipes.data.tokenizers import check_inputs, check_length, check_vocabulary, load_text_tokenizer, tokenize
+from memsave_recipes.distributed import rank_0_first
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.compare import compare
-from memsave_recipes.evidence.runs import read_run
-from memsave_recipes.evidence.table import show
-from memsave_recipes.metrics import ACCURACY, F1
+from memsave_recipes.metrics import METRICS
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.sketch import Sketch
-from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.final import save_final, save_model, write_results
-from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import OpenRun, begin_run, open_run
-from memsave_recipes.reporting.trackers import finish_trackers
-from memsave_recipes.reporting.verification import settle_kernels, verify_plan
+from memsave_recipes.planner.task import Sketch
+from memsave_recipes.processes import num_workers
+from memsave_recipes.render.choice import show_choice
+from memsave_recipes.render.run_table import show
+from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.folder import OpenRun, begin_run, open_run, save_final, save_model, write_results
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.run.trackers import finish_trackers
+from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
+from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
-from memsave_recipes.training.finite import FiniteGate
-from memsave_recipes.training.in_backward import check_in_backward
-from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.non_finite import FiniteGate
+from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
-from memsave_recipes.training.sample_order import SampleOrder
-from memsave_recipes.training.workers import num_workers
 
 USUAL_CLASSES = 2  # where a plan is made before the texts are there
 
@@ -178,7 +171,7 @@ def train(
     loss_of = partial(summed_loss, trained)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=on_paper)
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=on_paper, show=show_choice)
     geometry = batches.geometry
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
@@ -343,11 +336,9 @@ def evaluate_model(model: nn.Module, accelerator: Accelerator, batches: Iterable
         predictions += predicted.tolist()
         references += expected.tolist()
     model.train()
-    answers = {"predictions": predictions, "references": references}
     average = "binary" if logits.shape[-1] == 2 else "macro"
-    accuracy = evaluate.load(str(ACCURACY)).compute(**answers)
-    f1 = evaluate.load(str(F1)).compute(**answers, average=average)
-    return {**accuracy, **f1, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
+    figures = evaluate.load(str(METRICS)).compute(predictions=predictions, references=references, average=average)
+    return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from memsave_recipes.cli import main
-from memsave_recipes.costs.targets import find_target
-from memsave_recipes.planner.beside import usable_bytes
+from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.planner.budget import usable_bytes
 
 ROOT = Path(__file__).parents[1]
 IMAGES = str(ROOT / "recipes" / "image_classification.py")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.foreign import plain, printable, printable_lines, read_json
+from memsave_recipes.text import plain, printable, printable_lines, read_json
 
 
 @pytest.mark.parametrize("text", ["", "vgg-11 (2 ranks)", "größer", "日本語", "🙂", "a\\x1b", "[bold]"])

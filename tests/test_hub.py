@@ -14,12 +14,12 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes import hub
-from memsave_recipes.data.image_sources import read_images
+from memsave_recipes.data.images import read_images
 from memsave_recipes.data.labelled_text import load_labelled_text
 from memsave_recipes.data.text import load_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError
-from memsave_recipes.metrics import ACCURACY, F1
+from memsave_recipes.metrics import METRICS
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
 
 COMMIT = "0" * 40
@@ -117,8 +117,7 @@ def test_what_is_at_hand_asks_nobody(serve, tmp_path):
     image_processor_config(folder)
     load_documents(train_file=str(path))
     load_labelled_text(dataset=None, train_file=str(path), validation_file=str(path))
-    for metric in (ACCURACY, F1):
-        evaluate.load(str(metric))
+    evaluate.load(str(METRICS))
     assert served.requests == []
 
 

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
-from memsave_recipes.measure.host_memory import instrumented_peak_bytes, storage_bytes
-from memsave_recipes.units import MIB
+from memsave_recipes.profiling.memory import instrumented_peak_bytes, storage_bytes
+from memsave_recipes.text import MIB
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, VOCAB = 8, 512, 2000

@@ -1,6 +1,6 @@
 import pytest
 
-from memsave_recipes.units import GIB, MIB, format_bytes, to_gib
+from memsave_recipes.text import GIB, MIB, format_bytes, to_gib
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from memory_time.methods import PLAIN, PLAIN_CHUNKED, Forward, Method
 from memory_time.works import Work
-from memsave_recipes.costs.meters import DeviceInstruments, Meter
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 TURNS_BETWEEN_PLAIN = 8

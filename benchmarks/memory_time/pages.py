@@ -6,7 +6,7 @@ from typing import Any
 from memory_time.methods import OURS, SEGMENTS, SEQUENTIAL, WHOLE
 from memory_time.verdicts import FASTER, MODERATE, OUT_OF_REACH, SAME_MEMORY, SLOWER, TIE, count
 from memory_time.works import LANGUAGE_MODELS, TITLES
-from memsave_recipes.units import to_mib
+from memsave_recipes.text import to_mib
 
 ABOUT = f"""\
 *Share* is the activation peak against plain's: the exact peak of one forward and backward above parameters, buffers and

@@ -26,7 +26,7 @@ from memory_time.methods import (
 )
 from memory_time.works import CNNS, Work
 from memsave_recipes.activations import block_names, find_stacks
-from memsave_recipes.activations.stacks import begins_in_place
+from memsave_recipes.activations.blocks import begins_in_place
 
 _numbers = count()
 

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from memsave_recipes.measure.breakdown import break_down_peak
-from memsave_recipes.planner.sketch import Sketch, read_sketch
+from memsave_recipes.planner.task import Sketch, read_sketch
+from memsave_recipes.profiling.breakdown import break_down_peak
 from memsave_recipes.training.batching import Batch
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer

@@ -11,12 +11,28 @@ from typing import Any
 
 from torch import nn
 
-from memsave_recipes.activations.blocks import block_names, find_bottlenecks, find_stacks, named_stack
+from memsave_recipes.activations.blocks import (
+    Block,
+    CalledLayers,
+    Layer,
+    SequentialStack,
+    Stack,
+    begins_in_place,
+    block_names,
+    find_bottlenecks,
+    find_stacks,
+    named_stack,
+)
 from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
-from memsave_recipes.activations.joint import JointLayers
 from memsave_recipes.activations.recompute import BlockRuns
-from memsave_recipes.activations.spans import LayerInSpan, SpannedBlocks, SpannedLayer, SpannedSequence, Watch
-from memsave_recipes.activations.stacks import Block, Layer, Layers, Sequence, Stack, begins_in_place
+from memsave_recipes.activations.spans import (
+    JointLayers,
+    LayerInSpan,
+    SpannedBlocks,
+    SpannedLayer,
+    SpannedSequence,
+    Watch,
+)
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
 
@@ -142,14 +158,14 @@ def _stacks_of(model: nn.Module, plan: Plan) -> list[Stack]:
 def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, ratio: float) -> None:
     """Compile the forwards of the layers under ``COMPILE``; what runs them afterwards keeps them as they are."""
     names = handle.plan.blocks_under(Action.COMPILE)
-    if any(block.name in names for stack in stacks if isinstance(stack, Sequence) for block in stack.blocks):
+    if any(block.name in names for stack in stacks if isinstance(stack, SequentialStack) for block in stack.blocks):
         raise InputError(
             f"--activation_checkpointing {handle.plan.strategy}: {type(model).__name__} has no layer that repeats, and "
             "only such layers are compiled; use budget, selective or segments:K"
         )
     check_compiler(model)
     region = Region(ratio)
-    for layer in (block for stack in stacks if isinstance(stack, Layers) for block in stack.blocks):
+    for layer in (block for stack in stacks if isinstance(stack, CalledLayers) for block in stack.blocks):
         if layer.name in names:
             method = getattr(layer.module, layer.method)
             handle.replace(layer.module, layer.method, CompiledLayer(method, layer.module, region))
@@ -166,7 +182,7 @@ def _runs(spans: list[Span]) -> Iterator[Span]:
 def _install(
     stack: Stack, parts: list[tuple[tuple[Any, ...], Action]], handle: PlanHandle, watch: Watch | None
 ) -> None:
-    if isinstance(stack, Sequence):
+    if isinstance(stack, SequentialStack):
         _install_sequence(stack, parts, handle, watch)
     else:
         for layers, action in parts:
@@ -175,7 +191,7 @@ def _install(
 
 
 def _install_sequence(
-    stack: Sequence, parts: list[tuple[tuple[Block, ...], Action]], handle: PlanHandle, watch: Watch | None
+    stack: SequentialStack, parts: list[tuple[tuple[Block, ...], Action]], handle: PlanHandle, watch: Watch | None
 ) -> None:
     for blocks, action in parts:
         # A span that begins in place would overwrite the very input it has to start from again.

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memsave_recipes.activations.batchnorm import FrozenStatistics
+from memsave_recipes.activations.recompute import FrozenStatistics
 from memsave_recipes.errors import InputError
 
 KEPT_OPERATORS = frozenset(

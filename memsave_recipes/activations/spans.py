@@ -1,24 +1,238 @@
-"""What runs in place of a model's own forwards while a plan is in force.
+"""A model's call of one of its layers, taken apart: the state that goes from layer to layer, and all the rest.
+
+NOTE [ caches ]
+1. A second run would fill a key-value cache a second time, so every run gets a copy of it, as empty or as filled (with
+   a prefix, say) as it was. Leaving it out would do for most layers; but keys that went through a cache lie otherwise
+   in memory, and attention may round otherwise.
+2. A cache of states that a layer computes with, as those of Mamba, is another matter: with it the same layer takes
+   another path, which rounds otherwise. It is refused by name.
+
+Layers that the model calls one by one, and that recompute together.
+
+NOTE [ one checkpoint for several calls ]
+1. torch's checkpoint takes one function. Here it is given one that does nothing in its first run, and the hooks that it
+   puts around it, which keep a place in line instead of a tensor, are put around every layer of the span in turn. In
+   the backward the function runs again: now all the layers, each on what the one before gave.
+2. So every layer runs when the model calls it, and returns a tensor of plain training's own graph. Whoever reads it
+   (hidden states in a loss, the features of a tower) has the right values and gradients, and layers may be left out.
+3. The second run hands each layer what the one before returned. Only a call that is given that very tensor, unchanged,
+   and that comes later in the span joins the calls before it; any other one begins a span of its own.
+4. Where the model draws random numbers between two layers, the second run begins the later one where it began.
+5. Autograd alone keeps a span alive. Known limit: a layer that is given what an earlier one of its span returned,
+   besides the state, makes a cycle with the graph, which a backward opens and nothing else does.
+
+What runs in place of a model's own forwards while a plan is in force.
 
 These are objects that hold the modules they run, so that a deep copy of the model (an EMA, say) runs the copy's own
 modules. Without gradients (evaluation, generation) the model runs as if there were no plan.
 """
 
+import copy
+import inspect
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import get_device_states, set_device_states
 
-from memsave_recipes.activations.joint import JointLayers
-from memsave_recipes.activations.layer_calls import taken_apart
+from memsave_recipes.activations.blocks import Block, SequentialStack
 from memsave_recipes.activations.offload import offload
 from memsave_recipes.activations.recompute import BlockRuns, recompute
 from memsave_recipes.activations.selective import select_ops
-from memsave_recipes.activations.stacks import Block, Sequence
+from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
+
+CACHE_NAMES = ("past_key_values", "layer_past")
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """``method`` with all that the model gave it but the state, which it gave by position or as ``keyword``."""
+
+    method: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keyword: str | None = None
+    takes_list: bool = False
+
+    def __call__(self, *state: Any) -> Any:
+        """What the layer gives for a state: one tensor, or several, which a dense layer takes as a list."""
+        flowing = (list(state),) if self.takes_list else state
+        args = map(_own_copy, self.args)
+        kwargs = {name: _own_copy(value) for name, value in self.kwargs.items()}
+        if self.keyword is None:
+            return self.method(*flowing, *args, **kwargs)
+        return self.method(*args, **{self.keyword: flowing[0]}, **kwargs)
+
+
+def taken_apart(
+    module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[LayerCall, tuple[Any, ...]]:
+    """The call ``method(*args, **kwargs)`` of a layer, and the state that goes through it.
+
+    The state is the first positional argument; without one, the first parameter or else the first tensor.
+
+    Raises:
+        InputError: there is a cache of states, by NOTE [ caches ].
+    """
+    names = _parameter_names(getattr(type(module), getattr(method, "__name__", ""), type(module).forward))
+    kwargs = {name: _checked(module, name, value) for name, value in kwargs.items()}
+    if not args:
+        tensors = (name for name in (*names[:1], *kwargs) if isinstance(kwargs.get(name), Tensor))
+        keyword = next(tensors, None)
+        state = () if keyword is None else (kwargs.pop(keyword),)
+        return LayerCall(method, (), kwargs, keyword), state
+    others = tuple(
+        _checked(module, names[position] if position < len(names) else "", value)
+        for position, value in enumerate(args[1:], start=1)
+    )
+    takes_list = isinstance(args[0], list)
+    return LayerCall(method, others, kwargs, takes_list=takes_list), tuple(args[0]) if takes_list else args[:1]
+
+
+@cache
+def _parameter_names(method: Callable[..., Any]) -> tuple[str, ...]:
+    """Of a class's method, without ``self``."""
+    return tuple(inspect.signature(method).parameters)[1:]
+
+
+def _checked(module: nn.Module, name: str, value: Any) -> Any:
+    """An argument of a layer, by NOTE [ caches ]."""
+    if name == "use_cache":
+        return False
+    if any(hasattr(layer, "recurrent_states") for layer in getattr(value, "layers", ())):
+        raise InputError(
+            f"--activation_checkpointing: {type(module).__name__} cannot run again with the cache of its states; "
+            "call the model with use_cache=False, or set model.config.use_cache = False"
+        )
+    return None if name in CACHE_NAMES and not (_is_cache(value) or isinstance(value, tuple)) else value
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length")
+
+
+def _own_copy(value: Any) -> Any:
+    """A cache that a run may fill; anything else as it is."""
+    if not _is_cache(value):
+        return value
+    own = copy.copy(value)
+    for name, part in vars(value).items():
+        if isinstance(part, list):
+            setattr(own, name, [copy.copy(layer) for layer in part])
+        elif isinstance(part, dict) or _is_cache(part):
+            setattr(own, name, _own_copy(part) if _is_cache(part) else dict(part))
+    return own
+
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+@dataclass
+class JointLayers:
+    """The layers of one span. ``last`` is the span that the next call may join."""
+
+    modules: list[nn.Module]
+    last: "weakref.ref[_Calls] | None" = None
+
+    def run(self, position: int, call: Callable[..., Any], *state: Any) -> Any:
+        """The call of the layer at ``position``, by the NOTE."""
+        if len(state) != 1 or not isinstance(state[0], Tensor):
+            return recompute(call, *state, modules=[self.modules[position]])
+        calls = self.last() if self.last else None
+        hooks = calls.hooks_for(position, *state) if calls else None
+        if calls is None or hooks is None:
+            calls = _Calls(len(self.modules))
+            recompute(calls, *state, modules=self.modules)
+            hooks = calls.let_go_of_hooks()
+        self.last = weakref.ref(calls)
+        return calls.run(hooks, position, call, *state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy: its calls are its own."""
+        return {**self.__dict__, "last": None}
+
+
+@dataclass(eq=False)
+class _Calls:
+    """The calls of a span so far, in order."""
+
+    num_layers: int
+    calls: list[tuple[Callable[..., Any], "_RandomState | None"]] = field(default_factory=list)
+    position: int = -1  # of the last one
+    hooks: tuple[Any, ...] = ()  # of the checkpoint, by weak references once there is a call
+    returned: "weakref.ref[Tensor] | None" = None
+    version: int = 0  # of what was returned
+    random_state: "_RandomState | None" = None  # after the last one, if another one may follow
+
+    def __call__(self, *state: Any) -> None:
+        """What the checkpoint runs: nothing the first time, then all calls."""
+        if not self.calls:
+            self.hooks = _top_saved_tensors_default_hooks(True) or ()
+            return
+        for call, random_state in self.calls:
+            if random_state is not None:
+                random_state.restore()
+            state = (call(*state),)
+
+    def let_go_of_hooks(self) -> Hooks:
+        """They hold the checkpoint, which holds this object."""
+        pack, unpack = self.hooks
+        self.hooks = (weakref.ref(pack), weakref.ref(unpack))
+        return pack, unpack
+
+    def hooks_for(self, position: int, state: Tensor) -> Hooks | None:
+        """Of the checkpoint, if a call of the layer at ``position`` with ``state`` can join: rule 3 of the NOTE."""
+        pack, unpack = (hook() for hook in self.hooks)
+        follows = position > self.position and self.returned is not None and self.returned() is state
+        return (pack, unpack) if follows and state._version == self.version and pack and unpack else None
+
+    def run(self, hooks: Hooks, position: int, call: Callable[..., Any], state: Tensor) -> Any:
+        """Run the layer at ``position``, and note what a second run has to know."""
+        began = _RandomState.now(state)
+        moved = self.random_state is not None and not began.equals(self.random_state)
+        self.calls.append((call, began if moved else None))
+        with saved_tensors_hooks(*hooks):
+            returned = call(state)
+        self.position = position
+        self.random_state = _RandomState.now(state) if position + 1 < self.num_layers else None
+        if isinstance(returned, Tensor):
+            self.returned, self.version = weakref.ref(returned), returned._version
+        else:
+            self.returned = None
+        return returned
+
+
+@dataclass(frozen=True)
+class _RandomState:
+    """Of the generators that a layer may draw from: the CPU's, and those of its state's devices."""
+
+    device_type: str
+    on_cpu: Tensor
+    devices: list[int]
+    on_devices: list[Tensor]
+
+    @classmethod
+    def now(cls, state: Tensor) -> "_RandomState":
+        return cls(state.device.type, torch.get_rng_state(), *get_device_states(state))
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.on_cpu)
+        set_device_states(self.devices, self.on_devices, device_type=self.device_type)
+
+    def equals(self, other: "_RandomState") -> bool:
+        """No observer is asked: these are no tensors of the model, nor fake ones where it is made of those."""
+        with _disable_current_modes():
+            ours, theirs = [self.on_cpu, *self.on_devices], [other.on_cpu, *other.on_devices]
+            return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
 
 Watch = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
 """``watch(name, run, inputs)`` is called in place of ``run(*inputs)`` for every span of a sequence and every layer."""
@@ -41,7 +255,7 @@ RUN: dict[Action, Callable[..., Any]] = {
 
 @dataclass
 class SpannedBlocks:
-    """The blocks of one span of a ``Sequence``, run together."""
+    """The blocks of one span of a ``SequentialStack``, run together."""
 
     blocks: tuple[Block, ...]
     action: Action
@@ -66,9 +280,9 @@ class SpannedBlocks:
 
 @dataclass
 class SpannedSequence:
-    """The forward of a ``Sequence``'s root under a plan."""
+    """The forward of a ``SequentialStack``'s root under a plan."""
 
-    sequence: Sequence
+    sequence: SequentialStack
     spans: list[SpannedBlocks]
 
     def __call__(self, x: Tensor) -> Tensor:

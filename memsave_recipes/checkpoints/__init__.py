@@ -2,8 +2,8 @@
 
 from memsave_recipes.checkpoints.run_lock import RunLock, locked_run_folder
 from memsave_recipes.checkpoints.saver import Checkpoints, Resumed
-from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
 from memsave_recipes.checkpoints.state import Training
+from memsave_recipes.processes import StoppedBySignal, StopSignals
 
 __all__ = [
     "Checkpoints",

@@ -8,8 +8,8 @@ from pathlib import Path
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
-from memsave_recipes.agreement import by_rank_0
 from memsave_recipes.checkpoints.commit import told_in_one_line
+from memsave_recipes.distributed import by_rank_0
 from memsave_recipes.errors import InputError
 
 LOCK = "run.lock"

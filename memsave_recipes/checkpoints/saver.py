@@ -19,24 +19,29 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from memsave_recipes.agreement import Ear, by_all_ranks, by_rank_0
 from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit, discard, told_in_one_line
-from memsave_recipes.checkpoints.continuity import (
+from memsave_recipes.checkpoints.resume import (
+    BEST,
+    STEP,
+    Found,
     check_same_data,
     check_same_samples,
+    committed,
     describe_change,
     describe_run,
+    find_newest,
+    prune,
 )
-from memsave_recipes.checkpoints.find import BEST, STEP, Found, committed, find_newest, prune
 from memsave_recipes.checkpoints.run_lock import RunLock
-from memsave_recipes.checkpoints.signals import StoppedBySignal, StopSignals
 from memsave_recipes.checkpoints.state import Record, Training, fitting, read_record
+from memsave_recipes.distributed import Ear, by_all_ranks, by_rank_0
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.processes import StoppedBySignal, StopSignals
 from memsave_recipes.training.arguments import SafetyArguments
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.finite import NotFinite
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.non_finite import NotFinite
 
 T = TypeVar("T")
 

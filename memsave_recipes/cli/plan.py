@@ -1,12 +1,18 @@
 """``memsave plan``: the fastest run of a recipe that fits, and the line that launches it.
 
 What the command needs is imported when it runs.
+
+``memsave frontier``: memory against throughput of a recipe, for every strategy and micro-batch.
+
+What the command needs is imported when it runs.
 """
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from memsave_recipes.cli.flags import STDOUT, add_recipe_flags, write_text
+from memsave_recipes.cli.flags import STDOUT, add_recipe_flags, write_text, writing
+from memsave_recipes.errors import InputError
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +26,18 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.cli.launch_line import check_plan_file, launch_line
-    from memsave_recipes.cli.page import plan_page
-    from memsave_recipes.cli.recipe import read_question, with_progress
-    from memsave_recipes.cli.records import record_of, to_json
+    from memsave_recipes.cli.request import (
+        check_plan_file,
+        launch_line,
+        read_question,
+        record_of,
+        to_json,
+        with_progress,
+    )
     from memsave_recipes.planner.frontier import points_of
-    from memsave_recipes.planner.on_paper import choose_on_paper
-    from memsave_recipes.planner.report import best_rows, show_choice
+    from memsave_recipes.planner.task import choose_on_paper
+    from memsave_recipes.render.choice import best_rows, show_choice
+    from memsave_recipes.render.frontier import plan_page
 
     question = read_question(arguments)
     choice = with_progress(
@@ -49,4 +60,68 @@ def _plan(arguments: argparse.Namespace) -> None:
         record = record_of(question, points, chosen=choice.candidates.index(choice.chosen), launch=line)
         write_text("--json", arguments.json, to_json(record))
     if arguments.html:
-        write_text("--html", arguments.html, plan_page(question, points, choice.chosen, line))
+        page = plan_page(question.title, question.remarks, points, choice.chosen, line)
+        write_text("--html", arguments.html, page)
+
+
+if TYPE_CHECKING:
+    from memsave_recipes.cli.request import Question
+    from memsave_recipes.planner.frontier import Point
+
+
+def add_frontier(parser: argparse.ArgumentParser) -> None:
+    """Its flags."""
+    add_recipe_flags(parser)
+    parser.add_argument("--all", action="store_true", help="show, and measure, all points, not the optimal ones alone")
+    parser.add_argument("--measure", action="store_true", help="run the points too, on the device that is here")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the picture, and print no table")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the table and the picture")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything; - prints it instead of the table")
+    parser.set_defaults(command=_frontier)
+
+
+def _frontier(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.cli.request import (
+        check_device,
+        measured_points,
+        read_question,
+        record_of,
+        to_json,
+        with_progress,
+    )
+    from memsave_recipes.planner.frontier import every_strategy, points_of
+    from memsave_recipes.planner.task import choose_on_paper
+    from memsave_recipes.render.frontier import frontier_page, show_points
+
+    question = read_question(arguments)
+    if arguments.measure:
+        check_device(question)
+    choice = with_progress(
+        question,
+        lambda on_size: choose_on_paper(
+            question.sketch, question.launch, question.budget_bytes, on_size=on_size, candidates=every_strategy
+        ),
+    )
+    points = points_of(choice.candidates)
+    if arguments.measure:
+        points = measured_points(question, points, all_points=arguments.all)
+    if arguments.png is None and str(arguments.json) != STDOUT:
+        show_points(points, question.remarks, all_rows=arguments.all)
+    if arguments.json:
+        write_text("--json", arguments.json, to_json(record_of(question, points)))
+    if arguments.html:
+        page = frontier_page(question.title, question.remarks, points, question.budget_bytes)
+        write_text("--html", arguments.html, page)
+    if arguments.png:
+        _draw(arguments.png, question, points)
+
+
+def _draw(path: Path, question: "Question", points: "list[Point]") -> None:
+    from memsave_recipes.render.frontier import spots_of
+
+    try:
+        from memsave_recipes.render.plot import write_frontier_png
+    except ImportError as error:
+        raise InputError("--png needs a package: pip install matplotlib") from error
+    with writing(f"--png {path}"):
+        write_frontier_png(spots_of(points), path, f"{question.title} on {question.place}", question.budget_bytes)

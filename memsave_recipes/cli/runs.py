@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from memsave_recipes.cli.flags import STDOUT, writing
+from memsave_recipes.compare.compare import ComparisonTable, compare
+from memsave_recipes.compare.runs import Run, find_runs, read_run
 from memsave_recipes.errors import InputError
-from memsave_recipes.evidence.compare import ComparisonTable, compare
-from memsave_recipes.evidence.runs import Run, find_runs, read_run
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.evidence.table import show, to_markdown
+    from memsave_recipes.render.run_table import show, to_markdown
 
     runs = _read_all(arguments.folders, arguments.wandb)
     table = compare(runs, _baseline(arguments.baseline, runs))
@@ -70,7 +70,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _dashboard(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.evidence.dashboards import imported, serve
+    from memsave_recipes.compare.dashboards import imported, serve
 
     options = {"port": arguments.port, "open_browser": not arguments.no_browser}
     folders = arguments.folders
@@ -84,7 +84,7 @@ def _dashboard(arguments: argparse.Namespace) -> None:
 
 
 def _workspace(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.evidence.dashboards import save_workspace
+    from memsave_recipes.compare.dashboards import save_workspace
 
     print(f"saved: {save_workspace(arguments.project)}")
 
@@ -104,7 +104,7 @@ def _read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
     runs, unreadable = _attempt_all(_read, paths)
     problems += unreadable
     if project:
-        from memsave_recipes.evidence.wandb_runs import read_online_runs
+        from memsave_recipes.compare.dashboards import read_online_runs
 
         online, unfinished = read_online_runs(project)
         runs, problems = runs + online, problems + unfinished
@@ -119,7 +119,7 @@ def _read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
 def _read(path: Path) -> Run:
     if path.suffix != ".wandb":
         return read_run(path)
-    from memsave_recipes.evidence.wandb_runs import read_offline_run
+    from memsave_recipes.compare.dashboards import read_offline_run
 
     return read_offline_run(path)
 
@@ -155,26 +155,26 @@ def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
 
 
 def _write_markdown(table: ComparisonTable, path: Path) -> None:
-    from memsave_recipes.evidence.table import to_markdown
+    from memsave_recipes.render.run_table import to_markdown
 
     path.write_text(to_markdown(table), encoding="utf-8")
 
 
 def _write_csv(table: ComparisonTable, path: Path) -> None:
-    from memsave_recipes.evidence.table import to_csv
+    from memsave_recipes.render.run_table import to_csv
 
     path.write_text(to_csv(table), encoding="utf-8", newline="")
 
 
 def _write_html(table: ComparisonTable, path: Path) -> None:
-    from memsave_recipes.evidence.page import to_html
+    from memsave_recipes.render.run_page import to_html
 
     path.write_text(to_html(table), encoding="utf-8")
 
 
 def _write_png(table: ComparisonTable, path: Path) -> None:
     try:
-        from memsave_recipes.evidence.plot import write_png
+        from memsave_recipes.render.plot import write_png
     except ImportError as error:
         raise InputError("--png needs a package: pip install matplotlib") from error
     write_png(table, path)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from memsave_recipes.data.text_sources import LONG_BYTES, progress_bars
+from memsave_recipes.data.text import LONG_BYTES, progress_bars
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
 

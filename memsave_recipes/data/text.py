@@ -1,4 +1,8 @@
-"""Documents of text, train and held out: Python's own library, a file, or a data set of the Hub.
+"""Where text comes from: Python's own library, a file, or the Hub; each as a data set with the column ``text``.
+
+What is read lies in the cache of ``datasets`` as memory-mapped Arrow files, and is read again when the source changes.
+
+Documents of text, train and held out: Python's own library, a file, or a data set of the Hub.
 
 NOTE [ documents ]
 1. A document is what the model sees as one whole: a file of the standard library, a row of a data set, an object of a
@@ -13,25 +17,248 @@ NOTE [ documents ]
 4. Rows without text are left out and counted. One document must fit into the host's memory; all of them need not.
 """
 
+import glob
 import hashlib
-from collections.abc import Callable
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Features
+from datasets import Features, Value
 
-from memsave_recipes.data.text_sources import (
-    TEXT,
-    Splits,
-    progress_bars,
-    read_file,
-    read_hub,
-    read_standard_library,
-    stream_hub,
-)
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, check_file
+from memsave_recipes.hub import loading_by_name, reason
+
+END_OF_TEXT = "<|endoftext|>"
+LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
+VALIDATION_SHARE = 0.05  # of a streamed data set
+VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
+LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
+TEXT = {"text": Value("large_string")}  # a plain string ends at 2 GiB a file
+# Tests hold broken files on purpose, packages do not belong to the library, and the tables of character sets are
+# 1.4 MB of near copies, of which some would be held out and known by heart.
+NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
+
+Splits = dict[str, datasets.Dataset]
+Generator = Callable[..., Iterator[dict[str, str]]]
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Hide the progress bars of ``datasets`` inside, unless they are to be ``shown``."""
+    were_shown = not datasets.are_progress_bars_disabled()
+    if not shown:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_shown:
+            datasets.enable_progress_bars()
+
+
+def read_standard_library() -> Splits:
+    """``train``, with the columns ``text`` and ``path``: the ``.py`` files of the running Python's library."""
+    features = Features({**TEXT, "path": Value("string")})
+    root = sysconfig.get_path("stdlib")
+    return {"train": _generated(_standard_library, features, f"the library at {root}", root=root, version=sys.version)}
+
+
+def read_file(flag: str, name: str, text_column: str) -> datasets.Dataset:
+    """The documents of a ``.txt``, ``.jsonl`` or ``.parquet``; ``flag`` is for the messages.
+
+    Raises:
+        InputError: no such file, another ending, or not readable as what its ending says.
+    """
+    check_file(flag, name)
+    path = Path(name)
+    state, source = path.stat(), f"{flag} {name}"
+    options = {"path": str(path.resolve()), "version": f"{state.st_size} {state.st_mtime_ns}"}
+    with progress_bars(state.st_size > LONG_BYTES):
+        match path.suffix.lower():
+            case ".txt":
+                return _generated(_txt_documents, Features(TEXT), source, **options)
+            case ".jsonl":
+                return _generated(_jsonl_documents, Features(TEXT), source, text_column=text_column, **options)
+            case ".parquet":
+                return _only_text(_read_parquet(name, source), text_column, source)
+    raise InputError(f"{flag} {name} ends in none of .txt, .jsonl and .parquet: convert or rename it")
+
+
+def read_hub(dataset: str, config_name: str | None, text_column: str) -> Splits:
+    """``train`` and, where there is one, ``validation`` of what ``datasets.load_dataset`` takes.
+
+    Raises:
+        InputError: it cannot be loaded, or has no train split or no such column of strings.
+    """
+    source = f"--dataset {dataset}"
+    with _loading(dataset):
+        splits = datasets.load_dataset(dataset, config_name)
+    return {split: _only_text(splits[name], text_column, source) for split, name in _chosen(splits, source).items()}
+
+
+def stream_hub(dataset: str, config_name: str | None, text_column: str, num_bytes: int) -> Splits:
+    """Like ``read_hub``, but only the first documents: up to ``num_bytes`` of text, of ``validation`` 5 % of that.
+
+    Raises:
+        InputError: as ``read_hub``.
+    """
+    source = f"--dataset {dataset}"
+    with _loading(dataset):
+        builder = datasets.load_dataset_builder(dataset, config_name)
+        chosen = _chosen(builder.as_streaming_dataset(), source)
+    options = {
+        "dataset": dataset,
+        "config_name": config_name,
+        "text_column": text_column,
+        "version": builder.cache_dir,  # holds the Hub's commit, or the names and times of local files
+    }
+    sizes = {"train": num_bytes, "validation": ceil(VALIDATION_SHARE * num_bytes)}
+    return {
+        split: _generated(_streamed, Features(TEXT), source, split=name, num_bytes=sizes[split], **options)
+        for split, name in chosen.items()
+    }
+
+
+def _read_parquet(name: str, source: str) -> datasets.Dataset:
+    try:
+        return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
+    except LOADING_ERRORS as error:
+        raise InputError(f"{source} cannot be read: {reason(error)}; check the file") from error
+
+
+def _generated(generator: Generator, features: Features, source: str, **options: Any) -> datasets.Dataset:
+    """What ``generator(**options)`` yields, cached under the hash of both; ``version`` is there for the hash alone."""
+    options |= {"generator": generator, "source": source}
+    try:
+        return datasets.Dataset.from_generator(_not_empty, features=features, gen_kwargs=options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        if isinstance(error.__cause__, InputError):
+            raise error.__cause__ from None
+        if isinstance(error.__cause__, OSError):
+            raise InputError(f"{source} cannot be read: {error.__cause__}; check file and disk") from error
+        raise
+
+
+def _not_empty(generator: Generator, source: str, **options: Any) -> Iterator[dict[str, str]]:
+    rows = generator(**options)
+    first = next(rows, None)
+    if first is None:
+        raise InputError(f"{source} has no text: give documents that are not blank")
+    yield first
+    yield from rows
+
+
+def _standard_library(root: str, version: str) -> Iterator[dict[str, str]]:
+    seen = {""}  # copies, of which one might be held out
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - NOT_READ)
+        for name in sorted(names):
+            if not name.endswith(".py") or name.startswith("_sysconfigdata"):
+                continue  # the latter describes the machine that built this Python
+            path = Path(folder, name)
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+            if text.strip() not in seen:
+                seen.add(text.strip())
+                yield {"text": text, "path": path.relative_to(root).as_posix()}
+
+
+def _txt_documents(path: str, version: str) -> Iterator[dict[str, str]]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield from ({"text": document} for document in _between_ends(file) if document)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text ({error.reason}): convert it, for example with iconv") from error
+
+
+def _between_ends(lines: Iterator[str]) -> Iterator[str]:
+    """What stands between the ``<|endoftext|>``, without the empty lines around them."""
+    pending: list[str] = []
+    for line in lines:
+        *ended, rest = line.split(END_OF_TEXT)
+        for end in ended:
+            yield "".join([*pending, end]).strip("\r\n")
+            pending = []
+        pending.append(rest)
+    yield "".join(pending).strip("\r\n")
+
+
+def _jsonl_documents(path: str, text_column: str, version: str) -> Iterator[dict[str, str]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield {"text": _text_of_row(line, f"{path} row {number}", text_column)}
+
+
+def _text_of_row(line: bytes, place: str, text_column: str) -> str:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place} is not JSON ({error}): a .jsonl holds one object a line") from error
+    if not isinstance(row, dict):
+        raise InputError(f"{place} is no JSON object: a .jsonl holds one object a line")
+    text = row.get(text_column)
+    if not isinstance(text, str):
+        raise _no_text_column(place, text_column, row)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{place} holds half of a surrogate pair in {text_column!r}: repair the row") from error
+    return text
+
+
+def _streamed(
+    dataset: str, config_name: str | None, split: str, text_column: str, num_bytes: int, version: str
+) -> Iterator[dict[str, str]]:
+    num_read = 0
+    with _loading(dataset):
+        for row in datasets.load_dataset(dataset, config_name, split=split, streaming=True):
+            if text_column not in row or not isinstance(row[text_column], str | None):
+                raise _no_text_column(f"--dataset {dataset}", text_column, row)
+            text = row[text_column] or ""
+            yield {"text": text}
+            num_read += len(text.encode())
+            if num_read >= num_bytes:
+                return
+
+
+def _chosen(found: Any, source: str) -> dict[str, str]:
+    """Which of the splits serve as ``train`` and ``validation``."""
+    if "train" not in found:
+        raise InputError(f"{source} has no train split, only {_listed(found)}: use another one")
+    validation = [("validation", name) for name in VALIDATION_NAMES if name in found]
+    return {"train": "train", **dict(validation[:1])}
+
+
+def _only_text(rows: datasets.Dataset, text_column: str, source: str) -> datasets.Dataset:
+    if "string" not in str(getattr(rows.features.get(text_column), "dtype", None)):
+        raise _no_text_column(source, text_column, rows.features)
+    return rows.select_columns([text_column]).rename_columns({text_column: "text"})
+
+
+def _no_text_column(source: str, text_column: str, columns: Any) -> InputError:
+    return InputError(
+        f"{source} has no string {text_column!r} among its {_listed(columns)}: name the text with --text_column"
+    )
+
+
+def _loading(dataset: str) -> AbstractContextManager[None]:
+    return loading_by_name(dataset, f"--dataset {dataset}", "use python-stdlib or --train_file")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(map(str, names))) or "none"
+
 
 STANDARD_LIBRARY = "python-stdlib"
 HELD_OUT = 0.05

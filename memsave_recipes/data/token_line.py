@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.data.text_sources import LONG_BYTES, progress_bars
+from memsave_recipes.data.text import LONG_BYTES, progress_bars
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Samples, digest_of
 

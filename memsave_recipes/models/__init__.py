@@ -5,9 +5,8 @@ from functools import partial
 
 from torch import nn
 
-from memsave_recipes.models.densenet import SIZES, build_densenet
-from memsave_recipes.models.vgg import build_vgg
-from memsave_recipes.models.weights import load_weights
+from memsave_recipes.models.convnets import SIZES, build_densenet, build_vgg
+from memsave_recipes.models.image_classifiers import load_weights
 
 VGG_NAMES = ("vgg_small", *(f"vgg{depth}{suffix}" for depth in (11, 13, 16, 19) for suffix in ("", "_bn")))
 

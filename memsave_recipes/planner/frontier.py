@@ -9,17 +9,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.activations import apply_plan
-from memsave_recipes.costs import DeviceInstruments, Measurement
-from memsave_recipes.costs.meters import Meter
-from memsave_recipes.costs.undisturbed import clear_gradients, undisturbed
 from memsave_recipes.planner.budget import least_memory
-from memsave_recipes.planner.on_paper import AUTOCAST_DTYPES, Launch
-from memsave_recipes.planner.rehearsal import rehearse
 from memsave_recipes.planner.search import Candidate, Terms
-from memsave_recipes.planner.sketch import Sketch
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Sketch
+from memsave_recipes.planner.trial_step import rehearse
 from memsave_recipes.plans import BUDGET_WORDS
+from memsave_recipes.profiling.block_costs import Measurement
+from memsave_recipes.profiling.preserve_state import clear_gradients, undisturbed
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
+from memsave_recipes.training.batch_layout import Geometry
 from memsave_recipes.training.batching import Batch
-from memsave_recipes.training.sample_order import Geometry
 
 EVERY = (2, 4)  # the K of every:K and segments:K that are looked at
 SEGMENTS = (2, 4, 8)

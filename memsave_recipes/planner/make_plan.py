@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.costs import Measurement, Workload, measure, num_runs, running_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.beside import Beside, usable_host_bytes
-from memsave_recipes.planner.budget import Forecast, forecast, plans_to_measure
-from memsave_recipes.planner.rehearsal import step_bytes
+from memsave_recipes.planner.budget import Beside, Forecast, forecast, plans_to_measure, usable_host_bytes
+from memsave_recipes.planner.trial_step import step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
-from memsave_recipes.units import GIB, gib_that_suffice, to_gib
+from memsave_recipes.profiling.block_costs import Measurement, Workload, measure, num_runs
+from memsave_recipes.profiling.preserve_state import running_blocks
+from memsave_recipes.text import GIB, gib_that_suffice, to_gib
 
 MOST_TRIALS = 4
 """So many plans are tried out, each with more kept free than the one before, until one stays within its budget."""

@@ -14,21 +14,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from memsave_recipes.activations import plan_blocks
-from memsave_recipes.agreement import by_rank_0
+from memsave_recipes.distributed import by_rank_0
 from memsave_recipes.errors import InputError
-from memsave_recipes.measure.device_memory import empty_cache
-from memsave_recipes.planner.beside import beside_the_step, overheads_of_device, usable_bytes, usable_host_bytes
-from memsave_recipes.planner.on_paper import Launch, choose_on_paper
-from memsave_recipes.planner.refusal import refusal, too_much_for_the_host
-from memsave_recipes.planner.rehearsal import StepOnDevice, rehearse
-from memsave_recipes.planner.report import host_line, show_choice
-from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries, search
-from memsave_recipes.planner.sketch import Sketch
+from memsave_recipes.planner.budget import beside_the_step, overheads_of_device, usable_bytes, usable_host_bytes
+from memsave_recipes.planner.levers import refusal, too_much_for_the_host
+from memsave_recipes.planner.search import Candidate, Choice, Terms, host_line, open_geometries, search
+from memsave_recipes.planner.task import Launch, Sketch, choose_on_paper
+from memsave_recipes.planner.trial_step import StepOnDevice, rehearse
 from memsave_recipes.plans import Plan
+from memsave_recipes.profiling.memory import empty_cache
+from memsave_recipes.text import GIB, format_bytes
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
+from memsave_recipes.training.batch_layout import Geometry
 from memsave_recipes.training.batching import Batch, GlobalBatches
-from memsave_recipes.training.sample_order import Geometry
-from memsave_recipes.units import GIB, format_bytes
 
 SECONDS_BEFORE_THE_BAR = 5
 
@@ -50,6 +48,7 @@ def plan_run(
     prepared: nn.Module,
     loss_of: Callable[[Batch], Tensor],
     sketch: Callable[[], Sketch],
+    show: Callable[[Choice], None],
 ) -> RunPlan:
     """The plan that the flags ask for. What is found for a budget is shown, and rehearsed before it is believed.
 
@@ -60,6 +59,7 @@ def plan_run(
         prepared: what ``accelerator.prepare`` made of it.
         loss_of: a forward of ``prepared`` on a micro-batch, as in training.
         sketch: the recipe's, of this run's flags.
+        show: prints a choice; called on the first rank.
 
     Raises:
         InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
@@ -72,7 +72,7 @@ def plan_run(
         running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
         return RunPlan(plan_blocks(model, run.activation_checkpointing or "none", running))
     host_budget_bytes = by_rank_0(accelerator, lambda: usable_host_bytes(accelerator.device))
-    planning = _Planning(run, optim, accelerator, model, step, sketch, host_budget_bytes)
+    planning = _Planning(run, optim, accelerator, model, step, sketch, host_budget_bytes, show)
     candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
     empty_cache(accelerator.device)  # what was tried out need not stay in the allocator's cache
     batches.geometry = candidate.geometry
@@ -107,6 +107,7 @@ class _Planning:
     step: StepOnDevice
     sketch: Callable[[], Sketch]
     host_budget_bytes: int | None
+    show: Callable[[Choice], None]
 
     @property
     def strategy(self) -> str:
@@ -160,7 +161,7 @@ class _Planning:
         if choice.chosen is None:
             raise refusal(choice.smallest, self.model, self.optim, takes_adapters=self.sketch().takes_adapters)
         if self.accelerator.is_main_process:
-            show_choice(choice)
+            self.show(choice)
         return choice.chosen
 
     def rehearsed(self, candidate: Candidate) -> Candidate:

@@ -8,14 +8,14 @@ and the solver's are held against the budget.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memsave_recipes.costs import Measurement
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.beside import WORKSPACES, Beside
-from memsave_recipes.planner.budget import Forecast, fits_host, forecast, least_memory
+from memsave_recipes.planner.budget import WORKSPACES, Beside, Forecast, fits_host, forecast, least_memory
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.simulate import simulate
+from memsave_recipes.profiling.block_costs import Measurement
+from memsave_recipes.text import format_bytes
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
-from memsave_recipes.training.sample_order import Geometry
+from memsave_recipes.training.batch_layout import Geometry
 
 WORDS = ("none", "full", "selective", "offload")  # what is simpler comes first
 AS_FAST = 0.01  # of a step's time: what nobody would give up a simpler configuration for
@@ -248,3 +248,10 @@ def _has_seen(strategy: str, measurement: Measurement) -> bool:
 def _same_costs(one: Forecast, other: Forecast) -> bool:
     costs = [simulate(found.chain, found.plan) for found in (one, other)]
     return costs[0] == costs[1]
+
+
+def host_line(candidate: Candidate) -> str:
+    """What is offloaded, beside what there is for it."""
+    there = candidate.host_budget_bytes
+    of = "" if there is None else f", of {format_bytes(there)} that are available to it"
+    return f"{candidate.strategy}: at most {format_bytes(candidate.host_bytes)} of the host's memory for a rank{of}"

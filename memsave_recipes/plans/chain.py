@@ -1,6 +1,6 @@
 """A chain: what every block of a model costs in seconds and bytes, as frozen data with JSON both ways.
 
-It is all that ``simulate`` and the solver know of a model, a device and a batch; ``memsave_recipes.measure`` fills it.
+It is all that ``simulate`` and the solver know of a model, a device and a batch; ``profiling``, ``estimate`` fill it.
 
 NOTE [ what the figures of a chain mean ]
 1. The blocks stand in the order in which they run and cover the *whole* forward, the loss included. What no plan

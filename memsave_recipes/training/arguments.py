@@ -8,7 +8,7 @@ import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.training.sample_order import Geometry
+from memsave_recipes.training.batch_layout import Geometry
 
 # Schedules that need no argument beyond the number of steps.
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.training.sample_order import Geometry, MicroBatchSampler, SampleKey, SampleOrder, seed_for
-from memsave_recipes.training.workers import end_workers_at_exit, serve_parent_only
+from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
+from memsave_recipes.training.batch_layout import Geometry, MicroBatchSampler, SampleKey, SampleOrder, seed_for
 
 IGNORED = -100
 """The label of a position that does not count, as everywhere in torch and transformers."""

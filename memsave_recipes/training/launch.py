@@ -1,4 +1,9 @@
-"""Start Accelerate, and refuse a world that is not the one that was asked for.
+"""BatchNorm, the one layer that sees how a global batch is cut up: say so, or join the ranks.
+
+It normalises by the statistics of what one rank forwards at once, so its loss is no mean over samples and rule 7 of
+NOTE [ the exact global batch ] in ``memsave_recipes/training/batching.py`` applies.
+
+Start Accelerate, and refuse a world that is not the one that was asked for.
 
 ``accelerate launch`` can start fewer processes than it was told, or processes that do not know of each other, and
 exit with 0: a run on the wrong number of devices that looks like any other. ``start_accelerator`` either returns the
@@ -45,10 +50,38 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.processes.parent import end_with_launcher, launch_arguments
+from memsave_recipes.processes import end_with_launcher, launch_arguments
+from memsave_recipes.training.batch_layout import Geometry
+
+
+def batchnorm_notice(model: nn.Module, geometry: Geometry) -> str | None:
+    """In one line, where it applies: a BatchNorm model whose global batch is not normalised as one."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
+    parts = geometry.accumulation_steps * (1 if synchronised else geometry.num_processes)
+    if not layers or parts == 1:
+        return None
+    advice = "" if synchronised or geometry.num_processes == 1 else "; --sync_batchnorm joins the ranks"
+    return (
+        f"note: {len(layers)} BatchNorm layers normalise each of {parts} micro-batches by itself, so other numbers of "
+        f"ranks or accumulation steps give another curve{advice}"
+    )
+
+
+def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
+    """``model`` with its BatchNorm layers normalising over all ranks.
+
+    Raises:
+        InputError: on a CPU, for which torch has no such layer.
+    """
+    if device.type == "cpu":
+        raise InputError("--sync_batchnorm works on GPUs only: leave it out on a CPU")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
 
 TIMEOUT_OF_THE_GROUP_S = 30 * 60.0
 """So long after the limit at which missing ranks end the run by name, the process group gives up without a name."""

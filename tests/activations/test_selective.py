@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForI
 from memsave_recipes.activations import apply_plan, plan_blocks, selective
 from memsave_recipes.activations.selective import KEPT_OPERATORS, is_kept, kept_by_policy, select_ops
 from memsave_recipes.errors import InputError
-from memsave_recipes.measure.saved_tensors import SavedTensors
 from memsave_recipes.plans import Action, Plan, Span
+from memsave_recipes.profiling.saved_tensors import SavedTensors
 
 aten = torch.ops.aten
 MODELS = ["vgg_small", "densenet_small", "vit", "gpt2", "resnet", "llama", "noisy_cnn"]

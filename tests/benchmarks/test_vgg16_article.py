@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.measure.device_memory import DeviceMemory
+from memsave_recipes.profiling.memory import DeviceMemory
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vgg16_article.py"
 TINY = ["--model", "vgg_small", "--image_size", "32", "--batch_size", "6", "--steps", "1"]

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from memsave_recipes.checkpoints import commit as commit_module
-from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit
-from memsave_recipes.checkpoints.find import committed, find_newest, prune
-from memsave_recipes.checkpoints.manifest import Damaged, check_seal
+from memsave_recipes.checkpoints.commit import Damaged, check_seal, check_space, clear_leftovers, commit
+from memsave_recipes.checkpoints.resume import committed, find_newest, prune
 from memsave_recipes.errors import InputError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from memsave_recipes.checkpoints.continuity import check_same_environment
+from memsave_recipes.checkpoints.resume import check_same_environment
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.environment import INSTRUCTION_LIMITS, describe_environment
 from memsave_recipes.training.launch import start_accelerator

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from memsave_recipes import agreement
-from memsave_recipes.agreement import Ear
+from memsave_recipes import distributed
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, Training
+from memsave_recipes.distributed import Ear
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.finite import NotFinite
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.launch import start_accelerator
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
+from memsave_recipes.training.non_finite import NotFinite
 
 ORDER = SampleOrder(num_samples=20, global_batch_size=4, seed=1)
 GEOMETRY = Geometry.of(4, 2, 1)
@@ -169,7 +169,7 @@ class TwoRanks:
 
 def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
     now = 0.0
-    monkeypatch.setattr(agreement.time, "monotonic", lambda: now)
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: now)
     ranks = TwoRanks()
     ear = Ear(ranks)
     for step in range(1, 1001):
@@ -179,7 +179,7 @@ def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
 
 
 def test_a_wish_of_any_rank_is_heard_by_all(monkeypatch):
-    monkeypatch.setattr(agreement, "ASK_EVERY_S", 0)
+    monkeypatch.setattr(distributed, "ASK_EVERY_S", 0)
     ranks = TwoRanks()
     ear = Ear(ranks)
     assert ear.hear(1, 15) == 15

@@ -6,7 +6,7 @@ import os
 import pytest
 from test_saver import make
 
-from memsave_recipes.checkpoints.manifest import Damaged, _text, check_seal, seal
+from memsave_recipes.checkpoints.commit import Damaged, _text, check_seal, seal
 from memsave_recipes.errors import InputError
 
 

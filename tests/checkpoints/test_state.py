@@ -12,12 +12,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 from trials.run import digest
 
 from memsave_recipes.checkpoints import Training
-from memsave_recipes.checkpoints.commit import commit
-from memsave_recipes.checkpoints.manifest import check_seal
+from memsave_recipes.checkpoints.commit import check_seal, commit
 from memsave_recipes.checkpoints.state import read_record
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.in_backward import step_in_backward
 from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.optimizers import step_in_backward
 
 OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, fused=True),

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from memsave_recipes.checkpoints import StoppedBySignal, StopSignals
-from memsave_recipes.checkpoints.signals import EXIT_CODES
+from memsave_recipes.processes import EXIT_CODES
 
 
 @pytest.mark.parametrize("number", EXIT_CODES)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from trials.run import digest
 
-from memsave_recipes.checkpoints import tree
-from memsave_recipes.checkpoints.tree import Unreadable, read_tree, write_tree
+from memsave_recipes.checkpoints import state as state_module
+from memsave_recipes.checkpoints.state import Unreadable, read_tree, write_tree
 
 
 def test_what_has_no_place_in_a_checkpoint_is_named(tmp_path):
@@ -16,7 +16,7 @@ def test_what_has_no_place_in_a_checkpoint_is_named(tmp_path):
 
 
 def test_a_tree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(tree, "PART_BYTES", 50)
+    monkeypatch.setattr(state_module, "PART_BYTES", 50)
     shared = torch.arange(20.0)
     content = {
         "state": {0: {"step": torch.tensor(3.0), "average": shared}, 1: {"table": shared, "bytes": torch.zeros(0)}},

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from trials.run import NUM_STEPS
 
-from memsave_recipes.checkpoints.find import find_newest
+from memsave_recipes.checkpoints.resume import find_newest
 
 HERE = Path(__file__).parent
 PROGRAM = """

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from memsave_recipes.data import checksums
-from memsave_recipes.data.vision import load_images
+from memsave_recipes.data.images import load_images
 from memsave_recipes.errors import InputError
 
 MAKE_LIST = "find -L train validation -type f -exec sha256sum {} + > SHA256SUMS"  # as in docs/failures.md

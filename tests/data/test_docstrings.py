@@ -7,8 +7,8 @@ from collections import Counter
 import datasets
 import pytest
 
-from memsave_recipes.data import docstrings
-from memsave_recipes.data.docstrings import load_docstrings
+from memsave_recipes.data import labelled_text
+from memsave_recipes.data.labelled_text import load_docstrings
 from memsave_recipes.errors import InputError
 
 
@@ -58,7 +58,7 @@ def made_up(tmp_path, monkeypatch):
             copied = "The very same words stand in each and every one of the files."
             (folder / f"m{number}.py").write_text("".join(map(function, range(14), [*texts, copied, "Too short."])))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(docstrings, "LIBRARIES", {"alpha_made_up": "pytest", "beta_made_up": "ruff"})
+    monkeypatch.setattr(labelled_text, "LIBRARIES", {"alpha_made_up": "pytest", "beta_made_up": "ruff"})
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path
 
@@ -83,7 +83,7 @@ def test_files_are_held_out_whole(made_up):
 
 def test_the_texts_are_read_once_and_come_in_the_same_order(made_up, monkeypatch):
     first = load_docstrings()["train"][:]
-    monkeypatch.setattr(docstrings, "_new_texts", None)  # whoever reads now fails
+    monkeypatch.setattr(labelled_text, "_new_texts", None)  # whoever reads now fails
     assert load_docstrings()["train"][:] == first
 
 

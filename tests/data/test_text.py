@@ -8,7 +8,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from memsave_recipes.data import text_sources
+from memsave_recipes.data import text as text_module
 from memsave_recipes.data.text import load_documents
 from memsave_recipes.errors import InputError
 
@@ -69,7 +69,7 @@ def library(tmp_path, monkeypatch):
         (root / name).write_text(f"# {name}\n")
     (root / "latin.py").write_bytes(b"# caf\xe9\n")
     (root / "empty.py").write_text("\n")
-    monkeypatch.setattr(text_sources.sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr(text_module.sysconfig, "get_path", lambda name: str(root))
     return sorted(f"# {name}\n" for name in modules), root
 
 
@@ -335,7 +335,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
     def forbidden(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(text_sources, "open", forbidden, raising=False)
+    monkeypatch.setattr(text_module, "open", forbidden, raising=False)
     message = refusal(train_file=path)
     assert message == f"--train_file {path} cannot be read: [Errno 13] Permission denied; check file and disk"
 

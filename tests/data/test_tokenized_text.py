@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from memsave_recipes.data.labelled_text import LabelledText
-from memsave_recipes.data.tokenized_text import (
+from memsave_recipes.data.tokenizers import (
     BOUNDARY,
     TokenizedText,
     check_inputs,
@@ -26,7 +26,7 @@ from memsave_recipes.data.tokenized_text import (
     tokenize,
 )
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.sample_order import SampleKey
+from memsave_recipes.training.batch_layout import SampleKey
 
 TEXTS = ["one", "one two three", "one two three four five six seven eight nine ten", ""]
 

@@ -16,9 +16,9 @@ from datasets.exceptions import DatasetNotFoundError
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from memsave_recipes.data import vision
+from memsave_recipes.data import images as images_module
 from memsave_recipes.data.augmentation import AUGMENTATIONS
-from memsave_recipes.data.vision import load_images
+from memsave_recipes.data.images import load_images
 from memsave_recipes.errors import InputError
 
 ARTICLE = AUGMENTATIONS["article"]
@@ -460,7 +460,7 @@ def with_orientation(image, orientation, path):
 def decoded(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return np.asarray(vision._decode({"bytes": None, "path": str(path)}))
+        return np.asarray(images_module._decode({"bytes": None, "path": str(path)}))
 
 
 @pytest.mark.parametrize(

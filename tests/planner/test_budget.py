@@ -8,12 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.costs import DeviceInstruments, Workload, measure
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.beside import Beside
-from memsave_recipes.planner.budget import forecast, keep_all, plans_to_measure
+from memsave_recipes.planner.budget import Beside, forecast, keep_all, plans_to_measure
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.plans.simulate import simulate
+from memsave_recipes.profiling.block_costs import Workload, measure
+from memsave_recipes.profiling.trace_events import DeviceInstruments
 
 MODELS = ["vgg16", "densenet121", "resnet50", "vit", "gpt2", "llama"]
 NUM_BUDGETS = 5

@@ -9,11 +9,12 @@ from torch.optim import AdamW
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.costs import DeviceInstruments, Workload, measure
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import Beside, make_plan
 from memsave_recipes.planner.budget import forecast, plans_to_measure
-from memsave_recipes.units import GIB
+from memsave_recipes.profiling.block_costs import Workload, measure
+from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.text import GIB
 
 STRATEGY = "budget:bitwise"
 BUDGET_GIB = 0.06  # below plain's peak, above the smallest that works

@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from memsave_recipes.planner.beside import Beside
-from memsave_recipes.planner.budget import Forecast
+from memsave_recipes.planner.budget import Beside, Forecast
 from memsave_recipes.planner.frontier import points_of
-from memsave_recipes.planner.report import BAR, bar, best_rows, grouped_parts, show_choice
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, Chain, Option
-from memsave_recipes.training.sample_order import Geometry
-from memsave_recipes.units import MIB
+from memsave_recipes.render.choice import BAR, bar, best_rows, grouped_parts, show_choice
+from memsave_recipes.text import MIB
+from memsave_recipes.training.batch_layout import Geometry
 
 BATCH = 32
 WEIGHTS, STATE, CONTEXT = 3 * MIB, 6 * MIB, 5 * MIB

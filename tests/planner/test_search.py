@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from memsave_recipes.costs.targets import find_target
-from memsave_recipes.planner.beside import (
+from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.planner.budget import (
     Beside,
+    Forecast,
     overheads_of_target,
     usable_bytes,
     usable_host_bytes,
     workspaces_of_device,
 )
-from memsave_recipes.planner.budget import Forecast
-from memsave_recipes.planner.refusal import levers, refusal
-from memsave_recipes.planner.report import fits_text, host_line
-from memsave_recipes.planner.search import Candidate, Choice, open_geometries, search
+from memsave_recipes.planner.levers import levers, refusal
+from memsave_recipes.planner.search import Candidate, Choice, host_line, open_geometries, search
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.render.choice import fits_text
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.batch_layout import Geometry
 from memsave_recipes.training.optimizers import state_bytes
-from memsave_recipes.training.sample_order import Geometry
 
 MODEL = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
 WEIGHTS = sum(parameter.nbytes for parameter in MODEL.parameters())

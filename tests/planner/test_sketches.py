@@ -9,13 +9,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from memsave_recipes.costs.on_paper import paper_model
-from memsave_recipes.costs.targets import find_target
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.on_paper import Launch, choose_on_paper
+from memsave_recipes.estimate.estimate import paper_model
+from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.planner.run_plan import told_of_host
-from memsave_recipes.planner.sketch import read_sketch
-from memsave_recipes.units import GIB
+from memsave_recipes.planner.task import Launch, choose_on_paper, read_sketch
+from memsave_recipes.text import GIB
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 BERT = "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,intermediate_size=128"

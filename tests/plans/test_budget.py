@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans.budget import smallest_feasible, solve, solve_with_gap
 from memsave_recipes.plans.chain import BlockCosts, Chain, Option
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import simulate
-from memsave_recipes.units import GIB
+from memsave_recipes.plans.solver import smallest_feasible, solve, solve_with_gap
+from memsave_recipes.text import GIB
 
 SIZES = [*(1 + seed % 6 for seed in range(300)), *[7] * 20, *[8] * 6, 9, 9, 10]
 
@@ -158,7 +158,7 @@ def test_a_search_cut_short_says_how_far_the_optimum_may_be(monkeypatch):
     chain = deep_chain(40)
     budget = between(chain, 0.3)
     best_s = simulate(chain, solve(chain, budget)).added_s
-    monkeypatch.setattr("memsave_recipes.plans.cheapest_path.WIDTHS", (1,))
+    monkeypatch.setattr("memsave_recipes.plans.solver.WIDTHS", (1,))
     plan, gap_s = solve_with_gap(chain, budget)
     found = simulate(chain, plan)
     assert found.peak_bytes <= budget

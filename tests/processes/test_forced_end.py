@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from memsave_recipes.processes.ends import LOST
-from memsave_recipes.processes.forced_end import Insistence
+from memsave_recipes.processes import LOST, Insistence
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 SAME_KEYSTROKE_S = 0.2

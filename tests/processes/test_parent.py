@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from memsave_recipes.processes import parent
-from memsave_recipes.processes.parent import END_OF_LAUNCHER, is_launcher, signal_at_end_of_parent
+from memsave_recipes import processes
+from memsave_recipes.processes import END_OF_LAUNCHER, is_launcher, signal_at_end_of_parent
 
 linux_alone = pytest.mark.skipif(sys.platform != "linux", reason="other systems send no signal")
 
@@ -21,7 +21,7 @@ time.sleep(60)
 """
 CHILD = """
 import time
-from memsave_recipes.processes.parent import end_with_launcher
+from memsave_recipes.processes import end_with_launcher
 end_with_launcher()
 print("ready", flush=True)
 time.sleep(60)
@@ -69,9 +69,9 @@ def test_a_run_outlives_whatever_else_started_it(child_of, words):
 
 def test_a_parent_that_has_ended_already_is_noticed(monkeypatch):
     sent = []
-    monkeypatch.setattr(parent.os, "kill", lambda pid, number: sent.append(number))
-    monkeypatch.setattr(parent.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *words: 0))
-    signal_at_end_of_parent(END_OF_LAUNCHER, parent.os.getppid())
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(processes.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *words: 0))
+    signal_at_end_of_parent(END_OF_LAUNCHER, processes.os.getppid())
     assert sent == []
     signal_at_end_of_parent(END_OF_LAUNCHER, 2**22)
     assert sent == [END_OF_LAUNCHER]

@@ -11,9 +11,17 @@ import torch
 from nursery import _free_port
 from torch import nn
 
-from memsave_recipes.agreement import by_rank_0, rank_0_first
-from memsave_recipes.processes.ends import LOST
-from memsave_recipes.processes.rank_watch import BEHIND, DONE, SILENT, Lateness, missing_ranks_end_the_run, report_of
+from memsave_recipes.distributed import (
+    BEHIND,
+    DONE,
+    SILENT,
+    Lateness,
+    by_rank_0,
+    missing_ranks_end_the_run,
+    rank_0_first,
+    report_of,
+)
+from memsave_recipes.processes import LOST
 from memsave_recipes.training.launch import start_accelerator
 
 FORK = get_context("fork")

@@ -14,14 +14,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from memsave_recipes.reporting.final import save_model
-from memsave_recipes.reporting.trackers import finish_trackers
+from memsave_recipes.run.folder import save_model
+from memsave_recipes.run.trackers import finish_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.batch_layout import Geometry, SampleKey, SampleOrder
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
-from memsave_recipes.training.sample_order import Geometry, SampleKey, SampleOrder
 
 VOCABULARY, LONGEST_ROW, NUM_ROWS = 64, 24, 101
 

@@ -9,7 +9,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from memsave_recipes.checkpoints import Checkpoints
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.run.failures import run_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``lives``
 from lives import Killed

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from hub_stand_in import hub_stand_in
 from PIL import Image
 
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.run.failures import run_recipe
 
 IMAGES, TEXT, LABELLED = "image_classification", "language_modeling", "text_classification"
 FLAGS = {

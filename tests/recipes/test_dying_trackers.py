@@ -10,7 +10,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from accelerate.tracking import TensorBoardTracker
 
-from memsave_recipes.reporting import trackers
+from memsave_recipes.run import trackers
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "image_classification"
@@ -47,8 +47,8 @@ import sys
 import psutil
 sys.path.insert(0, {recipes!r})
 import image_classification as recipe
-from memsave_recipes.reporting.failures import run_recipe
-from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.report import RunReport
 
 log_window = RunReport.log_window
 

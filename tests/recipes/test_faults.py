@@ -10,9 +10,9 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 
-from memsave_recipes.checkpoints.find import find_newest
+from memsave_recipes.checkpoints.resume import find_newest
 from memsave_recipes.checkpoints.state import Training
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.run.failures import run_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "image_classification"
@@ -133,7 +133,7 @@ import os, sys, weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.batching import GlobalBatch
 sys.path.insert(0, {recipes!r})
 import image_classification as recipe

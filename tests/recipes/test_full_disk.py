@@ -10,9 +10,9 @@ import pytest
 from accelerate.state import AcceleratorState
 from lives import FLAGS, IMAGES, assert_the_same_run
 
-from memsave_recipes.checkpoints.find import find_newest
-from memsave_recipes.checkpoints.manifest import check_seal
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.checkpoints.commit import check_seal
+from memsave_recipes.checkpoints.resume import find_newest
+from memsave_recipes.run.failures import run_recipe
 
 RECIPES = list(FLAGS)
 ROOM = 1000

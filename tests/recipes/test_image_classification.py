@@ -15,7 +15,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.models import MODELS
 from memsave_recipes.plans import plan_for
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.run.failures import run_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPE = "image_classification"

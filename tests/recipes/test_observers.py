@@ -9,9 +9,9 @@ import torch
 from lives import FLAGS, assert_the_same_run, assert_the_same_weights, rows_of
 from torch.overrides import _len_torch_function_stack
 
-from memsave_recipes.measure.breakdown import MemoryBreakdown
-from memsave_recipes.reporting import memory as memory_module
-from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.profiling.breakdown import MemoryBreakdown
+from memsave_recipes.run import memory_watch
+from memsave_recipes.run.report import RunReport
 
 RECIPE = "image_classification"
 SHORT = ("--max_steps", "4")
@@ -46,8 +46,8 @@ def train_unobserved(train):
     def run(*flags, output):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RunReport, "count_flops", lambda *_: None)
-            patch.setattr(memory_module, "break_down_peak", lambda step, *_: (step(), MemoryBreakdown()))
-            patch.setattr(memory_module.ForwardMeter, "__enter__", lambda self: self)
+            patch.setattr(memory_watch, "break_down_peak", lambda step, *_: (step(), MemoryBreakdown()))
+            patch.setattr(memory_watch.ForwardMeter, "__enter__", lambda self: self)
             return train(*flags, output=output)
 
     return run

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lives import ROOT, assert_the_same_run, end_of, launch, wait_for_checkpoint
 
-from memsave_recipes.reporting.failures import OUT_OF_MEMORY
+from memsave_recipes.run.failures import OUT_OF_MEMORY
 
 pytestmark = [
     pytest.mark.slow,

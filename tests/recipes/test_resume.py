@@ -7,9 +7,9 @@ import pytest
 from lives import FLAGS, IMAGES, assert_the_same_run, rows_of
 
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
-from memsave_recipes.checkpoints.find import find_newest
-from memsave_recipes.checkpoints.signals import EXIT_CODES
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.checkpoints.resume import find_newest
+from memsave_recipes.processes import EXIT_CODES
+from memsave_recipes.run.failures import run_recipe
 
 RECIPE = "image_classification"
 

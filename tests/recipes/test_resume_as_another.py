@@ -9,8 +9,8 @@ from accelerate.state import AcceleratorState
 from filelock import FileLock
 from lives import IMAGES, assert_the_same_run, rows_of
 
-from memsave_recipes.checkpoints.manifest import seal
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.checkpoints.commit import seal
+from memsave_recipes.run.failures import run_recipe
 
 RECIPE = "image_classification"
 

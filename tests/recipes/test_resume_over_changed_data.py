@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState
 from lives import rows_of
 from PIL import Image
 
-from memsave_recipes.checkpoints.manifest import seal
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.checkpoints.commit import seal
+from memsave_recipes.run.failures import run_recipe
 
 RECIPES = ["image_classification", "language_modeling", "text_classification"]
 SHORT = ["--global_batch_size", "4", "--max_steps", "6", "--logging_steps", "2", "--eval_steps", "3"]

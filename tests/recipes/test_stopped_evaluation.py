@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from lives import FLAGS, Killed, assert_the_same_run, assert_the_same_weights, rows_of
 
-from memsave_recipes import agreement
+from memsave_recipes import distributed
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
-from memsave_recipes.checkpoints.find import committed
+from memsave_recipes.checkpoints.resume import committed
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 for name in FLAGS:
@@ -33,7 +33,7 @@ def live(accelerator, *, recipe, folder, signal_in=None, killed_after=None):
         killed_after: the step after which it dies.
     """
     module = sys.modules[recipe]
-    agreement.ASK_EVERY_S = 0  # these evaluations take a moment
+    distributed.ASK_EVERY_S = 0  # these evaluations take a moment
     batches_of = []
     gets_it = accelerator.process_index == accelerator.num_processes - 1
     module.evaluation_batches = counted(module.evaluation_batches, batches_of, signal_in if gets_it else None)

@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from memsave_recipes.data.labelled_text import load_labelled_text
-from memsave_recipes.data.tokenized_text import load_text_tokenizer
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.data.tokenizers import load_text_tokenizer
+from memsave_recipes.run.failures import run_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "text_classification.py"

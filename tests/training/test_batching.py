@@ -24,6 +24,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.batch_layout import Geometry, SampleKey, SampleOrder
 from memsave_recipes.training.batching import (
     IGNORED,
     Batch,
@@ -32,9 +33,8 @@ from memsave_recipes.training.batching import (
     evaluation_batches,
     gather_counted,
 )
-from memsave_recipes.training.batchnorm import batchnorm_notice
+from memsave_recipes.training.launch import batchnorm_notice
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
-from memsave_recipes.training.sample_order import Geometry, SampleKey, SampleOrder
 
 GLOBAL_BATCH_SIZE, SEED, WINDOW = 24, 3, 10
 VOCABULARY, WIDTH, LONGEST_ROW, NUM_CLASSES, NUM_FEATURES = 32, 16, 24, 5, 12

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.finite import FiniteGate, NotFinite
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
-from memsave_recipes.training.step_losses import StepLosses
+from memsave_recipes.training.non_finite import FiniteGate, NotFinite, StepLosses
 
 BAD_STEPS = (1, 3)
 OPTIMIZERS = {

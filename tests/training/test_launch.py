@@ -17,14 +17,9 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.processes.parent import launch_arguments
+from memsave_recipes.processes import launch_arguments
 from memsave_recipes.training import launch
-from memsave_recipes.training.launch import (
-    LaunchRequest,
-    parse_launch_request,
-    read_launch_request,
-    start_accelerator,
-)
+from memsave_recipes.training.launch import LaunchRequest, parse_launch_request, read_launch_request, start_accelerator
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"

@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.measure import peak_flops
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.plans import Plan
-from memsave_recipes.reporting import memory as memory_module
-from memsave_recipes.reporting.memory import largest_in_gib
-from memsave_recipes.reporting.out_of_memory.page import RunSettings
-from memsave_recipes.reporting.report import RunReport
-from memsave_recipes.reporting.run_folder import begin_run
+from memsave_recipes.profiling import flops
+from memsave_recipes.run import memory_watch
+from memsave_recipes.run.folder import begin_run
+from memsave_recipes.run.memory_watch import largest_in_gib
+from memsave_recipes.run.out_of_memory import RunSettings
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.text import GIB
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.batching import IGNORED, GlobalBatches
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
-from memsave_recipes.training.step_losses import gather_figures
-from memsave_recipes.units import GIB
+from memsave_recipes.training.non_finite import gather_figures
 
 NUM_SAMPLES, WIDTH, HIDDEN, MIB = 10, 4, 8, 2**20
 PER_SAMPLE = 2 * WIDTH * HIDDEN * (3 + 2)  # FLOPs of two layers; the first needs no gradient of its input
@@ -184,7 +184,7 @@ def test_the_flops_of_a_sample_depend_on_no_geometry(run_on_ranks, num_ranks, mi
 
 
 def train_on_a_known_device(accelerator):
-    peak_flops.PEAK_TFLOPS[".*"] = {"float32": 1e-6}  # a megaflop
+    flops.PEAK_TFLOPS[".*"] = {"float32": 1e-6}  # a megaflop
     return train(accelerator)
 
 
@@ -212,8 +212,8 @@ def test_a_resumed_run_measures_its_own_first_steps(run_on_ranks):
 def record_three_steps(accelerator):
     """The calls of the allocator's diary, and the step before which each was made."""
     calls = []
-    memory_module.record_history = lambda: calls.append("record")
-    memory_module.write_snapshot = lambda path: calls.append(str(path))
+    memory_watch.record_history = lambda: calls.append("record")
+    memory_watch.write_snapshot = lambda path: calls.append(str(path))
     settings = RunSettings(folder=Path("out"), flags={"memory_snapshot": 3}, blocks=())
     report = make_report(accelerator, first_step=4, num_steps=9, settings=settings)
     made_before = []

@@ -10,9 +10,8 @@ from torch.optim import SGD
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments, Schedule
-from memsave_recipes.training.in_backward import check_in_backward
-from memsave_recipes.training.optimizers import clip_gradients, make_optimizer, make_scheduler
-from memsave_recipes.training.sample_order import Geometry
+from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 
 
 def build():

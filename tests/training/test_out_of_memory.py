@@ -12,14 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.measure.no_memory import is_out_of_memory
-from memsave_recipes.reporting import failures
-from memsave_recipes.reporting.failures import OUT_OF_MEMORY, run_recipe
-from memsave_recipes.reporting.out_of_memory import page as page_module
-from memsave_recipes.reporting.out_of_memory.page import RunSettings
-from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.profiling.memory import is_out_of_memory
+from memsave_recipes.run import failures, out_of_memory
+from memsave_recipes.run.failures import OUT_OF_MEMORY, run_recipe
+from memsave_recipes.run.out_of_memory import RunSettings
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
 WIDTH, ROWS, LAYERS, MIB = 256, 1024, 4, 2**20  # a layer gives 1 MiB and has a weight of 256 KiB
 CUDA_WORDS = "CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has a total capacity of 39.38 GiB."
@@ -241,11 +240,11 @@ def test_an_unforeseen_error_keeps_its_traceback():
 
 
 def failure_on(device, monkeypatch, write):
-    monkeypatch.setattr(page_module, "write_snapshot", write)
+    monkeypatch.setattr(out_of_memory, "write_snapshot", write)
     accelerator = type("Accelerator", (), {"device": torch.device(device), "process_index": 1})()
     settings = RunSettings(folder=Path("out"), flags={}, blocks=())
     nothing = dict.fromkeys(("model", "optimizer", "geometry", "step", "error", "breakdown", "forward_meter"))
-    return page_module.Failure(accelerator=accelerator, settings=settings, **nothing)
+    return out_of_memory.Failure(accelerator=accelerator, settings=settings, **nothing)
 
 
 def test_the_page_tells_where_the_snapshot_is(monkeypatch):

@@ -14,17 +14,18 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner import rehearsal, run_plan
-from memsave_recipes.planner.beside import WORKSPACES
-from memsave_recipes.planner.rehearsal import out_of_memory_together
+from memsave_recipes.planner import run_plan, trial_step
+from memsave_recipes.planner.budget import WORKSPACES
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.search import Candidate, Terms
-from memsave_recipes.planner.sketch import Sketch
+from memsave_recipes.planner.task import Sketch
+from memsave_recipes.planner.trial_step import out_of_memory_together
+from memsave_recipes.render.choice import show_choice
+from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import make_optimizer
-from memsave_recipes.training.sample_order import SampleOrder
-from memsave_recipes.units import GIB
 
 WIDTH, LAYERS, SAMPLES, GLOBAL_BATCH = 64, 6, 64, 32
 ROWS = 64  # of a sample, so that a layer keeps 16 KiB for each
@@ -152,17 +153,17 @@ def planned(
     if lying:
         Terms.candidates = lambda *args: list(understated(*args))
     if not measures and accelerator.process_index == accelerator.num_processes - 1:
-        rehearsal.measure_in_groups = no_memory_to_measure
+        trial_step.measure_in_groups = no_memory_to_measure
     if measuring_limit:
-        measured = rehearsal.measure_in_groups
-        rehearsal.measure_in_groups = lambda workload, *args, **kwargs: measured(
+        measured = trial_step.measure_in_groups
+        trial_step.measure_in_groups = lambda workload, *args, **kwargs: measured(
             replace(workload, forward=within(measuring_limit, workload.forward)), *args, **kwargs
         )
     if workspaces is not None:
         of_this_rank = workspaces[accelerator.process_index]
-        rehearsal.workspaces_of_device = lambda device, known_bytes: {WORKSPACES: of_this_rank}
+        trial_step.workspaces_of_device = lambda device, known_bytes: {WORKSPACES: of_this_rank}
     emptied = []
-    rehearsal.empty_cache = run_plan.empty_cache = lambda device: emptied.append(len(said))
+    trial_step.empty_cache = run_plan.empty_cache = lambda device: emptied.append(len(said))
     if hard_limit:
         tried_out = run_plan.rehearse
 
@@ -187,7 +188,7 @@ def planned(
 
     loss_of = partial(summed_loss, trained)
     try:
-        found = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=sketch)
+        found = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=sketch, show=show_choice)
     except InputError as refused:
         return {"refused": refused.one_line, "said": said}
     losses = []

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
 from memsave_recipes.training.batching import IGNORED, GlobalBatches
-from memsave_recipes.training.sample_order import Geometry, SampleOrder
 
 NUM_SAMPLES, GLOBAL_BATCH_SIZE, WIDTH, MIB = 10, 6, 4, 2**20
 NUM_STEPS = 6  # three epochs of a step of 6 samples and a step of 4

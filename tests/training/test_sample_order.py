@@ -3,7 +3,7 @@
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.sample_order import Geometry, MicroBatchSampler, SampleOrder, seed_for
+from memsave_recipes.training.batch_layout import Geometry, MicroBatchSampler, SampleOrder, seed_for
 
 
 def geometry(global_batch_size, micro_batch_size, num_processes):

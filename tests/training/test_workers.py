@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memsave_recipes.training.workers import lost_worker, num_workers
+from memsave_recipes.processes import lost_worker, num_workers
 
 LEFT = """
 import sys
@@ -33,7 +33,7 @@ def test_workers_that_are_left_do_not_keep_a_process_from_its_end():
 KILLED = """
 import os, signal, sys
 from accelerate import Accelerator
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.batching import make_loader
 
 class Deadly:

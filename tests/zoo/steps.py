@@ -10,13 +10,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from zoo.architectures import Architecture, Batch, mean_loss
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
-from memsave_recipes.costs import Workload, measure
-from memsave_recipes.costs.meters import DeviceInstruments
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import Beside, make_plan
 from memsave_recipes.planner.budget import least_memory, plans_to_measure
 from memsave_recipes.plans import Plan
-from memsave_recipes.units import GIB
+from memsave_recipes.profiling.block_costs import Workload, measure
+from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.text import GIB
 
 IDENTICAL = "identical"
 LEAST_EFFECT = 0.95  # of the bytes that plain saves: a plan that keeps more than that has done nothing

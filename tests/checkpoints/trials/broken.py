@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from trials import run as trial
 
-from memsave_recipes.agreement import Ear
-from memsave_recipes.checkpoints import commit, find, manifest, saver, state
+from memsave_recipes.checkpoints import commit, saver, state
+from memsave_recipes.checkpoints import resume as resume_module
+from memsave_recipes.distributed import Ear
 from memsave_recipes.training import batching
+from memsave_recipes.training.batch_layout import MicroBatchSampler
 from memsave_recipes.training.batching import GlobalBatch
-from memsave_recipes.training.sample_order import MicroBatchSampler
 
 
 def no_seed_of_dropout() -> None:
@@ -102,7 +103,7 @@ def deleted_before_the_save() -> None:
     original = saver.commit
 
     def delete_and_write(folder: Path, name: str, fill: Any) -> Path:
-        for _, path in find.committed(folder):
+        for _, path in resume_module.committed(folder):
             commit.discard(path)
         return original(folder, name, fill)
 
@@ -111,15 +112,15 @@ def deleted_before_the_save() -> None:
 
 def from_zero_when_damaged() -> None:
     """A damaged newest checkpoint counts as none at all."""
-    original = find.check_seal
+    original = resume_module.check_seal
 
     def find_newest(folder: Path) -> Any:
-        for step, path in find.committed(folder)[:1]:
+        for step, path in resume_module.committed(folder)[:1]:
             try:
                 original(path)
-            except find.Damaged:
+            except resume_module.Damaged:
                 break
-            return find.Found(path=path, step=step, damaged={})
+            return resume_module.Found(path=path, step=step, damaged={})
         return None
 
     saver.find_newest = find_newest
@@ -127,17 +128,17 @@ def from_zero_when_damaged() -> None:
 
 def not_verified() -> None:
     """Whatever has the right name is taken."""
-    find.check_seal = lambda folder: None
+    resume_module.check_seal = lambda folder: None
 
 
 def only_sizes_verified() -> None:
     """Of a file that is there, only the size is looked at."""
-    manifest._check_digest = lambda entry, digest: None
+    commit._check_digest = lambda entry, digest: None
 
 
 def renamed_before_the_disk_has_it() -> None:
     """A loss of power may leave a checkpoint with its name and without its content."""
-    manifest.sync = lambda path: None
+    commit.sync = lambda path: None
 
 
 def signals_not_agreed() -> None:

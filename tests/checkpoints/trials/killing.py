@@ -16,16 +16,14 @@ from trials.broken import BREAK
 from trials.run import NUM_STEPS, Run
 from trials.world import DONE, Life, fresh, results, run_to_end
 
-import memsave_recipes.agreement
 import memsave_recipes.checkpoints.commit
-import memsave_recipes.checkpoints.find
-import memsave_recipes.checkpoints.manifest
+import memsave_recipes.checkpoints.resume
 import memsave_recipes.checkpoints.saver
 import memsave_recipes.checkpoints.state
-import memsave_recipes.checkpoints.tree
+import memsave_recipes.distributed
 import memsave_recipes.training.batching
 
-ROOM, BATCHING = memsave_recipes.checkpoints, memsave_recipes.training.batching
+CHECKPOINTS, BATCHING = memsave_recipes.checkpoints, memsave_recipes.training.batching
 # Where a process can be killed: the function, and how often a life calls it at most.
 POINTS: dict[str, tuple[Any, str, int]] = {
     "loss": (torch.nn.functional, "cross_entropy", 24),
@@ -33,20 +31,20 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "clip": (accelerate.Accelerator, "clip_grad_norm_", 12),
     "optimizer": (torch.optim.AdamW, "step", 12),
     "schedule": (torch.optim.lr_scheduler.LambdaLR, "step", 12),
-    "ear": (memsave_recipes.agreement.Ear, "hear", 12),
-    "save": (ROOM.saver.Checkpoints, "_write", 6),
-    "space": (ROOM.saver, "check_space", 6),
-    "tensors": (ROOM.tree, "save_file", 12),
-    "tree": (ROOM.state, "write_tree", 30),
-    "seal": (ROOM.commit, "seal", 6),
-    "digest": (ROOM.manifest, "_sha256", 40),
-    "sync": (ROOM.manifest, "sync", 60),
+    "ear": (memsave_recipes.distributed.Ear, "hear", 12),
+    "save": (CHECKPOINTS.saver.Checkpoints, "_write", 6),
+    "space": (CHECKPOINTS.saver, "check_space", 6),
+    "tensors": (CHECKPOINTS.state, "save_file", 12),
+    "tree": (CHECKPOINTS.state, "write_tree", 30),
+    "seal": (CHECKPOINTS.commit, "seal", 6),
+    "digest": (CHECKPOINTS.commit, "_sha256", 40),
+    "sync": (CHECKPOINTS.commit, "sync", 60),
     "rename": (os, "rename", 10),
     "delete": (shutil, "rmtree", 4),
-    "prune": (ROOM.saver, "prune", 6),
-    "find": (ROOM.saver, "find_newest", 1),
-    "verify": (ROOM.find, "check_seal", 1),
-    "read": (ROOM.state, "read_tree", 4),
+    "prune": (CHECKPOINTS.saver, "prune", 6),
+    "find": (CHECKPOINTS.saver, "find_newest", 1),
+    "verify": (CHECKPOINTS.resume, "check_seal", 1),
+    "read": (CHECKPOINTS.state, "read_tree", 4),
 }
 OF_RANK_0 = POINTS.keys() - {"loss", "backward", "clip", "optimizer", "schedule", "ear", "read"}
 MAX_KILLS = 3

@@ -12,7 +12,7 @@ from trials.damage import stopped_run
 from trials.run import Run
 from trials.world import DONE, REFUSED, read_log, run_to_end
 
-from memsave_recipes.checkpoints.manifest import MANIFEST, seal
+from memsave_recipes.checkpoints.commit import MANIFEST, seal
 
 # Names that Accelerate's load_state would read.
 OF_OTHERS = (

@@ -12,7 +12,7 @@ import sklearn.datasets
 from trials.run import NUM_STEPS, Log, Run, digest
 
 from memsave_recipes.checkpoints import Checkpoints
-from memsave_recipes.reporting.report import RunReport
+from memsave_recipes.run.report import RunReport
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 import image_classification

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 from transformers import get_scheduler
 
 from memsave_recipes.checkpoints import Checkpoints, StopSignals, Training
+from memsave_recipes.training.batch_layout import Geometry, SampleKey, SampleOrder, seed_for
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.sample_order import Geometry, SampleKey, SampleOrder, seed_for
 
 NUM_SAMPLES, NUM_STEPS, SEED = 28, 12, 3
 

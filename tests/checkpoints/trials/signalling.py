@@ -13,7 +13,7 @@ from trials.killing import compare, prepare, reference
 from trials.run import Run
 from trials.world import Life, fresh, read_log, run_to_end
 
-from memsave_recipes import agreement
+from memsave_recipes import distributed
 
 ONE, ALL, GROUP = "one rank", "all ranks", "the process group"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
@@ -39,7 +39,7 @@ def signal_trials(run: Run, number: signal.Signals, target: str, seeds: range) -
 
 
 def _listen(broken: str, rank: int) -> None:
-    agreement.ASK_EVERY_S = 0.02  # these steps take a hundredth of a second
+    distributed.ASK_EVERY_S = 0.02  # these steps take a hundredth of a second
     prepare(broken, None, rank)
 
 

@@ -13,14 +13,20 @@ from pathlib import Path
 from typing import TextIO
 
 from memsave_recipes.cli import main as memsave
-from memsave_recipes.reporting.failures import run_recipe
+from memsave_recipes.run.failures import run_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 NAMES = ("image_classification", "language_modeling", "text_classification", "ddp_equals_accumulation")
 MOST_BYTES = 4 * 1024**3  # more than that a program may not take, so that what is huge fails at once
 
 WHEN_NEEDED = (  # what programs import only then
-    *("memsave_recipes.cli.page", "memsave_recipes.cli.recipe", "peft", "rich._emoji_codes", "sklearn.datasets"),
+    *(
+        "memsave_recipes.render.frontier",
+        "memsave_recipes.cli.request",
+        "peft",
+        "rich._emoji_codes",
+        "sklearn.datasets",
+    ),
     *("sklearn.metrics", *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "vit"))),
 )
 

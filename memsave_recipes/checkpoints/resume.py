@@ -1,0 +1,272 @@
+"""The newest checkpoint that is whole; damaged ones are named, and never a reason to start from zero.
+
+A run that goes on is the same run: its samples in their order, its flags, its plan; on other ranks if need be.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from memsave_recipes.checkpoints.commit import Damaged, check_seal, discard
+from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.training.arguments import RunArguments
+from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.environment import describe_environment
+
+STEP = "step"
+BEST = "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A whole checkpoint, and the newer ones that are damaged, each with what is wrong with it."""
+
+    path: Path
+    step: int
+    damaged: dict[Path, str]
+
+    @property
+    def notices(self) -> list[str]:
+        """What was skipped, a line each."""
+        return [f"note: skipped the damaged checkpoint {path}: {reason}" for path, reason in self.damaged.items()]
+
+
+def committed(folder: Path, kind: str = STEP) -> list[tuple[int, Path]]:
+    """The checkpoints in ``folder``, whole or damaged, newest first; each with its step."""
+    matches = ((re.fullmatch(rf"{kind}-(\d+)", path.name), path) for path in folder.glob(f"{kind}-*"))
+    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+
+
+def find_newest(folder: Path, kind: str = STEP) -> Found | None:
+    """The newest whole checkpoint; ``None`` where none was ever committed.
+
+    Raises:
+        InputError: there are checkpoints and all of them are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for step, path in committed(folder, kind):
+        try:
+            check_seal(path)
+        except Damaged as error:
+            damaged[path] = str(error)
+        else:
+            return Found(path=path, step=step, damaged=damaged)
+    if damaged:
+        named = "; ".join(f"{path.name}: {reason}" for path, reason in damaged.items())
+        raise InputError(
+            f"--resume finds no whole checkpoint in {folder} ({named}): put one back from a backup, or begin anew "
+            "with --overwrite"
+        )
+    return None
+
+
+def prune(folder: Path, kind: str, *, newest: int, keep: int, damaged: Iterable[Path] = ()) -> None:
+    """Keep ``keep`` checkpoints up to step ``newest``, which has just been committed; give up all others.
+
+    Those of later steps belong to a run that was not gone on with, because they are damaged.
+    """
+    known = set(damaged)
+    candidates = [path for step, path in committed(folder, kind) if step <= newest and path not in known]
+    kept = set(candidates[:keep])
+    for _, path in committed(folder, kind):
+        if path not in kept:
+            discard(path)
+
+
+FLAGS = {
+    "num_samples": "the number of training samples",
+    "global_batch_size": "--global_batch_size",
+    "seed": "--seed",
+    "drop_last": "--drop_last",
+}
+"""What decides which samples a step trains, as the user knows it: the fields of ``SampleOrder``."""
+
+FREE = {
+    *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "prompt", "full_determinism"),
+    *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "skip_nonfinite"),
+    "collective_timeout_minutes",
+    *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
+    *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
+}
+"""The flags that change no weight, or no more than rounding does."""
+LENGTH = {"max_steps", "num_epochs"}
+SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
+SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
+"""What says that a plan is to be searched, and how."""
+PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights"}
+"""What may lie elsewhere now; that it is the same is taken on trust."""
+
+ANOTHER_VERSION = "another version may compute in another way"
+REASONS = {
+    "torch": ANOTHER_VERSION,
+    "accelerate": ANOTHER_VERSION,
+    "transformers": ANOTHER_VERSION,
+    "memsave-recipes": ANOTHER_VERSION,
+    "device": "another device rounds in another way",
+    "processor": "another processor, or other instructions of it, round in another way",
+    "num_threads": "a sum is cut up among the threads",
+    "deterministic_algorithms": "others add in no fixed order",
+}
+"""What of a run's environment has a say in its last bits, and why."""
+OF_A_CPU = {"processor", "num_threads"}
+
+
+def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    """Refuse to go on with flags that would have made another run; a line for each that has to be trusted.
+
+    Args:
+        saved: by name, as JSON gives them back; others than flags may be among them.
+        present: by name.
+
+    Raises:
+        InputError: a flag is not what it was, and has a say in the weights.
+    """
+    now = json.loads(json.dumps(present))
+    free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
+    notices = []
+    for name in saved.keys() & now.keys() - free:
+        if saved[name] == now[name]:
+            continue
+        if name not in PLACES:
+            why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if name in LENGTH else ""
+            raise InputError(
+                f"--resume: --{name} was {saved[name]} and is {now[name]}{why}: give what the run was started with, or "
+                "name another --output_dir"
+            )
+        notices.append(f"note: --{name} was {saved[name]} and is {now[name]}, which is taken to be the same")
+    return sorted(notices)
+
+
+def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> list[str]:
+    """A line for everything that may round in another way now; another precision is refused, as another ``--dtype`` is.
+
+    Args:
+        saved: what ``describe_environment`` gave, as JSON gives it back.
+        accelerator: as it is now.
+
+    Raises:
+        InputError: the mixed precision is not what it was.
+    """
+    was, now = ({**about, **about["versions"]} for about in (saved, describe_environment(accelerator)))
+    if was["mixed_precision"] != now["mixed_precision"]:
+        raise InputError(
+            f"--resume: --mixed_precision was {was['mixed_precision']} and is {now['mixed_precision']}: launch with "
+            f"`accelerate launch --mixed_precision {was['mixed_precision']}`, or name another --output_dir"
+        )
+    on_cpu = accelerator.device.type == "cpu"
+    return [
+        f"note: {name} was {was[name]} and is {now[name]}: bit-exact no longer promised, because {reason}"
+        for name, reason in REASONS.items()
+        if name in was and was[name] != now[name] and (on_cpu or name not in OF_A_CPU)
+    ]
+
+
+def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
+    """What was written to ``config`` about the run that left ``checkpoints``; ``None`` without any of these.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if not committed(checkpoints):
+        return None
+    way_out = "put it back, or begin anew with --overwrite"
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"--resume: {config} cannot be read: {way_out}") from error
+    if not _is_whole(content):
+        raise InputError(f"--resume: {config} is not what a run writes: {way_out}")
+    return content
+
+
+def _is_whole(config: Any) -> bool:
+    """Whether it has what is read of it; a flag may be missing, because an earlier version did not know it."""
+    match config:
+        case {
+            "environment": {"versions": dict(), "mixed_precision": str()},
+            "geometry": {"micro_batch_size": int(), "num_processes": int()},
+            "lr_scheduler_type": str(),
+        }:
+            return True
+    return False
+
+
+def as_planned(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
+    """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
+
+    A search depends on how fast things happened to be, and what else it finds would round in another way.
+    """
+    same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
+    geometry = earlier["geometry"]
+    if not run.searches or not same_search or geometry["num_processes"] != num_processes:
+        return run
+    return replace(
+        run,
+        micro_batch_size=geometry["micro_batch_size"],
+        activation_checkpointing=str(plan),
+        gradient_checkpointing=False,
+        memory_budget_gib=None,
+    )
+
+
+def describe_run(order: SampleOrder, geometry: Geometry, data: Fingerprint | None) -> dict[str, Any]:
+    """What a checkpoint has to know of its run, to be compared with the one that goes on."""
+    return {"order": asdict(order), "geometry": asdict(geometry), "data": data.record() if data else None}
+
+
+def check_same_data(saved: dict[str, Any], data: Fingerprint | None, *, changed_ok: bool) -> list[str]:
+    """Refuse to go on with other data; a line for what has to be trusted.
+
+    Args:
+        saved: what ``describe_run`` gave; one of an earlier version knows nothing of the data.
+        changed_ok: go on with other data, and say so.
+
+    Raises:
+        InputError: it is not what it was.
+    """
+    if data is None:
+        return []
+    if saved.get("data") is None:
+        return ["note: the checkpoint has no digest of its data, which is taken to be the same"]
+    if differences := "; ".join(data.differences(saved["data"])):
+        if not changed_ok:
+            raise InputError(
+                f"--resume: the data is not what the run was trained on ({differences}): put it back, name another "
+                "--output_dir, or go on with it by --data_changed_ok"
+            )
+        return [f"note: the data is not what the run was trained on ({differences}), and --data_changed_ok goes on"]
+    if times := "; ".join(data.other_times(saved["data"])):
+        return [f"note: files were modified at another time ({times}), their pixels are taken to be the same"]
+    return []
+
+
+def check_same_samples(saved: dict[str, Any], order: SampleOrder, *, changed_ok: bool = False) -> None:
+    """Refuse to go on where a step would train other samples; with ``changed_ok`` there may be more or fewer.
+
+    Raises:
+        InputError: the data set or a flag that decides the order is not what it was.
+    """
+    present = asdict(order)
+    for field, name in FLAGS.items():
+        if saved["order"][field] != present[field] and not (changed_ok and field == "num_samples"):
+            raise InputError(
+                f"--resume: {name} was {saved['order'][field]} and is {present[field]}, so the steps would train other "
+                "samples: give what the run was started with, or name another --output_dir"
+            )
+
+
+def describe_change(saved: dict[str, Any], geometry: Geometry) -> str | None:
+    """What another geometry means for the run, in one line; ``None`` where it is the same."""
+    if saved["geometry"] == asdict(geometry):
+        return None
+    before = Geometry(**saved["geometry"])
+    return (
+        f"note: saved as {before.describe()}, going on as {geometry.describe()}: data-exact, every step trains the "
+        "same samples, but not bit-exact, sums are rounded in another order and dropout draws other masks"
+    )

@@ -1,0 +1,322 @@
+"""A recipe with its flags and the device to plan it for, as ``memsave plan`` and ``memsave frontier`` are asked.
+
+The line that launches what was chosen, ready to be pasted into a shell.
+
+``--measure``: the points of a frontier, run on the device that is here.
+
+What a command found as data: everything in bytes and seconds, for programs.
+"""
+
+import argparse
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.estimate.estimate import paper_model
+from memsave_recipes.estimate.targets import Target, find_target
+from memsave_recipes.planner.budget import usable_bytes
+from memsave_recipes.planner.frontier import Point, run_points
+from memsave_recipes.planner.levers import refusal
+from memsave_recipes.planner.search import Candidate, Choice, open_geometries
+from memsave_recipes.planner.task import Launch, Sketch, read_sketch
+from memsave_recipes.plans import BUDGET_WORDS
+from memsave_recipes.text import GIB, to_gib
+from memsave_recipes.training.arguments import AUTO, MOST_GIB, require
+from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.parsing import named_flags, underscored
+
+SECONDS_BEFORE_THE_BAR = 5
+ON_PAPER = (
+    "seconds are what the data sheet allows at best, without the optimizer's update: they rank plans, they are no clock"
+)
+OF_THIS_CPU = "seconds are made of the rates measured here, without the optimizer's update: they rank plans"
+NOT_IN_IT = "not in any figure: fragmentation of the allocator, for which 5 % are left where no budget is named"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What a command was asked.
+
+    Args:
+        recipe: its file.
+        flags: of the recipe, as they were typed.
+        named: what these and their preset name, with the values.
+        sketch: of the recipe; what the flags leave open is ``auto`` and ``budget`` in it.
+        launch: where it is to run.
+        budget_gib: of the device, for everything.
+    """
+
+    recipe: Path
+    flags: tuple[str, ...]
+    named: dict[str, str]
+    sketch: Sketch
+    launch: Launch
+    budget_gib: float
+
+    @property
+    def budget_bytes(self) -> int:
+        """The budget as the planner takes it."""
+        return int(self.budget_gib * GIB)
+
+    @property
+    def title(self) -> str:
+        """``vgg16, image_classification``: what the flags call the model, and the recipe."""
+        names = (self.named.get(flag) for flag in ("model", "model_name_or_path", "model_type"))
+        return ", ".join(filter(None, (next(filter(None, names), None), self.recipe.stem)))
+
+    @property
+    def place(self) -> str:
+        """``2 x NVIDIA A10, bf16``: the devices and the precision."""
+        count, precision = self.launch.num_processes, self.launch.mixed_precision
+        devices = f"{count} x {self.launch.target.name}" if count > 1 else self.launch.target.name
+        return devices if precision == "no" else f"{devices}, mixed precision {precision}"
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the figures rest on, a line each."""
+        target = self.launch.target
+        return [
+            f"for {self.place}" + (f" ({target.remark})" if target.remark else ""),
+            *(f"assumed: {words}" for words in self.sketch.assumed),
+            OF_THIS_CPU if target.device_type == "cpu" else ON_PAPER,
+            *([] if target.device_type == "cpu" else [NOT_IN_IT]),
+        ]
+
+    def refused(self, choice: Choice) -> InputError:
+        """What to say where nothing fits."""
+        model = paper_model(self.sketch.build_model)
+        return refusal(choice.smallest, model, self.sketch.optim, takes_adapters=self.sketch.takes_adapters)
+
+
+def read_question(arguments: argparse.Namespace) -> Question:
+    """What was asked, with ``--micro_batch_size auto`` and ``--activation_checkpointing budget`` where nothing is said.
+
+    Raises:
+        InputError: a value that cannot be, no such target, or flags that the recipe refuses.
+    """
+    flags = underscored(arguments.flags)
+    named = named_flags(flags)
+    target = find_target(arguments.target or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _check(arguments, target)
+    usable_gib = to_gib(usable_bytes(target.memory_bytes, target.device_type))
+    gib = arguments.memory_budget_gib
+    if gib is None and "memory_budget_gib" not in named:
+        gib = usable_gib
+    sketch = read_sketch(arguments.recipe, [*flags, *_open_flags(named, gib)])
+    return Question(
+        recipe=arguments.recipe,
+        flags=flags,
+        named=named,
+        sketch=sketch,
+        launch=Launch(target=target, num_processes=arguments.num_processes, mixed_precision=arguments.mixed_precision),
+        budget_gib=gib or sketch.run.memory_budget_gib or usable_gib,
+    )
+
+
+def with_progress(question: Question, work: Callable[[Callable[[Geometry], None]], Choice]) -> Choice:
+    """``work`` with a progress bar; it tells a function which geometry is next."""
+    sketch = question.sketch
+    sizes = open_geometries(sketch.run, sketch.optim, question.launch.num_processes)
+    total = len(sizes) * len(sketch.losses)
+    with tqdm(desc="planning", total=total, unit="size", delay=SECONDS_BEFORE_THE_BAR, leave=False) as bar:
+
+        def on_size(geometry: Geometry) -> None:
+            bar.set_postfix_str(f"micro-batch {geometry.micro_batch_size}", refresh=False)
+            bar.update()
+
+        return work(on_size)
+
+
+def _open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
+    """What to add to the recipe's flags, so that all that they leave open is searched."""
+    added = []
+    strategy = named.get("activation_checkpointing", "full" if "gradient_checkpointing" in named else None)
+    if strategy is None:
+        added += ["--activation_checkpointing", BUDGET_WORDS[0]]
+    if "micro_batch_size" not in named:
+        added += ["--micro_batch_size", AUTO]
+    is_searched = strategy in (None, *BUDGET_WORDS) or named.get("micro_batch_size", AUTO) == AUTO
+    # A run that searches nothing takes no budget; here one is only held against what it needs.
+    return [*added, "--memory_budget_gib", repr(gib)] if is_searched and gib is not None else added
+
+
+def _check(arguments: argparse.Namespace, target: Target) -> None:
+    gib, count = arguments.memory_budget_gib, arguments.num_processes
+    require(gib is None or 0 < gib <= MOST_GIB, "--memory_budget_gib", gib, "from above 0 to a million")
+    require(count >= 1, "--num_processes", count, "at least 1")
+    if target.device_type == "cpu" and arguments.mixed_precision == "fp16":
+        raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
+
+
+CONFIGS = "accelerate_configs"
+
+
+def launch_line(question: Question, chosen: Candidate, plan_file: Path | None = None) -> str:
+    """``accelerate launch ...`` with the flags as they were typed and those that were decided.
+
+    Args:
+        plan_file: that holds the chosen plan, for a run that shall not look for it again.
+    """
+    decided = _decided(question, chosen)
+    if plan_file is not None:
+        decided["activation_checkpointing"] = str(plan_file)
+        decided.pop("memory_budget_gib", None)
+    words = ["accelerate", "launch", "--config_file", str(_config_file(question))]
+    if question.launch.num_processes > 1:
+        words += ["--num_processes", str(question.launch.num_processes)]
+    if question.launch.mixed_precision != "no":
+        words += ["--mixed_precision", question.launch.mixed_precision]
+    words += [str(question.recipe), *_without(question.flags, decided)]
+    words += [word for name, value in decided.items() for word in (f"--{name}", value)]
+    if "output_dir" not in question.named:
+        words += ["--output_dir", f"out/{question.recipe.stem}"]
+    return " ".join(map(_quoted, words))
+
+
+def check_plan_file(question: Question) -> None:
+    """Whether a run with these flags takes a plan from a file.
+
+    Raises:
+        InputError: its preset has a budget, which goes with ``budget`` alone.
+    """
+    if "memory_budget_gib" in question.named:
+        raise InputError("--plan does not go with a preset that has memory_budget_gib: give the budget as a flag")
+
+
+def _quoted(word: str) -> str:
+    """``word`` for a shell, and without what commands a terminal: those letters in the form ``$'\\x1b'``."""
+    if word.isprintable():
+        return shlex.quote(word)
+    letters = (letter if letter.isprintable() and letter not in "\\'" else _as_bytes(letter) for letter in word)
+    return f"$'{''.join(letters)}'"
+
+
+def _as_bytes(letter: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in letter.encode())
+
+
+def _config_file(question: Question) -> Path:
+    """Beside the folder of the recipe, or, for a recipe from elsewhere, in the folder where one launches."""
+    several = question.launch.num_processes > 1
+    if question.launch.target.device_type == "cpu":
+        name = "cpu_ddp.yaml" if several else "cpu.yaml"
+    else:
+        name = "multi_gpu.yaml" if several else "single_gpu.yaml"
+    beside = question.recipe.parent.parent / CONFIGS
+    return (beside if beside.is_dir() else Path(CONFIGS)) / name
+
+
+def _decided(question: Question, chosen: Candidate) -> dict[str, str]:
+    """The flags that were left open, by name.
+
+    ``--memory_budget_gib`` stays with ``budget`` and ``auto`` alone. One that a preset names cannot be taken back, so
+    what it belongs to stays open for the run, which comes to the same choice.
+    """
+    run, strategy = question.sketch.run, str(question.sketch.run.activation_checkpointing)
+    by_preset = "memory_budget_gib" in question.named
+    is_solved = chosen.strategy in BUDGET_WORDS
+    decided = {}
+    if run.micro_batch_size == AUTO:
+        stays_open = by_preset and strategy not in BUDGET_WORDS
+        decided["micro_batch_size"] = AUTO if stays_open else str(chosen.geometry.micro_batch_size)
+    if strategy in BUDGET_WORDS:
+        decided["activation_checkpointing"] = strategy if is_solved or by_preset else chosen.strategy
+    if len(question.sketch.losses) > 1 and chosen.loss is not None:
+        decided["loss"] = chosen.loss
+    if is_solved and not by_preset:
+        decided["memory_budget_gib"] = f"{question.budget_gib:.12g}"
+    return decided
+
+
+def _without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
+    """``flags`` less those named, with their one value each."""
+    kept: list[str] = []
+    words = iter(flags)
+    for word in words:
+        name, is_joined, _ = word.partition("=")
+        if name.removeprefix("--") not in names or not name.startswith("--"):
+            kept.append(word)
+        elif not is_joined:
+            next(words, None)
+    return kept
+
+
+def check_device(question: Question) -> None:
+    """Whether the target is the device that is here.
+
+    Raises:
+        InputError: it is another one, or there are several.
+    """
+    target = question.launch.target
+    if target.word != "cpu" and not (torch.cuda.is_available() and target.name == torch.cuda.get_device_name()):
+        raise InputError(f"--measure runs on the device that is here, which is no {target.name}: leave out --target")
+    if question.launch.num_processes > 1:
+        raise InputError("--measure runs on one device: leave out --num_processes")
+
+
+def measured_points(question: Question, points: Sequence[Point], *, all_points: bool) -> list[Point]:
+    """``points``, of which all, or the Pareto-optimal ones alone, were run."""
+    chosen = [number for number, point in enumerate(points) if all_points or point.is_optimal]
+    with tqdm(desc="measuring", total=len(chosen), unit="point", delay=SECONDS_BEFORE_THE_BAR, leave=False) as bar:
+        runs = run_points(question.sketch, question.launch, [points[number] for number in chosen], on_run=bar.update)
+    found = list(points)
+    for number, run in zip(chosen, runs, strict=True):
+        found[number] = run
+    return found
+
+
+FORMAT_VERSION = 1
+
+
+def record_of(question: Question, points: Sequence[Point], **others: Any) -> dict[str, Any]:
+    """The question, its candidates and what else was found."""
+    target, launch = question.launch.target, question.launch
+    return {
+        "version": FORMAT_VERSION,
+        "recipe": str(question.recipe),
+        "flags": list(question.flags),
+        "target": {"word": target.word, "name": target.name, "memory_bytes": target.memory_bytes},
+        "num_processes": launch.num_processes,
+        "mixed_precision": launch.mixed_precision,
+        "budget_bytes": question.budget_bytes,
+        "remarks": question.remarks,
+        **others,
+        "candidates": [_of_point(point) for point in points],
+    }
+
+
+def _of_point(point: Point) -> dict[str, Any]:
+    """A candidate; ``parts`` add up to ``needed_bytes``."""
+    candidate = point.candidate
+    peak = candidate.forecast.peak
+    return {
+        "micro_batch_size": candidate.geometry.micro_batch_size,
+        "accumulation_steps": candidate.geometry.accumulation_steps,
+        "global_batch_size": candidate.geometry.global_batch_size,
+        "loss": candidate.loss,
+        "strategy": candidate.strategy,
+        "peak_bytes": candidate.peak_bytes,
+        "peak_phase": peak.phase,
+        "peak_block": peak.block,
+        "needed_bytes": candidate.needed_bytes,
+        "host_bytes": candidate.host_bytes,
+        "parts": candidate.parts,
+        "fits": candidate.fits,
+        "step_s": candidate.step_s,
+        "samples_per_s": candidate.samples_per_s,
+        "is_pareto_optimal": point.is_optimal,
+        **({"measured": asdict(point.measured)} if point.measured else {}),
+        "plan": json.loads(candidate.forecast.plan.to_json()),
+    }
+
+
+def to_json(record: Mapping[str, Any]) -> str:
+    """As text, a line at the end."""
+    return json.dumps(record, indent=1) + "\n"

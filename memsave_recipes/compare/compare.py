@@ -1,0 +1,322 @@
+"""Comparability: what runs must share before their figures say something about the method.
+
+The method is the memory plan and the geometry: those may differ, the loss curve is the same. Everything here changes
+the loss, the memory or the speed by itself. What a run did not record counts as equal: unknown is no difference.
+
+Comparison: runs side by side, each figure beside the one of its baseline.
+
+``compare`` decides and returns plain values; ``table``, ``page`` and ``plot`` only lay them out. What a run did not
+record is ``None``.
+
+NOTE [ Pareto ]: a run is Pareto-optimal if no other run of the same work on the same hardware has both a peak as low
+and a throughput as high, one of them better. The others are never the right choice between memory and speed. A run
+without rivals is not marked.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memsave_recipes.compare.runs import Run, loss_curve
+from memsave_recipes.text import GIB, printable
+
+# What must be equal: the keys of results.json or config.json that say it; several together are one trait.
+TRAITS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "model_type", "model_name_or_path", "config_overrides"),
+    "data": ("dataset", "dataset_config_name", "data_dir", "train_file", "augmentation"),
+    "input size": ("image_size", "block_size", "max_length"),
+    "global batch": ("global_batch_size",),
+    "dtype": ("dtype",),
+    "mixed precision": ("mixed_precision",),
+    "device": ("device",),
+    "torch": ("torch",),
+    "memory source": ("memory_source",),
+    "steps": ("steps",),
+    "seed": ("seed",),
+}
+# These two change the loss alone, so runs that differ in them still compete for memory and speed.
+OF_THE_LOSS_ALONE = {"steps", "seed"}
+# A run's own place and how it reports: not worth a line among the differences of its configuration.
+NOT_A_CHOICE = {"output_dir", "overwrite", "report_to", "resume", "verify"}
+FOLLOWS_FROM_FLAGS = ("plan.", "geometry.")  # and stands in the table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A trait or a flag that is not the same in all runs: each value, with the positions of the runs that have it."""
+
+    name: str
+    values: dict[str, tuple[int, ...]]
+
+
+def traits(run: Run) -> dict[str, str]:
+    """What the run recorded of ``TRAITS``, as text."""
+    known = _flat(run.config) | _flat(run.config.get("environment", {})) | _flat(run.results)
+    known |= {"torch": known.get("versions.torch"), "memory_source": known.get("memory.source")}
+    found = {trait: [known[key] for key in keys if known.get(key) is not None] for trait, keys in TRAITS.items()}
+    return {trait: ", ".join(dict.fromkeys(map(str, values))) for trait, values in found.items() if values}
+
+
+def competition(run: Run) -> tuple[tuple[str, str], ...]:
+    """Equal for runs that do the same work on as much hardware: among them, memory and speed decide."""
+    shared = {trait: value for trait, value in traits(run).items() if trait not in OF_THE_LOSS_ALONE}
+    return (*sorted(shared.items()), ("ranks", str(run.figure("num_processes"))))
+
+
+def differing_traits(run: Run, other: Run) -> tuple[str, ...]:
+    """The traits that both runs recorded and that are not the same."""
+    mine, its = traits(run), traits(other)
+    return tuple(trait for trait in TRAITS if trait in mine and trait in its and mine[trait] != its[trait])
+
+
+def trait_differences(runs: Sequence[Run]) -> tuple[Difference, ...]:
+    """The traits in which ``runs`` are not all the same."""
+    return _differences(TRAITS, [traits(run) for run in runs])
+
+
+def config_differences(runs: Sequence[Run]) -> tuple[Difference, ...]:
+    """The flags, versions and hardware in which ``runs`` are not all the same, by their keys in ``config.json``."""
+    configs = [{key: _text(value) for key, value in _flat(run.config).items()} for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(FOLLOWS_FROM_FLAGS))
+    return _differences((key for key in keys if key not in NOT_A_CHOICE), configs)
+
+
+def _differences(names: Iterable[str], records: Sequence[dict[str, str]]) -> tuple[Difference, ...]:
+    found = []
+    for name in names:
+        values: dict[str, tuple[int, ...]] = {}
+        for position, record in enumerate(records):
+            if name in record:
+                values[record[name]] = (*values.get(record[name], ()), position)
+        if len(values) > 1:
+            found.append(Difference(name=name, values=values))
+    return tuple(found)
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _flat(nested: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries, keyed ``outer.inner``."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items() if isinstance(nested, dict) else ():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+T = TypeVar("T")
+# What an evaluation is about, the most telling first; bits per byte do not depend on the tokenizer.
+METRICS = ("accuracy", "f1", "bits_per_byte", "loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A number of a run and the same number of its baseline; ``None`` where it was not recorded.
+
+    The baseline's own figures have no ``baseline``.
+    """
+
+    value: float | None
+    baseline: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """``value`` divided by ``baseline``; ``None`` where that is beyond what a float holds."""
+        ratio = self.value / self.baseline if self.value is not None and self.baseline else None
+        return ratio if ratio is not None and math.isfinite(ratio) else None
+
+    @property
+    def difference(self) -> float | None:
+        """``value`` minus ``baseline``."""
+        return self.value - self.baseline if self.value is not None and self.baseline is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """One run: memory in bytes, time in seconds.
+
+    ``name`` is the run's, with as much of its path as tells it from others of that name. ``metric`` is the most telling
+    one of ``evaluation``. ``differs`` has the traits in which run and baseline are not the same, so that the ratios say
+    little. ``loss_difference`` is the largest one at any step to the baseline's curve; ``None`` where the steps are not
+    the same ones.
+    """
+
+    run: Run
+    name: str
+    model: str | None
+    plan: str | None
+    geometry: str | None
+    is_baseline: bool
+    is_pareto_optimal: bool
+    differs: tuple[str, ...]
+    peak_memory: Figure
+    saved_for_backward: Figure
+    samples_per_s: Figure
+    tokens_per_s: Figure
+    mfu_pct: Figure
+    train_time: Figure
+    train_loss: Figure
+    metric: str | None
+    evaluation: dict[str, Figure]
+    loss_difference: float | None
+
+    @property
+    def place(self) -> tuple[float, float] | None:
+        """Peak memory and throughput, where both are known."""
+        memory, speed = self.peak_memory.value, self.samples_per_s.value
+        return None if memory is None or speed is None else (memory, speed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonTable:
+    """The rows: those of a model together, each baseline before what is compared with it."""
+
+    rows: tuple[ComparisonRow, ...]
+
+    @property
+    def sections(self) -> tuple[tuple[ComparisonRow, ...], ...]:
+        """The rows of each model. Runs of different models are not compared with one another."""
+        models = _distinct(row.model for row in self.rows)
+        return tuple(tuple(row for row in self.rows if row.model == model) for model in models)
+
+    @property
+    def memory_sources(self) -> tuple[str, ...]:
+        """How the peaks were measured; two of them are compared only where that was done in the same way."""
+        return tuple(_distinct(source for row in self.rows if (source := _memory_source(row.run))))
+
+
+def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable:
+    """Sets each run beside its baseline.
+
+    That is ``baseline`` for the runs of its model. For others it is the first run of the same model and global batch
+    whose plan is ``none``, else the first of them.
+    """
+    if baseline is not None and baseline.path not in [run.path for run in runs]:
+        runs = [baseline, *runs]
+    names = dict(zip([run.path for run in runs], _unique_names(runs), strict=True))
+    models, works = _distinct(run.text("model") for run in runs), _distinct(_work(run) for run in runs)
+    pairs = [(run, _baseline_of(run, runs, baseline)) for run in runs]
+    pairs.sort(key=lambda pair: (models.index(pair[0].text("model")), works.index(_work(pair[0])), not _is_same(*pair)))
+    optimal = _pareto_optimal(runs)
+    return ComparisonTable(
+        rows=tuple(_row(names[run.path], run, other, is_optimal=run.path in optimal) for run, other in pairs)
+    )
+
+
+def differences_within(rows: Sequence[ComparisonRow]) -> tuple[Difference, ...]:
+    """In what the runs of a section are not comparable, with the positions of the rows."""
+    return trait_differences([row.run for row in rows])
+
+
+def _distinct(values: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(values))
+
+
+def _unique_names(runs: Sequence[Run]) -> list[str]:
+    times = Counter(run.name for run in runs)
+    return [run.name if times[run.name] == 1 else _end_of_path(run, runs) for run in runs]
+
+
+def _end_of_path(run: Run, runs: Sequence[Run]) -> str:
+    """As much of the end of its path as no other run of the same name shares."""
+    parts = run.path.parts
+    others = [other.path.parts for other in runs if other.name == run.name and not _is_same(other, run)]
+    depths = range(1, len(parts) + 1)
+    depth = next(depth for depth in depths if all(other[-depth:] != parts[-depth:] for other in others))
+    return printable("/".join(parts[-depth:]))
+
+
+def _baseline_of(run: Run, runs: Sequence[Run], chosen: Run | None) -> Run:
+    if chosen is not None and chosen.text("model") == run.text("model"):
+        return chosen
+    peers = [peer for peer in runs if _work(peer) == _work(run)]
+    return next((peer for peer in peers if peer.text("plan") == "none"), peers[0])
+
+
+def _work(run: Run) -> tuple[str | None, float | None]:
+    return run.text("model"), run.figure("global_batch_size")
+
+
+def _is_same(run: Run, other: Run) -> bool:
+    return run.path == other.path
+
+
+def _memory_source(run: Run) -> str | None:
+    return run.text("memory", "source")
+
+
+def _pareto_optimal(runs: Sequence[Run]) -> set[Path]:
+    """NOTE [ Pareto ]."""
+    rivals = defaultdict(list)
+    for run in runs:
+        memory, speed = run.figure("memory", "peak_allocated_gib"), run.figure("perf", "samples_per_sec")
+        if memory is not None and speed is not None:
+            rivals[competition(run)].append((memory, speed, run.path))
+    return {
+        path
+        for group in rivals.values()
+        for memory, speed, path in group
+        if len(group) > 1 and not any(_is_better(other, (memory, speed)) for *other, _ in group)
+    }
+
+
+def _is_better(this: Sequence[float], than: Sequence[float]) -> bool:
+    """No more memory and no less speed, and not both the same."""
+    return this[0] <= than[0] and this[1] >= than[1] and tuple(this) != tuple(than)
+
+
+def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonRow:
+    is_baseline = _is_same(run, baseline)
+
+    def figure(*keys: str, unit: int = 1) -> Figure:
+        value, other = run.figure(*keys), baseline.figure(*keys)
+        return Figure(
+            value=None if value is None else value * unit,
+            baseline=None if other is None or is_baseline else other * unit,
+        )
+
+    evaluation = {name: figure("eval", name) for name in run.names("eval")}
+    peak = figure("memory", "peak_allocated_gib", unit=GIB)
+    same_source = _memory_source(run) == _memory_source(baseline)
+    return ComparisonRow(
+        run=run,
+        name=name,
+        model=run.text("model"),
+        plan=run.text("plan"),
+        geometry=_geometry(run),
+        is_baseline=is_baseline,
+        is_pareto_optimal=is_optimal,
+        differs=differing_traits(run, baseline),
+        peak_memory=peak if same_source else Figure(value=peak.value),
+        saved_for_backward=figure("memory", "saved_for_backward_gib", unit=GIB),
+        samples_per_s=figure("perf", "samples_per_sec"),
+        tokens_per_s=figure("perf", "tokens_per_sec"),
+        mfu_pct=figure("perf", "mfu_pct"),
+        train_time=figure("perf", "train_time_s"),
+        train_loss=figure("train_loss"),
+        metric=next((name for name in (*METRICS, *evaluation) if name in evaluation), None),
+        evaluation=evaluation,
+        loss_difference=None if is_baseline else _loss_difference(loss_curve(run), loss_curve(baseline)),
+    )
+
+
+def _geometry(run: Run) -> str | None:
+    """``8 x 2 ranks x 4``: micro-batch, ranks, accumulation steps."""
+    micro, ranks, accumulation = (
+        run.figure(name) for name in ("micro_batch_size", "num_processes", "accumulation_steps")
+    )
+    if micro is None or ranks is None or accumulation is None:
+        return None
+    return f"{micro} x {ranks} {'rank' if ranks == 1 else 'ranks'} x {accumulation}"
+
+
+def _loss_difference(curve: dict[int, float], other: dict[int, float]) -> float | None:
+    """The largest absolute difference at any step; ``None`` unless both have logged the same steps."""
+    if not curve or curve.keys() != other.keys():
+        return None
+    differences = [abs(curve[step] - other[step]) for step in curve]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)

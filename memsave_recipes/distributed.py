@@ -1,0 +1,294 @@
+"""Ranks that act as one: what one finds, all do, so that none waits for a collective that another never joins.
+
+What rank 0 alone does may take an hour, and a collective has a limit. So the others wait for it in the store of the
+process group, and all meet in the collective that tells them its end.
+
+Ranks that the others wait for in vain end the run, by name.
+
+NOTE [ missing ranks ]
+1. A thread of each rank reports to the store of the process group, which the launcher keeps: how often it has reported,
+   and how many collectives the rank has begun. That is what the group itself counts, so nothing is called in a step.
+2. A rank is missing that for longer than the limit has not reported, since its process is stopped or its machine gone,
+   or is behind the furthest rank and begins nothing, since it sleeps, loads, writes or hangs, and the others wait.
+3. While ranks wait for what rank 0 alone does (``agreement.py``) they are in no collective and nobody is behind, so
+   that may take any time.
+4. All ranks find out and end; the lowest one that is not missing says so.
+5. A rank's own ticks are the clock: one that was stopped and goes on, maybe with all others, blames nobody for it.
+6. The limit of the process group itself is later. It names nobody, and where it is NCCL's it aborts.
+7. Without the store, nobody watches: then the launcher is gone, which ends the ranks in any case.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.processes import LOST, SECOND_RANK_S, WAY_ON, end_now, tell_ranks
+
+T = TypeVar("T")
+
+ASK_EVERY_S = 1.0
+LOOK_EVERY_S = 0.25
+_turns = itertools.count()
+
+
+def by_rank_0(accelerator: Accelerator, action: Callable[[], T]) -> T:
+    """Let rank 0 call ``action()``; its result, or its failure, is that of all ranks.
+
+    Raises:
+        InputError: on every rank, where rank 0 raised one.
+        RuntimeError: on the other ranks, where rank 0 raised something else.
+    """
+    result, error = _attempt(action) if accelerator.is_main_process else (None, None)
+    _wait_for_rank_0(accelerator)
+    [(result_of_0, told)] = broadcast_object_list([(result, _told(error))])
+    _raise(error, [told])
+    return result_of_0
+
+
+def by_all_ranks(accelerator: Accelerator, action: Callable[[], T]) -> T:
+    """Let every rank call ``action()``; where one fails, all do.
+
+    Raises:
+        InputError: on every rank, where one raised it.
+        RuntimeError: on the other ranks, where one raised something else.
+    """
+    result, error = _attempt(action)
+    fail_together(error)
+    return result  # type: ignore[return-value]
+
+
+@contextmanager
+def rank_0_first(accelerator: Accelerator) -> Iterator[None]:
+    """Inside, the other ranks come after rank 0 and find in caches what it has made; where one fails, all do.
+
+    Raises:
+        InputError: on every rank, where one raised it.
+        RuntimeError: on the other ranks, where one raised something else.
+    """
+    if not accelerator.is_main_process:
+        _wait_for_rank_0(accelerator)
+        _raise(None, broadcast_object_list([None]))
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if accelerator.is_main_process:
+        _wait_for_rank_0(accelerator)
+        _raise(error, broadcast_object_list([_told(error)]))
+    fail_together(error)
+
+
+def fail_together(error: Exception | None) -> None:
+    """Raise ``error``, which this rank may have met; where one rank has, all do.
+
+    Raises:
+        InputError: on every rank, where one raised it.
+        RuntimeError: on the other ranks, where one raised something else.
+    """
+    _raise(error, gather_object([_told(error)]))
+
+
+class Ear:
+    """Hears what any rank wishes, about once every ``ASK_EVERY_S`` seconds; every other step costs a comparison.
+
+    A collective each step would be cheap, but on a device reading its result waits for everything queued there, and the
+    host could no longer run ahead. So the ranks agree, with each answer, on how many steps the next one is away.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self._last_step: int | None = None
+        self._last_time = 0.0
+        self._next_step = 0
+
+    def hear(self, step: int, wish: int) -> int:
+        """The largest wish of all ranks after ``step``, 0 where there is none or it is not yet time to ask."""
+        if self.accelerator.num_processes == 1:
+            return wish
+        if step < self._next_step:
+            return 0
+        if wish:
+            self.accelerator.set_trigger()
+        if not self.accelerator.check_trigger():
+            wish = 0
+        wish, interval = self._largest(wish, self._steps_in_interval(step))
+        self._next_step = step + interval
+        return wish
+
+    def _steps_in_interval(self, step: int) -> int:
+        """By this rank's pace since the last answer; 1 where it is not known."""
+        now = time.monotonic()
+        steps = 0 if self._last_step is None else step - self._last_step
+        pace = steps / max(now - self._last_time, 1e-9)
+        self._last_step, self._last_time = step, now
+        return max(1, int(pace * ASK_EVERY_S))
+
+    def _largest(self, *numbers: int) -> list[int]:
+        mine = torch.tensor([numbers], device=self.accelerator.device)  # (1, N)
+        return self.accelerator.gather(mine).amax(dim=0).tolist()  # (ranks, N) -> (N)
+
+
+def _wait_for_rank_0(accelerator: Accelerator) -> None:
+    """Outside of a collective, until rank 0 has called this as often as the caller."""
+    if accelerator.num_processes == 1:
+        return
+    turn, pause_s = f"memsave_recipes/turn-{next(_turns)}", 1e-3
+    with suppress(RuntimeError):  # the launcher, which keeps the store, is gone: then in the collective
+        store = _get_default_store()
+        if accelerator.is_main_process:
+            store.set(turn, "done")
+        while not store.check([turn]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LOOK_EVERY_S)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def _told(error: Exception | None) -> tuple[bool, str] | None:
+    """A failure as other ranks hear of it: whether it is the user's, and its words. Not every exception can travel."""
+    if error is None:
+        return None
+    return isinstance(error, InputError), str(error) or type(error).__name__
+
+
+def _raise(own: Exception | None, told: list[tuple[bool, str] | None]) -> None:
+    failures = [failure for failure in told if failure]
+    for is_input_error, words in failures:
+        if is_input_error:
+            raise InputError(words) from own
+    if own is not None:
+        raise own
+    if failures:
+        raise RuntimeError(f"another rank failed: {failures[0][1]}")
+
+
+REPORT = "memsave_recipes/report"
+DONE = "done"
+TICKS_IN_LIMIT = 20
+LONGEST_TICK_S = 10.0
+SILENT = "does not answer"
+BEHIND = "has not come to the collective that others wait in"
+
+
+@dataclass(kw_only=True)
+class Lateness:
+    """Which ranks are late, by rule 2, from what they report."""
+
+    num_ranks: int
+    limit_s: float
+    _reports: list[str] = field(init=False)
+    _silent_s: list[float] = field(init=False)
+    _behind_s: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reports = [report_of(0, 0)] * self.num_ranks
+        self._silent_s, self._behind_s = [0.0] * self.num_ranks, [0.0] * self.num_ranks
+
+    def take_in(self, reports: list[str], elapsed_s: float) -> dict[int, str]:
+        """The missing ranks and how each is, ``elapsed_s`` after the last reports."""
+        furthest = max((_begun(report) for report in reports if report != DONE), default=0)
+        for rank, (report, before) in enumerate(zip(reports, self._reports, strict=True)):
+            is_silent = report == before != DONE
+            is_behind = DONE not in (report, before) and _begun(before) == _begun(report) < furthest
+            self._silent_s[rank] = self._silent_s[rank] + elapsed_s if is_silent else 0.0
+            self._behind_s[rank] = self._behind_s[rank] + elapsed_s if is_behind else 0.0
+        self._reports = reports
+        behind = {rank: BEHIND for rank, late_s in enumerate(self._behind_s) if late_s > self.limit_s}
+        return behind | {rank: SILENT for rank, late_s in enumerate(self._silent_s) if late_s > self.limit_s}
+
+
+def report_of(count: int, begun: int) -> str:
+    """What a rank reports: of its reports this is number ``count``, of collectives it has begun so many."""
+    return f"{count} {begun}"
+
+
+def _begun(report: str) -> int:
+    return int(report.split()[1])
+
+
+@contextmanager
+def missing_ranks_end_the_run(limit_s: float) -> Iterator[None]:
+    """Inside, NOTE [ missing ranks ] holds; for all ranks, after their process group has been made."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    watch = _RankWatch(limit_s)
+    try:
+        yield
+    finally:
+        watch.stop()
+    watch.report(DONE)
+
+
+class _RankWatch:
+    def __init__(self, limit_s: float) -> None:
+        self.rank, self.num_ranks, self.limit_s = dist.get_rank(), dist.get_world_size(), limit_s
+        self.tick_s = min(limit_s / TICKS_IN_LIMIT, LONGEST_TICK_S)
+        self._store = _get_default_store()
+        self._stopped = Event()
+        self._thread = Thread(target=self._watch, name="rank watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(LONGEST_TICK_S)
+
+    def report(self, report: str) -> None:
+        with suppress(RuntimeError):  # rule 7
+            self._store.set(f"{REPORT}/{self.rank}", report)
+
+    def _watch(self) -> None:
+        lateness, count, before = Lateness(num_ranks=self.num_ranks, limit_s=self.limit_s), 0, time.monotonic()
+        while not self._stopped.wait(self.tick_s) and dist.is_initialized():
+            count += 1
+            self.report(report_of(count, _collectives_begun()))
+            now = time.monotonic()
+            missing = lateness.take_in(self._reports(), min(now - before, 2 * self.tick_s))  # rule 5
+            before = now
+            if missing:
+                self._end(missing)
+
+    def _reports(self) -> list[str]:
+        """Of all ranks; rule 7: where there is no store, nobody has reported, and nobody is late."""
+        keys = [f"{REPORT}/{rank}" for rank in range(self.num_ranks)]
+        try:
+            return [self._store.get(key).decode() if self._store.check([key]) else report_of(0, 0) for key in keys]
+        except RuntimeError:
+            return [DONE] * self.num_ranks
+
+    def _end(self, missing: dict[int, str]) -> NoReturn:
+        """Rule 4."""
+        with suppress(RuntimeError):
+            tell_ranks(LOST)
+        speaker = min(set(range(self.num_ranks)) - missing.keys(), default=self.rank)
+        if self.rank != speaker:
+            time.sleep(SECOND_RANK_S)
+            os._exit(LOST)
+        named = ", ".join(f"rank {rank} of {self.num_ranks} {how}" for rank, how in sorted(missing.items()))
+        minutes = f"{self.limit_s / 60:g} minutes (--collective_timeout_minutes)"
+        end_now(f"error: for more than {minutes} {named}: ended {WAY_ON}", LOST)
+
+
+def _collectives_begun() -> int:
+    try:
+        return _get_default_group()._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except ValueError:  # it is no more
+        return 0

@@ -1,0 +1,149 @@
+"""Offloading on paper: the mover of ``activations/offload.py`` with copies that only take time.
+
+They travel one after the other at the rate of the link to the host, beside the operators; who waits for one sets the
+clock forward to its end. So rises and added seconds of a block that offloads come from the code that a device runs.
+
+A step on paper: models without weights, batches without values, and what their blocks cost on a target.
+
+``paper_model`` and ``paper_batch`` make fake tensors: shapes, dtypes and storages with no memory behind them, which
+autograd and every operator work on as if they were real. They say that they are on the CPU, whatever the target is, as
+a torch that was built without CUDA knows nothing else; ``kernels.py`` puts the target's kernels in place of the CPU's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from memsave_recipes.activations.offload import Mover
+from memsave_recipes.activations.spans import RUN
+from memsave_recipes.estimate.fake_step import PaperClock, PaperInstruments, Workspaces
+from memsave_recipes.estimate.kernels import CudaWorkspaces, cuda_kernels
+from memsave_recipes.estimate.targets import Target
+from memsave_recipes.plans import Action, Plan
+from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
+
+
+@contextmanager
+def offloading_on_paper(target: Target, clock: PaperClock) -> Iterator[None]:
+    """Blocks under ``OFFLOAD`` move what they save to the host of a CUDA target; on a CPU they keep it, as ever."""
+    if target.device_type == "cpu":
+        yield
+        return
+    before = RUN[Action.OFFLOAD]
+    RUN[Action.OFFLOAD] = Mover(torch.device("cpu"), PaperCopies(clock, target.host_bytes_per_s)).run
+    try:
+        yield
+    finally:
+        RUN[Action.OFFLOAD] = before
+
+
+@dataclass
+class PaperCopies:
+    """``Copies`` that take the time of the link; the event that ``wait`` takes is the second at which they end."""
+
+    clock: PaperClock
+    bytes_per_s: float
+    busy_until: float = 0.0
+
+    def empty_on_host(self, num_bytes: int) -> Any:
+        """Host memory, which nobody counts: all that is asked of it is its length."""
+        return range(num_bytes)
+
+    def start(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
+        """After the copies before them, and what was computed so far."""
+        num_bytes = sum(len(target) for target, _ in pairs)
+        self.busy_until = max(self.busy_until, self.clock.now) + num_bytes / self.bytes_per_s
+        return self.busy_until
+
+    def wait(self, event: float) -> None:
+        """The computation goes on when they are done."""
+        self.clock.now = max(self.clock.now, event)
+
+
+M = TypeVar("M", bound=nn.Module)
+CPU = torch.device("cpu")
+
+
+def paper_model(build: Callable[[], M]) -> M:
+    """What ``build()`` makes, with fake tensors for parameters and buffers; takes no memory and no time for weights.
+
+    Tied weights stay tied, and each tensor keeps its dtype, layout and ``requires_grad``. The model is in the mode that
+    ``build`` leaves it in.
+
+    Args:
+        build: makes the model on torch's default device, which is ``meta`` inside. It may load a configuration, but no
+            weights.
+    """
+    with torch.device("meta"):
+        model = build()
+    paper = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a loss, say
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        places: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
+        for place in places:
+            for name, tensor in place.items():
+                if isinstance(tensor, Tensor):
+                    place[name] = made.setdefault(id(tensor), _on_paper(tensor, paper))
+    return model
+
+
+def paper_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fake tensors of the shapes and dtypes of ``batch``, for a model that ``paper_model`` made.
+
+    Args:
+        batch: real tensors or those of the ``meta`` device; their values do not count.
+    """
+    return {name: _on_paper(tensor, _paper_of(model)) for name, tensor in batch.items()}
+
+
+def measure_on_paper(
+    workload: Workload, plans: Sequence[Plan], target: Target, *, autocast_dtype: torch.dtype | None = None
+) -> Measurement:
+    """``measure`` on paper: one run under each plan, which gives its bytes and its seconds at once.
+
+    ``offload`` is among the plans that a CUDA target can be asked for.
+
+    Args:
+        workload: of a model from ``paper_model`` and a batch from ``paper_batch``, ``device`` the CPU; its forward
+            needs no autocast of its own.
+        plans: as for ``measure``.
+        autocast_dtype: of mixed precision (``torch.bfloat16`` for ``bf16``); ``None`` for none.
+
+    Returns:
+        A measurement whose workload is on the target's device, so that its chains are those of the target.
+
+    Raises:
+        InputError: as ``measure``.
+    """
+
+    def forward() -> Tensor:
+        # Whatever the target: on paper all tensors are the CPU's. No cache of weights, as in a run.
+        with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None, cache_enabled=False):
+            return workload.forward()
+
+    instruments = PaperInstruments(
+        target.rates,
+        Workspaces() if target.device_type == "cpu" else CudaWorkspaces(),
+        target.allocation_bytes,
+        clock := PaperClock(),
+    )
+    with _paper_of(workload.model), cuda_kernels(target), offloading_on_paper(target, clock):
+        measured = measure(replace(workload, forward=forward, device=CPU), plans, instruments=instruments)
+    return Measurement(replace(workload, device=target.device), measured.seen)
+
+
+def _on_paper(tensor: Tensor, paper: FakeTensorMode) -> Tensor:
+    with paper:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _paper_of(model: nn.Module) -> FakeTensorMode:
+    return next(model.parameters()).fake_mode  # type: ignore[attr-defined]

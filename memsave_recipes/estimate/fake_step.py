@@ -1,0 +1,342 @@
+"""What an operator moves through the memory of a device: the bytes that its kernel, if it has one, reads and writes.
+
+What the kernels of this CPU allocate for themselves, measured on each operator alone.
+
+oneDNN brings images and weights into layouts of its own, products in bfloat16 pack their operands, sums of two dtypes
+cast first: none of that is seen in the tensors that go in and come out. So each operator runs once for every shape that
+it is given, on zeros, under torch's profiler.
+
+Read a step without running it: bytes and seconds from the operators that fake tensors go through.
+
+For a device that is not there, or a model that does not fit. Every operator takes the longer of its FLOPs at the
+device's rate and its bytes at the device's bandwidth (Williams, Waterman and Patterson 2009, "Roofline",
+https://doi.org/10.1145/1498765.1498785), and no less than any kernel does. Time is ideal: the ratios of blocks and
+plans mean something, seconds of a real run do not. What kernels take for themselves is only as well known as the
+``workspaces`` that are given.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from memsave_recipes.profiling.breakdown import Allocation, record_allocations
+from memsave_recipes.profiling.flops import CONVOLUTIONS, FORMULAS
+from memsave_recipes.profiling.trace_events import Meter, Reading
+
+aten = torch.ops.aten
+
+NO_KERNEL = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided),
+    *(aten.set_, aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk),
+}
+"""Operators that compute nothing, besides those that say so: memory without values, and views in disguise."""
+
+UNREAD = {
+    **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like), 0),
+    **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.copy_, aten.fill_, aten.zero_), 0),
+    aten.nll_loss_backward: 1,
+}
+"""The argument that gives no more than its shape, or the place for the result."""
+
+PICKS = {aten.index, aten.gather, aten.index_select, aten.embedding, aten.nll_loss_forward}
+"""Operators that read of their first argument as much as they return."""
+
+PUTS = {aten.index_put_, aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_copy_}
+"""Operators that change as many elements of their first argument as the largest of the others has."""
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operator only looks at memory in another way, or asks about it (``prim.device``)."""
+    return getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim"
+
+
+def has_kernel(func: Any) -> bool:
+    """Whether an operator gives the device anything to do."""
+    in_place_view = torch.Tag.inplace_view in getattr(func, "tags", ())
+    return not (is_view(func) or in_place_view or getattr(func, "_overloadpacket", None) in NO_KERNEL)
+
+
+def bytes_moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """What the kernel of ``func`` reads and writes.
+
+    Args:
+        args, kwargs: of the call.
+        out: its result.
+    """
+    operation = getattr(func, "_overloadpacket", None)
+    written = _tensors(out)
+    if operation in PICKS:
+        return _bytes(_tensors((args[1:], kwargs))) + 2 * _bytes(written)
+    if operation in PUTS:
+        others = _tensors((args[1:], kwargs))
+        return _bytes(others) + 2 * args[0].itemsize * max(tensor.numel() for tensor in others)
+    unread = UNREAD.get(operation) if operation else None
+    read = _tensors(([arg for position, arg in enumerate(args) if position != unread], {**kwargs, "out": None}))
+    return _bytes(read) + _bytes(written)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """Of an expanded tensor what there is of it in memory."""
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+LARGEST_BYTES = 2**30  # of an operator's tensors: a larger one is not run for its workspace
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """What an operator's kernel did: the most that it allocated, results included, and the results as meta tensors.
+
+    Without ``results`` these are what fake tensors promise.
+    """
+
+    peak_bytes: int
+    results: tuple[Any, ...]
+
+
+class Workspaces:
+    """Runs of operators' kernels; each is run once for every shape."""
+
+    def __init__(self) -> None:
+        self._measured: dict[Any, KernelRun | None] = {}
+
+    def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
+        """What ``func`` does with tensors like these; ``None`` for one that is too large to try.
+
+        Args:
+            args, kwargs: as fake tensors.
+        """
+        leaves, form = tree_flatten((args, kwargs))
+        key = (func, str(form), tuple(_shape(leaf) for leaf in leaves))
+        if key not in self._measured:
+            self._measured[key] = self._measure(func, leaves, form)
+        return self._measured[key]
+
+    def _measure(self, func: Callable[..., Any], leaves: list[Any], form: Any) -> KernelRun | None:
+        if sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)) > LARGEST_BYTES:
+            return None
+        with unset_fake_temporarily(), torch.random.fork_rng([]):
+            args, kwargs = tree_unflatten(tree_map_only(Tensor, _zeros, leaves), form)
+            out, events = record_allocations(lambda: func(*args, **kwargs))
+            results = tuple(tree_map_only(Tensor, _on_meta, tree_leaves(out)))
+        live_bytes = peak_bytes = 0
+        for event in events:
+            if isinstance(event, Allocation):
+                live_bytes += event.num_bytes
+                peak_bytes = max(peak_bytes, live_bytes)
+        return KernelRun(peak_bytes, results)
+
+
+def _zeros(like: Tensor) -> Tensor:
+    storage = torch.zeros(like.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+TAKES_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
+FLOPS = FORMULAS | flop_registry | {aten.addmm: FORMULAS[aten.addmm]}
+"""Of what runs, the scores that a fused attention computes a second time included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device does in a second.
+
+    Args:
+        flops_per_s: in any precision that is not in ``by_precision``.
+        bytes_per_s: that its memory gives or takes.
+        by_precision: FLOP/s by dtype; ``tf32`` is that of float32 convolutions.
+        kernel_s: what any operator takes at least.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    by_precision: Mapping[str, float] = field(default_factory=dict)
+    kernel_s: float = 0.0
+
+    def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int) -> float:
+        """What an operator takes, by the roofline."""
+        precision = str(dtype).removeprefix("torch.")
+        if operation in CONVOLUTIONS and dtype == torch.float32 and "tf32" in self.by_precision:
+            precision = "tf32"
+        flops_per_s = self.by_precision.get(precision, self.flops_per_s)
+        return max(flops / flops_per_s, num_bytes / self.bytes_per_s, self.kernel_s)
+
+
+class KernelWorkspaces(Protocol):
+    """What knows what the kernels of a device do besides what fake tensors show."""
+
+    def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
+        """What the kernel of ``func`` does with such tensors; ``None`` where it is what fake tensors show."""
+
+
+@dataclass
+class PaperClock:
+    """The time on paper, in seconds since the reading began; who waits for something may set it forward."""
+
+    now: float = 0.0
+
+
+@dataclass(frozen=True)
+class PaperInstruments:
+    """Readings of steps on fake tensors: the same every time, bytes and seconds in one run.
+
+    Args:
+        workspaces: of the kernels; without them none has any.
+        allocation_bytes: every allocation is a multiple of these.
+        clock: runs while a step is read.
+    """
+
+    rates: Rates
+    workspaces: KernelWorkspaces | None = None
+    allocation_bytes: int = 1
+    clock: PaperClock = field(default_factory=PaperClock)
+    repetitions: int = 0
+
+    def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
+        """Bytes of the tensors that are alive, above those at the first boundary, and seconds by the roofline."""
+        with _Operators(self) as operators:
+            step(operators)
+        return operators.readings
+
+    def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
+        """The seconds of ``read_memory``."""
+        return [reading.seconds or 0.0 for reading in self.read_memory(step)[1:]]
+
+
+class _Operators(TorchDispatchMode):
+    """Adds up what the operators make, release and take."""
+
+    def __init__(self, paper: PaperInstruments) -> None:
+        super().__init__()
+        self.paper = paper
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.readings: list[Reading] = []
+        self._last_s = paper.clock.now
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._seconds_of: dict[Any, float] = {}
+
+    def note(self) -> None:
+        """A boundary is here."""
+        now = self.paper.clock.now
+        self.readings.append(Reading(self.live_bytes, self.peak_bytes, now - self._last_s))
+        self.peak_bytes, self._last_s = self.live_bytes, now
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.add.Tensor and _engine_owns(args[0]):
+            func = aten.add_.Tensor
+        with _no_cache(args[0]) if func in TAKES_STORAGE else nullcontext():
+            out = func(*args, **kwargs)
+        if is_view(func):
+            return out
+        leaves = tree_leaves((args, kwargs))
+        taken = {id(tensor.untyped_storage()) for tensor in leaves if isinstance(tensor, Tensor)}
+        workspaces = self.paper.workspaces
+        if workspaces and (run := workspaces.of(func, args, kwargs)):
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes + run.peak_bytes)
+            out = _as_the_kernel_does(out, run, taken) if run.results else out
+        for storage in _storages(out):
+            if id(storage) not in taken and storage not in self._known:
+                self._add(storage)
+        self.paper.clock.now += self._seconds(func, args, kwargs, leaves, out)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        num_bytes = rounded_up(storage.nbytes(), self.paper.allocation_bytes)
+        self._known.add(storage)
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, num_bytes)
+
+    def _release(self, num_bytes: int) -> None:
+        self.live_bytes -= num_bytes
+
+    def _seconds(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], out: Any) -> float:
+        key = (func, tuple(map(_shape, leaves)))
+        if key not in self._seconds_of:
+            self._seconds_of[key] = self._by_the_roofline(func, args, kwargs, leaves, out)
+        return self._seconds_of[key]
+
+    def _by_the_roofline(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], out: Any) -> float:
+        operation = getattr(func, "_overloadpacket", None)
+        tensors = [leaf for leaf in (*leaves, *tree_leaves(out)) if isinstance(leaf, Tensor)]
+        if not tensors or not has_kernel(func):
+            return 0.0
+        count = FLOPS.get(operation)
+        flops = count(*args, **kwargs, out_val=out) if count else 0
+        factor = tensors[1] if operation is aten.addmm else tensors[0]  # the first of addmm is what is added
+        return self.paper.rates.seconds(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
+
+
+def _engine_owns(total: Any) -> bool:
+    """Whether autograd's engine sums the gradients of a tensor that was used twice, and ``total`` is no one else's.
+
+    It then adds in place, to real tensors outside of modes; here it asks for a new one (``can_accumulate_inplace`` in
+    torch/csrc/autograd/input_buffer.cpp), while the node that made the second gradient still counts as running. A node
+    that Python wrote may add for itself.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled() or not isinstance(total, Tensor):
+        return False
+    return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # by the tensor and by what asks
+
+
+@contextmanager
+def _no_cache(fake: FakeTensor) -> Iterator[None]:
+    """Fake tensors remember what operators did by their arguments, and would keep a storage among these alive."""
+    before = fake.fake_mode.cache_enabled
+    fake.fake_mode.cache_enabled = False
+    try:
+        yield
+    finally:
+        fake.fake_mode.cache_enabled = before
+
+
+def rounded_up(num_bytes: int, multiple: int) -> int:
+    """The least multiple that is no less."""
+    return -(-num_bytes // multiple) * multiple
+
+
+def _as_the_kernel_does(out: Any, run: KernelRun, taken: set[int]) -> Any:
+    """``out`` in the layouts and types of the kernel's own results, where those are not what the fake one promised."""
+    leaves, form = tree_flatten(out)
+    for position, (leaf, real) in enumerate(zip(leaves, run.results, strict=True)):
+        if isinstance(leaf, Tensor) and _form(leaf) != _form(real) and id(leaf.untyped_storage()) not in taken:
+            leaves[position] = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=leaf.device)
+    return tree_unflatten(leaves, form)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _shape(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return leaf if isinstance(leaf, int | float | str | bool | None) else str(leaf)
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    return (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

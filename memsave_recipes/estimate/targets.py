@@ -1,0 +1,243 @@
+"""The device that a step is planned for, which need not be here: its rates, its memory, its allocator.
+
+Rates are the vendors' own: FLOP/s from ``profiling/flops.py``, bandwidths below. So a time made of them is the
+shortest that the device could take: what it says of two plans beside each other means more than its seconds do.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.estimate.fake_step import Rates
+from memsave_recipes.profiling.flops import PEAK_TFLOPS, peak_flops
+from memsave_recipes.text import GIB, MIB
+
+GENERIC = "a100-80gb"
+"""What ``cuda`` means where no CUDA device is."""
+
+NO_DEVICE = "no CUDA device is here: an A100 with 80 GB stands for one"
+CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
+
+KERNEL_S = 3e-6
+"""That a CUDA kernel takes at least, and the gap before the next one: an assumption, of the order that is measured for
+kernels that do nothing."""
+
+ALLOCATION_BYTES = 512
+"""What CUDA's caching allocator rounds every request up to (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.h)."""
+
+WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
+HOPPER_WORKSPACE_BYTES = 32 * MIB
+"""What cuBLAS gets from torch's allocator with the first product, for good: ``:4096:2:16:8`` of its documentation, and
+32 MiB from Hopper on (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
+
+CONTEXT_BYTES = 500 * MIB
+"""That the driver holds for a process with torch's kernels, which torch does not count: an assumption; 300 to 700 MiB
+are usual, and the driver's version decides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a prediction has to know of a device.
+
+    Args:
+        word: as ``--target`` names it.
+        name: as ``torch.cuda.get_device_name`` calls it.
+        device_type: ``cpu`` or ``cuda``.
+        flops_per_s: by precision, as ``peak_flops`` names them; one that is missing is not in the vendor's tables.
+        bytes_per_s: of its memory.
+        host_bytes_per_s: between it and the host's memory, one way.
+        memory_bytes: that it has.
+        kernel_s: what any kernel takes at least.
+        allocation_bytes: every allocation is a multiple of these.
+        context_bytes: what the driver holds beside torch's memory.
+        cublas_workspace_bytes: that the first matrix product allocates, for good.
+        has_flash_attention: whether torch's flash kernel runs on it: from Ampere on.
+        remark: how it was found, where that is not plain from the word.
+    """
+
+    word: str
+    name: str
+    device_type: str
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    host_bytes_per_s: float
+    memory_bytes: int
+    kernel_s: float = 0.0
+    allocation_bytes: int = 1
+    context_bytes: int = 0
+    cublas_workspace_bytes: int = 0
+    has_flash_attention: bool = True
+    remark: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """For what depends on the kind of device alone, as ``losses.default_chunk_bytes`` does; nothing can be put
+        on it."""
+        return torch.device(self.device_type)
+
+    @property
+    def rates(self) -> Rates:
+        """For the roofline. A precision that is in no table computes as float32 does."""
+        return Rates(
+            flops_per_s=self.flops_per_s["float32"],
+            bytes_per_s=self.bytes_per_s,
+            by_precision=self.flops_per_s,
+            kernel_s=self.kernel_s,
+        )
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """A vendor's figures: the memory's GB/s, the GB/s one way of the link to the host; and the GiB that torch finds."""
+
+    name: str
+    memory_gb_per_s: float
+    host_gb_per_s: float
+    memory_gib: float
+
+
+PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # GB/s of 16 lanes one way: 8, 16, 32 GT/s, 128 of 130 bits
+
+# Rates as the vendors state them, to be checked against the data sheets that ``profiling/flops.py`` names. Sizes are
+# what torch finds of them, from the total capacity in public reports of its out-of-memory errors, rounded down.
+SHEETS: dict[str, _Sheet] = {
+    "v100": _Sheet("Tesla V100-SXM2-32GB", 900, PCIE_3, 31.7),
+    "t4": _Sheet("Tesla T4", 320, PCIE_3, 14.5),
+    "a10": _Sheet("NVIDIA A10", 600, PCIE_4, 22),
+    "a40": _Sheet("NVIDIA A40", 696, PCIE_4, 44.3),
+    "a100-40gb": _Sheet("NVIDIA A100-SXM4-40GB", 1555, PCIE_4, 39.3),
+    "a100-80gb": _Sheet("NVIDIA A100-SXM4-80GB", 2039, PCIE_4, 79.1),
+    "rtx3090": _Sheet("NVIDIA GeForce RTX 3090", 936, PCIE_4, 23.5),
+    "rtx4090": _Sheet("NVIDIA GeForce RTX 4090", 1008, PCIE_4, 23.5),
+    "rtx5090": _Sheet("NVIDIA GeForce RTX 5090", 1792, PCIE_5, 31.3),
+    "l4": _Sheet("NVIDIA L4", 300, PCIE_4, 22),
+    "l40s": _Sheet("NVIDIA L40S", 864, PCIE_4, 44.3),
+    "h100": _Sheet("NVIDIA H100 80GB HBM3", 3350, PCIE_5, 79.1),
+    "h100-pcie": _Sheet("NVIDIA H100 PCIe", 2000, PCIE_5, 79.1),
+    "h100-nvl": _Sheet("NVIDIA H100 NVL", 3900, PCIE_5, 93),
+    "h200": _Sheet("NVIDIA H200", 4800, PCIE_5, 139.8),
+    "h200-nvl": _Sheet("NVIDIA H200 NVL", 4800, PCIE_5, 139.8),
+    "b200": _Sheet("NVIDIA B200", 8000, PCIE_5, 178.3),
+}
+BEFORE_AMPERE = ("v100", "t4")
+ALIASES = {"a100": "a100-80gb", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090"}
+
+
+def find_target(word: str) -> Target:
+    """The target that ``--target`` names.
+
+    Args:
+        word: ``cpu`` (this one; its rates are measured, which takes about a second), ``cuda`` (the device that is
+            here; where there is none, an A100 with 80 GB, and ``remark`` says so), or a device such as ``h100``.
+
+    Raises:
+        InputError: no such word, or a CUDA device is here that is in no table; the message names the words.
+    """
+    word = word.lower()
+    if word == "cpu":
+        return _this_cpu()
+    if word == "cuda":
+        return _this_device() if torch.cuda.is_available() else replace(_from_sheet(GENERIC), remark=NO_DEVICE)
+    word = ALIASES.get(word, word)
+    if word not in SHEETS:
+        raise InputError(f"--target {word}: no figures of such a device; name one of {', '.join(known_targets())}")
+    return _from_sheet(word)
+
+
+def known_targets() -> list[str]:
+    """The words that ``find_target`` knows."""
+    return ["cpu", "cuda", *SHEETS]
+
+
+def _from_sheet(word: str) -> Target:
+    sheet = SHEETS[word]
+    is_hopper = any(family in sheet.name for family in ("H100", "H200", "B200"))
+    return Target(
+        word=word,
+        name=sheet.name,
+        device_type="cuda",
+        flops_per_s=_flops_per_s(sheet.name),
+        bytes_per_s=sheet.memory_gb_per_s * 1e9,
+        host_bytes_per_s=sheet.host_gb_per_s * 1e9,
+        memory_bytes=int(sheet.memory_gib * GIB),
+        kernel_s=KERNEL_S,
+        has_flash_attention=word not in BEFORE_AMPERE,
+        allocation_bytes=ALLOCATION_BYTES,
+        context_bytes=CONTEXT_BYTES,
+        cublas_workspace_bytes=HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES,
+    )
+
+
+def _flops_per_s(name: str) -> dict[str, float]:
+    rates = {precision: peak_flops(name, precision) for precision in PRECISIONS}
+    return {precision: rate for precision, rate in rates.items() if rate is not None}
+
+
+def _this_device() -> Target:
+    """The current CUDA device, with its own memory in place of the sheet's."""
+    name, memory_bytes = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
+    alike = [word for word, sheet in SHEETS.items() if _same_rates(sheet.name, name)]
+    if not alike:
+        raise InputError(
+            f"--target cuda: no figures of the {name} that is here; name one of {', '.join(known_targets())}"
+        )
+    word = min(alike, key=lambda word: abs(SHEETS[word].memory_gib * GIB - memory_bytes))
+    return replace(_from_sheet(word), name=name, memory_bytes=memory_bytes, remark="the device that is here")
+
+
+def _same_rates(name: str, other: str) -> bool:
+    return any(re.fullmatch(pattern, name) and re.fullmatch(pattern, other) for pattern in PEAK_TFLOPS)
+
+
+def _this_cpu() -> Target:
+    """Rates of a product, of a copy and of operators that do nothing, the best of a few."""
+    return Target(
+        word="cpu",
+        name="this CPU",
+        device_type="cpu",
+        flops_per_s={str(dtype).removeprefix("torch."): _product_rate(dtype) for dtype in CPU_DTYPES},
+        bytes_per_s=_copy_rate(),
+        host_bytes_per_s=float("inf"),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        kernel_s=_operator_s(),
+        remark=f"measured here, torch.get_num_threads() being {torch.get_num_threads()}",
+    )
+
+
+def _product_rate(dtype: torch.dtype, width: int = 512) -> float:
+    factor = torch.ones(width, width, dtype=dtype)
+    return 2 * width**3 / _shortest_s(lambda: factor @ factor)
+
+
+def _copy_rate(num_bytes: int = 32 * MIB) -> float:
+    source = torch.zeros(num_bytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _shortest_s(lambda: target.copy_(source))
+
+
+def _operator_s(count: int = 200) -> float:
+    """What an operator takes that has nothing to compute, autograd's part and that of its backward included."""
+
+    def chain() -> None:
+        value = torch.ones(1, requires_grad=True)
+        for _ in range(count):
+            value = value * 1.0
+        value.backward()
+
+    return _shortest_s(chain) / (2 * count)
+
+
+def _shortest_s(run: Callable[[], object], repetitions: int = 5) -> float:
+    run()
+    seconds = []
+    for _ in range(repetitions):
+        begin = perf_counter()
+        run()
+        seconds.append(perf_counter() - begin)
+    return min(seconds)

@@ -1,1 +1,0 @@
-"""COUNT: bytes, seconds and saved tensors, as they are."""

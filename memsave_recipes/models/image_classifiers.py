@@ -1,0 +1,114 @@
+"""Whether a network takes images of a size, found on the meta device: shapes alone, without data, memory or time.
+
+Load a weight file into a model: safetensors, or a ``.pth`` read with ``weights_only``; no pickle is executed.
+"""
+
+import re
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from memsave_recipes.errors import InputError, check_file
+
+
+def check_image_size(model: nn.Module, image_size: int, num_images: int = 2) -> None:
+    """Refuse images that shrink to nothing in ``model``, or that it was not made for.
+
+    One that shrinks to a single pixel cannot be trained alone where there is BatchNorm: a value has no deviation.
+
+    Args:
+        model: takes images (B, 3, S, S); is left as it is.
+        image_size: S.
+        num_images: B.
+
+    Raises:
+        InputError: its forward fails on the shapes.
+    """
+    on_meta = {name: tensor.to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    images = torch.empty(num_images, 3, image_size, image_size, dtype=next(model.parameters()).dtype, device="meta")
+    try:
+        with torch.no_grad():
+            functional_call(model, on_meta, (images,))
+    except (RuntimeError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        alone = ", in a last micro-batch of one (see --micro_batch_size and --drop_last)," if num_images == 1 else ""
+        raise InputError(f"--image_size {image_size}{alone} does not suit {type(model).__name__}: {why}") from error
+
+
+_OLD_DENSENET_KEY = re.compile(
+    r"(.*denselayer\d+\.(?:norm|relu|conv))\.((?:[12])\.(?:weight|bias|running_mean|running_var))$"
+)
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Load the tensors of ``path`` into ``model``; all names and shapes must agree.
+
+    Reads ``.safetensors`` and what ``torch.save(model.state_dict())`` wrote, torchvision's published files among them.
+
+    Raises:
+        InputError: no such file, not a file of tensors, or other names, shapes or kinds of numbers than the model's.
+    """
+    weights = {_OLD_DENSENET_KEY.sub(r"\1\2", name): tensor for name, tensor in _read(Path(path)).items()}
+    expected = model.state_dict()
+    # Files older than torch 0.4.1 do not know num_batches_tracked.
+    missing = [name for name in expected if name not in weights and not name.endswith("num_batches_tracked")]
+    unknown = [name for name in weights if name not in expected]
+    shared = [name for name in weights if name in expected]
+    other_kind = [name for name in shared if not _is_alike(weights[name], expected[name])]
+    other_shape = [name for name in shared if name not in other_kind and weights[name].shape != expected[name].shape]
+    problems = {"lacks": missing, "has unknown": unknown, "has other numbers for": other_kind}
+    for problem, names in (problems | {"has another shape for": other_shape}).items():
+        if names:
+            raise InputError(f"--weights {path} {problem} {names[0]} ({_detail(names, weights, expected)}): {_ADVICE}")
+    model.load_state_dict(weights, strict=False)
+
+
+_ADVICE = "give the file of this very model with this number of classes"
+_NO_PICKLE = "it holds more than tensors, and no pickle is executed: save model.state_dict(), best as .safetensors"
+
+
+def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
+    """Whether ``copy_`` keeps every number, to within rounding: of a complex one it would drop the imaginary part."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
+    return is_plain and _kind(tensor) == _kind(expected)
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_complex(), tensor.is_floating_point()
+
+
+def _detail(names: list[str], weights: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    name = names[0]
+    both = ""
+    if name in weights and name in expected:
+        both = f"{_described(weights[name])} in the file, {_described(expected[name])} in the model; "
+    return f"{both}{len(names)} such in all"
+
+
+def _described(tensor: Tensor) -> str:
+    """``float32 (64, 3, 3, 3)``, with what is not usual: ``sparse_coo cpu float32 (3, 3)``."""
+    is_usual = tensor.layout is torch.strided and not tensor.is_meta
+    words = [] if is_usual else [str(tensor.layout), str(tensor.device)]
+    return f"{' '.join([*words, str(tensor.dtype)])} {tuple(tensor.shape)}".replace("torch.", "")
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    check_file("--weights", path)
+    try:
+        weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except Exception as error:  # bytes that are no such file raise anything, KeyError and IndexError included
+        raise InputError(f"--weights {path} cannot be read as a file of tensors: {_reason(error)}") from error
+    items = weights.items() if isinstance(weights, dict) else [(None, None)]
+    if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in items):
+        raise InputError(f"--weights {path} holds no state dict: save model.state_dict()")
+    return weights
+
+
+def _reason(error: Exception) -> str:
+    if "weights_only" in str(error):  # torch advises to turn it off, which would execute the file
+        return _NO_PICKLE
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,173 @@
+"""What a recipe tells of a run before there are data or weights: enough to predict its step on paper.
+
+A recipe that ``memsave plan`` can plan has a function ``sketch(args)`` beside its ``main``, made of the same pieces.
+
+Plan a recipe for a device that need not be here: no data, no weights, nothing is run.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.errors import InputError
+from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.targets import Target, find_target
+from memsave_recipes.planner.budget import beside_the_step, overheads_of_target, plans_to_measure
+from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries, search
+from memsave_recipes.profiling.block_costs import Measurement, Workload
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batching import Batch
+
+FOLDER_FLAG = "--output_dir"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """A recipe with its flags.
+
+    Args:
+        run, optim: the parsed flags.
+        build_model: the model with the blocks, without its weights; called where torch's default device is ``meta``.
+        trained: the module that the recipe trains, around the model: given the model, a choice among ``losses``, or
+            ``None`` for what the flags say, and the device that it will run on.
+        loss_of: the summed loss of a micro-batch, given what ``trained`` made.
+        micro_batch: one of so many samples, as large as they get; values do not count.
+        takes_adapters: whether ``--lora`` would train less than these flags do.
+        losses: the words of ``--loss`` that are to be compared; ``(None,)`` for a recipe that has one loss.
+        assumed: what could not be known without data, in words.
+    """
+
+    run: RunArguments
+    optim: OptimizerArguments
+    build_model: Callable[[], nn.Module]
+    trained: Callable[[nn.Module, str | None, torch.device], nn.Module] = lambda model, loss, device: model
+    loss_of: Callable[[nn.Module, Batch], Tensor]
+    micro_batch: Callable[[int], Batch]
+    takes_adapters: bool = False
+    losses: tuple[str | None, ...] = (None,)
+    assumed: tuple[str, ...] = ()
+
+
+def read_sketch(recipe: Path, args: Sequence[str]) -> Sketch:
+    """What the recipe in a file says of a run with the flags ``args``; ``--output_dir`` may be missing.
+
+    Raises:
+        InputError: no such file, no ``sketch`` in it, or flags that it refuses.
+    """
+    sketch = getattr(_load(recipe), "sketch", None)
+    if sketch is None:
+        raise InputError(f"{recipe} has no function sketch(args): see docs/planner.md for what it returns")
+    named = any(word.partition("=")[0] == FOLDER_FLAG for word in args)
+    return sketch([*args] if named else [*args, FOLDER_FLAG, "out"])
+
+
+def _load(recipe: Path) -> object:
+    if not os.path.isfile(recipe):  # unlike pathlib, without an error for what can be no path
+        raise InputError(f"RECIPE {recipe} is no file: name one such as recipes/language_modeling.py")
+    spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
+    if spec is None or spec.loader is None:
+        raise InputError(f"RECIPE {recipe} is no Python file")
+    try:
+        compile(recipe.read_bytes(), str(recipe), "exec")
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"RECIPE {recipe} is no Python: {error}") from error
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[recipe.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+AUTOCAST_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Where a recipe is to run.
+
+    Args:
+        target: the device of every rank.
+        mixed_precision: of ``accelerate launch``.
+        host_budget_bytes: of a rank's host, for what is offloaded; ``None`` where it is not known.
+    """
+
+    target: Target
+    num_processes: int = 1
+    mixed_precision: str = "no"
+    host_budget_bytes: int | None = None
+
+    @classmethod
+    def here(cls, num_processes: int, mixed_precision: str) -> "Launch":
+        """On the device that is here.
+
+        Raises:
+            InputError: there are no figures of it.
+        """
+        target = find_target("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(target=target, num_processes=num_processes, mixed_precision=mixed_precision.replace("fp8", "bf16"))
+
+
+def choose_on_paper(
+    sketch: Sketch,
+    launch: Launch,
+    budget_bytes: int,
+    *,
+    on_size: Callable[[Geometry], None] = lambda geometry: None,
+    candidates: Callable[[Terms, Measurement, Geometry, str | None], list[Candidate]] = Terms.candidates,
+) -> Choice:
+    """All candidates for a recipe on a device, by fake tensors and the vendor's rates.
+
+    A micro-batch size and a strategy that the flags name are kept; what they leave open is searched.
+
+    Args:
+        on_size: is told which geometry is looked at next.
+        candidates: what a measurement of one micro-batch makes possible.
+
+    Raises:
+        InputError: flags that contradict each other, or a model without blocks for the strategy.
+    """
+    model = paper_model(sketch.build_model)
+    geometries = open_geometries(sketch.run, sketch.optim, launch.num_processes)
+    strategy = str(sketch.run.activation_checkpointing)
+    terms = Terms(
+        budget_bytes=budget_bytes,
+        strategy=strategy,
+        beside=partial(beside_the_step, sketch.optim, model),
+        overheads=overheads_of_target(launch.target),
+        host_budget_bytes=launch.host_budget_bytes,
+        plan_of=partial(plan_blocks, model),
+    )
+
+    def candidates_of(geometry: Geometry, loss: str | None) -> list[Candidate]:
+        on_size(geometry)
+        workload = workload_on_paper(sketch, launch, model, geometry.micro_batch_size, loss)
+        plans = plans_to_measure(strategy, workload, device_type=launch.target.device_type, compiles=False)
+        measured = measure_on_paper(
+            workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[launch.mixed_precision]
+        )
+        return candidates(terms, measured, geometry, loss)
+
+    return search(geometries, sketch.losses, candidates_of)
+
+
+def workload_on_paper(
+    sketch: Sketch, launch: Launch, model: nn.Module, micro_batch_size: int, loss: str | None
+) -> Workload:
+    """One micro-batch of a recipe as fake tensors."""
+    trained = sketch.trained(model, loss, launch.target.device)
+    batch = paper_batch(model, sketch.micro_batch(micro_batch_size))
+    return Workload(
+        model=model,
+        forward=lambda: sketch.loss_of(trained, batch),
+        batch=list(batch.values()),
+        device=torch.device("cpu"),
+        stacks=block_names(find_stacks(model)),
+    )

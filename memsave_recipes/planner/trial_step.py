@@ -1,0 +1,199 @@
+"""One micro-batch on the device that is here, before training: what its blocks cost, and what a plan of it needs.
+
+NOTE [ rehearsal ]
+1. It is a forward and backward of the largest micro-batch as the training will run it, twice where gradients
+   accumulate, with nothing left behind: no gradient, no random number, no running statistic.
+2. On an accelerator the bytes that the optimizer's state will take are held meanwhile, so a device that is too small
+   says so now. On a CPU the allocations of the rehearsal are added to what stays.
+3. No collective runs inside, so a rank without memory leaves no other one waiting; afterwards all ranks hear of it.
+   SyncBatchNorm is the exception: with it the other ranks wait for the timeout of the process group.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from memsave_recipes.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.distributed import by_rank_0, fail_together
+from memsave_recipes.planner.budget import Beside, Forecast, plans_to_measure, workspaces_of_device
+from memsave_recipes.planner.search import Candidate, Terms
+from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
+from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
+from memsave_recipes.profiling.preserve_state import clear_gradients, running_blocks, undisturbed, without_layerdrop
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
+from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batching import Batch, GlobalBatches
+
+
+@dataclass(frozen=True)
+class StepOnDevice:
+    """A step of a run; all methods are for all ranks, since a model may make them meet (SyncBatchNorm).
+
+    Args:
+        model: the one with the blocks, inside ``prepared``.
+        prepared: what ``accelerator.prepare`` made of it.
+        loss_of: a forward of ``prepared`` on a micro-batch, as in training.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    batches: GlobalBatches
+    prepared: nn.Module
+    loss_of: Callable[[Batch], Tensor]
+
+    def forward(self, geometry: Geometry) -> Callable[[], Tensor]:
+        """The forward of its largest micro-batch."""
+        return self._forward(self.batches.largest_micro_batch(geometry.micro_batch_size))
+
+    def running_blocks(self) -> set[str] | None:
+        """The blocks that a forward runs; ``None`` where a plan could leave none out, so nothing is run."""
+        stacks = block_names(find_stacks(self.model))
+        if len(stacks) < 2:
+            return None
+        return running_blocks(self.model, stacks, self.forward(self.batches.geometry), self.accelerator.device)
+
+    def candidates(self, terms: Terms, geometry: Geometry, progress: tqdm) -> list[Candidate]:
+        """What the first rank finds, for all; nothing if a rank has no memory left for as much as has to be kept.
+
+        All blocks are measured at once, or group by group where there is no memory for that and plans may recompute.
+        """
+        for num_groups in self._numbers_of_groups(terms.strategy):
+            found = self._measured(terms, geometry, num_groups, progress)
+            if found is not None:
+                return found
+            empty_cache(self.accelerator.device)  # here, where no frame of the failed step is left to hold its tensors
+        return []
+
+    def _numbers_of_groups(self, strategy: str) -> Iterator[int]:
+        """1, and for plans that may recompute its doublings, up to a group for every block."""
+        num_blocks = sum(map(len, block_names(find_stacks(self.model))))
+        num_groups = 1
+        while num_groups < num_blocks and strategy != "none":
+            yield num_groups
+            num_groups *= 2
+        yield num_blocks if strategy != "none" else 1
+
+    def _measured(self, terms: Terms, geometry: Geometry, num_groups: int, progress: tqdm) -> list[Candidate] | None:
+        """The candidates of a measurement, or ``None`` where a rank had no memory left for it."""
+        try:
+            with out_of_memory_together(self.accelerator) as attempt:
+                measured = self._measure(terms, geometry, num_groups, progress)
+                known_bytes = measured.workload.resident_bytes + terms.beside(geometry).buckets_bytes
+                workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
+                attempt.bytes = sum(workspaces.values())
+        except torch.OutOfMemoryError:
+            return None
+        overheads = {**terms.overheads, **dict.fromkeys(workspaces, attempt.bytes)}  # those of the rank with the most
+        return by_rank_0(self.accelerator, lambda: replace(terms, overheads=overheads).candidates(measured, geometry))
+
+    def _measure(self, terms: Terms, geometry: Geometry, num_groups: int, progress: tqdm) -> Measurement:
+        batch = self.batches.largest_micro_batch(geometry.micro_batch_size)
+        workload = Workload(
+            model=self.model,
+            forward=self._forward(batch),
+            batch=[value for value in batch.values() if isinstance(value, Tensor)],
+            device=self.accelerator.device,
+            stacks=block_names(find_stacks(self.model)),
+        )
+        plans = plans_to_measure(terms.strategy, workload, device_type=workload.device.type)
+        progress.total = (progress.total or 0) + num_groups * num_runs(plans)
+        host_budget_bytes = terms.host_budget_bytes
+        return measure_in_groups(
+            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
+        )
+
+    def _forward(self, batch: Batch) -> Callable[[], Tensor]:
+        def forward() -> Tensor:
+            with self.accelerator.no_sync(self.prepared):
+                return self.loss_of(batch)
+
+        return forward
+
+
+def rehearse(candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """The bytes that a step takes at its peak on the rank where it takes most; overheads are not among them.
+
+    Args:
+        model: without a plan, its gradients cleared.
+        forward: of one micro-batch, to the loss, without collectives.
+
+    Raises:
+        torch.OutOfMemoryError: on all ranks, if a rank had no memory left.
+    """
+    with out_of_memory_together(accelerator) as attempt:
+        attempt.bytes = step_bytes(candidate.forecast, candidate.beside, model, forward, accelerator.device)
+    return attempt.bytes
+
+
+def step_bytes(
+    forecast: Forecast, beside: Beside, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
+) -> int:
+    """As ``rehearse``, of this process alone; it takes two forwards and backwards, or three under accumulation."""
+    with (
+        apply_plan(model, forecast.plan),
+        undisturbed(model, device),
+        without_layerdrop(model),
+        _gradients_as_in_a_step(beside, model),
+    ):
+        ballast_bytes = 0 if device.type == "cpu" else beside.state_bytes
+        ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=device)
+
+        def step(meter: Meter) -> None:
+            for _ in range(1 + beside.gradients_resident):
+                forward().backward()
+            meter.note()
+            clear_gradients(model)
+
+        forward().backward()  # compiles what compiles
+        clear_gradients(model)
+        rise_bytes = max(reading.peak_bytes for reading in DeviceInstruments(device).read_memory(step))
+        del ballast
+    return rise_bytes + forecast.chain.resident_bytes
+
+
+class Attempt:
+    """What a rank found out; 0 bytes where it had no memory left."""
+
+    bytes = 0
+
+
+@contextmanager
+def out_of_memory_together(accelerator: Accelerator) -> Iterator[Attempt]:
+    """Inside, no rank may run a collective; afterwards ``bytes`` is the largest of all ranks.
+
+    Raises:
+        torch.OutOfMemoryError: on all ranks, if a rank had no memory left.
+        InputError, RuntimeError: on all ranks, where one failed in another way; its own error on that one.
+    """
+    attempt, failed, other = Attempt(), False, None
+    try:
+        yield attempt
+    except Exception as error:
+        failed, other = (True, None) if is_out_of_memory(error) else (False, error)
+    fail_together(other)
+    found = torch.tensor([attempt.bytes, failed], dtype=torch.int64, device=accelerator.device)
+    of_ranks = accelerator.gather(found).view(-1, 2)
+    if of_ranks[:, 1].any():
+        raise torch.OutOfMemoryError("a rank had no memory left")
+    attempt.bytes = int(of_ranks[:, 0].max())
+
+
+@contextmanager
+def _gradients_as_in_a_step(beside: Beside, model: nn.Module) -> Iterator[None]:
+    """Where a step frees each gradient as it is made (DDP's buckets take it, or the optimizer), so does this."""
+
+    def free(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    trained = [] if beside.gradients_stay else [p for p in model.parameters() if p.requires_grad]
+    handles = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""Bytes, seconds and FLOPs of training steps, measured as they run."""

@@ -1,0 +1,258 @@
+"""Measure block costs: run a step plain, and once more under each other action, and read every run block by block.
+
+A run is read once for its bytes and several times for its seconds, in turns, so that a slow moment of the machine meets
+every action. ``step_trace.py`` makes the chain from the readings.
+
+A step that does not fit plain is measured in groups: the blocks of one group at a time, while all others recompute.
+What a block costs does not depend on how the others run, so the chains of the groups make one chain.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memsave_recipes.activations import apply_plan
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import Action, Plan, Span
+from memsave_recipes.plans.chain import Chain
+from memsave_recipes.profiling.preserve_state import clear_gradients, undisturbed, without_layerdrop
+from memsave_recipes.profiling.step_trace import Seen, chain_of, most_offloaded_bytes
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, PartsOfStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a model does with one micro-batch.
+
+    Args:
+        model: in training mode, on its device, without a plan.
+        forward: one forward that ends in a loss, under the precision of the run.
+        batch: the tensors that it is given, on the device.
+        device: of the model.
+        stacks: the names of its blocks, stack by stack.
+    """
+
+    model: nn.Module
+    forward: Callable[[], Tensor]
+    batch: Sequence[Tensor]
+    device: torch.device
+    stacks: Sequence[Sequence[str]]
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of the model's parameters and buffers."""
+        return _bytes_of([*self.model.parameters(), *self.model.buffers()])
+
+    @property
+    def resident_bytes(self) -> int:
+        """With the batch: what is there all the time."""
+        return _bytes_of([*self.model.parameters(), *self.model.buffers(), *self.batch])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A step as it was seen under several plans."""
+
+    workload: Workload
+    seen: list[tuple[Plan, Seen]]
+
+    @property
+    def running(self) -> list[str]:
+        """The names of the blocks that ran."""
+        return self.seen[0][1].running
+
+    def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
+        """The chain of the model's blocks, with an option for each action that was measured.
+
+        Parameters, buffers and the batch are its ``resident_bytes``.
+
+        Args:
+            ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
+            offload: whether blocks may offload, for which twice the largest one is set aside, in ``resident_bytes``.
+        """
+        seen = {action_of(plan): seen for plan, seen in self.seen if plan.compiled_memory_ratio in (None, ratio)}
+        if not offload:
+            seen.pop(Action.OFFLOAD, None)
+        return chain_of(
+            seen,
+            stack_of={name: number for number, names in enumerate(self.workload.stacks) for name in names},
+            resident_bytes=self.workload.resident_bytes,
+            on_cpu=self.workload.device.type == "cpu",
+            compiled_memory_ratio=ratio,
+        )
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
+
+
+def num_runs(plans: Sequence[Plan]) -> int:
+    """How many forwards and backwards ``measure`` takes on a device."""
+    return len(plans) * (2 + DeviceInstruments.repetitions)
+
+
+def measure(
+    workload: Workload,
+    plans: Sequence[Plan],
+    *,
+    instruments: Instruments | None = None,
+    host_budget_bytes: int | None = None,
+    on_run: Callable[[], Any] = lambda: None,
+) -> Measurement:
+    """Run the step under each of ``plans`` that the model can run under.
+
+    Leaves no trace in the model, its gradients and the random numbers.
+
+    Args:
+        plans: the first keeps everything; each of the others has all blocks under one other action.
+        instruments: what reads the steps; by default those of the device. ``PaperInstruments`` read a model of fake
+            tensors, made and run under ``torch._subclasses.FakeTensorMode``.
+        host_budget_bytes: of the host, for what offloading may move there; where that is more, it is no option.
+        on_run: is called after every run.
+
+    Raises:
+        InputError: the model does not run its blocks once each and in the order of the plans. Stacks of which no block
+            runs are left out of the measurement.
+    """
+    instruments = instruments or DeviceInstruments(workload.device)
+    with undisturbed(workload.model, workload.device), without_layerdrop(workload.model):
+        seen: dict[_Run, Seen] = {}
+        for plan in plans:
+            if action_of(plan) is Action.OFFLOAD and not _fits_host(seen, host_budget_bytes):
+                continue
+            run = _Run(workload, plan, instruments, on_run)
+            try:
+                seen[run] = run.see()
+            except InputError:  # the model cannot run under this action, so it is no option
+                if plan is plans[0]:
+                    raise
+        expected = _blocks_in_order(next(iter(seen.values())).running, workload.stacks)
+        for figures in seen.values():
+            _check_order(figures.parts, expected)
+        for _ in range(instruments.repetitions):
+            for run, figures in seen.items():
+                parts, seconds = run.timed()
+                _check_order(parts, expected)
+                figures.seconds.append(seconds)
+    return Measurement(workload, [(run.plan, figures) for run, figures in seen.items()])
+
+
+def _fits_host(seen: dict["_Run", Seen], host_budget_bytes: int | None) -> bool:
+    """Whether the host has memory for all that the first of the plans, which keeps it, was seen to save."""
+    return host_budget_bytes is None or most_offloaded_bytes(next(iter(seen.values()))) <= host_budget_bytes
+
+
+def action_of(plan: Plan) -> Action:
+    """The one that all blocks of ``plan`` are under, or all but those that recompute."""
+    return next((span.action for span in plan.spans if span.action is not Action.RECOMPUTE), Action.KEEP)
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """The step of a workload under one plan."""
+
+    workload: Workload
+    plan: Plan
+    instruments: Instruments
+    on_run: Callable[[], Any]
+
+    def see(self) -> Seen:
+        """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile what compiles."""
+        if self.instruments.repetitions:
+            self.timed()
+        with self._parts(counting=True) as parts:
+            memory = self.instruments.read_memory(partial(self._step, parts))
+        self.on_run()
+        seconds = [reading.seconds for reading in memory[1:] if reading.seconds is not None]
+        return Seen(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[seconds] if seconds else [])
+
+    def timed(self) -> tuple[list[Part], list[float]]:
+        """Its parts, and the seconds between their boundaries."""
+        with self._parts(counting=False) as parts:
+            seconds = self.instruments.read_clock(partial(self._step, parts))
+        self.on_run()
+        return parts.parts, seconds
+
+    @contextmanager
+    def _parts(self, *, counting: bool) -> Iterator[PartsOfStep]:
+        parts = PartsOfStep(self.workload.model, self.workload.batch, counting=counting)
+        with apply_plan(self.workload.model, self.plan, watch=parts.watch):
+            yield parts
+
+    def _step(self, parts: PartsOfStep, meter: Meter) -> None:
+        parts.run(self.workload.forward, meter)
+        clear_gradients(self.workload.model)
+
+
+def _blocks_in_order(running: Sequence[str], stacks: Sequence[Sequence[str]]) -> list[str]:
+    """The blocks of the stacks of which any runs, as they are registered; of all stacks where none does."""
+    left = [names for names in stacks if not set(names).isdisjoint(running)] or stacks
+    return [name for names in left for name in names]
+
+
+def _check_order(parts: Sequence[Part], expected: Sequence[str]) -> None:
+    if [part.block for part in parts if part.block is not None] != expected:
+        raise InputError(
+            f"--activation_checkpointing budget: this model does not run its {len(expected)} blocks once each, in "
+            "every step and in the order in which they are registered, so their costs are no chain: use full or every:K"
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredInGroups(Measurement):
+    """A step whose blocks were measured group by group; ``seen`` is what the first group was measured under."""
+
+    groups: Sequence[frozenset[str]]
+    of_groups: Sequence[Measurement]
+
+    def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
+        """As ``Measurement.chain``: each block from its group, and what stands between blocks from the first one."""
+        chains = [measured.chain(ratio=ratio, offload=offload) for measured in self.of_groups]
+        group_of = {name: number for number, names in enumerate(self.groups) for name in names}
+        columns = zip(*(chain.blocks for chain in chains), strict=True)
+        return replace(
+            chains[0],
+            blocks=tuple(column[group_of.get(column[0].name, 0)] for column in columns),
+            resident_bytes=max(chain.resident_bytes for chain in chains),
+        )
+
+
+def measure_in_groups(
+    workload: Workload,
+    plans: Sequence[Plan],
+    num_groups: int,
+    *,
+    host_budget_bytes: int | None = None,
+    on_run: Callable[[], Any] = lambda: None,
+) -> Measurement:
+    """As ``measure``, with the blocks in ``num_groups`` groups; it takes so many times the runs.
+
+    A group is every ``num_groups``-th block, so that the groups take about as much memory as each other.
+
+    Raises:
+        InputError: as ``measure``.
+    """
+    if num_groups == 1:
+        return measure(workload, plans, host_budget_bytes=host_budget_bytes, on_run=on_run)
+    names = [name for stack in workload.stacks for name in stack]
+    groups = [frozenset(names[first::num_groups]) for first in range(num_groups)]
+    of_groups = [[_of_group(plan, group) for plan in plans] for group in groups]
+    found = [measure(workload, one, host_budget_bytes=host_budget_bytes, on_run=on_run) for one in of_groups]
+    return MeasuredInGroups(workload, found[0].seen, groups, found)
+
+
+def _of_group(plan: Plan, group: frozenset[str]) -> Plan:
+    """``plan`` for the blocks of a group; each of the others recomputes by itself."""
+    action = action_of(plan)
+    spans = [
+        Span(start=start, stop=start + 1, action=action if name in group else Action.RECOMPUTE)
+        for start, name in enumerate(plan.blocks)
+    ]
+    return replace(plan, spans=tuple(spans))

@@ -1,0 +1,263 @@
+"""What a step allocates and releases, in order, from torch's profiler.
+
+Its events list every block of torch's allocators, scratch buffers of the kernels included, nested in the operations
+that asked for them. That nesting says what a block is for (``Use``); what it cannot say, which blocks became gradients
+and optimizer state, is told by ``Labels``, whose marks stand among the events. A step that is recorded is slow: keep it
+out of timings.
+
+What fills the memory at the peak of a training step: parameters, gradients, optimizer state, activations, the rest.
+
+One step is recorded, allocation by allocation (``memsave_recipes.profiling.breakdown``), on top of what was there
+before it. The uses are those of ``torch.distributed._tools.mem_tracker``, with the scratch buffers inside kernels,
+which it does not see, among the temporaries:
+
+* *parameters*: buffers included;
+* *gradients*: of parameters, and the buckets that DDP keeps them in;
+* *optimizer state*;
+* *activations*: all that forwards make, also those that run again in the backward, from the batch on the device on;
+* *temporaries*: what the backward, the clipping of gradients and the optimizer make beside.
+
+The five add up to the peak. On a CPU, which has no allocator statistics, that is the sum of the tensors known before
+the step and of its own allocations; elsewhere it is the allocator's, and what it held before beside those tensors
+(workspaces, rounding) counts as temporary.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate
+from math import inf
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import RecordScope, _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+# Kineto announces every start and stop on stderr; this is the level above its loudest message.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+MARK = "memsave label "
+T = TypeVar("T")
+
+
+class Use(Enum):
+    """What memory is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer_state"
+    ACTIVATIONS = "activations"
+    TEMPORARIES = "temporaries"
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A block came, or went: ``num_bytes`` is negative then."""
+
+    address: int
+    num_bytes: int
+    device: torch.device
+    use: Use
+
+
+@dataclass(frozen=True)
+class Label:
+    """The storages that are known to have a use at this moment: address to bytes."""
+
+    use: Use
+    storages: dict[int, int]
+
+
+Event = Allocation | Label
+
+
+@dataclass
+class Labels:
+    """Notes, while a step is recorded, what some storages are."""
+
+    noted: list[Label] = field(default_factory=list)
+
+    def note(self, use: Use, tensors: Iterable[Tensor]) -> None:
+        """From its allocation to its release, the storage of each of ``tensors`` is of this use."""
+        with record_function(f"{MARK}{len(self.noted)}"):
+            self.noted.append(Label(use, storages_of(tensors)))
+
+
+def record_allocations(step: Callable[[], T], labels: Labels | None = None) -> tuple[T, list[Event]]:
+    """Run ``step`` once: what it returns, and its events on all devices in the order of time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = step()
+    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    found = _walk(roots, Use.ACTIVATIONS, labels.noted if labels else [])
+    return result, [event for _, event in sorted(found, key=lambda timed: timed[0])]
+
+
+def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address and bytes of the storages behind ``tensors``, each storage once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def _walk(events: Iterable[Any], use: Use, noted: list[Label]) -> Iterator[tuple[int, Event]]:
+    for event in events:
+        if event.tag == _EventType.Allocation:
+            block = event.extra_fields
+            yield event.start_time_ns, Allocation(block.ptr, block.alloc_size, block.device, use)
+        elif event.name.startswith(MARK):
+            yield event.start_time_ns, noted[int(event.name.removeprefix(MARK))]
+        else:
+            yield from _walk(event.children, _use_within(event, use), noted)
+
+
+def _use_within(event: Any, use: Use) -> Use:
+    """Activations are what forwards make, also those that run again inside a backward; the rest is temporary.
+
+    While a backward runs, only a recomputation records history, and whatever records history has a sequence number.
+    """
+    if event.tag != _EventType.TorchOp:
+        return use
+    details = event.extra_fields
+    if details.scope == RecordScope.BACKWARD_FUNCTION or event.name.startswith(
+        ("autograd::engine::", "Optimizer.step#")
+    ):
+        return Use.TEMPORARIES
+    return Use.ACTIVATIONS if details.sequence_number >= 0 else use
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBreakdown:
+    """Bytes by use at one moment."""
+
+    parameters_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_state_bytes: int = 0
+    activations_bytes: int = 0
+    temporaries_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return sum(vars(self).values())
+
+
+def break_down_peak(
+    step: Callable[[], T], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[T, MemoryBreakdown]:
+    """Run ``step`` once; what it returns, and what filled ``device`` when it held most.
+
+    Args:
+        step: forward, backward and optimizer step.
+        model: its parameters and buffers, whether they train or not.
+        optimizer: torch's own, not a wrapper of it. It may step inside the backward.
+    """
+    resident = what_stays(model, optimizer)
+    held_before = None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
+    labels = Labels()
+    with _labelling(model, optimizer, labels):
+        result, events = record_allocations(step, labels)
+    on_device = [event for event in events if isinstance(event, Label) or event.device.type == device.type]
+    return result, _at_the_peak(on_device, resident, held_before)
+
+
+def what_stays(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Label]:
+    """The storages that outlive a step, as far as they are there now."""
+    return [
+        Label(Use.PARAMETERS, storages_of([*model.parameters(), *model.buffers()])),
+        Label(Use.GRADIENTS, storages_of(_gradients(model))),
+        Label(Use.OPTIMIZER_STATE, storages_of(_state(optimizer))),
+    ]
+
+
+def _gradients(model: nn.Module) -> Iterator[Tensor]:
+    return (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor))
+
+
+@contextmanager
+def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Labels) -> Iterator[None]:
+    """Note gradients when they have been accumulated, and the optimizer's state after it has moved.
+
+    An optimizer that steps inside the backward frees a gradient before any later hook sees it, so what is there when it
+    begins is noted as well.
+    """
+
+    def note_gradient(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            labels.note(Use.GRADIENTS, [parameter.grad])
+
+    def note_gradients(*_: object) -> None:
+        labels.note(Use.GRADIENTS, _gradients(model))
+
+    def note_state(*_: object) -> None:
+        labels.note(Use.OPTIMIZER_STATE, _state(optimizer))
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    handles = [parameter.register_post_accumulate_grad_hook(note_gradient) for parameter in trained]
+    handles += [optimizer.register_step_pre_hook(note_gradients), optimizer.register_step_post_hook(note_state)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class _Block:
+    use: Use
+    num_bytes: int
+    born: int  # the number of its event; -1 if it was there before
+    freed: float = inf
+
+
+def _at_the_peak(events: list[Event], resident: list[Label], held_before: int | None) -> MemoryBreakdown:
+    blocks = _lifetimes(events, resident)
+    peak = _peak_moment(blocks)
+    totals = Counter(dict.fromkeys(Use, 0))
+    for block in blocks:
+        if block.born <= peak < block.freed:
+            totals[block.use] += block.num_bytes
+    if held_before is not None:
+        totals[Use.TEMPORARIES] += held_before - sum(block.num_bytes for block in blocks if block.born < 0)
+    return MemoryBreakdown(**{f"{use.value}_bytes": num_bytes for use, num_bytes in totals.items()})
+
+
+def _lifetimes(events: list[Event], resident: list[Label]) -> list[_Block]:
+    """Every block, with its use and the events between which it lived. The release of an unknown one does not count."""
+    blocks: list[_Block] = []
+    living: dict[int, _Block] = {}
+    before = -1
+
+    def add(address: int, block: _Block) -> None:
+        blocks.append(block)
+        living[address] = block
+
+    for now, event in [*((before, label) for label in resident), *enumerate(events)]:
+        if isinstance(event, Label):
+            for address, num_bytes in event.storages.items():
+                if address in living:
+                    living[address].use = event.use
+                else:  # there before, but unknown until now: DDP's buckets
+                    add(address, _Block(event.use, num_bytes, born=before))
+        elif event.num_bytes > 0:
+            add(event.address, _Block(event.use, event.num_bytes, born=now))
+        elif event.address in living:
+            living.pop(event.address).freed = now
+    return blocks
+
+
+def _peak_moment(blocks: list[_Block]) -> float:
+    """The first moment at which the blocks that lived were largest."""
+    change: Counter[float] = Counter()
+    for block in blocks:
+        change[block.born] += block.num_bytes
+        change[block.freed] -= block.num_bytes
+    moments = sorted(change)
+    held = list(accumulate(change[moment] for moment in moments))
+    return moments[held.index(max(held))] if held else 0

@@ -1,0 +1,210 @@
+"""The rates that vendors state for their devices, in TFLOP/s, and how much of them a run uses.
+
+Dense rates: where a data sheet gives those for 2:4 sparse factors, their half. Products of half precision with sums in
+float32, as torch computes them. A device or precision that is not here has no figure: nothing is guessed from relatives
+(an A10G is slower than an A10, a MIG slice than its device).
+
+Model FLOPs: what the products of a forward and its backward cost, counted as they run, recomputation left out.
+
+The formulas are those of ``torch.utils.flop_counter``: matrix products, convolutions and attention, two operations a
+multiply-add; causal attention counts in full and everything else for nothing, as in the model FLOPs utilisation of PaLM
+(Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). What runs a second time to save memory is no work
+of the model: neither an activation checkpoint's second forward nor the scores that a fused attention computes again in
+its backward. So the count is the same under every plan.
+
+Of flash-attn's own operators those of version 2 count, each document of a packed row by itself, as it is computed.
+
+Known limits: other kernels from outside torch (Triton) and grouped products count nothing.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+# Pattern of the whole device name: TFLOP/s by precision.
+PEAK_TFLOPS: dict[str, dict[str, float]] = {
+    # https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
+    "Tesla V100-SXM[23].*GB": {"float64": 7.8, "float32": 15.7, "float16": 125},
+    "Tesla V100-PCIE.*GB": {"float64": 7, "float32": 14, "float16": 112},
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
+    "Tesla T4": {"float32": 8.1, "float16": 65},
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf
+    "NVIDIA A10": {"float32": 31.2, "tf32": 62.5, "bfloat16": 125, "float16": 125},
+    # https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf
+    "NVIDIA A40": {"float32": 37.4, "tf32": 74.8, "bfloat16": 149.7, "float16": 149.7},
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+    "NVIDIA A100-(SXM4|PCIE)-[48]0GB|NVIDIA A100 80GB PCIe": {
+        "float64": 19.5,
+        "float32": 19.5,
+        "tf32": 156,
+        "bfloat16": 312,
+        "float16": 312,
+    },
+    # https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf
+    "NVIDIA GeForce RTX 3090": {"float32": 35.6, "tf32": 35.6, "bfloat16": 71, "float16": 71},
+    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+    "NVIDIA GeForce RTX 4090": {"float32": 82.6, "tf32": 82.6, "bfloat16": 165.2, "float16": 165.2},
+    # https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
+    "NVIDIA GeForce RTX 5090": {"float32": 104.8, "tf32": 104.8, "bfloat16": 209.5, "float16": 209.5},
+    # https://www.nvidia.com/en-us/data-center/l4/ (tensor cores: sparse)
+    "NVIDIA L4": {"float32": 30.3, "tf32": 60, "bfloat16": 121, "float16": 121},
+    # https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413
+    "NVIDIA L40S": {"float32": 91.6, "tf32": 183, "bfloat16": 362, "float16": 362},
+    # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (tensor cores: sparse)
+    "NVIDIA H100 80GB HBM3": {"float64": 67, "float32": 67, "tf32": 494.5, "bfloat16": 989.5, "float16": 989.5},
+    "NVIDIA H100 PCIe": {"float64": 51, "float32": 51, "tf32": 378, "bfloat16": 756.5, "float16": 756.5},
+    "NVIDIA H100 NVL": {"float64": 60, "float32": 60, "tf32": 417.5, "bfloat16": 835.5, "float16": 835.5},
+    # https://resources.nvidia.com/en-us-data-center-overview-mc/en-us-data-center-overview/hpc-datasheet-sc23-h200
+    # (tensor cores: sparse)
+    "NVIDIA H200": {"float64": 67, "float32": 67, "tf32": 494.5, "bfloat16": 989.5, "float16": 989.5},
+    "NVIDIA H200 NVL": {"float64": 60, "float32": 60, "tf32": 417.5, "bfloat16": 835.5, "float16": 835.5},
+    # https://resources.nvidia.com/en-us-blackwell-architecture/datasheet (one GPU of HGX B200; tensor cores: sparse)
+    "NVIDIA B200": {"float64": 37, "float32": 75, "tf32": 1100, "bfloat16": 2250, "float16": 2250},
+    # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html (torch sees its two dies as two devices)
+    "AMD Instinct MI250X": {"float64": 47.9, "float32": 47.9, "bfloat16": 191.5, "float16": 191.5},
+    # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
+    "AMD Instinct MI300X": {"float64": 163.4, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4},
+}
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """FLOP/s that the vendor states for a device, as ``torch.cuda.get_device_name`` calls it; ``None`` if unknown."""
+    for pattern, rates in PEAK_TFLOPS.items():
+        if re.fullmatch(pattern, device_name):
+            rate = rates.get(precision)
+            return None if rate is None else rate * 1e12
+    return None
+
+
+def utilization_pct(flops_per_sec: Mapping[str, float], device_name: str) -> float | None:
+    """The share of its time that a device at its peak would need, in per cent; ``None`` where a peak is unknown.
+
+    Args:
+        flops_per_sec: of one device, by precision as ``ModelFlops.by_precision`` has them.
+    """
+    seconds = 0.0  # that a second's work takes at the peak
+    for precision, flops in flops_per_sec.items():
+        peak = peak_flops(device_name, precision)
+        if peak is None:
+            return None
+        seconds += flops / peak
+    return 100 * seconds if seconds else None
+
+
+aten = torch.ops.aten
+Formula = Callable[..., int]
+
+CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
+
+
+def _without_scores(formula: Formula) -> Formula:
+    """Four of the five products of a fused attention's backward; the other makes the scores of the forward again."""
+    return lambda *args, **kwargs: formula(*args, **kwargs) * 4 // 5
+
+
+def _addmm(total: Tensor, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    """torch 2.13's own formula fails where the factors are rounded and their sum is not (``out_dtype``)."""
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and their product with the values; (B, T, H, D) all three."""
+    batch, rows, heads = query.shape[:3]
+    return _scores_and_values(batch * rows * key.shape[1], heads, query, value)
+
+
+def _flash_attn_varlen(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor, *_: Any, **__: Any
+) -> int:
+    """The same for sequences that lie one after the other, (tokens, H, D), between the bounds ``rows``, ``columns``."""
+    num_scores = int((rows.diff().long() * columns.diff().long()).sum())
+    return _scores_and_values(num_scores, query.shape[1], query, value)
+
+
+def _scores_and_values(num_scores: int, heads: int, query: Tensor, value: Tensor) -> int:
+    return 2 * num_scores * heads * (query.shape[-1] + value.shape[-1])
+
+
+def _formulas() -> dict[Any, Formula]:
+    known: dict[Any, Formula] = dict(flop_registry) | {aten.addmm: _addmm}
+    for kernel in ("flash_attention_for_cpu", "fused_attention_overrideable"):  # torch 2.13 has none for these
+        known[getattr(aten, f"_scaled_dot_product_{kernel}")] = known[aten._scaled_dot_product_flash_attention]
+        backward = known[aten._scaled_dot_product_flash_attention_backward]
+        known[getattr(aten, f"_scaled_dot_product_{kernel}_backward")] = backward
+    fused = {op for op in known if "attention" in str(op) and "backward" in str(op)}
+    return {op: _without_scores(formula) if op in fused else formula for op, formula in known.items()}
+
+
+FORMULAS = _formulas()
+
+# flash-attn registers its operators when it is imported, which may be later than this. A backward takes, as that of
+# torch's kernels, four products without the scores that it makes again; it is given ``dout, q, k, v, out, softmax_lse,
+# dq, dk, dv`` and then what the forward is given after ``q, k, v``.
+FORMULAS_BY_NAME: dict[str, Formula] = {
+    "flash_attn._flash_attn_forward": _flash_attn,
+    "flash_attn._flash_attn_varlen_forward": _flash_attn_varlen,
+    "flash_attn._flash_attn_backward": lambda *args, **_: 2 * _flash_attn(*args[1:4]),
+    "flash_attn._flash_attn_varlen_backward": lambda *args, **_: 2 * _flash_attn_varlen(*args[1:4], *args[9:11]),
+}
+
+
+def formula_of(operation: Any) -> Formula | None:
+    """What counts the FLOPs of an operator, called as it is with its result as ``out_val``."""
+    return FORMULAS.get(operation) or FORMULAS_BY_NAME.get(str(operation))
+
+
+class ModelFlops(TorchDispatchMode):
+    """``with ModelFlops() as counted: step()`` and then ``counted.by_precision``.
+
+    ``by_precision`` holds the FLOPs by what the device computes with: a dtype such as ``bfloat16``, or ``tf32`` where
+    torch's settings let the device round float32 factors to that. Slows down what runs in it; compiled code runs
+    uncompiled.
+    """
+
+    supports_higher_order_operators = True  # flex attention
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_precision: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """FLOPs of all precisions."""
+        return self.by_precision.total()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = getattr(func, "overloadpacket", func)
+        formula = formula_of(operation)
+        if formula is not None and not _recomputes():
+            factor = args[1 if operation is aten.addmm else 0]
+            self.by_precision[_precision(operation, factor)] += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+def _precision(operation: Any, factor: Tensor) -> str:
+    if factor.dtype == torch.float32 and factor.is_cuda and torch.version.hip is None:
+        backends: Any = torch.backends
+        settings = backends.cudnn.conv if operation in CONVOLUTIONS else backends.cuda.matmul
+        if settings.fp32_precision == "tf32":
+            return "tf32"
+    return str(factor.dtype).removeprefix("torch.")
+
+
+def _recomputes() -> bool:
+    """Whether a checkpoint is running its function again: it does so while it unpacks a saved tensor."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_globals is vars(checkpoint):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

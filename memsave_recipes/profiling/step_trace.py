@@ -1,0 +1,248 @@
+"""From the readings of a step to a chain.
+
+NOTE [ from readings to costs ]
+1. What a part saves is what autograd's saved tensors and a selective policy name, each storage once. What several
+   parts save (a mask, rotary tables) belongs to what stands between blocks before the first of them, since no plan
+   frees it.
+2. A rise is the highest reading in a part's forward or backward less what the chain says lives there. So on paper the
+   step peaks exactly as it was measured, and what a chain leaves out (a model's own variables, say) is in the rises.
+3. Times are medians over repetitions and over blocks of equal bytes, which are taken to be equal.
+4. What is offloaded passes no hook. Of a block that offloads, what ``activations/offload.py`` leaves where it is counts
+   as saved; what is under way is in the rises. The last block that offloads never moves and the one before it is not
+   waited for, whichever these are, so the largest block counts as resident, twice.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median
+
+from memsave_recipes.activations.offload import SMALLEST_BYTES
+from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.plan import Action, Plan, all_under
+from memsave_recipes.plans.simulate import moments, with_pinning
+from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
+
+RANDOM_STATE_BYTES = 5056  # of the CPU's generator; every checkpoint keeps it, on the host whatever the device is
+LEAST_ADDED = 0.01  # of a block's forward: what runs an operator twice is not faster, whatever the clock says
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step under one action: its parts, the bytes at its boundaries, and the seconds between them, run by run."""
+
+    parts: list[Part]
+    ends: Ends
+    memory: list[Reading]
+    seconds: list[list[float]]
+
+    @property
+    def running(self) -> list[str]:
+        """The names of the blocks that ran."""
+        return [part.block for part in self.parts if part.block is not None]
+
+
+def chain_of(
+    seen: dict[Action, Seen],
+    *,
+    stack_of: dict[str, int],
+    resident_bytes: int,
+    on_cpu: bool,
+    compiled_memory_ratio: float | None,
+) -> Chain:
+    """The chain of a step that was seen under ``KEEP`` and under other actions.
+
+    Args:
+        stack_of: the number of the stack of every block.
+        resident_bytes: there all the time.
+        on_cpu: whether the state of random numbers counts, which lives on the host.
+        compiled_memory_ratio: of the plan that was seen under ``COMPILE``, if one was.
+    """
+    random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
+    if offloaded := seen.get(Action.OFFLOAD):
+        stays = list(_with_what_stays(offloaded.parts, seen[Action.KEEP].parts))
+        seen = {**seen, Action.OFFLOAD: replace(offloaded, parts=stays)}
+        resident_bytes += 2 * _largest_block_bytes(seen[Action.KEEP].parts)
+    chains = {
+        action: _chain_under_one_action(run, stack_of, random_state_bytes if action is Action.SELECT_OPS else 0)
+        for action, run in seen.items()
+    }
+    kept = chains.pop(Action.KEEP)
+    blocks = list(kept.blocks)
+    for action, chain in chains.items():
+        by_name = {block.name: block for block in chain.blocks}
+        for position in kept.decided:
+            block = blocks[position]
+            option = _option(action, by_name[block.name], kept.blocks[position])
+            blocks[position] = replace(block, options=(*block.options, option))
+    return replace(
+        kept,
+        blocks=tuple(blocks),
+        resident_bytes=resident_bytes,
+        span_bytes=random_state_bytes,
+        compiled_memory_ratio=compiled_memory_ratio,
+    )
+
+
+def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> Option:
+    """What was measured with all blocks under ``action``, as an option beside keeping."""
+    added_s = block.forward_s + block.backward_s - kept.forward_s - kept.backward_s
+    if action is not Action.COMPILE:
+        added_s = max(added_s, LEAST_ADDED * kept.forward_s)
+    return replace(block.option(Action.KEEP), action=action, added_s=added_s)
+
+
+def _chain_under_one_action(seen: Seen, stack_of: dict[str, int], checkpoint_bytes: int) -> Chain:
+    """As if the action were to keep: with no other option, and nothing resident.
+
+    Args:
+        checkpoint_bytes: that every block under it holds besides tensors.
+    """
+    described = zip(seen.parts, _attributed(seen.parts), _names(seen.parts), _stacks(seen.parts, stack_of), strict=True)
+    blocks = tuple(
+        _without_rises(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
+        for part, own, name, stack in described
+    )
+    chain = _with_rises(Chain(blocks=blocks, resident_bytes=0), seen)
+    return replace(chain, blocks=tuple(_with_seconds(chain.blocks, seen)))
+
+
+def _without_rises(part: Part, saved_bytes: int, name: str, stack: int | None) -> BlockCosts:
+    new = part.outputs.keys() - part.inputs.keys()
+    option = Option(
+        action=Action.KEEP,
+        saved_bytes=saved_bytes,
+        saves_input=bool(part.saved.keys() & part.inputs.keys()),
+        saves_output=bool(part.saved.keys() & new),
+        forward_rise_bytes=0,
+        backward_rise_bytes=0,
+    )
+    return BlockCosts(
+        name=name,
+        stack=stack,
+        forward_s=0.0,
+        backward_s=0.0,
+        output_bytes=sum(part.outputs[storage] for storage in new),
+        passes_input=bool(part.outputs.keys() & part.inputs.keys()),
+        gradient_bytes=part.gradient_bytes,
+        tied_gradient_bytes=part.tied_gradient_bytes,
+        options=(option,),
+    )
+
+
+def _with_what_stays(offloaded: Sequence[Part], kept: Sequence[Part]) -> Iterator[Part]:
+    """Rule 4 of the NOTE: small storages, and an output that the block saves itself."""
+    for part, plain, own in zip(offloaded, kept, _attributed(kept), strict=True):
+        stays = {-storage: size for storage, size in own.items() if size < SMALLEST_BYTES}
+        if plain.saved.keys() & (plain.outputs.keys() - plain.inputs.keys()):
+            stays |= part.outputs
+        yield replace(part, saved=part.saved | stays) if part.block else part
+
+
+def most_offloaded_bytes(plain: Seen) -> int:
+    """What all blocks together may pin of the host's memory, by what they save when they keep it."""
+    moved = {storage: size for part in plain.parts if part.block for storage, size in part.saved.items()}
+    return with_pinning(sum(size for size in moved.values() if size >= SMALLEST_BYTES))
+
+
+def _largest_block_bytes(parts: Sequence[Part]) -> int:
+    own = _attributed(parts)
+    return max((sum((saved | p.inputs).values()) for p, saved in zip(parts, own, strict=True) if p.block), default=0)
+
+
+def _attributed(parts: Sequence[Part]) -> list[Storages]:
+    """What each part saves besides its input and output, by rule 1 of the NOTE."""
+    own = [{s: size for s, size in p.saved.items() if s not in p.inputs and s not in p.outputs} for p in parts]
+    savers = Counter(storage for saved in own for storage in saved)
+    attributed: list[Storages] = [{} for _ in parts]
+    done: set[int] = set()
+    for position, saved in enumerate(own):
+        for storage, size in saved.items():
+            if storage not in done:
+                owner = position if savers[storage] == 1 else _between_blocks_before(parts, position)
+                attributed[owner][storage] = size
+                done.add(storage)
+    return attributed
+
+
+def _between_blocks_before(parts: Sequence[Part], position: int) -> int:
+    earlier = [index for index in range(position + 1) if parts[index].block is None]
+    return earlier[-1] if earlier else position
+
+
+def _names(parts: Sequence[Part]) -> Iterator[str]:
+    blocks = [part.block for part in parts]
+    for position, name in enumerate(blocks):
+        if name is not None:
+            yield name
+        elif position + 1 < len(blocks):
+            yield f"what precedes {blocks[position + 1]}"
+        else:
+            yield f"what follows {blocks[position - 1]}" if position else "the model"
+
+
+def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | None]:
+    """A stack goes on while blocks of one of the model's stacks follow each other with nothing between."""
+    number, before = -1, None
+    for part in parts:
+        current = None if part.block is None else stack_of[part.block]
+        number += current is not None and current != before
+        yield None if current is None else number
+        before = current
+
+
+def _with_rises(chain: Chain, seen: Seen) -> Chain:
+    keep_all = Plan(strategy="none", blocks=chain.decided_names, spans=all_under([chain.decided_names], Action.KEEP))
+    on_paper = [moment.total_bytes for moment in moments(chain, keep_all)]
+    num_parts = len(seen.parts)
+    forward = [
+        max(0, _peak(seen.memory, start, stop) - there)
+        for (start, stop), there in zip(_forwards(seen), on_paper[:num_parts], strict=True)
+    ]
+    backward = [
+        max(0, _peak(seen.memory, *moment) - there) if moment else 0
+        for moment, there in zip(_backwards(seen), reversed(on_paper[num_parts:-1]), strict=True)
+    ]
+    blocks = [
+        replace(b, options=(replace(b.options[0], forward_rise_bytes=up, backward_rise_bytes=down),))
+        for b, up, down in zip(chain.blocks, forward, backward, strict=True)
+    ]
+    return replace(chain, blocks=tuple(blocks))
+
+
+def _peak(memory: Sequence[Reading], start: int, stop: int) -> int:
+    return max((reading.peak_bytes for reading in memory[start + 1 : stop + 1]), default=0)
+
+
+def _forwards(seen: Seen) -> Iterator[tuple[int, int]]:
+    """The boundaries of the parts' forwards."""
+    yield from pairwise([*(part.forward for part in seen.parts), seen.ends.forward])
+
+
+def _backwards(seen: Seen) -> list[tuple[int, int] | None]:
+    """The boundaries of the parts' backwards, where they have one."""
+    begins = sorted(part.backward for part in seen.parts if part.backward is not None)
+    ends = dict(pairwise([*begins, seen.ends.backward]))
+    return [None if part.backward is None else (part.backward, ends[part.backward]) for part in seen.parts]
+
+
+def _with_seconds(blocks: Sequence[BlockCosts], seen: Seen) -> Iterator[BlockCosts]:
+    forward = _pooled(blocks, [_seconds(seen, moment) for moment in _forwards(seen)])
+    backward = _pooled(blocks, [_seconds(seen, moment) if moment else [0.0] for moment in _backwards(seen)])
+    for position, block in enumerate(blocks):
+        yield replace(block, forward_s=forward[position], backward_s=backward[position])
+
+
+def _seconds(seen: Seen, moment: tuple[int, int]) -> list[float]:
+    start, stop = moment
+    return [sum(run[start:stop]) for run in seen.seconds]
+
+
+def _pooled(blocks: Sequence[BlockCosts], seconds: Sequence[Iterable[float]]) -> list[float]:
+    """The median of each block's seconds with those of the blocks that are equal to it."""
+    alike = [(b.stack is None and b.name, b.output_bytes, b.gradient_bytes, b.options[0].saved_bytes) for b in blocks]
+    pools: dict[object, list[float]] = defaultdict(list)
+    for key, values in zip(alike, seconds, strict=True):
+        pools[key] += values
+    return [median(pools[key]) for key in alike]

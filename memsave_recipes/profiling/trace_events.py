@@ -1,0 +1,314 @@
+"""Read a step at its boundaries: the bytes that live there, the most that lived since the boundary before, the time.
+
+A *boundary* is a place in a step that its caller names by calling ``note()`` there. Where the bytes come from depends
+on the device: an allocator that keeps statistics is asked at every boundary; on a CPU, whose allocator keeps none,
+torch's profiler tells afterwards.
+
+One forward and backward, seen block by block: which storages each block takes, gives and saves, and where it begins.
+
+NOTE [ the parts of a step ]
+1. A *part* is a block of a plan, or what stands between two of them: the embedding before the first layer, a transition
+   between two stacks, the head and the loss. The parts cover the forward without a gap.
+2. The forward of a part ends where the next one begins. Its backward begins when the gradient of its output is there
+   and ends where that of the part before begins, so the parts cover the backward as well. A part whose output needs no
+   gradient has none.
+3. What a block hands on ends with the first tensor that it has made. Layers return more than their hidden states
+   (attention weights that nobody takes, a position bias that all of them share), whose gradients, if there are any,
+   come at other times.
+4. Storages are told apart by weak references, which keep an address from being used again: fake tensors, too, have
+   them.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from memsave_recipes.activations.selective import kept_by_policy
+from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, record_allocations
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes at a boundary, above those at the first one.
+
+    ``peak_bytes`` is the most between the boundary before and this one, ``seconds`` the time since that one, where the
+    run that gives the bytes gives the time as well.
+    """
+
+    live_bytes: int
+    peak_bytes: int
+    seconds: float | None = None
+
+
+class Meter(Protocol):
+    """What a step is read with."""
+
+    def note(self) -> None:
+        """A boundary is here."""
+
+
+class Instruments(Protocol):
+    """What reads a step; the step gets a meter, and each reading is of the boundaries that it notes."""
+
+    @property
+    def repetitions(self) -> int:
+        """How often a clock has to be read for its readings to mean something; 0 where the readings of memory have
+        the seconds, and nothing has to warm up."""
+
+    def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
+        """A reading for each boundary; bytes are counted from where the step begins."""
+
+    def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
+        """Seconds between the boundaries, one fewer than there are."""
+
+
+@dataclass(frozen=True)
+class DeviceInstruments:
+    """Readings of steps that run on a device."""
+
+    device: torch.device
+    repetitions: int = 5
+
+    def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
+        """From the allocator's statistics, or, on a CPU, from torch's profiler."""
+        return _read_profile(step) if self.device.type == "cpu" else _read_allocator(step, self.device)
+
+    def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
+        """By the host's clock on a CPU; elsewhere by events in the device's own stream."""
+        clock = _HostClock() if self.device.type == "cpu" else _DeviceClock(self.device)
+        step(clock)
+        return clock.intervals_s()
+
+
+class _HostClock:
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def note(self) -> None:
+        self.times.append(perf_counter())
+
+    def intervals_s(self) -> list[float]:
+        return [later - earlier for earlier, later in pairwise(self.times)]
+
+
+class _DeviceClock:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.events: list[torch.Event] = []
+
+    def note(self) -> None:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        self.events.append(event)
+
+    def intervals_s(self) -> list[float]:
+        torch.accelerator.synchronize(self.device)
+        return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(self.events)]
+
+
+class _LabelMeter:
+    """Boundaries as labels of nothing, which stand among the allocations of the profile."""
+
+    def __init__(self) -> None:
+        self.labels = Labels()
+
+    def note(self) -> None:
+        self.labels.note(Use.TEMPORARIES, ())
+
+
+def _read_profile(step: Callable[[Meter], None]) -> list[Reading]:
+    meter = _LabelMeter()
+    _, events = record_allocations(lambda: step(meter), meter.labels)
+    return list(_readings(events))
+
+
+def _readings(events: list[Event]) -> Iterator[Reading]:
+    live = peak = 0
+    for event in events:
+        if not isinstance(event, Allocation):
+            yield Reading(live, peak)
+            peak = live
+        elif event.device.type == "cpu":
+            live += event.num_bytes
+            peak = max(peak, live)
+
+
+class _AllocatorMeter:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.begin_bytes = torch.accelerator.memory_allocated(device)
+        self.readings: list[Reading] = []
+        torch.accelerator.reset_peak_memory_stats(device)
+
+    def note(self) -> None:
+        live = torch.accelerator.memory_allocated(self.device) - self.begin_bytes
+        peak = torch.accelerator.max_memory_allocated(self.device) - self.begin_bytes
+        self.readings.append(Reading(live, peak))
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
+
+def _read_allocator(step: Callable[[Meter], None], device: torch.device) -> list[Reading]:
+    meter = _AllocatorMeter(device)
+    step(meter)
+    return meter.readings
+
+
+Storages = dict[int, int]
+"""Bytes of storages by their identity."""
+
+
+@dataclass
+class Part:
+    """See NOTE [ the parts of a step ]; ``block`` is the name of its block, ``None`` between blocks.
+
+    ``forward`` and ``backward`` are the numbers of the boundaries where these begin.
+    """
+
+    block: str | None
+    inputs: Storages
+    forward: int = -1
+    outputs: Storages = field(default_factory=dict)
+    saved: Storages = field(default_factory=dict)
+    backward: int | None = None
+    gradient_bytes: int = 0  # of the parameters that get theirs in its backward
+    tied_gradient_bytes: int = 0  # those of them that wait for an earlier use of the parameter
+
+
+class Ends(NamedTuple):
+    """The numbers of the boundaries where the forward ends and where the backward does."""
+
+    forward: int
+    backward: int
+
+
+class PartsOfStep:
+    """The parts of the step that ``run`` runs.
+
+    Args:
+        model: with a plan applied whose watch is ``self.watch``.
+        batch: what the forward is given; with the parameters and buffers it is there all the time.
+        counting: storages too; else only the boundaries, which costs the step next to nothing.
+    """
+
+    def __init__(self, model: nn.Module, batch: Iterable[Tensor], *, counting: bool) -> None:
+        self.model = model
+        self.counting = counting
+        self.parts: list[Part] = []
+        self.ends = Ends(0, 0)
+        self._references: list[StorageWeakRef] = []
+        self._resident: Storages = {}
+        self._resident = self._storages([*model.parameters(), *model.buffers(), *batch])
+        self._num_boundaries = 0
+        self._flowing: list[weakref.ref[Tensor]] = []  # what the current part was given
+        self._in_backward: Part | None = None
+
+    def run(self, forward: Callable[[], Tensor], meter: Meter) -> None:
+        """``forward()``, a loss, and its backward."""
+        self._meter = meter
+        self.parts = [Part(None, {}, self._boundary())]
+        with saved_tensors_hooks(self._pack, lambda tensor: tensor) if self.counting else nullcontext():
+            loss = forward()
+        self.parts[-1].outputs = self._storages([loss])
+        forward_end = self._boundary()
+        self._begin_backward(self.parts[-1])
+        with self._noting_gradients() if self.counting else nullcontext():
+            loss.backward()
+        self.ends = Ends(forward_end, self._boundary())
+
+    def watch(self, name: str, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The ``Watch`` of ``apply_plan``."""
+        taken = _tensors(inputs)
+        self._begin(Part(name, self._storages(taken)), taken)
+        with kept_by_policy() as kept:
+            outputs = run(*inputs)
+        self.parts[-1].saved |= kept
+        given = _handed_on(_tensors(outputs), taken)
+        self._begin(Part(None, self._storages(given)), given)
+        return outputs
+
+    def _begin(self, part: Part, flowing: list[Tensor]) -> None:
+        """End the current part with ``flowing`` as its output, and begin ``part``, whose input that is."""
+        current = self.parts[-1]
+        new = [tensor for tensor in flowing if not any(tensor is known() for known in self._flowing)]
+        part.forward = self._boundary()
+        if current.block is None and not current.saved and not new:
+            self.parts[-1] = part  # nothing stands between two blocks, or before the first
+        else:
+            current.outputs = part.inputs
+            self._note_backward(current, new)
+            self.parts.append(part)
+        self._flowing = [weakref.ref(tensor) for tensor in flowing]
+
+    def _note_backward(self, part: Part, outputs: list[Tensor]) -> None:
+        """Its backward begins with the gradient of the newest of its outputs."""
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        if trained:
+            trained[-1].register_hook(lambda _: self._begin_backward(part))
+
+    def _begin_backward(self, part: Part) -> None:
+        part.backward = self._boundary()
+        self._in_backward = part
+
+    @contextmanager
+    def _noting_gradients(self) -> Iterator[None]:
+        def note(parameter: Tensor) -> None:
+            # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
+            part = self.parts[-1] if parameter in tied else self._in_backward
+            if part is not None and parameter.grad is not None:
+                num_bytes = parameter.grad.untyped_storage().nbytes()
+                part.gradient_bytes += num_bytes
+                part.tied_gradient_bytes += num_bytes if parameter in tied else 0
+
+        tied = _tied_parameters(self.model)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _boundary(self) -> int:
+        self._meter.note()
+        self._num_boundaries += 1
+        return self._num_boundaries - 1
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.parts[-1].saved |= self._storages([tensor])
+        # Detached: a saved output that came back as itself would keep its own graph alive if no backward follows.
+        return tensor.detach()
+
+    def _storages(self, tensors: Iterable[Tensor]) -> Storages:
+        """Those that are not there all the time."""
+        found: Storages = {}
+        for storage in [tensor.untyped_storage() for tensor in tensors] if self.counting else ():
+            self._references.append(StorageWeakRef(storage))
+            if storage._cdata not in self._resident:
+                found[storage._cdata] = storage.nbytes()
+        return found
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _handed_on(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Rule 3 of the NOTE: of a dense layer all features, of a layer's tuple the hidden states."""
+    made = (number for number, tensor in enumerate(outputs) if not any(tensor is given for given in inputs))
+    return outputs[: next(made, len(outputs)) + 1]
+
+
+def _tied_parameters(model: nn.Module) -> set[Tensor]:
+    counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in counts.items() if count > 1}

@@ -1,0 +1,1 @@
+"""Tables in the terminal, pages and plots of plans and of runs."""

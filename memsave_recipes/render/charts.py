@@ -1,0 +1,340 @@
+"""Series: what the charts of a comparison show, as plain numbers, whoever draws them.
+
+Axes and frames of the page's charts: a range of values as percentages of a plot, and the grid around it.
+
+Lines are an SVG that stretches with the page; dots, bars and every word are HTML at percentages of it, so text keeps
+its size on a phone and on a wide screen.
+
+Charts of the page: HTML with small SVGs inside, drawn here so that the page needs no script to show them.
+
+Whatever carries ``data-run`` belongs to the run of that number.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import groupby
+
+from memsave_recipes.compare.compare import ComparisonRow, competition
+from memsave_recipes.compare.runs import SAMPLES_SEEN, Run
+from memsave_recipes.render.run_table import memory, rate
+from memsave_recipes.text import GIB, MIB
+
+Point = tuple[float, float]
+# What fills the memory at its peak, as memory.breakdown in results.json names it with _gib behind.
+MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "temporaries")
+REST = "not_broken_down"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spot:
+    """A way to run a model, in a picture of memory against throughput.
+
+    Args:
+        name: in a few words.
+        family: what has its color: the kind of plan.
+        place: bytes and samples a second, as predicted.
+        is_optimal: no other spot is faster in as little memory.
+        measured: the same, where it was really run.
+    """
+
+    name: str
+    family: str
+    place: Point
+    is_optimal: bool
+    measured: Point | None = None
+
+
+def front_of(spots: Sequence[Spot]) -> list[Point]:
+    """The places of the optimal ones, by memory."""
+    return sorted(spot.place for spot in spots if spot.is_optimal)
+
+
+def by_samples_seen(run: Run, key: str) -> list[Point]:
+    """A figure of the history, such as ``train/loss``, by the samples that training had seen; not finite where it was.
+
+    An evaluation is logged without them, so they are those of the training row of its step.
+    """
+    seen = {step: samples for step, samples in run.history.curve(SAMPLES_SEEN).items() if math.isfinite(samples)}
+    points = {seen[step]: value for step, value in run.history.curve(key).items() if step in seen}
+    return sorted(points.items())
+
+
+def pareto_fronts(rows: Sequence[ComparisonRow]) -> list[list[Point]]:
+    """Memory and throughput of each competition's Pareto-optimal rows, by memory. NOTE [ Pareto ] in ``compare``."""
+    fronts = defaultdict(list)
+    for row in rows:
+        if row.is_pareto_optimal and row.place:
+            fronts[competition(row.run)].append(row.place)
+    return [sorted(front) for front in fronts.values()]
+
+
+def memory_parts(row: ComparisonRow) -> dict[str, float]:
+    """The bytes of each part of the peak; what the run did not break down is ``REST``."""
+    gib = {part: row.run.figure("memory", "breakdown", f"{part}_gib") for part in MEMORY_PARTS}
+    parts = {part: value * GIB for part, value in gib.items() if value}
+    rest = (row.peak_memory.value or 0) - sum(parts.values())
+    is_rounding = parts and rest < 0.005 * sum(parts.values())
+    return parts if is_rounding or rest <= 0 else {**parts, REST: rest}
+
+
+LEAST_SPAN = 0.3  # of the largest memory or speed that its axis covers
+LOG_FROM = 30.0  # a loss that falls by more than this factor is drawn on a logarithmic axis
+WIDE = 8.0  # of what differs by more than this factor, equal factors take equal lengths
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values as percentages of the plot's side, with the ticks that are written beside it."""
+
+    title: str
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    text: Callable[[float], str]
+    is_log: bool = False
+
+    def at(self, value: float) -> float:
+        """Where ``value`` is, in per cent."""
+        low, high, value = map(math.log, (self.low, self.high, value)) if self.is_log else (self.low, self.high, value)
+        return 100 * (value - low) / (high - low)
+
+
+def figure(title: str, hint: str, content: str, *, is_wide: bool = False) -> str:
+    """A card with a title; a wide one has a row of its own."""
+    kind = "card wide" if is_wide else "card"
+    return f'<figure class="{kind}"><figcaption>{title} <small>{hint}</small></figcaption>{content}</figure>'
+
+
+def frame(x: Axis, y: Axis, lines: str, dots: str) -> str:
+    """A plot with its grid, ticks and titles; ``lines`` is SVG of 100 by 100, ``dots`` HTML."""
+    grid = "".join(f'<path class="grid" d="M0 {100 - y.at(tick):.2f}H100"/>' for tick in y.ticks)
+    x_ticks = "".join(f'<span style="left:{x.at(tick):.2f}%">{x.text(tick)}</span>' for tick in x.ticks)
+    y_ticks = "".join(f'<span style="bottom:{y.at(tick):.2f}%">{y.text(tick)}</span>' for tick in y.ticks)
+    return (
+        f'<div class="y-title">{y.title}</div><div class="frame"><div class="y-ticks">{y_ticks}</div>'
+        f'<div class="plot"><svg viewBox="0 0 100 100" preserveAspectRatio="none">{grid}{lines}</svg>{dots}</div>'
+        f'<div class="x-ticks">{x_ticks}</div></div><div class="x-title">{x.title}</div>'
+    )
+
+
+def front_line(front: Sequence[Point], x: Axis, y: Axis) -> str:
+    """Steps: up to the memory of the next run, no run is faster than this one."""
+    (first_peak, first_speed), *others = front
+    steps = "".join(f"H{x.at(peak):.2f}V{100 - y.at(speed):.2f}" for peak, speed in others)
+    return f'<path class="front" d="M{x.at(first_peak):.2f} {100 - y.at(first_speed):.2f}{steps}"/>'
+
+
+def memory_axis(values: Sequence[float]) -> Axis:
+    """Of bytes, in GiB or MiB."""
+    unit, size = memory_unit(values)
+    low, high = _range_of_cost(values)
+    ticks = tuple(tick * size for tick in _ticks(low / size, high / size))
+    return Axis(f"peak memory, {unit}", low, high, ticks, lambda value: f"{value / size:g}")
+
+
+def memory_unit(values: Sequence[float]) -> tuple[str, int]:
+    """GiB or MiB, and its bytes."""
+    return ("GiB", GIB) if max(values) >= GIB else ("MiB", MIB)
+
+
+def speed_axis(values: Sequence[float]) -> Axis:
+    """Of samples a second."""
+    return _linear_axis("samples/s", *_range_of_cost(values))
+
+
+def widened(axis: Axis, values: Sequence[float], unit: float = 1.0) -> Axis:
+    """``axis``, logarithmic where ``values`` are far apart; its text is of values in ``unit``."""
+    low, high = min(values), max(values)
+    if high < WIDE * low:
+        return axis
+    air = (high / low) ** 0.05
+    low, high = low / air, high * air
+    powers = range(math.floor(math.log10(low / unit)), math.ceil(math.log10(high / unit)) + 1)
+    ticks = [factor * 10.0**power * unit for power in powers for factor in (1, 2, 5)]
+    return replace(axis, low=low, high=high, ticks=tuple(tick for tick in ticks if low <= tick <= high), is_log=True)
+
+
+def samples_axis(values: Sequence[float]) -> Axis:
+    """Of samples seen."""
+    low, high = min(values), max(values)
+    return _linear_axis("samples seen", low, high if low < high else low + max(1.0, abs(low)))
+
+
+def loss_axis(values: Sequence[float]) -> Axis:
+    """Of a loss; logarithmic where it falls far."""
+    low, high = min(values), max(values)
+    if low <= 0 or high / low < LOG_FROM:
+        margin = 0.04 * (high - low) or max(0.5, 0.04 * abs(high))
+        return _linear_axis("loss", low - margin, high + margin)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = tuple(10.0**power for power in powers if low <= 10.0**power <= high)
+    return Axis("loss, logarithmic", low, high, ticks, lambda value: f"{value:g}", is_log=True)
+
+
+def _linear_axis(title: str, low: float, high: float) -> Axis:
+    return Axis(title, low, high, _ticks(low, high), lambda value: f"{value:,.10g}")
+
+
+def _range_of_cost(values: Sequence[float]) -> tuple[float, float]:
+    """With some air, and wide enough that a difference of a few per cent looks like one."""
+    high = max(values)
+    low = min(*values, (1 - LEAST_SPAN) * high)
+    air = 0.08 * (high - low) or max(1.0, 0.08 * abs(high))
+    return low - air, high + air
+
+
+def _ticks(low: float, high: float) -> tuple[float, ...]:
+    """Some five round numbers between ``low`` and ``high``."""
+    rough = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return tuple(round(index * step, 12) for index in range(math.ceil(low / step), math.floor(high / step) + 1))
+
+
+Entry = tuple[int, ComparisonRow]  # with the run's number on the page
+NUM_COLORS = 10
+DASHES = ("none", "7 3", "2 3", "9 3 2 3")  # tell runs of one color apart
+MAX_POINTS = 600
+FEW = 8  # so many runs are named in a chart; more are numbers, with their names in the table and the tooltips
+
+
+def badge(number: int) -> str:
+    """The number of a run in its color."""
+    return f'<b class="badge" {_of_run(number)}>{number}</b>'
+
+
+def scatter(entries: Sequence[Entry]) -> str:
+    """Peak memory against throughput, with a line through the Pareto-optimal runs; empty if no run has both."""
+    places = {number: row.place for number, row in entries if row.place}
+    if not places:
+        return ""
+    x = memory_axis([peak for peak, _ in places.values()])
+    y = speed_axis([speed for _, speed in places.values()])
+    lines = "".join(front_line(front, x, y) for front in pareto_fronts([row for _, row in entries]))
+    is_few = len(places) <= FEW
+    dots = "".join(_dot(n, row, x.at(row.place[0]), y.at(row.place[1]), is_few) for n, row in entries if row.place)
+    hint = "up and left is better; dashes join the Pareto-optimal"
+    return figure("Memory against throughput", hint, frame(x, y, lines, dots), is_wide=not is_few)
+
+
+def loss_curves(entries: Sequence[Entry], key: str, title: str) -> str:
+    """A loss by samples seen, one line a run; empty if no run has two finite points of it.
+
+    Equal curves lie on one another, so of a few runs the first lines are wider and stay visible below the others.
+    """
+    curves = {n: by_samples_seen(row.run, key) for n, row in entries}
+    finite = [point for points in curves.values() for point in points if math.isfinite(point[1])]
+    if all(len(points) < 2 for points in curves.values()) or not finite:
+        return ""
+    x = samples_axis([seen for seen, _ in finite])
+    y = loss_axis([loss for _, loss in finite])
+    lines = "".join(
+        _polyline(number, part, x, y, width=_line_width(index, len(curves)))
+        for index, (number, points) in enumerate(curves.items())
+        for part in _finite_parts(points)
+    )
+    others = [row.loss_difference for _, row in entries if not row.is_baseline]
+    is_same = key == "train/loss" and others and all(difference == 0 for difference in others)
+    hint = "the same at every logged step" if is_same else "equal curves lie on one another"
+    return figure(title, hint, _legend(entries) + frame(x, y, lines, ""))
+
+
+def memory_bars(entries: Sequence[Entry]) -> str:
+    """The peak of each run, broken down into what fills it where the run recorded that."""
+    parts = {n: memory_parts(row) for n, row in entries}
+    largest = max((sum(values.values()) for values in parts.values()), default=0)
+    if not largest:
+        return ""
+    named = {name for values in parts.values() for name in values}
+    is_broken_down = named != {REST}
+    bars = "".join(_bar(n, row, parts[n], largest, is_broken_down) for n, row in entries if parts[n])
+    legend = _parts_legend(named) if is_broken_down else ""
+    return figure("Peak memory", "what filled it" if is_broken_down else "", f'{legend}<div class="bars">{bars}</div>')
+
+
+def summary(row: ComparisonRow) -> str:
+    """A run in a few lines, for the tooltip."""
+    speed = row.samples_per_s.value
+    lines = [
+        row.name,
+        " · ".join(filter(None, (row.plan, row.geometry))),
+        f"{memory(row.peak_memory.value)} at the peak" if row.peak_memory.value is not None else "",
+        f"{rate(speed)} samples/s" if speed is not None else "",
+        "Pareto-optimal" if row.is_pareto_optimal else "",
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def _dot(number: int, row: ComparisonRow, across: float, up: float, is_named: bool) -> str:
+    kind = "dot optimal" if row.is_pareto_optimal else "dot"
+    side = "before" if across > 60 else "after"
+    name = f'<span class="{side}">{escape(row.plan or row.name)}</span>' if is_named else ""
+    place = _of_run(number, f"left:{across:.2f}%;bottom:{up:.2f}%")
+    return f'<button class="{kind}" {place} data-tip="{escape(summary(row))}">{number}{name}</button>'
+
+
+def _legend(entries: Sequence[Entry]) -> str:
+    names = [f"<span>{badge(n)}{escape(row.name) if len(entries) <= FEW else ''}</span>" for n, row in entries]
+    return f'<div class="legend">{"".join(names)}</div>'
+
+
+def _polyline(number: int, points: Sequence[Point], x: Axis, y: Axis, *, width: float) -> str:
+    thinned = _thinned(points) if len(points) > 1 else [*points, *points]  # round line ends show a lone point
+    path = " ".join(f"{x.at(across):.2f},{100 - y.at(up):.2f}" for across, up in thinned)
+    dash = DASHES[(number - 1) // NUM_COLORS % len(DASHES)]
+    style = f"stroke-width:{width:g};stroke-dasharray:{dash}"
+    return f'<polyline class="curve" {_of_run(number, style)} points="{path}"/>'
+
+
+def _parts_legend(named: set[str]) -> str:
+    shown = [part for part in (*MEMORY_PARTS, REST) if part in named]
+    spans = (f'<span><i class="part" {_of_part(part)}></i>{_words(part)}</span>' for part in shown)
+    return f'<div class="legend">{"".join(spans)}</div>'
+
+
+def _bar(number: int, row: ComparisonRow, parts: dict[str, float], largest: float, is_broken_down: bool) -> str:
+    segments = "".join(
+        f'<i class="part" {_of_part(name if is_broken_down else "run", 100 * value / largest)} '
+        f'data-tip="{escape(row.name)}\n{_words(name) if is_broken_down else "peak"}: {memory(value)}"></i>'
+        for name, value in parts.items()
+    )
+    return (
+        f'<div {_of_run(number)}>{badge(number)}<span class="name">{escape(row.name)}</span>'
+        f'<span class="track">{segments}</span><span class="total">{memory(sum(parts.values()))}</span></div>'
+    )
+
+
+def _of_run(number: int, style: str = "") -> str:
+    color = f"--run:var(--run-{(number - 1) % NUM_COLORS})"
+    return f'data-run="{number}" style="{";".join(filter(None, (color, style)))}"'
+
+
+def _of_part(name: str, width: float | None = None) -> str:
+    size = "" if width is None else f";width:{width:.3f}%"
+    return f'style="background:var(--{name.replace("_", "-")}){size}"'
+
+
+def _words(part: str) -> str:
+    return part.replace("_", " ")
+
+
+def _line_width(index: int, num_lines: int) -> float:
+    return 2.0 + 2.0 * (num_lines - 1 - index) if num_lines <= 5 else 1.6
+
+
+def _finite_parts(points: Sequence[Point]) -> list[list[Point]]:
+    """The stretches of a curve between the points that are not finite."""
+    return [list(part) for is_finite, part in groupby(points, lambda point: math.isfinite(point[1])) if is_finite]
+
+
+def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+    """About ``MAX_POINTS`` of them: the lowest and the highest of every stretch, so that no spike is lost."""
+    if len(points) <= MAX_POINTS:
+        return points
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    stretches = [points[start : start + size] for start in range(0, len(points), size)]
+    kept = [{pick(stretch, key=lambda point: point[1]) for pick in (min, max)} for stretch in stretches]
+    return [points[0], *(point for few in kept for point in sorted(few)), points[-1]]

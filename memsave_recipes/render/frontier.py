@@ -1,0 +1,257 @@
+"""Points as a picture of memory against throughput: for the page, and as what ``render/plot.py`` draws.
+
+The points of a frontier as a table in the terminal.
+
+A plan or a frontier as one HTML file, in the style of the page that compares runs; it asks nothing of any server.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from memsave_recipes.planner.frontier import Point
+from memsave_recipes.planner.search import Candidate
+from memsave_recipes.render.charts import (
+    Axis,
+    Spot,
+    figure,
+    frame,
+    front_line,
+    front_of,
+    memory_axis,
+    memory_unit,
+    speed_axis,
+    widened,
+)
+from memsave_recipes.render.choice import (
+    PARTS,
+    fits_text,
+    format_rate,
+    format_seconds,
+    geometry_text,
+    grouped_parts,
+    overhead_lines,
+    scale_of,
+)
+from memsave_recipes.render.run_page import fill_page
+from memsave_recipes.text import format_bytes
+
+NUM_COLORS = 10
+
+
+def spots_of(points: Sequence[Point]) -> list[Spot]:
+    """Each point where it needs so much memory and is so fast."""
+    return [_spot(point) for point in points]
+
+
+def color_of(point: Point, points: Sequence[Point]) -> str:
+    """The color of its kind of plan, as a style; ``points`` are all that are in the page."""
+    families = list(dict.fromkeys(map(_family, points)))
+    return f"--run:var(--run-{families.index(_family(point)) % NUM_COLORS})"
+
+
+def scatter(points: Sequence[Point], budget_bytes: int) -> str:
+    """A chart of the page; the optimal ones have their number in the table, squares were measured."""
+    spots = spots_of(points)
+    measured = [spot.measured for spot in spots if spot.measured]
+    memories, speeds = zip(*(spot.place for spot in spots), *measured, strict=True)
+    unit, size = memory_unit(memories)
+    x = replace(widened(memory_axis(memories), memories, size), title=f"memory needed, {unit}")
+    y = widened(speed_axis(speeds), speeds)
+    lines = front_line(front_of(spots), x, y)
+    if x.low < budget_bytes < x.high:
+        lines += f'<path class="limit" d="M{x.at(budget_bytes):.2f} 0V100"/>'
+    dots = "".join(
+        _dots(number, spot, color_of(point, points), x, y)
+        for number, (spot, point) in enumerate(zip(spots, points, strict=True), start=1)
+    )
+    hint = "up and left is better; dashes join the Pareto-optimal" + ("; squares are measured" if measured else "")
+    return figure("Memory against throughput", hint, _legend(points) + frame(x, y, lines, dots), is_wide=True)
+
+
+def _spot(point: Point) -> Spot:
+    one, speed = point.candidate, point.measured_samples_per_s
+    loss = f", {one.loss} loss" if one.loss else ""
+    return Spot(
+        name=f"{one.geometry.micro_batch_size} {one.strategy}{loss}",
+        family=_family(point),
+        place=(one.needed_bytes, one.samples_per_s),
+        is_optimal=point.is_optimal,
+        measured=(point.measured.needed_bytes, speed) if point.measured and speed else None,
+    )
+
+
+def _family(point: Point) -> str:
+    """The kind of its plan: ``every`` of ``every:2``."""
+    return point.candidate.strategy.partition(":")[0]
+
+
+def _legend(points: Sequence[Point]) -> str:
+    of_family = {_family(point): point for point in points}
+    spans = "".join(
+        f'<span><b class="badge" style="{color_of(point, points)}">&nbsp;</b>{escape(family)}</span>'
+        for family, point in of_family.items()
+    )
+    return f'<div class="legend">{spans}</div>'
+
+
+def _dots(number: int, spot: Spot, color: str, x: Axis, y: Axis) -> str:
+    def dot(kind: str, place: tuple[float, float], text: str, words: str) -> str:
+        style = f"{color};left:{x.at(place[0]):.2f}%;bottom:{y.at(place[1]):.2f}%"
+        tip = escape(f"{spot.name}\n{words}{format_bytes(round(place[0]))}, {format_rate(place[1])} samples/s")
+        return f'<button class="dot {kind}" data-run="{number}" style="{style}" data-tip="{tip}">{text}</button>'
+
+    kind, text = ("optimal", str(number)) if spot.is_optimal else ("small", "")
+    drawn = dot(kind, spot.place, text, "")
+    return drawn if spot.measured is None else drawn + dot("measured", spot.measured, "", "measured: ")
+
+
+BAR = 30  # characters of the fastest
+
+
+def show_points(points: Sequence[Point], remarks: Sequence[str], *, all_rows: bool) -> None:
+    """Print the Pareto-optimal points, or all of them, by memory; then what the figures rest on."""
+    shown = sorted(
+        (point for point in points if all_rows or point.is_optimal), key=lambda point: point.candidate.needed_bytes
+    )
+    console = Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns)
+    console.print(_table(shown))
+    words = f"all {len(points)} points" if all_rows else f"{len(shown)} Pareto-optimal of {len(points)} points (--all)"
+    for line in (words, *remarks):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _table(points: Sequence[Point]) -> Table:
+    fastest = max(point.candidate.samples_per_s for point in points)
+    has_losses = len({point.candidate.loss for point in points}) > 1
+    has_measured = any(point.measured for point in points)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("needed", justify="right", no_wrap=True)
+    for heading in ("micro x acc.", *(["loss"] if has_losses else []), "plan"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("samples/s", *(["measured", "needed"] if has_measured else [])):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("samples/s, dots beyond the Pareto front", no_wrap=True)
+    for point in points:
+        one = point.candidate
+        letter = "█" if point.is_optimal else "·"
+        table.add_row(
+            format_bytes(one.needed_bytes),
+            geometry_text(one.geometry),
+            *([one.loss or ""] if has_losses else []),
+            one.strategy,
+            format_rate(one.samples_per_s),
+            *(_measured_cells(point) if has_measured else []),
+            letter * max(1, round(BAR * one.samples_per_s / fastest)),
+            style="" if one.fits else "dim",
+        )
+    return table
+
+
+def _measured_cells(point: Point) -> list[str]:
+    if point.measured is None or point.measured_samples_per_s is None:
+        return ["-", "-"]
+    return [format_rate(point.measured_samples_per_s), format_bytes(point.measured.needed_bytes)]
+
+
+HEADINGS = ("plan", "micro-batch x accumulation", "peak", "needed", "step", "samples/s", "fits")
+
+
+def plan_page(title: str, remarks: Sequence[str], points: Sequence[Point], chosen: Candidate, line: str) -> str:
+    """The candidates of a choice, with the line that launches the chosen one."""
+    title = f"{title}: {geometry_text(chosen.geometry)}, {chosen.strategy}"
+    launch = f'<h3>Launch</h3><div class="card"><pre>{escape(line)}</pre></div><h3>Candidates</h3>'
+    lines = [*remarks, *overhead_lines(chosen)]
+    content = _content(points, chosen.budget_bytes, chosen)
+    return fill_page(title, _subtitle(chosen.budget_bytes), lines, f"<section>{launch}{content}</section>")
+
+
+def frontier_page(title: str, remarks: Sequence[str], points: Sequence[Point], budget_bytes: int) -> str:
+    """Every strategy and micro-batch."""
+    content = f"<section>{_content(points, budget_bytes)}</section>"
+    return fill_page(f"{title}: memory against throughput", _subtitle(budget_bytes), list(remarks), content)
+
+
+def _subtitle(budget_bytes: int) -> str:
+    return f"budget {format_bytes(budget_bytes)}"
+
+
+def _content(points: Sequence[Point], budget_bytes: int, chosen: Candidate | None = None) -> str:
+    scale_bytes = scale_of([point.candidate for point in points])
+    has_measured = any(point.measured for point in points)
+    headings = [*HEADINGS, *(["measured samples/s"] if has_measured else [])]
+    head = "".join(f'<th><button type="button">{escape(heading)}</button></th>' for heading in headings)
+    head += '<th class="left"><button type="button">what fills it</button></th>'
+    rows = "".join(
+        _row(number, points, scale_bytes, is_chosen=point.candidate is chosen, has_measured=has_measured)
+        for number, point in enumerate(points, start=1)
+    )
+    table = f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    listed = _parts_legend(points) + table
+    chart = f'<div class="charts">{scatter(points, budget_bytes)}</div>'
+    return chart + listed if chosen is None else listed + chart
+
+
+def _row(number: int, points: Sequence[Point], scale_bytes: int, *, is_chosen: bool, has_measured: bool) -> str:
+    point = points[number - 1]
+    one = point.candidate
+    marks = (["chosen"] if is_chosen else []) + (["Pareto-optimal"] if point.is_optimal else [])
+    name = escape(one.strategy) + "".join(f"<em>{mark}</em>" for mark in marks)
+    badge = f'<b class="badge" style="{color_of(point, points)}">{number}</b>'
+    figures = (
+        (one.peak_bytes, format_bytes(one.peak_bytes)),
+        (one.needed_bytes, format_bytes(one.needed_bytes)),
+        (one.step_s, format_seconds(one.step_s)),
+        (one.samples_per_s, format_rate(one.samples_per_s)),
+        (one.needed_bytes - one.budget_bytes, fits_text(one)),
+    )
+    cells = "".join(f'<td class="number" data-value="{value}">{escape(text)}</td>' for value, text in figures)
+    return (
+        f'<tr data-run="{number}"{"" if one.fits else " class=over"}><th data-value="{number}"><div>{badge}'
+        f'<span>{name}</span></div></th><td data-value="{one.geometry.micro_batch_size}">'
+        f"{geometry_text(one.geometry)}{_loss(one)}</td>{cells}"
+        f"{_measured_cell(point) if has_measured else ''}"
+        f'<td data-value="{one.needed_bytes}">{_bar(one, scale_bytes)}</td></tr>'
+    )
+
+
+def _measured_cell(point: Point) -> str:
+    if point.measured is None:
+        return '<td class="number" data-value=""></td>'
+    speed, memory = point.measured_samples_per_s or 0.0, format_bytes(point.measured.needed_bytes)
+    return f'<td class="number" data-value="{speed}">{format_rate(speed)}<small>{memory}</small></td>'
+
+
+def _bar(one: Candidate, scale_bytes: int) -> str:
+    """As long as its share of ``scale_bytes``; what needs more fills the track."""
+    whole_bytes = max(scale_bytes, one.needed_bytes)
+    parts = "".join(
+        f'<i class="part" style="background:{_part_color(name)};width:{100 * num_bytes / whole_bytes:.2f}%" '
+        f'data-tip="{name}: {format_bytes(num_bytes)}"></i>'
+        for name, num_bytes in grouped_parts(one).items()
+        if num_bytes > 0
+    )
+    return f'<span class="track">{parts}</span>'
+
+
+def _parts_legend(points: Sequence[Point]) -> str:
+    used = {name for point in points for name, num_bytes in grouped_parts(point.candidate).items() if num_bytes}
+    spans = "".join(
+        f'<span><i class="part" style="background:{_part_color(name)}"></i>{name}</span>'
+        for name in PARTS
+        if name in used
+    )
+    return f'<div class="legend">{spans}</div>'
+
+
+def _part_color(name: str) -> str:
+    return f"var(--{name.replace(' ', '-')})"
+
+
+def _loss(one: Candidate) -> str:
+    return f"<small>{escape(one.loss)} loss</small>" if one.loss else ""

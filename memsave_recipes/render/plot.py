@@ -1,0 +1,154 @@
+"""The plots, for papers and slides: a comparison as one PNG, a row of three charts for each model; and a frontier.
+
+matplotlib is optional and imported in no other module.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable
+from memsave_recipes.render.charts import (
+    MEMORY_PARTS,
+    REST,
+    WIDE,
+    Spot,
+    by_samples_seen,
+    front_of,
+    memory_parts,
+    pareto_fronts,
+)
+from memsave_recipes.text import GIB, MIB
+
+NUM_COLORS = 10  # of matplotlib's cycle
+LINE_STYLES = ("-", "--", ":", "-.")
+NAME_WIDTH, NAME_HEIGHT = 0.13, 0.025  # of the name of a spot, as parts of the picture
+FEW = 8  # so many runs are named in their charts; more are numbers, named beside their bars
+PART_COLORS = dict(
+    zip((*MEMORY_PARTS, REST), ("#3b64d6", "#7fa3f0", "#8e44c9", "#e0892b", "#e9c46a", "0.65"), strict=True)
+)
+
+
+def write_png(table: ComparisonTable, path: Path) -> None:
+    """Draws memory against throughput, the peaks and the training losses."""
+    sections = table.sections
+    heights = [max(4.0, 0.22 * len(rows) + 1.5) for rows in sections]
+    figure = Figure(figsize=(17, sum(heights)), dpi=120, layout="constrained")
+    all_axes = figure.subplots(len(sections), 3, squeeze=False, height_ratios=heights)
+    for rows, axes in zip(sections, all_axes, strict=True):
+        _draw_scatter(axes[0], rows)
+        _draw_bars(axes[1], rows)
+        _draw_losses(axes[2], rows)
+    figure.savefig(path, format="png")
+
+
+def write_frontier_png(spots: Sequence[Spot], path: Path, title: str, budget_bytes: int) -> None:
+    """Draws memory against throughput of every spot; a color a kind of plan, the optimal ones filled and named."""
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    unit, size = ("GiB", GIB) if max(spot.place[0] for spot in spots) >= GIB else ("MiB", MIB)
+    memory, speed = zip(*front_of(spots), strict=True)
+    axes.step([value / size for value in memory], speed, where="post", color="0.6", linestyle="--", zorder=1)
+    for index, family in enumerate(dict.fromkeys(spot.family for spot in spots)):
+        _draw_family(axes, [spot for spot in spots if spot.family == family], f"C{index % NUM_COLORS}", size)
+    if budget_bytes < max(spot.place[0] for spot in spots):
+        axes.axvline(budget_bytes / size, color="C3", linestyle=":", label="the budget")
+    axes.set(title=_plain(title), xlabel=f"memory needed, {unit}", ylabel="throughput, samples/s")
+    reached = [spot.place for spot in spots] + [spot.measured for spot in spots if spot.measured]
+    scales = ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis))
+    for (set_scale, axis), values in zip(scales, zip(*reached, strict=True), strict=True):
+        if max(values) > WIDE * min(values):
+            set_scale("log")
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:,g}")
+            axis.set_minor_formatter(NullFormatter())
+    _name_spots(axes, [spot for spot in spots if spot.is_optimal], size)
+    axes.legend(fontsize=9)
+    figure.savefig(path, format="png")
+
+
+def _name_spots(axes: Axes, spots: Sequence[Spot], size: int) -> None:
+    """Names the fast ones first; one whose name would lie on another's stays without."""
+    named: list[tuple[float, float]] = []
+    for spot in sorted(spots, key=lambda spot: -spot.place[1]):
+        place = spot.place[0] / size, spot.place[1]
+        across, up = axes.transAxes.inverted().transform(axes.transData.transform(place))
+        if all(abs(across - x) > NAME_WIDTH or abs(up - y) > NAME_HEIGHT for x, y in named):
+            named.append((across, up))
+            axes.annotate(_plain(spot.name), place, xytext=(6, -10), textcoords="offset points", fontsize=8)
+
+
+def _draw_family(axes: Axes, spots: Sequence[Spot], color: str, size: int) -> None:
+    """Predicted spots as circles, filled where they are optimal; measured ones as crosses, joined to them."""
+    places = [(spot.place[0] / size, spot.place[1]) for spot in spots]
+    faces = [color if spot.is_optimal else "none" for spot in spots]
+    across, up = zip(*places, strict=True)
+    axes.scatter(across, up, s=36, edgecolors=color, facecolors=faces, label=spots[0].family, zorder=2)
+    for spot, place in zip(spots, places, strict=True):
+        if spot.measured is not None:
+            measured = spot.measured[0] / size, spot.measured[1]
+            axes.plot(*zip(place, measured, strict=True), color=color, linewidth=0.8)
+            axes.scatter(*measured, s=40, marker="x", color=color, zorder=3)
+
+
+def _draw_scatter(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    unit, size = _unit(rows)
+    for front in pareto_fronts(rows):
+        memory, speed = zip(*front, strict=True)
+        axes.step([value / size for value in memory], speed, where="post", color="0.6", linestyle="--")
+    for index, row in enumerate(rows):
+        if row.place is None:
+            continue
+        place = row.place[0] / size, row.place[1]
+        color = f"C{index % NUM_COLORS}"
+        axes.scatter(*place, s=60, edgecolors=color, facecolors=color if row.is_pareto_optimal else "none", zorder=2)
+        label = _plain(row.plan or row.name) if len(rows) <= FEW else f"{index + 1}"
+        axes.annotate(label, place, xytext=(6, 5), textcoords="offset points", fontsize=9)
+    axes.set(title=f"{_plain(row.model or 'unknown model')}: filled is Pareto-optimal")
+    axes.set(xlabel=f"peak memory, {unit}", ylabel="throughput, samples/s")
+    axes.margins(0.12)
+
+
+def _draw_bars(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    unit, size = _unit(rows)
+    parts = [memory_parts(row) for row in rows]
+    ends = [0.0] * len(rows)
+    for part, color in PART_COLORS.items():
+        widths = [values.get(part, 0) / size for values in parts]
+        if any(widths):
+            axes.barh(_numbered_names(rows), widths, left=ends, label=part.replace("_", " "), color=color)
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set(title="what fills the peak", xlabel=f"peak memory, {unit}")
+    if any(ends):
+        axes.legend(fontsize=8)
+
+
+def _draw_losses(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
+    for index, (row, name) in enumerate(zip(rows, _numbered_names(rows), strict=True)):
+        points = by_samples_seen(row.run, "train/loss")
+        style = LINE_STYLES[index // NUM_COLORS % len(LINE_STYLES)]
+        width = 1.5 + 1.5 * (len(rows) - 1 - index) if len(rows) <= FEW else 1.2
+        axes.plot(
+            [seen for seen, _ in points], [loss for _, loss in points], linestyle=style, linewidth=width, label=name
+        )
+    axes.set(title="equal curves lie on one another", xlabel="samples seen", ylabel="training loss")
+    axes.locator_params(axis="x", nbins=5)
+    if len(rows) <= FEW:
+        axes.legend(fontsize=8)
+
+
+def _unit(rows: Sequence[ComparisonRow]) -> tuple[str, int]:
+    return ("GiB", GIB) if max(row.peak_memory.value or 0 for row in rows) >= GIB else ("MiB", MIB)
+
+
+def _numbered_names(rows: Sequence[ComparisonRow]) -> list[str]:
+    return [f"{number}  {_plain(row.name)}" for number, row in enumerate(rows, start=1)]
+
+
+def _plain(text: str) -> str:
+    """``text`` without formulas: matplotlib sets what stands between dollars."""
+    return text.replace("$", r"\$")

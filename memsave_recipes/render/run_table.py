@@ -1,0 +1,280 @@
+"""Columns: which figures a comparison has, how each one reads, and the notes that belong to them.
+
+A heading names the unit that its figures do not carry themselves. What nobody recorded is no column.
+
+The table: a comparison as text, for a terminal, as Markdown and as CSV.
+"""
+
+import csv
+import io
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from operator import attrgetter
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from memsave_recipes.compare.compare import METRICS, ComparisonRow, ComparisonTable, Figure, differences_within
+from memsave_recipes.text import format_bytes
+
+NO_FIGURE = Figure(value=None)
+LOSS_DIFFERENCE = "largest\nloss\ndifference"
+MAX_NAMES = 4
+HUGE = 1e9  # what no run reaches is written with a power of ten, so that its column stays narrow
+
+
+def memory(num_bytes: float) -> str:
+    """``17.3 MiB``."""
+    return format_bytes(round(num_bytes))
+
+
+def rate(per_s: float) -> str:
+    """``1,058``, and below 100 three digits."""
+    return f"{per_s:,.0f}" if 100 <= per_s < HUGE else f"{per_s:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """``12.3 s``, and from 100 s on ``0:01:40``."""
+    return str(timedelta(seconds=round(seconds))) if 100 <= seconds < HUGE else f"{_fixed(seconds, 1)} s"
+
+
+def loss_difference_headings(rows: Sequence[ComparisonRow]) -> list[str]:
+    """``LOSS_DIFFERENCE``, where there is a run that is held against another."""
+    return [] if all(row.is_baseline for row in rows) else [LOSS_DIFFERENCE]
+
+
+def loss_difference(row: ComparisonRow) -> str:
+    """The largest difference to the baseline's loss curve."""
+    if row.is_baseline:
+        return "baseline"
+    return "-" if row.loss_difference is None else f"{row.loss_difference:.3g}"
+
+
+def _fixed(value: float, decimals: int) -> str:
+    return f"{value:.{decimals}f}" if abs(value) < HUGE else f"{value:.3g}"
+
+
+def _percentage(value: float) -> str:
+    return f"{_fixed(value, 1)} %"
+
+
+def _decimals(value: float) -> str:
+    return _fixed(value, 4)
+
+
+def _percent_more(figure: Figure) -> str | None:
+    if figure.ratio is None or abs(figure.ratio) >= HUGE:
+        return _factor(figure)
+    return f"{round(100 * figure.ratio) - 100:+d} %"
+
+
+def _factor(figure: Figure) -> str | None:
+    return None if figure.ratio is None else f"x{_fixed(figure.ratio, 2)}"
+
+
+def _change(figure: Figure) -> str | None:
+    if figure.difference is None:
+        return None
+    return "same" if figure.difference == 0 else f"{figure.difference:+.2g}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of every row: how it reads by itself and beside the baseline's, and which way is good."""
+
+    heading: str
+    figure: Callable[[ComparisonRow], Figure]
+    absolute: Callable[[float], str]
+    relative: Callable[[Figure], str | None]
+    good: Literal["low", "high"] | None = None
+
+    @property
+    def title(self) -> str:
+        """The heading in one line."""
+        return self.heading.replace("\n/", "/").replace("\n", " ")
+
+    def texts(self, row: ComparisonRow) -> tuple[str, str | None]:
+        """The figure and how it compares."""
+        figure = self.figure(row)
+        return ("-" if figure.value is None else self.absolute(figure.value)), self.relative(figure)
+
+
+COST = (
+    Column("peak\nmemory", attrgetter("peak_memory"), memory, _percent_more, "low"),
+    Column("kept for\nbackward", attrgetter("saved_for_backward"), memory, _percent_more, "low"),
+    Column("samples\n/s", attrgetter("samples_per_s"), rate, _factor, "high"),
+    Column("tokens\n/s", attrgetter("tokens_per_s"), rate, _factor, "high"),
+    Column("train\ntime", attrgetter("train_time"), duration, _factor, "low"),
+)
+MFU = Column("MFU", attrgetter("mfu_pct"), _percentage, _factor, "high")
+TRAIN_LOSS = Column("train\nloss", attrgetter("train_loss"), _decimals, _change)
+
+
+def columns(rows: Sequence[ComparisonRow]) -> list[Column]:
+    """The columns that fit a terminal: of each evaluation its most telling metric."""
+    metrics = list(dict.fromkeys(row.metric for row in rows if row.metric))
+    without = [TRAIN_LOSS] if any(row.metric is None for row in rows) else []
+    return _filled([*COST, *map(_metric_column, metrics), *without], rows)
+
+
+def all_columns(rows: Sequence[ComparisonRow]) -> list[Column]:
+    """Every column that ``rows`` have a figure for."""
+    found = dict.fromkeys(name for row in rows for name in row.evaluation)
+    metrics = sorted(found, key=lambda name: METRICS.index(name) if name in METRICS else len(METRICS))
+    return _filled([*COST, MFU, *map(_metric_column, metrics), TRAIN_LOSS], rows)
+
+
+def notes(table: ComparisonTable) -> list[str]:
+    """What a reader has to know of the figures; ``!`` begins a warning."""
+    lines = [f"peak memory: {'; '.join(table.memory_sources)}"] if table.memory_sources else []
+    if any(row.is_pareto_optimal for row in table.rows):
+        lines.append("pareto: no run of the same work has both less memory and more speed")
+    if len(table.sections) > 1:
+        lines.append("each model is compared within itself alone")
+    return lines + [f"! {line}" for rows in table.sections for line in warnings(rows)]
+
+
+def warnings(rows: Sequence[ComparisonRow]) -> list[str]:
+    """A line for each trait in which the runs of a section are not comparable."""
+    model = rows[0].model or "unknown model"
+    return [
+        f"not comparable: runs of {model} differ in {difference.name}: "
+        + ", ".join(f"{value} ({_names(rows, holders)})" for value, holders in difference.values.items())
+        for difference in differences_within(rows)
+    ]
+
+
+def marks(row: ComparisonRow) -> list[str]:
+    """``pareto``, and ``!`` with what the run and its baseline do not share."""
+    optimal = ["pareto"] if row.is_pareto_optimal else []
+    return [*optimal, f"! other {', '.join(row.differs)}"] if row.differs else optimal
+
+
+def _metric_column(name: str) -> Column:
+    return Column(name.replace("_", "\n"), lambda row: row.evaluation.get(name, NO_FIGURE), _decimals, _change)
+
+
+def _filled(candidates: Sequence[Column], rows: Sequence[ComparisonRow]) -> list[Column]:
+    return [column for column in candidates if any(column.figure(row).value is not None for row in rows)]
+
+
+def _names(rows: Sequence[ComparisonRow], positions: Sequence[int]) -> str:
+    names = [rows[position].name for position in positions[:MAX_NAMES]]
+    more = len(positions) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
+
+
+MARKUP = "\\|*_`<>[]&~$"
+FORMULA = tuple("=+-@＝＋－＠")  # the wide ones too: some spreadsheets read them as the others
+
+
+def show(table: ComparisonTable) -> None:
+    """Prints the table, 120 columns wide where there is no terminal to say how wide."""
+    Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns).print(render(table))
+
+
+def render(table: ComparisonTable) -> Table:
+    """The table as the terminal shows it: under each figure, how it compares to the baseline's."""
+    figures, last = columns(table.rows), loss_difference_headings(table.rows)
+    caption = Text("\n").join(_as_caption(line) for line in notes(table))
+    drawn = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
+    drawn.add_column("run", overflow="fold", min_width=12)
+    drawn.add_column("plan\ngeometry", overflow="fold", min_width=10)
+    for heading in (*(column.heading for column in figures), *last):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for rows in table.sections:
+        drawn.add_section()
+        drawn.add_row(Text(rows[0].model or "unknown model", style="bold"))
+        for row in rows:
+            cells = [_two_lines(*column.texts(row)) for column in figures]
+            cells += [Text(loss_difference(row)) for _ in last]
+            drawn.add_row(_name_and_marks(row), _plan_and_geometry(row), *cells)
+    return drawn
+
+
+def to_markdown(table: ComparisonTable) -> str:
+    """A table that GitHub shows, and the notes below it."""
+    figures, last = all_columns(table.rows), loss_difference_headings(table.rows)
+    titles = [*(column.title for column in figures), *(heading.replace("\n", " ") for heading in last)]
+    headings = ["run", "plan", "geometry", *map(_in_markdown, titles)]
+    lines = [headings, ["---"] * 3 + ["---:"] * len(titles)]
+    for rows in table.sections:
+        lines.append([f"**{_in_markdown(rows[0].model or 'unknown model')}**", *[""] * (len(headings) - 1)])
+        for row in rows:
+            texts = (column.texts(row) for column in figures)
+            cells = [f"{absolute} ({relative})" if relative else absolute for absolute, relative in texts]
+            name = " ".join((row.name, *(f"({mark})" for mark in marks(row))))
+            first = (name, row.plan or "-", row.geometry or "-")
+            lines.append([*map(_in_markdown, first), *cells, *(loss_difference(row) for _ in last)])
+    listed = [f"* {_in_markdown(line)}" for line in notes(table)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *listed]) + "\n"
+
+
+def to_csv(table: ComparisonTable) -> str:
+    """A line a run, every figure as a plain number, ``*_ratio`` to the baseline's; empty where it is unknown."""
+    text = io.StringIO()
+    records = [_record(row) for row in table.rows]
+    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(key for record in records for key in record)))
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _name_and_marks(row: ComparisonRow) -> Text:
+    name = Text(row.name)
+    for mark in marks(row):
+        name.append(f"\n{mark}", style="yellow" if mark.startswith("!") else "green")
+    return name
+
+
+def _plan_and_geometry(row: ComparisonRow) -> Text:
+    return Text(f"{row.plan or '-'}\n{row.geometry or '-'}")
+
+
+def _as_caption(line: str) -> Text:
+    return Text(line, style="yellow" if line.startswith("!") else "")
+
+
+def _two_lines(absolute: str, relative: str | None) -> Text:
+    cell = Text(absolute)
+    return cell if relative is None else cell.append(f"\n{relative}", style="cyan")
+
+
+def _in_markdown(text: str) -> str:
+    """``text`` without what would end the cell or mark it up."""
+    return "".join(f"\\{letter}" if letter in MARKUP else letter for letter in text)
+
+
+def _in_csv(text: str | None) -> str | None:
+    """``text`` as what a spreadsheet takes for text: one that begins like a formula has an apostrophe before it."""
+    return f"'{text}" if text and text.lstrip().startswith(FORMULA) else text
+
+
+def _record(row: ComparisonRow) -> dict[str, object]:
+    figures = {
+        "peak_memory_bytes": row.peak_memory,
+        "saved_for_backward_bytes": row.saved_for_backward,
+        "samples_per_s": row.samples_per_s,
+        "tokens_per_s": row.tokens_per_s,
+        "mfu_pct": row.mfu_pct,
+        "train_time_s": row.train_time,
+        "train_loss": row.train_loss,
+        **{f"eval_{name}": figure for name, figure in row.evaluation.items()},
+    }
+    return {
+        "run": _in_csv(row.name),
+        "model": _in_csv(row.model),
+        "plan": _in_csv(row.plan),
+        "geometry": _in_csv(row.geometry),
+        "is_baseline": row.is_baseline,
+        "is_pareto_optimal": row.is_pareto_optimal,
+        "not_comparable_in": "; ".join(row.differs),
+        **{key: figure.value for key, figure in figures.items()},
+        **{f"{key}_ratio": figure.ratio for key, figure in figures.items()},
+        "largest_loss_difference": row.loss_difference,
+    }

@@ -1,0 +1,1 @@
+"""One run of a recipe: its folder, its figures, its trackers, and how it ends."""

@@ -1,0 +1,105 @@
+"""How a recipe ends: everything that can be foreseen in one line, or on one page, with an exit code of its own.
+
+The codes are those of ``docs/failures.md``; what is not foreseen keeps its traceback and ends with 1.
+"""
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from memsave_recipes.checkpoints import StoppedBySignal
+from memsave_recipes.errors import InputError
+from memsave_recipes.planner.task import Sketch
+from memsave_recipes.processes import LOST, SECOND_RANK_S, LostWorker, code_of_another_rank, lost_worker, tell_ranks
+from memsave_recipes.profiling.memory import is_out_of_memory
+from memsave_recipes.run.verification import VerificationFailed
+from memsave_recipes.training.non_finite import NotFinite
+from memsave_recipes.training.parsing import wants_traceback
+
+USER_INPUT = 2
+OUT_OF_MEMORY = 3
+NOT_FINITE = 4
+FAILED_VERIFICATION = 5
+
+
+def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = None) -> None:
+    """Call ``main()``; what ends it becomes a message on stderr and an exit code. ``--debug`` adds the traceback.
+
+    What all ranks know is told once: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
+    signal. What one rank finds is told by that rank: a data worker that died, or no memory left, on the page that
+    ``RunReport.run`` makes or, for an error outside the training steps, in torch's own words.
+    """
+    try:
+        main()
+    except InputError as error:
+        if not error.found_by_one_rank:
+            _let_rank_0_speak(USER_INPUT)
+        _say_and_exit(f"error: {error.one_line}", USER_INPUT)
+    except NotFinite as error:
+        _let_rank_0_speak(NOT_FINITE)
+        _say_and_exit(f"error: {error}", NOT_FINITE)
+    except VerificationFailed as error:
+        _let_rank_0_speak(FAILED_VERIFICATION)
+        _say_and_exit(str(error), FAILED_VERIFICATION)
+    except StoppedBySignal as stop:
+        _let_rank_0_speak(stop.exit_code)
+        _say_and_exit(stop.message, stop.exit_code)
+    except (RuntimeError, MemoryError, OSError) as error:
+        if worker := lost_worker(error):
+            _end_without_worker(worker)
+        if is_out_of_memory(error):
+            _end_without_memory(error, sketch)
+        code = code_of_another_rank()
+        if code is None:
+            raise
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends one now, and the code would be that of it
+        sys.exit(code)  # that rank has spoken
+
+
+def _end_without_worker(worker: LostWorker) -> NoReturn:
+    code = OUT_OF_MEMORY if worker.had_no_memory else LOST
+    tell_ranks(code)
+    _say_and_exit(f"error: {worker.words}; the last checkpoint is as it was, go on with --resume", code)
+
+
+def _end_without_memory(error: Exception, sketch: Callable[[], Sketch] | None) -> NoReturn:
+    what_happened = str(error) or "no memory is left on the host"
+    tell_ranks(OUT_OF_MEMORY)
+    if not _is_rank_0():
+        time.sleep(SECOND_RANK_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
+    if sketch is not None:
+        print(what_happened, file=sys.stderr, flush=True)  # at once: the planner takes a moment
+        _say_and_exit(_advice(sketch), OUT_OF_MEMORY)
+    _say_and_exit(what_happened, OUT_OF_MEMORY)
+
+
+def _advice(sketch: Callable[[], Sketch]) -> str:
+    from memsave_recipes.run.out_of_memory import planned_advice
+
+    try:
+        return planned_advice(sketch)
+    except Exception as error:  # the page has been printed, and the exit code matters more than advice
+        return f"memsave plan could not say what would fit: {' '.join(str(error).split())}"
+
+
+def _is_rank_0() -> bool:
+    # Rank 0 speaks for what all ranks find; what only another rank can find, such as a broken image in its share, is
+    # told by that rank. The launcher ends all ranks when one exits, so the silent ones let rank 0 finish.
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _let_rank_0_speak(code: int) -> None:
+    if not _is_rank_0():
+        time.sleep(SECOND_RANK_S)
+        sys.exit(code)
+
+
+def _say_and_exit(message: str, code: int) -> NoReturn:
+    if wants_traceback(sys.argv[1:]):
+        traceback.print_exc()
+    print(message, file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,0 +1,192 @@
+"""The memory of a run, on every rank: two instrumented steps at the start, then the allocator's figures.
+
+The first step counts what the first micro-batch's forward keeps for the backward. The second one is recorded,
+allocation by allocation: from then on the optimizer's state is there, so its peak is that of every later step. It gives
+the breakdown, and on a CPU, which has no allocator statistics, the exact peak. Both steps are the clock's warm-up. A
+run of one step has only that.
+
+Under a plan that compiles the first step also compiles; what that takes is no figure of the run.
+
+A step that finds no memory left ends with a page that explains it (``memsave_recipes.run.out_of_memory``).
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from memsave_recipes.profiling.breakdown import MemoryBreakdown, break_down_peak
+from memsave_recipes.profiling.memory import (
+    is_out_of_memory,
+    peak_rss_bytes,
+    read_device_memory,
+    record_history,
+    reset_peaks,
+    rss_bytes,
+    write_snapshot,
+)
+from memsave_recipes.profiling.saved_tensors import ForwardMeter, find_blocks
+from memsave_recipes.run.out_of_memory import Failure, RunSettings
+from memsave_recipes.text import to_gib
+from memsave_recipes.training.batch_layout import Geometry
+
+COUNTS = ("num_alloc_retries", "num_ooms")  # the figures that are no bytes
+BREAKDOWN = "breakdown of "
+NUM_SLOW_STEPS = 2
+"""The instrumented steps at the start, which do not show the speed of the run."""
+
+
+class MemoryWatch:
+    """Measures the memory of this rank.
+
+    Args:
+        accelerator: for the device and the rank.
+        model: as prepared; the model whose forward keeps tensors.
+        optimizer: as prepared.
+        steps: of the run.
+        geometry: of its global batches.
+        settings: of the run; without them the out-of-memory page names no flags and nothing is recorded.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: range,
+        geometry: Geometry,
+        settings: RunSettings | None = None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
+        self.steps = steps
+        self.geometry = geometry
+        self.settings = settings or RunSettings(folder=Path(), flags={}, blocks=())
+        self.on_cpu = accelerator.device.type == "cpu"
+        self.forward_meter = ForwardMeter(model, find_blocks(model, self.settings.blocks))
+        self.breakdown: MemoryBreakdown | None = None
+        self.figures: dict[str, int] = {}  # the largest so far, in bytes
+        recorded_steps = steps[: self.settings.flags.get("memory_snapshot") or 0]
+        self.last_recorded_step = recorded_steps[-1] if recorded_steps else None
+        if recorded_steps:
+            record_history()
+        if not self.on_cpu:
+            reset_peaks(accelerator.device)
+
+    @property
+    def metered_step(self) -> int:
+        """The one whose first forward is counted."""
+        return self.steps.start
+
+    @property
+    def instrumented_step(self) -> int:
+        """The one whose allocations are recorded."""
+        return min(self.metered_step + 1, self.steps.stop - 1)
+
+    def run(self, step: int, train_step: Callable[[], Any]) -> Any:
+        """``train_step()``, instrumented if it is its turn.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory left; its message is the page that explains it.
+        """
+        try:
+            with self.forward_meter if step == self.metered_step else nullcontext():
+                return self._run_recorded(train_step) if step == self.instrumented_step else train_step()
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise torch.OutOfMemoryError(self._failure(step, error).page()) from error
+            raise
+
+    def end_step(self, step: int) -> None:
+        """Write ``--memory_snapshot`` if ``step`` is the last one of it, which takes a while."""
+        if self.settings.compiles and step < self.instrumented_step and not self.on_cpu:
+            reset_peaks(self.accelerator.device)
+        if step == self.last_recorded_step:
+            write_snapshot(self.settings.snapshot_path(self.accelerator.process_index))
+
+    def end_window(self) -> dict[str, int]:
+        """Bytes and counts of this rank for a logging window that ends now."""
+        window = {"host_rss": rss_bytes()}
+        if not self.on_cpu:
+            return window | self._read_device()
+        if "peak_allocated" in self.figures:
+            window["peak_allocated"] = self.figures["peak_allocated"]
+        return window
+
+    def end_run(self) -> dict[str, int]:
+        """Bytes of this rank for the whole run."""
+        if not self.on_cpu:
+            self._read_device()
+        parts = {} if self.breakdown is None else vars(self.breakdown)
+        return {
+            **self.figures,
+            "saved_for_backward": self.forward_meter.num_bytes,
+            "host_peak_rss": peak_rss_bytes(),
+            **{BREAKDOWN + name.removesuffix("_bytes"): size for name, size in parts.items()},
+        }
+
+    def results(self, of_ranks: dict[str, list[float]]) -> dict[str, Any]:
+        """The ``memory`` entry of ``results.json`` from what ``end_run`` gave on every rank."""
+        figures = {name: ranks for name, ranks in of_ranks.items() if not name.startswith(BREAKDOWN)}
+        peaks = of_ranks.get("peak_allocated", [0])
+        hungriest = peaks.index(max(peaks))
+        parts = {name: ranks[hungriest] for name, ranks in of_ranks.items() if name.startswith(BREAKDOWN)}
+        return {
+            **largest_in_gib(figures),
+            **self.prediction(max(peaks)),
+            "peak_rank": hungriest,
+            "breakdown": {f"{name.removeprefix(BREAKDOWN)}_gib": to_gib(int(size)) for name, size in parts.items()},
+            "instrumented_step": self.instrumented_step + 1,
+            "source": "allocations of one instrumented step" if self.on_cpu else "device allocator",
+        }
+
+    def prediction(self, peak_bytes: float) -> dict[str, float]:
+        """What was predicted, and by how much it differs from the peak of a step; empty where either is unknown."""
+        predicted = self.settings.predicted_peak_bytes
+        if predicted is None or not peak_bytes:
+            return {}
+        error = 100 * (predicted - peak_bytes) / peak_bytes
+        return {"predicted_peak_gib": to_gib(predicted), "prediction_error_pct": error}
+
+    def _run_recorded(self, train_step: Callable[[], Any]) -> Any:
+        result, self.breakdown = break_down_peak(train_step, self.model, self.optimizer, self.accelerator.device)
+        if self.on_cpu:
+            self._keep_largest("peak_allocated", self.breakdown.total_bytes)
+        return result
+
+    def _read_device(self) -> dict[str, int]:
+        device = read_device_memory(self.accelerator.device)
+        reset_peaks(self.accelerator.device)
+        window = {name.removesuffix("_bytes"): value for name, value in vars(device).items()}
+        for name in window.keys() - set(COUNTS):
+            self._keep_largest(name, window[name])
+        return window
+
+    def _keep_largest(self, name: str, num_bytes: int) -> None:
+        self.figures[name] = max(self.figures.get(name, 0), num_bytes)
+
+    def _failure(self, step: int, error: RuntimeError) -> Failure:
+        return Failure(
+            accelerator=self.accelerator,
+            model=self.model,
+            optimizer=self.optimizer,
+            geometry=self.geometry,
+            settings=self.settings,
+            step=step,
+            error=error,
+            breakdown=self.breakdown,
+            forward_meter=self.forward_meter,
+        )
+
+
+def largest_in_gib(of_ranks: dict[str, list[float]]) -> dict[str, float]:
+    """The largest of every figure over the ranks: bytes in GiB, counts as they are."""
+    largest = {name: int(max(ranks)) for name, ranks in of_ranks.items()}
+    counts = {name: largest.pop(name) for name in COUNTS if name in largest}
+    return {**{f"{name}_gib": to_gib(num_bytes) for name, num_bytes in largest.items()}, **counts}

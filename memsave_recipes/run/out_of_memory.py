@@ -1,0 +1,212 @@
+"""What the planner would have run: the end of the page about a device without memory.
+
+On paper, so nothing is allocated on the device that is full. What failed is among the candidates, and only those count
+that are predicted to need less.
+
+Out of memory: one page that says what filled it, which flags free how much, and where the allocator's state lies.
+
+The run ends with exit code 3 (``memsave_recipes.run.failures``). Nothing is allocated on the device for the page:
+it is made of what was measured before, and of the shapes of what is there.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from memsave_recipes.planner.levers import Lever, Situation, find_levers
+from memsave_recipes.planner.search import Candidate, Choice
+from memsave_recipes.planner.task import Launch, Sketch, choose_on_paper
+from memsave_recipes.profiling.breakdown import MemoryBreakdown, what_stays
+from memsave_recipes.profiling.memory import write_snapshot
+from memsave_recipes.profiling.saved_tensors import ForwardMeter
+from memsave_recipes.text import format_bytes, to_gib
+from memsave_recipes.training.arguments import AUTO, RunArguments
+from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.environment import device_name
+
+
+def planned_advice(sketch: Callable[[], Sketch]) -> str:
+    """A line with the flags of the fastest configuration that is predicted to fit, or what is known instead.
+
+    Args:
+        sketch: the recipe's, of the run that failed.
+
+    Raises:
+        InputError: the recipe cannot be planned on paper with these flags.
+    """
+    failed = sketch()
+    launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    memory_bytes = launch.target.memory_bytes
+    opened = replace(failed, run=_opened(failed.run, memory_bytes))
+    choice = _needing_less(choose_on_paper(opened, launch, memory_bytes), failed.run, launch)
+    if choice.chosen is None:
+        return f"no plan of this recipe is predicted to fit in {format_bytes(memory_bytes)}: see memsave plan"
+    return (
+        f"the fastest that is predicted to fit in {format_bytes(memory_bytes)} (memsave plan): "
+        f"{_flags(choice.chosen)}, {format_bytes(choice.chosen.needed_bytes)} in all"
+    )
+
+
+def _opened(run: RunArguments, budget_bytes: int) -> RunArguments:
+    """The flags with everything left to the planner."""
+    return replace(
+        run,
+        micro_batch_size=AUTO,
+        activation_checkpointing="budget",
+        gradient_checkpointing=False,
+        memory_budget_gib=to_gib(budget_bytes),
+    )
+
+
+def _needing_less(choice: Choice, run: RunArguments, launch: Launch) -> Choice:
+    """Without what is predicted to need as much as the configuration that failed, where that is a candidate."""
+    size = run.geometry(launch.num_processes).micro_batch_size
+    same = [
+        candidate.needed_bytes
+        for candidate in choice.candidates
+        if (candidate.geometry.micro_batch_size, candidate.strategy) == (size, run.activation_checkpointing)
+    ]
+    limit = min(same, default=launch.target.memory_bytes + 1)
+    return Choice(candidates=tuple(candidate for candidate in choice.candidates if candidate.needed_bytes < limit))
+
+
+def _flags(candidate: Candidate) -> str:
+    """What to type; a plan of the solver's is made again, on the device."""
+    flags = [f"--micro_batch_size {candidate.geometry.micro_batch_size}"]
+    flags.append(f"--activation_checkpointing {candidate.strategy}")
+    if candidate.strategy == "budget":
+        flags.append(f"--memory_budget_gib {to_gib(candidate.budget_bytes):.4g}")
+    if candidate.loss is not None:
+        flags.append(f"--loss {candidate.loss}")
+    return " ".join(flags)
+
+
+VIEWER = "https://pytorch.org/memory_viz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a run was asked to be, as far as an explanation needs it.
+
+    Args:
+        folder: of the run.
+        flags: of the recipe, all of them.
+        blocks: the names of the model's blocks, from its memory plan.
+        compiles: whether the plan compiles some of them.
+        predicted_peak_bytes: of a plan that was made for a budget.
+        name: of the run, in dashboards.
+    """
+
+    folder: Path
+    flags: dict[str, Any]
+    blocks: tuple[str, ...]
+    compiles: bool = False
+    predicted_peak_bytes: int | None = None
+    name: str = ""
+
+    def snapshot_path(self, rank: int) -> Path:
+        """Where a rank writes the state of its device's allocator."""
+        return self.folder / (f"memory_snapshot-rank{rank}.pickle" if rank else "memory_snapshot.pickle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A step that found no memory left.
+
+    Args:
+        step: from 0.
+        breakdown: of the peak of an earlier step, if one was measured.
+        forward_meter: of the first step.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    geometry: Geometry
+    settings: RunSettings
+    step: int
+    error: RuntimeError
+    breakdown: MemoryBreakdown | None
+    forward_meter: ForwardMeter
+
+    def page(self) -> str:
+        """What to tell the user."""
+        rows = [(name, format_bytes(size), "") for name, size in self.parts.items()]
+        rows.append(("together", format_bytes(sum(self.parts.values())), ""))
+        advice = [(lever.flags, _freed(lever), lever.curve) for lever in self.levers]
+        width = max(len(name) for name, _, _ in [*rows, *advice])
+        when = "as far as it had come" if self.breakdown is None else "at the peak of an earlier step, measured"
+        return "\n".join(
+            [
+                f"out of memory in {self.where}",
+                f"  {str(self.error).strip().splitlines()[0]}",
+                f"what filled it, {when}:",
+                *_table(rows, width),
+                "what to change, how much it can free at the peak of a step, and the loss curve then:",
+                *_table(advice, width),
+                self.write_snapshot(),
+            ]
+        )
+
+    @property
+    def where(self) -> str:
+        """``step 3 on rank 0 of 4 (NVIDIA L4)``."""
+        rank, device = self.accelerator.process_index, device_name(self.accelerator.device)
+        return f"step {self.step + 1} on rank {rank} of {self.accelerator.num_processes} ({device})"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Name to bytes: as measured, or what can be told now."""
+        if self.breakdown is not None:
+            return {_words(name.removesuffix("_bytes")): size for name, size in vars(self.breakdown).items()}
+        stays = what_stays(self.model, self.optimizer)
+        parts = {_words(label.use.value): sum(label.storages.values()) for label in stays}
+        if self.accelerator.device.type == "cpu":
+            return {**parts, "saved for the backward": self.forward_meter.num_bytes}
+        peak = torch.accelerator.max_memory_allocated(self.accelerator.device)
+        return {**parts, "activations and temporaries": max(0, peak - sum(parts.values()))}
+
+    @property
+    def levers(self) -> list[Lever]:
+        """What would help."""
+        measured, meter = self.breakdown, self.forward_meter
+        activations = meter.num_bytes if measured is None else measured.activations_bytes
+        return find_levers(
+            Situation(
+                flags=self.settings.flags,
+                geometry=self.geometry,
+                model=self.model,
+                mixed_precision=self.accelerator.mixed_precision,
+                activations_bytes=activations or None,  # 0: it ended before anything was saved
+                freed_by_recomputation_bytes=meter.freed_by_recomputation_bytes,
+            )
+        )
+
+    def write_snapshot(self) -> str:
+        """Write the state of a CUDA device's allocator; returns where it is, or why it is not."""
+        if self.accelerator.device.type != "cuda":
+            return "no allocator snapshot: only CUDA devices have one"
+        path = self.settings.snapshot_path(self.accelerator.process_index)
+        try:
+            write_snapshot(path)
+        except (OSError, RuntimeError) as error:  # the page matters more
+            return f"no allocator snapshot: {error}"
+        return f"the allocator's state is in {path}: open it at {VIEWER}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _freed(lever: Lever) -> str:
+    return "not known" if lever.freed_bytes is None else format_bytes(lever.freed_bytes)
+
+
+def _table(rows: list[tuple[str, str, str]], width: int) -> list[str]:
+    return [f"  {name:<{width}}  {figure:>9}  {remark}".rstrip() for name, figure, remark in rows]

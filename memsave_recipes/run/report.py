@@ -1,0 +1,254 @@
+"""A run's figures: a row a logging window while it trains, ``results.json`` when it is done.
+
+Keys are those of ``docs/architecture.md``; the part before the ``/`` becomes a section of a dashboard.
+"""
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.profiling.clock import StepClock
+from memsave_recipes.profiling.flops import ModelFlops, utilization_pct
+from memsave_recipes.profiling.memory import is_out_of_memory
+from memsave_recipes.profiling.preserve_state import undisturbed
+from memsave_recipes.run.memory_watch import NUM_SLOW_STEPS, MemoryWatch, largest_in_gib
+from memsave_recipes.run.out_of_memory import RunSettings
+from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.training.environment import device_name
+from memsave_recipes.training.non_finite import NotFinite, StepLosses, gather_figures
+
+COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_loss")
+"""What a ``RunReport`` counts and a checkpoint keeps, by its name."""
+
+
+def check_state(state: Any) -> None:
+    """Refuse to go on from what no ``RunReport.state_dict`` has given.
+
+    Raises:
+        InputError: something is missing, or is of another kind.
+    """
+    match state:
+        case {
+            "samples_seen": int(),
+            "tokens_seen": int(),
+            "train_loss": float(),
+            "evaluated": dict(),
+            "evaluated_at": int() | None,
+            "best_loss": float(),
+            "losses": dict(),
+            "clock": dict(),
+            "trackers": {"name": str()},
+        }:
+            return
+    raise InputError(
+        "--resume: the record of the checkpoint is not what a run saves: put it back, or begin anew with --overwrite"
+    )
+
+
+class RunReport:
+    """Counts what the loop does and logs it; all methods are for all ranks.
+
+    Args:
+        accelerator: for the ranks and the trackers.
+        batches: the steps of the run.
+        model, optimizer: as prepared.
+        settings: what ``begin_run`` returned; without it nobody is told which flags would free memory.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        batches: GlobalBatches,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: RunSettings | None = None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.model = model
+        self.batches = batches
+        self.device = device_name(accelerator.device)
+        self.memory = MemoryWatch(
+            accelerator, model, optimizer, steps=batches.steps, geometry=batches.geometry, settings=settings
+        )
+        self.clock = StepClock(warmup_steps=NUM_SLOW_STEPS, device=accelerator.device)
+        self.flops_per_sample: dict[str, float] = {}  # by precision
+        self.losses = StepLosses(accelerator, batches.order, skips=self.memory.settings.flags.get("skip_nonfinite", 0))
+        self.samples_seen = 0
+        self.tokens_seen: Tensor | int = 0
+        self.train_loss = float("nan")
+        self.evaluated: dict[str, float] = {}
+        self.evaluated_at: int | None = None
+        self.best_loss = float("inf")
+
+    def count_flops(self, batch: GlobalBatch, loss_of: Callable[[Batch], Tensor]) -> None:
+        """Count the model's FLOPs once, on the first micro-batch of the run, before it is trained on.
+
+        The counter is a ``TorchDispatchMode``, and under any of these torch takes other kernels, with other last bits
+        (``matmul`` folds what it would broadcast). So it stands around a forward and a backward of its own, of which
+        nothing stays, and never around a training step. Nothing is counted where there is no memory for it, nor in a
+        run of one step, which has no figure that needs it.
+
+        Args:
+            loss_of: the summed loss of a micro-batch, as in training.
+        """
+        if batch.step != self.batches.steps.start or len(self.batches) == 1:
+            return
+        try:
+            with self.clock.left_out(), undisturbed(self.model, self.accelerator.device), ModelFlops() as counted:
+                self._forward_and_backward(batch.micro_batches[0], loss_of)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return  # the training step will find no memory either, and explain it
+        samples = self._samples_in_first_micro_batch(batch.step)
+        self.flops_per_sample = {precision: flops / samples for precision, flops in counted.by_precision.items()}
+
+    def run(self, step: int, train_step: Callable[[], Any]) -> Any:
+        """``train_step()``, with its memory measured.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
+        """
+        result = self.memory.run(step, train_step)
+        with self.clock.left_out():
+            self.memory.end_step(step)
+        return result
+
+    def count(self, batch: GlobalBatch, grad_norm: Tensor | None = None) -> None:
+        """Take in a finished step. Reads nothing from the device."""
+        self.losses.add(batch, grad_norm)
+        tokens = batch.num_valid if self.batches.count_valid else 0
+        self.clock.step(samples=batch.num_samples, tokens=tokens)
+        self.samples_seen += batch.num_samples
+        self.tokens_seen = self.tokens_seen + tokens
+
+    def log_window(self, step: int, *, learning_rate: float) -> str:
+        """Log the window that ends with ``step`` (from 1); returns its figures in a few words.
+
+        Raises:
+            NotFinite: more of its steps than allowed are not finite.
+        """
+        losses = self.losses.parts()  # waits for the device, so the clock reads true
+        perf = self.clock.end_window()
+        with self.clock.left_out():
+            perf |= self._utilization(perf)
+            of_ranks = gather_figures(self.accelerator, {**losses, **self.memory.end_window()})
+            self.losses.take_in({step: of_ranks.pop(step) for step in losses})
+            self.train_loss = self.losses.end_window()
+            memory = largest_in_gib(of_ranks) | self.memory.prediction(max(of_ranks.get("peak_allocated", [0])))
+            train = {"loss": self.train_loss, "lr": learning_rate, **self.losses.skipped()}
+            if self.losses.grad_norm is not None:
+                train["grad_norm"] = self.losses.grad_norm
+            progress = {"epoch": step / self.batches.order.steps_per_epoch, **self._seen()}
+            sections = {"train": train, "perf": perf, "memory": memory, "progress": progress}
+            row = {f"{section}/{key}": value for section, figures in sections.items() for key, value in figures.items()}
+            log_metrics(self.accelerator, row, step)
+        return _in_words(self.train_loss, perf, memory)
+
+    def evaluation_is_due(self, step: int, *, every: int | None) -> bool:
+        """Whether one is to follow ``step``: after ``every`` steps or each epoch, and the last; never twice."""
+        is_time = step % (every or self.batches.order.steps_per_epoch) == 0 or step == self.batches.steps.stop
+        return is_time and step != self.evaluated_at
+
+    def log_evaluation(self, step: int, figures: dict[str, float]) -> bool:
+        """Log an evaluation after ``step``; returns whether its loss is the lowest so far.
+
+        Raises:
+            NotFinite: its loss is not, so the weights that the last steps left are of no use.
+        """
+        log_metrics(self.accelerator, {f"eval/{key}": value for key, value in figures.items()}, step)
+        if not isfinite(figures["loss"]):
+            raise NotFinite(
+                f"the evaluation after step {step} is not finite (loss {figures['loss']:g}), although the steps were: "
+                "lower --learning_rate and --weight_decay, or look at the held-out data"
+            )
+        self.evaluated, self.evaluated_at = figures, step
+        is_best = figures["loss"] < self.best_loss
+        if is_best:
+            self.best_loss = figures["loss"]
+        return is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on has to know, in plain values; the rows so far are then on the disk.
+
+        Raises:
+            NotFinite: more steps than allowed are not finite.
+        """
+        self.clock.synchronize()  # what follows waits for the device, in time that is left out
+        return {
+            **{name: getattr(self, name) for name in COUNTED},
+            "tokens_seen": int(self.tokens_seen),
+            "losses": self.losses.state_dict(),
+            "clock": self.clock.state_dict(),
+            "num_rows": sync_rows(self.accelerator),
+            "trackers": {"name": self.memory.settings.name, **tracker_ids(self.accelerator)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave."""
+        for name in (*COUNTED, "tokens_seen"):
+            setattr(self, name, state[name])
+        self.losses.load_state_dict(state["losses"])
+        self.clock.load_state_dict(state["clock"])
+
+    def results(self) -> dict[str, Any]:
+        """The part of ``results.json`` that every recipe fills alike."""
+        geometry = self.batches.geometry
+        perf = self.clock.figures()
+        perf |= self._utilization(perf) | self._model_flops() | {"train_time_s": self.clock.train_time_s}
+        return {
+            "global_batch_size": geometry.global_batch_size,
+            "micro_batch_size": geometry.micro_batch_size,
+            "accumulation_steps": geometry.accumulation_steps,
+            "num_processes": geometry.num_processes,
+            "device": self.device,
+            "mixed_precision": self.accelerator.mixed_precision,
+            "steps": self.batches.steps.stop,
+            **self._seen(),
+            **self.losses.skipped(),
+            "train_loss": self.train_loss,
+            "memory": self.memory.results(gather_figures(self.accelerator, self.memory.end_run())),
+            "perf": perf,
+        }
+
+    def _forward_and_backward(self, micro_batch: Batch, loss_of: Callable[[Batch], Tensor]) -> None:
+        with self.accelerator.no_sync(self.model):
+            loss_of(send_to_device(micro_batch, self.accelerator.device)).backward()
+
+    def _model_flops(self) -> dict[str, float]:
+        total = sum(self.flops_per_sample.values())
+        return {"model_gflops_per_sample": total / 1e9} if total else {}
+
+    def _samples_in_first_micro_batch(self, step: int) -> int:
+        """Of this rank; where its share has run out, a padding sample stands in."""
+        shares = self.batches.geometry.micro_batches(self.batches.order.num_samples_in(step))
+        return max(1, len(shares[self.accelerator.process_index][0]))
+
+    def _utilization(self, perf: dict[str, float]) -> dict[str, float]:
+        """The model FLOPs utilisation, where the samples per second and the device's peak are known."""
+        samples_per_sec = perf.get("samples_per_sec", 0) / self.accelerator.num_processes
+        flops_per_sec = {precision: flops * samples_per_sec for precision, flops in self.flops_per_sample.items()}
+        percentage = utilization_pct(flops_per_sec, self.device)
+        return {} if percentage is None else {"mfu_pct": percentage}
+
+    def _seen(self) -> dict[str, int]:
+        tokens = {"tokens_seen": int(self.tokens_seen)} if self.batches.count_valid else {}
+        return {"samples_seen": self.samples_seen, **tokens}
+
+
+def _in_words(loss: float, perf: dict[str, float], memory: dict[str, float]) -> str:
+    parts = [f"loss {loss:.4f}"]
+    if "tokens_per_sec" in perf:
+        parts.append(f"{perf['tokens_per_sec']:,.0f} tokens/s")
+    elif "samples_per_sec" in perf:
+        parts.append(f"{perf['samples_per_sec']:.0f} samples/s")
+    if "peak_allocated_gib" in memory:
+        parts.append(f"peak {memory['peak_allocated_gib']:.3f} GiB")
+    return ", ".join(parts)

@@ -1,0 +1,306 @@
+"""What a global batch leaves behind, and the first thing in which two of them differ.
+
+NOTE [ what equal means ]
+1. Values are equal bit for bit; 0 and -0 are equal, and so are two NaN at the same place. A NaN beside a number, or NaN
+   at other places, is a difference.
+2. A distance in ulp counts the floating-point numbers between two values of one dtype: 0 for equal ones, 1 for
+   neighbours (Goldberg 1991, https://doi.org/10.1145/103162.103163). It has no meaning where one of them is not finite.
+3. A NaN or an infinity in loss or gradients, equal or not, is no result that training could begin with.
+
+One verdict for all ranks, and what has to be the same on all of them.
+"""
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from memsave_recipes.profiling.preserve_state import lent
+
+Key = tuple[str, str]
+"""Kind and name: ``("gradient", "features.0.weight")``."""
+
+KINDS = ("loss", "gradient", "buffer", "parameter", "RNG")
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LARGEST = torch.iinfo(torch.int64).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one global batch did.
+
+    Args:
+        tensors: by kind and name, in the order of ``KINDS``, on whichever device they are.
+        block_runs: how often the modules of a block were called; empty where nobody counted.
+        error: in one line, where the run broke off.
+    """
+
+    tensors: dict[Key, Tensor]
+    block_runs: dict[str, int] = field(default_factory=dict)
+    error: str | None = None
+
+    def on_host(self) -> "Outcome":
+        """A copy that no later run can change."""
+        return replace(
+            self, tensors={key: tensor.detach().to("cpu", copy=True) for key, tensor in self.tensors.items()}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Where two outcomes differ first.
+
+    Args:
+        kind: one of ``KINDS``, ``block``, ``run`` (it broke off), or one of them ``over ranks``.
+        words: what is different.
+        ulp, absolute: the largest of the tensor, where both numbers are finite.
+    """
+
+    kind: str
+    name: str
+    words: str
+    ulp: int | None = None
+    absolute: float | None = None
+
+    def describe(self) -> str:
+        """``gradient of features.0.weight: 12 of 864 values differ, by up to 3 ulp (1.2e-07)``."""
+        largest = [] if self.absolute is None else [f"by up to {self.absolute:.1e}"]
+        if self.ulp is not None:
+            largest = [f"by up to {self.ulp:,} ulp ({self.absolute:.1e})"]
+        return f"{self.kind} {self.name}".strip() + ": " + ", ".join([self.words, *largest])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether the plan changes anything.
+
+    Args:
+        status: ``identical``, ``as exact as plain`` (a plan that compiles), ``nothing to verify``; or ``different``,
+            ``not repeatable`` (plain differs from plain), ``not synchronised``, ``not finite``, ``unproven``.
+        num_compared, num_different: tensors of this rank.
+        first: the first difference, in the order of a step: loss, gradients, buffers, parameters, RNG.
+        rank: which rank found it.
+        note: what else there is to know.
+    """
+
+    status: str
+    num_compared: int = 0
+    num_different: int = 0
+    first: Difference | None = None
+    rank: int | None = None
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether training can begin."""
+        return self.status in ("identical", "as exact as plain", "nothing to verify")
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = [self.status]
+        if self.first:
+            where = "" if self.rank is None else f" on rank {self.rank}"
+            parts.append(f"{self.first.describe()}{where}")
+        if self.num_compared:
+            many = f"{self.num_different} of " if self.num_different else ""
+            parts.append(f"{many}{self.num_compared} tensors {'differ' if self.num_different else 'compared'}")
+        return "; ".join([*parts, *filter(None, [self.note])])
+
+    def to_dict(self) -> dict[str, object]:
+        """What ``results.json`` holds: nothing that is unknown."""
+        first = {f"first_{name}": value for name, value in asdict(self.first).items()} if self.first else {}
+        entries = {**{k: v for k, v in asdict(self).items() if k not in ("status", "first")}, **first}
+        return {"verdict": self.status, **{name: value for name, value in entries.items() if value not in (None, "")}}
+
+
+def compare_runs(plain: Outcome, planned: Outcome, *, kept_blocks: tuple[str, ...] = ()) -> Verdict:
+    """NOTE [ what equal means ].
+
+    Args:
+        kept_blocks: must have run as often in one as in the other.
+    """
+    differences = list(_differences(plain, planned)) + _block_differences(plain, planned, kept_blocks)
+    return verdict_of("identical", differences, len(plain.tensors), planned)
+
+
+def measure(key: Key, one: Tensor, other: Tensor) -> Difference | None:
+    """The difference of two tensors; ``None`` where rule 1 calls them equal."""
+    kind, name = key
+    if one.shape != other.shape or one.dtype != other.dtype:
+        words = f"{tuple(one.shape)} in {one.dtype} became {tuple(other.shape)} in {other.dtype}".replace("torch.", "")
+        return Difference(kind=kind, name=name, words=words)
+    one, other = dense(one), dense(other)
+    differ = (one != other) & ~((one != one) & (other != other))
+    count = int(differ.sum())
+    if not count:
+        return None
+    if kind == "RNG":
+        return Difference(kind=kind, name=name, words="another state")
+    one, other = one[differ], other[differ]
+    words = f"{count} of {differ.numel()} values differ"
+    if nans := int((one.isnan() != other.isnan()).sum()):
+        words += f", {nans} of them NaN in one run and a number in the other"
+    finite = one.isfinite() & other.isfinite()
+    if not finite.any():
+        return Difference(kind=kind, name=name, words=words)
+    one, other = one[finite], other[finite]
+    ulp = int(distance_in_ulp(one, other).max()) if one.is_floating_point() else None
+    return Difference(kind=kind, name=name, words=words, ulp=ulp, absolute=_absolute(one, other))
+
+
+def distance_in_ulp(one: Tensor, other: Tensor) -> Tensor:
+    """Rule 2 for each pair of finite values of one floating dtype: int64, at most its largest number."""
+    bits = [x.contiguous().view(_BITS[x.element_size()]).to(torch.int64) for x in (one, other)]
+    mask = _LARGEST >> (64 - 8 * one.element_size())
+    magnitudes = [b & mask for b in bits]  # without the sign; neighbours of one sign are neighbours as integers
+    near = (magnitudes[0] - magnitudes[1]).abs()
+    room = _LARGEST - magnitudes[1]
+    far = torch.where(magnitudes[0] > room, _LARGEST, magnitudes[0] + magnitudes[1])
+    return torch.where(one.signbit() == other.signbit(), near, far)
+
+
+def verdict_of(if_equal: str, differences: list[Difference], num_compared: int, planned: Outcome) -> Verdict:
+    """``if_equal``, unless something differs or is not finite."""
+    if planned.error:
+        return Verdict(status="different", first=Difference(kind="run", name="", words=planned.error))
+    if differences:
+        count = len(differences)
+        return Verdict(status="different", num_compared=num_compared, num_different=count, first=differences[0])
+    not_finite = _first_not_finite(planned)
+    return Verdict(status="not finite" if not_finite else if_equal, num_compared=num_compared, first=not_finite)
+
+
+def keys_of(plain: Outcome, planned: Outcome) -> list[Key]:
+    """Of both, in the order of ``KINDS``."""
+    return sorted({**plain.tensors, **planned.tensors}, key=lambda key: KINDS.index(key[0]))
+
+
+def _differences(plain: Outcome, planned: Outcome) -> Iterator[Difference]:
+    for key in keys_of(plain, planned):
+        yield from difference_of(key, plain.tensors.get(key), planned.tensors.get(key))
+
+
+def difference_of(key: Key, plain: Tensor | None, planned: Tensor | None) -> list[Difference]:
+    """None or one, wherever the tensors are, and whether there are two."""
+    if plain is None or planned is None:
+        which = "planned" if plain is None else "plain"
+        words = f"only the {which} run {'changed it' if key[0] == 'parameter' else 'has one'}"
+        return [Difference(kind=key[0], name=key[1], words=words)]
+    found = measure(key, plain.cpu(), planned.cpu())
+    return [found] if found else []
+
+
+def _block_differences(plain: Outcome, planned: Outcome, kept_blocks: tuple[str, ...]) -> list[Difference]:
+    return [
+        Difference(kind="block", name=name, words="it ran again, and the plan keeps it")
+        for name in kept_blocks
+        if planned.block_runs.get(name, 0) > plain.block_runs.get(name, 0)
+    ]
+
+
+def _first_not_finite(outcome: Outcome) -> Difference | None:
+    for (kind, name), tensor in outcome.tensors.items():
+        if kind in ("loss", "gradient") and not bool(tensor.isfinite().all()):
+            count = int((~dense(tensor).isfinite()).sum())
+            return Difference(kind=kind, name=name, words=f"{count} of {tensor.numel()} values are not finite")
+    return None
+
+
+def _absolute(one: Tensor, other: Tensor) -> float:
+    wide = torch.float64 if one.is_floating_point() or one.dtype is torch.bool else torch.int64
+    return float((one.to(wide) - other.to(wide)).abs().max())
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Of a sparse gradient, its values at all places."""
+    tensor = tensor.detach()
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """What DDP wraps."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def reducer_of_its_own(model: nn.Module) -> AbstractContextManager[None]:
+    """Rule 4 of NOTE [ the proof ]: a copy of a DDP shares the module inside and makes a reducer for it."""
+    if not isinstance(model, DistributedDataParallel):
+        return nullcontext()
+    return lent(model, dict(vars(copy.copy(model))))
+
+
+def agree(verdict: Verdict) -> Verdict:
+    """The verdict of the first rank that objects; of this one where all pass."""
+    verdicts = _gather(verdict)
+    objections = [replace(found, rank=rank) for rank, found in enumerate(verdicts) if not found.passed]
+    if not objections or len(verdicts) == 1:
+        return verdict
+    return objections[0]
+
+
+def shared_at_the_start(model: nn.Module) -> dict[Key, Tensor]:
+    """What has to be the same on all ranks before a step: what trains, and buffers that DDP leaves alone."""
+    inner = without_wrapper(model)
+    parameters = {("parameter", name): p.detach() for name, p in inner.named_parameters() if p.requires_grad}
+    return parameters | {("buffer", name): b for name, b in inner.named_buffers() if not _is_broadcast(model, name)}
+
+
+def shared_after(model: nn.Module, outcome: Outcome) -> dict[Key, Tensor]:
+    """And after it: gradients, and buffers that DDP leaves alone. The others follow rank 0 at the next forward."""
+    return {
+        (kind, name): tensor
+        for (kind, name), tensor in outcome.tensors.items()
+        if kind == "gradient" or (kind == "buffer" and not _is_broadcast(model, name))
+    }
+
+
+def out_of_step(model: nn.Module, shared: dict[Key, Tensor]) -> Difference | None:
+    """The first tensor that is not the same on all ranks; the same answer on all of them."""
+    if not isinstance(model, DistributedDataParallel) or dist.get_world_size() == 1:
+        return None
+    digests = _gather({key: _digest(tensor) for key, tensor in shared.items()})
+    for key in dict.fromkeys(key for of_rank in digests for key in of_rank):
+        of_ranks = [of_rank.get(key) for of_rank in digests]
+        if len(set(of_ranks)) > 1:
+            other = next(rank for rank, digest in enumerate(of_ranks) if digest != of_ranks[0])
+            return _between_ranks(key, shared.get(key), other)
+    return None
+
+
+def _between_ranks(key: Key, tensor: Tensor | None, other: int) -> Difference:
+    tensors = _gather(None if tensor is None else dense(tensor).cpu())
+    kind = f"{key[0]} over ranks"
+    if tensors[0] is None or tensors[other] is None:
+        return Difference(kind=kind, name=key[1], words=f"rank 0 and rank {other}: only one of them has it")
+    found = measure(key, tensors[0], tensors[other])
+    # Bytes may differ where values do not, as in 0 and -0.
+    words = f"rank 0 and rank {other}: {found.words if found else 'other signs of zero'}"
+    return replace(found, kind=kind, words=words) if found else Difference(kind=kind, name=key[1], words=words)
+
+
+def _is_broadcast(model: nn.Module, name: str) -> bool:
+    """Whether DDP gives all ranks the buffer of rank 0 before a forward."""
+    if not isinstance(model, DistributedDataParallel):
+        return False
+    return bool(model.broadcast_buffers) and name not in model.parameters_to_ignore
+
+
+def _gather(value: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _digest(tensor: Tensor) -> str:
+    values = dense(tensor).cpu().contiguous().flatten()
+    digest = hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
+    return f"{tuple(tensor.shape)} {tensor.dtype} {digest}"

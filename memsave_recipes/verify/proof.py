@@ -1,0 +1,220 @@
+"""One global batch plain and planned, from one state, and no trace of it afterwards.
+
+NOTE [ the proof ]
+1. The same global batch runs forward and backward plain (the plan lifted) and planned, both from one state, without an
+   optimizer. What it leaves behind is compared: loss, every gradient, buffers, parameters, RNG, and which blocks ran
+   again. What equal means stands in ``outcomes.py``.
+2. It costs two global batches. On a difference plain runs a second time: a model that does not repeat itself (it counts
+   calls outside of its own state, or uses an operator without a fixed order) says nothing about the plan.
+3. Everything is put back (``kept_state.py``). Plain's results wait on the host; the device needs what plain training
+   needs, and under DDP the memory of one more set of gradients.
+4. DDP sorts its buckets after its first backward, which changes the order of sums over three ranks and more. So each
+   run gets a reducer of its own, and the one that trains has seen nothing.
+5. A plan that compiles is as exact as plain or not, which takes a third global batch, in float64 on a copy of the
+   model (8 bytes a parameter, as much for the gradients, and activations of twice the size). Dropout draws other masks
+   in float64: it is off in all three runs, so whether a compiled one drops the same is not seen.
+6. A device that adds in any order would make plain differ from plain: see NOTE [ a fixed order ].
+7. Not seen: state that a model keeps elsewhere, such as numpy's generator. It has to repeat itself without it.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memsave_recipes.activations import PlanHandle
+from memsave_recipes.activations.recompute import batchnorm_layers
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import Action
+from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
+from memsave_recipes.profiling.preserve_state import KeptState, lent, read_rng, training_mode
+from memsave_recipes.verify.outcomes import (
+    Key,
+    Outcome,
+    Verdict,
+    agree,
+    compare_runs,
+    out_of_step,
+    reducer_of_its_own,
+    shared_after,
+    shared_at_the_start,
+    without_wrapper,
+)
+from memsave_recipes.verify.reference import (
+    compare_by_reference,
+    count_block_runs,
+    in_fixed_order,
+    only_warn,
+    unordered_operator,
+)
+
+Step = Callable[[], Tensor]
+"""Forward and backward of one global batch, always the same one; returns its loss."""
+
+
+def verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
+    """Whether ``step`` leaves the same behind with the plan and without, by NOTE [ the proof ]; the same on all ranks.
+
+    Args:
+        model: what ``step`` runs, as wrapped for training; one that is in evaluation mode trains meanwhile.
+        handle: of the plan in force on it.
+        step: may be called two or three times.
+
+    Raises:
+        torch.OutOfMemoryError: a run found no memory, most likely the plain one.
+    """
+    plan = handle.plan
+    if plan.blocks_under(Action.KEEP) == plan.blocks:
+        return Verdict(status="nothing to verify", note="the plan keeps everything")
+    with training_mode(without_wrapper(model)):
+        return _verify(model, handle, step)
+
+
+def _verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
+    state = KeptState(without_wrapper(model))
+    proof = _Proof(model, handle, step, state)
+    try:
+        with in_fixed_order() if _adds_in_any_order(state.device) else nullcontext():
+            if first := out_of_step(model, shared_at_the_start(model)):
+                return Verdict(status="not synchronised", first=first)
+            verdict = proof.that_it_is_equal() if handle.plan.is_bitwise else proof.that_it_is_as_exact()
+        notes = [f"{operator} adds in any order" for operator in proof.unordered]
+        return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
+    finally:
+        state.put_back()
+        empty_cache(state.device)  # plain's activations, which training need not hold
+
+
+def capture(model: nn.Module, loss: Tensor, state: KeptState) -> Outcome:
+    """What a step has left behind, where it lies: no copies."""
+    inner = without_wrapper(model)
+    tensors: dict[Key, Tensor] = {("loss", ""): loss.detach()}
+    tensors |= {("gradient", name): p.grad for name, p in inner.named_parameters() if p.grad is not None}
+    tensors |= {("buffer", name): buffer for name, buffer in inner.named_buffers()}
+    tensors |= {("parameter", name): parameter for name, parameter in state.changed_parameters()}
+    tensors |= {("RNG", name): rng for name, rng in read_rng(state.device).items()}
+    return Outcome(tensors=tensors)
+
+
+@dataclass(frozen=True)
+class _Proof:
+    model: nn.Module
+    handle: PlanHandle
+    step: Step
+    state: KeptState
+    unordered: list[str] = field(default_factory=list)
+
+    def that_it_is_equal(self) -> Verdict:
+        """Rules 1 and 2."""
+        plan = self.handle.plan
+        plain = self.run_plain().on_host()
+        self.state.restart()
+        planned = self.run_planned()
+        verdict = agree(compare_runs(plain, planned, kept_blocks=plan.blocks_under(Action.KEEP)))
+        if verdict.passed and (first := out_of_step(self.model, shared_after(self.model, planned))):
+            return replace(verdict, status="not synchronised", first=first)
+        if verdict.status != "different" or verdict.first is None or verdict.first.kind == "run":
+            return verdict
+        self.state.restart()
+        again = agree(compare_runs(plain, self.run_plain()))
+        return replace(again, status="not repeatable") if again.status == "different" else verdict
+
+    def that_it_is_as_exact(self) -> Verdict:
+        """Rule 5."""
+        plain = self.run_plain().on_host()
+        self.state.restart()
+        reference = self.run_plain_in_float64()
+        self.state.restart()
+        planned = self.run_planned()
+        if reference.error is None or planned.error:
+            return agree(compare_by_reference(plain, planned, reference))
+        verdict = compare_runs(plain, planned)
+        note = f"nothing in float64 to compare with: {reference.error}"
+        return agree(verdict if verdict.passed else replace(verdict, status="unproven", note=note))
+
+    def run_plain(self) -> Outcome:
+        with _lifted(self.handle):
+            return self._run()
+
+    def run_planned(self) -> Outcome:
+        """A plan that breaks the run off has changed something, unless it says itself what the user should do."""
+        try:
+            return self._run()
+        except Exception as error:
+            if isinstance(error, InputError) or is_out_of_memory(error):
+                raise
+            return Outcome(tensors={}, error=_in_one_line(error))
+
+    def run_plain_in_float64(self) -> Outcome:
+        """There is none without the memory for it, or where an operator does not know float64."""
+        try:
+            with _lifted(self.handle):
+                inner = without_wrapper(self.model)
+                twin = copy.deepcopy(inner).double()
+                twin.register_forward_pre_hook(_inputs_to_float64, with_kwargs=True)
+                with lent(inner, dict(vars(twin))):
+                    return self._run_once().on_host()
+        except Exception as error:
+            return Outcome(tensors={}, error=_in_one_line(error))
+
+    def _run(self) -> Outcome:
+        """A run that an operator without a fixed order broke off begins again: rule 6."""
+        try:
+            return self._run_once()
+        except RuntimeError as error:
+            operator = unordered_operator(error)
+            if operator is None:
+                raise
+        self.unordered.append(operator)
+        only_warn()
+        self.state.restart()
+        return self._run_once()
+
+    def _run_once(self) -> Outcome:
+        is_bitwise = self.handle.plan.is_bitwise
+        if not is_bitwise:
+            _without_dropout(without_wrapper(self.model))
+        # A counter inside compiled code would be compiled too.
+        counted = self.handle.plan if is_bitwise else None
+        with reducer_of_its_own(self.model), count_block_runs(self.model, counted) as runs:
+            return replace(capture(self.model, self.step(), self.state), block_runs=dict(runs))
+
+
+@contextmanager
+def _lifted(handle: PlanHandle) -> Iterator[None]:
+    """The model without its plan, for a while."""
+    in_force = [(module, attribute, module.__dict__[attribute]) for module, attribute, _ in handle.replaced]
+    handle.remove()
+    try:
+        yield
+    finally:
+        for module, attribute, value in in_force:
+            handle.replace(module, attribute, value)
+
+
+def _adds_in_any_order(device: torch.device) -> bool:
+    """Whether it has operators that do, unless torch is told otherwise."""
+    return device.type != "cpu"
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Evaluation, but for BatchNorm. ``KeptState`` puts it back."""
+    model.eval()
+    for layer in batchnorm_layers([model]):
+        layer.train()
+
+
+def _inputs_to_float64(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def wide(value: Any) -> Any:
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(map(wide, args)), {name: wide(value) for name, value in kwargs.items()}
+
+
+def _in_one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

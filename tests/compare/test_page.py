@@ -1,0 +1,120 @@
+"""The page shows every run and its figures in a browser, asks for nothing, and logs no error."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsave_recipes.compare.compare import compare
+from memsave_recipes.compare.runs import History, Run
+from memsave_recipes.render.run_page import to_html
+
+Make = Callable[..., Run]
+BREAKDOWN = {"parameters_gib": 0.2, "gradients_gib": 0.1, "optimizer_state_gib": 0.1, "activations_gib": 0.25}
+
+
+@pytest.fixture
+def runs(make_run: Make, checkpointed: Make) -> list[Run]:
+    memory = {"peak_allocated_gib": 0.65, "saved_for_backward_gib": 0.1, "breakdown": BREAKDOWN}
+    memory["source"] = "one instrumented step"
+    return [
+        make_run("plain", device="A100", config={"lr": 0.125}),
+        checkpointed("segments", device="A100", memory=memory, config={"lr": 0.25}),
+        make_run("dense", model="densenet121", losses=(3.0, float("nan"), 2.0)),
+    ]
+
+
+def opened(page: str, tmp_path: Path, browse: Callable[[str], Any]) -> Any:
+    file = tmp_path / "compare.html"
+    file.write_text(page, encoding="utf-8")
+    return browse(file.as_uri())
+
+
+def text_of(html: str) -> str:
+    """What a reader sees, without the style and the script."""
+    body = re.sub(r"<(style|script)>.*?</\1>", "", html, flags=re.DOTALL)
+    return re.sub(r"<[^>]+>", " ", body)
+
+
+def test_a_browser_shows_every_run_and_its_figures_and_logs_no_error(
+    runs: list[Run], tmp_path: Path, browse: Callable[[str], Any]
+) -> None:
+    seen = opened(to_html(compare(runs)), tmp_path, browse)
+    text = text_of(seen.html)
+    for expected in ("3 runs compared", "plain", "segments", "dense", "vgg11", "densenet121", "segments:2"):
+        assert expected in text
+    for figure in ("1 GiB", "666 MiB", "-35 %", "102 MiB", "x0.80", "60.5 s", "0.9805", "16 x 2 ranks x 2"):
+        assert figure in text
+    for chart in ("Memory against throughput", "Peak memory", "Training loss", "activations", "What differs"):
+        assert chart in text
+    assert seen.html.count('class="dot') == 3
+    assert seen.html.count("<polyline") == 4  # one each, and the broken curve in two pieces
+    assert seen.console == []
+
+
+def test_headings_sort_and_dots_tell_about_their_run(
+    runs: list[Run], tmp_path: Path, browse: Callable[[str], Any]
+) -> None:
+    act = """<script>
+      const heading = [...document.querySelectorAll("thead button")].find((b) => b.textContent === "peak memory");
+      heading.click();
+      document.querySelector('.dot[data-run="2"]').dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
+    </script></body>"""
+    seen = opened(to_html(compare(runs)).replace("</body>", act), tmp_path, browse)
+    body = seen.html.partition("<tbody>")[2]
+    assert body.index("segments") < body.index("plain")
+    tip = seen.html.partition('id="tip"')[2].partition("</div>")[0]
+    assert "hidden" not in tip
+    assert "666 MiB at the peak" in tip
+    assert seen.console == []
+
+
+def test_the_console_is_watched(tmp_path: Path, browse: Callable[[str], Any]) -> None:
+    assert opened("<script>undefined.name</script>", tmp_path, browse).console
+
+
+def test_what_a_run_says_is_text_and_no_markup(make_run: Make, tmp_path: Path, browse: Callable[[str], Any]) -> None:
+    evil = '"><img src=x onerror="console.error(1)"><b title=\''
+    runs = [
+        make_run(evil, plan=evil, model=evil, device=evil, mixed_precision=evil, config={evil: evil}),
+        make_run("other", model=evil, device="cpu", mixed_precision=evil, eval={evil: 0.5}, config={evil: "o"}),
+    ]
+    page = to_html(compare(runs))
+    assert "<img" not in page
+    assert "title='" not in page
+    seen = opened(page, tmp_path, browse)
+    assert seen.console == []
+    assert seen.html.count("&lt;img") >= 8
+
+
+def test_the_page_names_no_other_file_or_server(runs: list[Run]) -> None:
+    page = to_html(compare(runs))
+    assert "default-src 'none'" in page
+    assert not re.search(r"https?://|src=|href=|url\(|@import", page)
+
+
+def test_runs_that_are_not_comparable_are_warned_of(make_run: Make) -> None:
+    page = to_html(compare([make_run("a", device="A100"), make_run("b", device="H200")]))
+    assert '<p class="warning">not comparable: runs of vgg11 differ in device: A100 (a), H200 (b)</p>' in page
+
+
+def test_only_what_differs_in_the_configurations_is_listed(make_run: Make) -> None:
+    runs = [make_run(name, config={"lr": lr, "seed": 7}) for name, lr in (("a", 0.1), ("b", 0.2))]
+    listed = to_html(compare(runs)).partition("What differs")[2]
+    assert "<dt>lr</dt>" in listed
+    assert "seed" not in listed
+
+
+def test_a_single_bare_run_makes_a_page() -> None:
+    bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=History([]))
+    page = to_html(compare([bare]))
+    assert "1 run compared" in page
+    assert "<figure" not in page
+
+
+def test_forty_runs_are_numbered(make_run: Make) -> None:
+    runs = [make_run(f"run{n}", memory={"peak_allocated_gib": 1 + n / 10}) for n in range(40)]
+    page = to_html(compare(runs))
+    assert page.count("<tr data-run=") == page.count('class="dot') == page.count("<polyline") == 40

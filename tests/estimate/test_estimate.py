@@ -1,0 +1,407 @@
+"""Steps on paper: models without weights, and what CUDA's kernels would save and allocate, by hand."""
+
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
+
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations.offload import Mover
+from memsave_recipes.activations.spans import RUN
+from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.kernels import CudaWorkspaces, cuda_kernels
+from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.models.adapters import LoraArguments, add_lora
+from memsave_recipes.models.convnets import build_vgg
+from memsave_recipes.plans import Action, plan_for
+from memsave_recipes.plans.simulate import host_bytes, simulate
+from memsave_recipes.profiling.block_costs import Workload
+from memsave_recipes.profiling.trace_events import DeviceInstruments
+
+CPU = torch.device("cpu")
+A100 = find_target("a100")
+BF16, FLOAT32 = 2, 4
+SMALL = 1024  # bytes of scalars and seeds that nobody counts by hand
+
+
+@pytest.fixture
+def cuda():
+    with FakeTensorMode(), cuda_kernels(A100):
+        yield
+
+
+def saved_by(forward):
+    """The bytes of each storage that autograd saves, once."""
+    storages = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        out = forward()
+    return out, sorted((storage.nbytes() for storage in storages.values() if storage.nbytes() > 16), reverse=True)
+
+
+def heads(count, length=100, dtype=torch.bfloat16, size=32):
+    return torch.empty(2, count, length, size, dtype=dtype, requires_grad=True)
+
+
+def test_half_precision_takes_flash_attention_also_where_heads_share_keys(cuda):
+    query, key, value = heads(8), heads(2), heads(2)
+    _, saved = saved_by(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+    row_sums = 2 * 8 * 100 * FLOAT32
+    assert saved == sorted([query.nbytes, key.nbytes, value.nbytes, query.nbytes, row_sums], reverse=True)
+
+
+def test_float32_takes_the_memory_efficient_kernel(cuda):
+    query, key, value = (heads(4, dtype=torch.float32) for _ in range(3))
+    _, saved = saved_by(lambda: F.scaled_dot_product_attention(query, key, value))
+    assert saved == [query.nbytes] * 4 + [2 * 4 * 128 * FLOAT32]  # rows in blocks of 32
+
+
+def test_a_boolean_mask_becomes_one_of_the_queries_dtype_with_padded_rows(cuda):
+    query, key, value = (heads(4) for _ in range(3))
+    mask = torch.empty(2, 1, 100, 100, dtype=torch.bool)
+    _, saved = saved_by(lambda: F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    assert 2 * 1 * 100 * 112 * BF16 in saved
+    assert not any(size == 2 * 4 * 100 * 100 * BF16 for size in saved)  # no scores
+
+
+def test_where_no_fused_kernel_can_the_scores_are_written_out(cuda):
+    query, key, value = (heads(4, dtype=torch.float32, size=33) for _ in range(3))
+    _, saved = saved_by(lambda: F.scaled_dot_product_attention(query, key, value))
+    assert 2 * 4 * 100 * 100 * FLOAT32 in saved
+
+
+def test_flash_attention_pads_heads_to_a_multiple_of_eight(cuda):
+    query, key, value = (heads(4, size=36) for _ in range(3))
+    out, saved = saved_by(lambda: F.scaled_dot_product_attention(query, key, value))
+    assert out.shape == query.shape
+    assert saved[:4] == [2 * 4 * 100 * 40 * BF16] * 4
+
+
+def test_the_backward_of_flash_attention_sums_in_float32(cuda):
+    query, key = heads(8, length=200, size=40), heads(2, length=200, size=40)
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    run = CudaWorkspaces().of(backward, (query, query, key, key), {})
+    results = query.nbytes + 2 * key.nbytes
+    sums, repeated = 2 * 8 * 256 * (64 + 1) * FLOAT32, 2 * query.nbytes
+    assert run.peak_bytes == results + sums + repeated
+
+
+def test_the_memory_efficient_backward_multiplies_float32_outputs(cuda):
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    for dtype, products in ((torch.float32, 1), (torch.bfloat16, 0)):
+        x = heads(4, dtype=dtype)
+        run = CudaWorkspaces().of(backward, (x, x, x, x), {})
+        assert run.peak_bytes == (3 + products) * x.nbytes + 2 * 4 * 100 * FLOAT32
+
+
+def test_older_devices_have_no_flash_attention():
+    with FakeTensorMode(), cuda_kernels(find_target("t4")):
+        query = heads(4, length=96, dtype=torch.float16)
+        out, _ = saved_by(lambda: F.scaled_dot_product_attention(query, query, query))
+        assert "EfficientAttention" in out.grad_fn.name()
+
+
+def test_dropout_saves_a_byte_for_each_element(cuda):
+    x = torch.empty(64, 32, requires_grad=True)
+    assert saved_by(lambda: F.dropout(x, 0.1))[1] == [64 * 32]
+    assert saved_by(lambda: F.dropout(x, 0.1, training=False))[1] == []
+
+
+def test_autocast_computes_norms_and_losses_in_float32(cuda):
+    x, labels = torch.empty(64, 32, dtype=torch.bfloat16, requires_grad=True), torch.empty(64, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        normed, saved = saved_by(lambda: F.layer_norm(x, (32,)))
+        assert (normed.dtype, saved) == (torch.float32, [64 * 32 * FLOAT32, 64 * FLOAT32, 64 * FLOAT32])
+        loss, saved = saved_by(lambda: F.cross_entropy(x, labels))
+        assert (loss.dtype, saved[0]) == (torch.float32, 64 * 32 * FLOAT32)
+        assert x.softmax(-1).dtype == (x**2).dtype == x.sum().dtype == torch.float32
+        assert F.gelu(x).dtype == torch.bfloat16
+
+
+def test_tensors_say_that_they_are_on_cuda(cuda):
+    assert torch.empty(1).is_cuda
+
+
+def workload_of(model, batch, loss_of, stacks=None):
+    return Workload(
+        model=model,
+        forward=lambda: loss_of(model, batch),
+        batch=list(batch.values()),
+        device=CPU,
+        stacks=stacks or block_names(find_stacks(model)),
+    )
+
+
+def token_loss(model, batch):
+    return model(**batch).loss
+
+
+def tokens_for(model, length):
+    tokens = torch.empty(2, length, dtype=torch.long, device="meta")
+    return paper_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
+
+
+def causal_lm(config):
+    return lambda: AutoModelForCausalLM.from_config(config).train()
+
+
+def llama(**changes):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 512}
+    return LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False, **changes})
+
+
+def test_a_layer_of_gpt2_under_bf16_by_hand():
+    rows, width, length = 2 * 64, 128, 64
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(n_layer=3, n_head=4, n_embd=width, vocab_size=512, use_cache=False, **no_dropout)
+    model = paper_model(causal_lm(config))
+    batch = tokens_for(model, length)
+    workload = workload_of(model, batch, token_loss)
+    measured = measure_on_paper(workload, [plan_blocks(model, "none")], A100, autocast_dtype=torch.bfloat16)
+    block = measured.chain().blocks[2]
+    by_hand = {
+        "weights, cast": (3 + 1 + 4 + 4) * width * width * BF16,
+        "statistics of two norms": 2 * 2 * rows * FLOAT32,
+        "norms, cast": 2 * rows * width * BF16,
+        "queries, keys and values": 3 * rows * width * BF16,
+        "attention": rows * width * BF16,
+        "its sums": rows * 4 * FLOAT32,
+        "mask of this layer": 2 * length * length * BF16,
+        "input of the second norm": rows * width * FLOAT32,
+        "GELU: to be cubed, tanh, one more than it": 3 * rows * 4 * width * FLOAT32,
+        "GELU: a half": rows * 4 * width * BF16,
+        "GELU, cast": rows * 4 * width * BF16,
+    }
+    assert block.name == "transformer.h.1"
+    assert block.option(Action.KEEP).saves_input
+    assert block.option(Action.KEEP).saved_bytes == pytest.approx(sum(by_hand.values()), abs=SMALL)
+
+
+@pytest.mark.parametrize("name", ["densenet_small", "gpt2"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+def test_on_this_cpu_the_peaks_are_those_of_the_profiler(make_case, name, bf16):
+    case = make_case(name)
+    if config := getattr(case.model, "config", None):
+        config.use_cache = False
+    stacks = block_names(find_stacks(case.model))
+
+    def measured_peak_bytes(strategy):
+        def step(meter):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16, cache_enabled=False):
+                loss = case.loss_of(case.model, case.batch)
+            loss.backward()
+            meter.note()
+
+        with apply_plan(case.model, plan_blocks(case.model, strategy)):
+            for _ in range(2):  # the first one warms up
+                case.model.zero_grad(set_to_none=True)
+                readings = DeviceInstruments(CPU).read_memory(step)
+        return readings[-1].peak_bytes
+
+    model = paper_model(lambda: make_case(name).model)
+    if name == "gpt2":
+        model.config.use_cache = False
+    batch = paper_batch(model, {"batch": case.batch})
+    workload = workload_of(model, batch, lambda model, batch: case.loss_of(model, batch["batch"]), stacks)
+    plans = [plan_blocks(case.model, strategy) for strategy in ("none", "selective")]
+    autocast = torch.bfloat16 if bf16 else None
+    chain = measure_on_paper(workload, plans, find_target("cpu"), autocast_dtype=autocast).chain()
+    random_states = {"none": 0, "full": 0, "selective": 5056 * len(plans[0].blocks)}  # which fake tensors do not show
+    for strategy, unseen in random_states.items():
+        predicted = simulate(chain, plan_blocks(case.model, strategy)).peak_bytes - chain.resident_bytes
+        measured = measured_peak_bytes(strategy)
+        assert 0.99 * (measured - unseen) <= predicted <= 1.01 * measured, strategy
+
+
+@pytest.mark.parametrize("name", ["llama", "vit", "densenet_small"])
+def test_a_model_without_weights_costs_what_the_real_one_does(make_case, name):
+    case = make_case(name)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with FakeCopyMode(mode):
+        copied, images = copy.deepcopy(case.model), copy.deepcopy(case.batch)
+    without = paper_model(lambda: make_case(name).model)
+    chains = []
+    for model, batch in ((copied, {"batch": images}), (without, paper_batch(without, {"batch": case.batch}))):
+        workload = workload_of(model, batch, lambda model, batch: case.loss_of(model, batch["batch"]))
+        chains.append(measure_on_paper(workload, [plan_blocks(model, "none")], A100).chain())
+    assert chains[0] == chains[1]
+
+
+def test_ties_buffers_and_adapters_survive():
+    def build():
+        model = causal_lm(llama(tie_word_embeddings=True))()
+        add_lora(model, LoraArguments(lora=True), task_type="CAUSAL_LM")
+        return model
+
+    model, real = paper_model(build), build()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for of in (nn.Module.named_parameters, nn.Module.named_buffers):
+        ours, theirs = ({name: (t.shape, t.dtype, t.requires_grad) for name, t in of(m)} for m in (model, real))
+        assert ours == theirs
+    workload = workload_of(model, tokens_for(model, 16), token_loss)
+    chain = measure_on_paper(workload, [plan_blocks(model, "none")], A100).chain()
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    assert chain.all_gradients_bytes == trained
+
+
+def test_gradients_of_a_tied_weight_are_summed_in_place():
+    """As autograd's engine does it with real tensors: never three of them."""
+    model = paper_model(lambda: TiedSum(50_000, 8))
+    batch = paper_batch(model, {"tokens": torch.empty(4, dtype=torch.long)})
+    workload = workload_of(model, batch, lambda model, batch: model(batch["tokens"]), [["layer"]])
+    measured = measure_on_paper(workload, [plan_for("none", [["layer"]])], A100)
+    peak = max(reading.peak_bytes for reading in measured.seen[0][1].memory)
+    assert peak == pytest.approx(2 * model.weight.nbytes, rel=0.01)
+
+
+class TiedSum(nn.Module):
+    """Looks rows of a weight up, and sums the weight as well."""
+
+    def __init__(self, rows, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width))
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, tokens):
+        return self.layer(F.embedding(tokens, self.weight)).sum() + Summed.apply(self.weight)
+
+
+class Summed(torch.autograd.Function):
+    """A sum whose gradient takes memory, as that of a head does."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.shape = weight.shape
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(ctx.shape).clone()
+
+
+def offloaded(host_bytes_per_s):
+    model = paper_model(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))))
+    batch = paper_batch(model, {"x": torch.empty(1024, 512)})
+    workload = workload_of(model, batch, lambda model, batch: model(batch["x"]).sum())
+    plans = [plan_blocks(model, strategy) for strategy in ("none", "offload")]
+    target = replace(A100, host_bytes_per_s=host_bytes_per_s)
+    return measure_on_paper(workload, plans, target)
+
+
+def test_offloading_waits_for_the_link():
+    saved = 2 * 1024 * 512 * FLOAT32  # what a block moves: its input, or what GELU saves, and its product
+    fast, slow = (offloaded(rate).chain(offload=True).blocks[3].option(Action.OFFLOAD) for rate in (1e15, 1e9))
+    assert fast.added_s < 1e-5
+    assert slow.added_s == pytest.approx(2 * saved / 1e9, rel=0.1)  # there and back
+
+
+def test_what_offloads_is_not_held():
+    measured = offloaded(A100.host_bytes_per_s)
+    chain = measured.chain(offload=True)
+    plan = measured.seen[1][0]
+    set_aside = chain.resident_bytes - measured.chain().resident_bytes
+    keep, move = (simulate(chain, p).peak_bytes - set_aside for p in (measured.seen[0][0], plan))
+    assert move < 0.7 * keep
+    assert chain.blocks[3].option(Action.OFFLOAD).saved_bytes == 0
+
+
+class CountedCopies:
+    """Copies at once, and the bytes that torch would pin for them (``CachingHostAllocator.h``)."""
+
+    def __init__(self):
+        self.pinned_bytes = 0
+
+    def empty_on_host(self, num_bytes):
+        self.pinned_bytes += 1 << (num_bytes - 1).bit_length()
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def start(self, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, event):
+        pass
+
+
+def gpt2():
+    sizes = {"vocab_size": 64, "n_layer": 5, "n_head": 4, "n_embd": 256, "n_positions": 256}
+    rates = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)  # masks are larger on a CPU
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **rates, **tokens, use_cache=False, attn_implementation="eager"))
+
+
+def of_layers(activation):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), activation()) for _ in range(8)))
+
+
+MOVING = {
+    "gelu": (lambda: of_layers(nn.GELU), lambda: {"input": torch.zeros(1024, 512)}),
+    "tanh": (lambda: of_layers(nn.Tanh), lambda: {"input": torch.zeros(1024, 512)}),
+    "gpt2": (gpt2, lambda: {"input_ids": torch.zeros(4, 256, dtype=torch.long)}),
+    "vgg": (lambda: build_vgg("vgg_small", num_classes=10), lambda: {"x": torch.zeros(64, 3, 32, 32)}),
+}
+
+
+def loss_of(model, batch):
+    output = model(*batch.values())
+    return getattr(output, "logits", output).sum()
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_what_offloading_pins_on_the_host_is_predicted(name, monkeypatch):
+    build, batch_of = MOVING[name]
+    model = paper_model(build)
+    workload = workload_of(model, paper_batch(model, batch_of()), loss_of)
+    plain, offload = (plan_blocks(model, strategy) for strategy in ("none", "offload"))
+    chain = measure_on_paper(workload, [plain, offload], A100).chain(offload=True)
+    copies = CountedCopies()
+    monkeypatch.setitem(RUN, Action.OFFLOAD, Mover(CPU, copies).run)
+    real = build()
+    with apply_plan(real, offload):
+        loss_of(real, batch_of()).backward()
+    assert copies.pinned_bytes > 0
+    assert copies.pinned_bytes <= host_bytes(chain, offload) <= 1.15 * copies.pinned_bytes
+    assert host_bytes(chain, plain) == 0
+
+
+EIGHT_BILLION = """
+import resource
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.profiling.block_costs import Workload
+from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.targets import find_target
+
+sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+config = LlamaConfig(**sizes, num_hidden_layers=32, vocab_size=128256, use_cache=False)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = paper_model(lambda: LlamaForCausalLM(config).train())
+tokens = torch.empty(1, 8192, dtype=torch.long, device="meta")
+batch = paper_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
+workload = Workload(model=model, forward=lambda: model(**batch).loss, batch=list(batch.values()),
+    device=torch.device("cpu"), stacks=block_names(find_stacks(model)))
+chain = measure_on_paper(workload, [plan_blocks(model, "none")], find_target("a100")).chain()
+print(chain.resident_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_eight_billion_parameters_take_no_memory():
+    run = subprocess.run([sys.executable, "-c", EIGHT_BILLION], capture_output=True, text=True, check=True)
+    predicted_bytes, grown_kib = map(int, run.stdout.split())
+    assert predicted_bytes > 8.03e9 * FLOAT32
+    assert grown_kib < 512 * 1024

@@ -1,0 +1,86 @@
+"""What operators take on paper: nothing where nothing is computed, and of a large tensor what is touched of it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.estimate import fake_step
+from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.fake_step import bytes_moved
+from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.profiling.block_costs import Workload
+
+aten = torch.ops.aten
+ROWS, WORDS, FLOAT32, INT64 = 8, 1000, 4, 8
+
+
+@pytest.fixture
+def priced(monkeypatch):
+    """(operator, whether its kernel computes, seconds) of everything that is priced."""
+    found = []
+    price = fake_step._Operators._seconds
+
+    def spy(self, func, args, kwargs, leaves, out):
+        seconds = price(self, func, args, kwargs, leaves, out)
+        found.append((str(func), computes(func, leaves, out), seconds))
+        return seconds
+
+    monkeypatch.setattr(fake_step._Operators, "_seconds", spy)
+    return found
+
+
+def computes(func, leaves, out):
+    """Whether it changes memory, or returns memory that is not that of its arguments."""
+    given = {tensor.untyped_storage()._cdata for tensor in leaves if isinstance(tensor, Tensor)}
+    new = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    is_empty = "empty" in str(func)
+    return func._schema.is_mutable or (not is_empty and any(t.untyped_storage()._cdata not in given for t in new))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "densenet_small"])
+def test_what_computes_nothing_takes_no_time(make_case, priced, name):
+    case = make_case(name)
+    model = paper_model(lambda: make_case(name).model)
+    batch = paper_batch(model, {"batch": case.batch})
+    workload = Workload(
+        model=model,
+        forward=lambda: case.loss_of(model, batch["batch"]),
+        batch=list(batch.values()),
+        device=torch.device("cpu"),
+        stacks=block_names(find_stacks(model)),
+    )
+    measure_on_paper(workload, [plan_blocks(model, "none")], find_target("a100"), autocast_dtype=torch.bfloat16)
+    assert {name for name, computes, seconds in priced if seconds and not computes} == set()
+    assert {name for name, computes, seconds in priced if computes and not seconds} == set()
+
+
+def moved(func, *args, **kwargs):
+    return bytes_moved(func, args, kwargs, func(*args, **kwargs))
+
+
+def test_of_logits_what_is_picked_and_put_is_moved():
+    logits, rows, labels = torch.zeros(ROWS, WORDS), torch.arange(ROWS), torch.ones(ROWS, dtype=torch.int64)
+    picked = ROWS * INT64 + 2 * ROWS * FLOAT32
+    assert moved(aten.gather.default, logits, 1, labels[:, None]) == picked
+    assert moved(aten.index.Tensor, logits, [rows, labels]) == picked + ROWS * INT64
+    values = torch.ones(ROWS)
+    assert moved(aten.index_put_.default, logits, [rows, labels], values) == 2 * ROWS * INT64 + 3 * ROWS * FLOAT32
+    assert moved(aten.embedding.default, torch.zeros(WORDS, 16), labels) == ROWS * (INT64 + 2 * 16 * FLOAT32)
+
+
+def test_what_is_overwritten_is_not_read():
+    logits, half = torch.zeros(ROWS, WORDS), torch.zeros(ROWS, WORDS, dtype=torch.bfloat16)
+    assert moved(aten.zero_.default, logits) == logits.nbytes
+    assert moved(aten.zeros_like.default, logits) == logits.nbytes
+    assert moved(aten.copy_.default, logits, half) == half.nbytes + logits.nbytes
+    assert moved(aten.add_.Tensor, logits, half) == half.nbytes + 2 * logits.nbytes
+    left, right = torch.zeros(ROWS, 4), torch.zeros(4, WORDS)
+    product = left.nbytes + right.nbytes + 2 * logits.nbytes  # which is added to ``logits``
+    assert moved(aten.addmm.out, logits, left, right, out=logits) == product
+
+
+def test_an_expanded_tensor_is_read_once():
+    row = torch.zeros(1, WORDS)
+    assert moved(aten.exp.default, row.expand(ROWS, WORDS)) == row.nbytes + ROWS * row.nbytes

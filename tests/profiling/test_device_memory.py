@@ -1,0 +1,58 @@
+"""Device memory is what torch says; the diary of CUDA's allocator begins and ends where it is told."""
+
+import pickle
+
+import pytest
+import torch
+
+from memsave_recipes.profiling.memory import (
+    DeviceMemory,
+    read_device_memory,
+    record_history,
+    reset_peaks,
+    write_snapshot,
+)
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_the_figures_of_an_accelerator(monkeypatch):
+    statistics = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 8, "num_alloc_retries": 2, "num_ooms": 1}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: statistics)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (30, 40))
+    assert read_device_memory(torch.device("cuda", 0)) == DeviceMemory(
+        peak_allocated_bytes=5, peak_reserved_bytes=8, device_used_bytes=10, num_alloc_retries=2, num_ooms=1
+    )
+
+
+def test_a_snapshot_ends_the_recording(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path))
+    record_history()
+    write_snapshot(tmp_path / "run" / "memory_snapshot.pickle")
+    assert calls[0]["max_entries"] > 0
+    assert calls[1:] == [str(tmp_path / "run" / "memory_snapshot.pickle"), {"enabled": None}]
+    assert (tmp_path / "run").is_dir()
+
+
+@needs_cuda
+def test_on_cuda_the_peaks_are_torchs():
+    device = torch.device("cuda", 0)
+    reset_peaks(device)
+    torch.empty(10_000_000, device=device)
+    memory = read_device_memory(device)
+    assert memory.peak_allocated_bytes == torch.cuda.max_memory_allocated(device)
+    assert memory.peak_reserved_bytes == torch.cuda.max_memory_reserved(device)
+    assert memory.peak_allocated_bytes >= 40_000_000
+    reset_peaks(device)
+    assert read_device_memory(device).peak_allocated_bytes == torch.cuda.memory_allocated(device)
+
+
+@needs_cuda
+def test_on_cuda_a_snapshot_holds_what_was_recorded(tmp_path):
+    record_history()
+    kept = torch.empty(10_000_000, device="cuda")
+    write_snapshot(tmp_path / "memory_snapshot.pickle")
+    snapshot = pickle.loads((tmp_path / "memory_snapshot.pickle").read_bytes())
+    assert any(entry["size"] >= kept.nbytes for trace in snapshot["device_traces"] for entry in trace)

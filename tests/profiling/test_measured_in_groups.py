@@ -1,0 +1,31 @@
+"""Blocks measured group by group cost what they cost in one step."""
+
+import pytest
+import torch
+
+from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.plans.simulate import simulate
+from memsave_recipes.profiling.block_costs import Workload, measure, measure_in_groups
+
+
+@pytest.mark.parametrize("name", ["gpt2", "densenet_small"])
+def test_peaks_are_those_of_blocks_measured_together(make_case, name):
+    case = make_case(name)
+    case.batch = case.batch.repeat(4, *[1] * (case.batch.ndim - 1))
+    workload = Workload(
+        model=case.model,
+        forward=lambda: case.model(case.batch)[0].square().mean(),
+        batch=[case.batch],
+        device=torch.device("cpu"),
+        stacks=block_names(find_stacks(case.model)),
+    )
+    plans = [plan_blocks(case.model, strategy) for strategy in ("none", "selective")]
+    together = measure(workload, plans).chain()
+    for num_groups in (2, len(together.decided)):
+        alone = measure_in_groups(workload, plans, num_groups).chain()
+        assert [block.name for block in alone.blocks] == [block.name for block in together.blocks]
+        for strategy in ("none", "full", "segments:2", "selective"):
+            plan = plan_blocks(case.model, strategy)
+            expected = simulate(together, plan).peak_bytes - together.resident_bytes
+            found = simulate(alone, plan).peak_bytes - alone.resident_bytes
+            assert expected <= found <= 1.02 * expected, strategy

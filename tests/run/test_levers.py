@@ -1,0 +1,127 @@
+"""What each lever frees, by hand, and which ones a run is offered."""
+
+import pytest
+import torch
+from torch import nn
+
+from memsave_recipes.planner.levers import SAME, Situation, find_levers
+from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.optimizers import make_optimizer, state_bytes
+
+WEIGHT = 64 * 128  # numbers
+IMAGE_FLAGS = {"activation_checkpointing": "none", "optimizer": "adamw", "momentum": 0.9, "dtype": "float32"}
+TEXT_FLAGS = {**IMAGE_FLAGS, "optimizer_in_backward": False, "lora": False, "lora_rank": 2, "loss": "auto"}
+
+
+def model():
+    return nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+
+
+def levers(flags, *, network=None, micro=8, accumulation=1, ranks=1, mixed_precision="no", **figures):
+    """What each lever's flags free."""
+    geometry = Geometry(global_batch_size=micro * accumulation * ranks, micro_batch_size=micro, num_processes=ranks)
+    found = find_levers(
+        Situation(
+            flags=flags,
+            geometry=geometry,
+            model=network or model(),
+            mixed_precision=mixed_precision,
+            **{"activations_bytes": 1000, "freed_by_recomputation_bytes": 600, **figures},
+        )
+    )
+    return {lever.flags: lever.freed_bytes for lever in found}
+
+
+def test_an_image_recipe():
+    parameters = 2 * 4 * WEIGHT
+    assert levers(IMAGE_FLAGS) == {
+        "--micro_batch_size 2": 750,
+        "--activation_checkpointing full": 600,
+        "--micro_batch_size 4": 500,
+        "--dtype bfloat16": 2 * parameters,  # half of parameters, gradients and twice that for AdamW
+        "--optimizer adamw_8bit": 2 * 8 * WEIGHT - 2 * 2 * (WEIGHT + 4 * WEIGHT // 256),
+        "--optimizer adafactor": 2 * (8 * WEIGHT - 4 * (64 + 128)),
+        "accelerate launch --mixed_precision bf16": None,
+    }
+
+
+def test_the_same_curve_comes_first():
+    found = list(levers(TEXT_FLAGS))
+    assert found[:3] == ["--micro_batch_size 2", "--activation_checkpointing full", "--micro_batch_size 4"]
+
+
+def test_adapters_take_the_place_of_gradients_and_state():
+    adapters = 2 * 2 * (64 + 128)  # numbers: rank 2, two layers
+    assert levers(TEXT_FLAGS)["--lora"] == 2 * 12 * WEIGHT - 16 * adapters
+    assert "--lora" not in levers({**TEXT_FLAGS, "lora": True})
+
+
+def test_an_optimizer_in_the_backward_leaves_one_gradient():
+    flags = "--optimizer_in_backward --max_grad_norm 0"
+    assert levers(TEXT_FLAGS)[flags] == 4 * WEIGHT
+    assert flags not in levers(TEXT_FLAGS, accumulation=2)
+    assert flags not in levers(TEXT_FLAGS, ranks=2)
+    assert flags not in levers(TEXT_FLAGS, mixed_precision="fp16")
+    already = levers({**TEXT_FLAGS, "optimizer_in_backward": True})
+    assert flags not in already
+    assert not any("micro_batch" in flags for flags in already)  # it cannot accumulate
+
+
+def test_the_full_loss_holds_the_logits_twice():
+    network = model()
+    network.config = type("Config", (), {"vocab_size": 1000})
+    found = levers({**TEXT_FLAGS, "loss": "full", "block_size": 16}, network=nn.Sequential(network))
+    assert found["--loss auto"] == 2 * 8 * 16 * 1000 * 4
+    assert "--loss auto" not in levers(TEXT_FLAGS, network=nn.Sequential(network))
+
+
+def test_frozen_weights_have_nothing_to_free():
+    network = model().requires_grad_(False)
+    found = levers(TEXT_FLAGS, network=network)
+    assert found["--dtype bfloat16"] == 4 * WEIGHT
+    assert not any("optimizer" in flags or "lora" in flags for flags in found)
+
+
+def test_what_cannot_be_known_has_no_figure():
+    found = levers(IMAGE_FLAGS, activations_bytes=None, freed_by_recomputation_bytes=None)
+    assert found["--micro_batch_size 4"] is None
+    assert found["--activation_checkpointing full"] is None
+
+
+def test_what_frees_nothing_is_not_offered():
+    assert "--activation_checkpointing full" not in levers(IMAGE_FLAGS, freed_by_recomputation_bytes=0)
+    assert not any("micro_batch" in flags for flags in levers(IMAGE_FLAGS, micro=1))
+    assert list(levers({**IMAGE_FLAGS, "activation_checkpointing": "segments:2"}))[:2] == [
+        "--micro_batch_size 2",
+        "--micro_batch_size 4",
+    ]
+
+
+def test_batchnorm_sees_fewer_samples():
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    geometry = Geometry(global_batch_size=8, micro_batch_size=8, num_processes=1)
+    situation = Situation(
+        flags={},
+        geometry=geometry,
+        model=network,
+        mixed_precision="no",
+        activations_bytes=8,
+        freed_by_recomputation_bytes=None,
+    )
+    assert {lever.curve for lever in find_levers(situation)} == {"BatchNorm sees fewer samples"}
+    network[1] = nn.LayerNorm(4)
+    assert {lever.curve for lever in find_levers(situation)} == {SAME}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+def test_the_state_is_what_the_optimizer_makes(name, dtype):
+    network = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64 * 36, 128)).to(dtype)
+    optimizer = make_optimizer(OptimizerArguments(optimizer=name), network)
+    network(torch.randn(2, 3, 8, 8, dtype=dtype)).sum().backward()
+    optimizer.step()
+    tensors = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    expected = sum(tensor.nbytes for tensor in tensors if tensor.ndim)  # not the counters of steps
+    assert state_bytes(name, list(network.parameters()), momentum=0.9) == expected
+    assert not state_bytes("sgd", list(network.parameters()))

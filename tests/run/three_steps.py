@@ -1,0 +1,44 @@
+"""A run of three steps through our trackers: ``python three_steps.py REPORT_TO FOLDER NAME LIMITS``.
+
+Tests run it in a process of its own, or take its parts from the fixture ``three_steps``. ``LIMITS`` is JSON of time
+limits of ``wandb_run``, so that a test need not wait for the real ones.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from memsave_recipes.run import dashboards
+from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers, start_trackers
+
+CONFIG = {"seed": 0, "plan": {"strategy": "segments:2", "spans": [3, 8]}}
+LABELS = {
+    "project": "memsave",
+    "group": "vgg11-gbs64-32px",
+    "name": "segments:2-mbs16x4",
+    "tags": ["segments:2", "cpu"],
+}
+RESULTS = {"steps": 3, "model": "vgg11", "eval": {"accuracy": 0.95}, "memory": {"peak_allocated_gib": 1 / 3}}
+FLAT_RESULTS = {"result/steps": 3, "result/eval/accuracy": 0.95, "result/memory/peak_allocated_gib": 1 / 3}
+ROWS = [{"step": step, "train/loss": 1 / step} for step in (1, 2, 3)]
+
+
+def run(accelerator: Accelerator, folder: Path, name: str = LABELS["name"]) -> None:
+    began = time.monotonic()
+    start_trackers(accelerator, **{**LABELS, "name": name}, config=CONFIG, output_dir=folder)
+    print(f"training starts after {time.monotonic() - began:.1f} s")
+    for row in ROWS:
+        log_metrics(accelerator, {"train/loss": row["train/loss"]}, row["step"])
+    print(f"last step at {time.time():.1f}")
+    finish_trackers(accelerator, RESULTS)
+    print("the run is done")
+
+
+if __name__ == "__main__":
+    report_to, folder, run_name, limits = sys.argv[1:]
+    for limit, seconds in json.loads(limits).items():
+        setattr(dashboards, limit, seconds)
+    run(Accelerator(cpu=True, log_with=resolve_trackers(report_to.split(), Path(folder))), Path(folder), run_name)

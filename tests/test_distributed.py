@@ -1,0 +1,42 @@
+"""What one rank finds all ranks end with, and rank 0 has been there before the others."""
+
+from functools import partial
+
+import pytest
+
+from memsave_recipes.distributed import rank_0_first
+from memsave_recipes.errors import InputError
+
+FAILURES = {InputError: ("InputError", "bad row 3"), KeyError: ("RuntimeError", "another rank failed: 'bad row 3'")}
+
+
+def work(folder, failing_rank, failure, accelerator):
+    """What a rank saw of rank 0's work, and what it ended with."""
+    saw = None
+    try:
+        with rank_0_first(accelerator):
+            saw = (folder / "done").exists()
+            if accelerator.process_index == failing_rank:
+                raise failure("bad row 3")
+            (folder / "done").touch()
+    except Exception as error:
+        return saw, type(error).__name__, str(error)
+    return saw, None, None
+
+
+def test_rank_0_goes_first(run_on_ranks, tmp_path):
+    assert run_on_ranks(partial(work, tmp_path, None, None), 2) == [(False, None, None), (True, None, None)]
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_where_one_fails_all_do(run_on_ranks, tmp_path, failing_rank, failure):
+    ended = run_on_ranks(partial(work, tmp_path, failing_rank, failure), 2)
+    own = (failure.__name__, str(failure("bad row 3")))
+    for rank, (saw, *end) in enumerate(ended):
+        assert tuple(end) == (own if rank == failing_rank else FAILURES[failure])
+        assert saw is (None if rank > failing_rank else rank == 1)
+
+
+def test_a_rank_alone_fails_with_its_own_error(run_on_ranks, tmp_path):
+    assert run_on_ranks(partial(work, tmp_path, 0, KeyError), 1) == [(False, "KeyError", "'bad row 3'")]
