@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memsave_recipes.checkpoints import Checkpoints, StopSignals, Training
-from memsave_recipes.checkpoints.commit import check_seal
+from memsave_recipes.checkpoints import Checkpoints, StopSignals, TrainState
+from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.run.folder import write_json
 from memsave_recipes.text import format_bytes
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
 
@@ -57,9 +57,9 @@ class Work:
         self.checkpoints = Checkpoints(
             self.accelerator,
             folder / "ours" / "checkpoints",
-            Training(self.accelerator, model, optimizer, scheduler),
+            TrainState(self.accelerator, model, optimizer, scheduler),
             order=SampleOrder(num_samples=8, global_batch_size=8, seed=0),
-            geometry=Geometry.of(8, None, 1),
+            layout=BatchLayout.of(8, None, 1),
             keep=1,
             every_minutes=60,
             signals=StopSignals(),
@@ -96,7 +96,7 @@ class Work:
 
     def verify(self) -> None:
         """What a resume reads before it loads."""
-        check_seal(self._newest())
+        verify_manifest(self._newest())
 
     def after_steps(self) -> None:
         """The calls of a loop in which there is nothing to save."""

@@ -18,15 +18,15 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from planned.works import ROOT, WORKS, Real, build, sketch_of
+from planned.works import ROOT, WORKS, Real, build, task_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.planner.budget import beside_the_step, least_memory, plans_to_measure
-from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries
+from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
+from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 from memsave_recipes.run.folder import write_json
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.environment import device_name
 
 GLOBAL_BATCH = 8
@@ -49,15 +49,15 @@ class Tried:
     @property
     def name(self) -> str:
         """Its micro-batch and plan."""
-        return f"{self.candidate.geometry.micro_batch_size} x {self.candidate.strategy}"
+        return f"{self.candidate.layout.micro_batch_size} x {self.candidate.strategy}"
 
 
-def price(real: Real, geometry: Geometry) -> Measurement:
+def price(real: Real, layout: BatchLayout) -> Measurement:
     """The block costs of a micro-batch, as a run measures them."""
-    batch = real.batch(geometry.micro_batch_size)
+    batch = real.batch(layout.micro_batch_size)
     workload = Workload(
         model=real.model,
-        forward=lambda: real.sketch.loss_of(real.trained, batch),
+        forward=lambda: real.task.loss_of(real.trained, batch),
         batch=list(batch.values()),
         device=real.accelerator.device,
         stacks=block_names(find_stacks(real.model)),
@@ -65,24 +65,24 @@ def price(real: Real, geometry: Geometry) -> Measurement:
     return measure(workload, plans_to_measure("budget:bitwise", workload, device_type=workload.device.type))
 
 
-def choices(real: Real, measured: dict[int, Measurement], geometries: Sequence[Geometry]) -> list[Choice]:
+def choices(real: Real, measured: dict[int, Measurement], layouts: Sequence[BatchLayout]) -> list[Choice]:
     """What is chosen at each budget, from just above the least that works to what the largest plain step needs."""
-    beside = partial(beside_the_step, real.sketch.optim, real.model)
-    terms = partial(Terms, strategy="budget:bitwise", beside=beside, plan_of=partial(plan_blocks, real.model))
+    static = partial(static_memory_of, real.task.optim, real.model)
+    space = partial(SearchSpace, strategy="budget:bitwise", static=static, plan_of=partial(plan_blocks, real.model))
     least = min(
         forecast.peak.total_bytes + forecast.reserve_bytes
-        for forecast in (least_memory(measured[g.micro_batch_size], beside(g)) for g in geometries)
+        for forecast in (least_memory(measured[g.micro_batch_size], static(g)) for g in layouts)
     )
     most = max(
         candidate.needed_bytes
-        for g in geometries
-        for candidate in terms(budget_bytes=0).candidates(measured[g.micro_batch_size], g)
+        for g in layouts
+        for candidate in space(budget_bytes=0).candidates(measured[g.micro_batch_size], g)
         if candidate.strategy == "none"
     )
     found = []
     for number in range(NUM_BUDGETS):
         budget = least + (most - least) * number // (NUM_BUDGETS - 1)
-        of_all = [terms(budget_bytes=budget).candidates(measured[g.micro_batch_size], g) for g in geometries]
+        of_all = [space(budget_bytes=budget).candidates(measured[g.micro_batch_size], g) for g in layouts]
         found.append(Choice(candidates=tuple(candidate for of_one in of_all for candidate in of_one)))
     return found
 
@@ -92,20 +92,20 @@ def try_all(real: Real, candidates: Sequence[Candidate], rounds: int) -> dict[An
     tried: dict[Any, Tried] = {}
     for candidate in candidates:
         if identity(candidate) not in tried:
-            step = partial(real.step, GLOBAL_BATCH, candidate.geometry.micro_batch_size)
+            step = partial(real.step, GLOBAL_BATCH, candidate.layout.micro_batch_size)
             with apply_plan(real.model, candidate.forecast.plan):
                 step()
                 tried[identity(candidate)] = Tried(candidate, real.peak_bytes(step))
     for _ in tqdm(range(rounds), unit="round", leave=False):
         for one in tried.values():
             with apply_plan(real.model, one.candidate.forecast.plan):
-                one.seconds.append(timed(partial(real.step, GLOBAL_BATCH, one.candidate.geometry.micro_batch_size)))
+                one.seconds.append(timed(partial(real.step, GLOBAL_BATCH, one.candidate.layout.micro_batch_size)))
     return tried
 
 
 def identity(candidate: Candidate) -> Any:
     """What tells two candidates apart that really differ."""
-    return candidate.geometry.micro_batch_size, candidate.forecast.plan.spans
+    return candidate.layout.micro_batch_size, candidate.forecast.plan.spans
 
 
 def timed(step: Any) -> float:
@@ -144,10 +144,10 @@ def judge(name: str, choice: Choice, tried: dict[Any, Tried]) -> dict[str, Any]:
 def measure_model(name: str, rounds: int) -> list[dict[str, Any]]:
     """The rows of a model."""
     sizes = ("--global_batch_size", str(GLOBAL_BATCH), "--micro_batch_size", "auto", "--memory_budget_gib", "1")
-    real = build(sketch_of(name, *sizes))
-    geometries = open_geometries(real.sketch.run, real.sketch.optim, 1)
-    measured = {geometry.micro_batch_size: price(real, geometry) for geometry in geometries}
-    found = choices(real, measured, geometries)
+    real = build(task_of(name, *sizes))
+    layouts = open_layouts(real.task.run, real.task.optim, 1)
+    measured = {layout.micro_batch_size: price(real, layout) for layout in layouts}
+    found = choices(real, measured, layouts)
     tried = try_all(real, [candidate for choice in found for candidate in choice.candidates], rounds)
     return [judge(name, choice, tried) for choice in found]
 

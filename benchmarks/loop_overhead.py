@@ -49,7 +49,7 @@ from transformers import (
 from memsave_recipes.run.folder import write_json
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import resolve_trackers, start_trackers
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
@@ -174,7 +174,7 @@ def our_loop(work: Work, end_step: EndStep) -> None:
             accelerator,
             dataset,
             order=SampleOrder(num_samples=len(dataset), global_batch_size=work.global_batch_size, seed=SEED),
-            geometry=Geometry.of(work.global_batch_size, work.micro_batch_size, accelerator.num_processes),
+            layout=BatchLayout.of(work.global_batch_size, work.micro_batch_size, accelerator.num_processes),
             num_steps=work.total_steps,
             seed=SEED,
         )

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
 from memsave_recipes.estimate.targets import Target, find_target
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload
@@ -72,7 +72,7 @@ def predict(name: str, target: Target) -> Prediction:
     """In this process, whose peak of resident memory it takes."""
     case = CASES[name]
     begin = time.process_time()
-    model = paper_model(lambda: case.build().to(case.dtype).train())
+    model = fake_model(lambda: case.build().to(case.dtype).train())
     batch = paper_batch(model, batch_of(model, case))
     stacks = block_names(find_stacks(model))
     workload = Workload(
@@ -106,7 +106,7 @@ def predict(name: str, target: Target) -> Prediction:
     )
 
 
-def terms(found: Prediction) -> Iterator[tuple[str, float]]:
+def space(found: Prediction) -> Iterator[tuple[str, float]]:
     """What the figures are made of, in GiB; rules 2 and 3 of NOTE [ beside a published figure ]."""
     tokens = CASES[COMPARED].batch_size * CASES[COMPARED].size
     layers = LLAMA_3B["num_hidden_layers"]
@@ -156,7 +156,7 @@ def comparison_of(found: Prediction) -> Table:
     table.add_row("ours on paper: selective", f"{found.peak_bytes['selective'] / GIB:.1f}")
     table.add_row("torchtune: the same, activation checkpointing", f"{PUBLISHED_GIB['full']:.1f}")
     table.add_row("ours on paper: full", f"{found.peak_bytes['full'] / GIB:.1f}")
-    for name, gib in terms(found):
+    for name, gib in space(found):
         table.add_row(f"- {name}", f"{gib:+.2f}")
     return table
 

@@ -4,7 +4,7 @@
     python benchmarks/prediction.py --device cuda       # the same on a GPU, against max_memory_allocated
 
 A case is a model, an optimizer, a plan, a precision and a micro-batch. The prediction is `memsave plan`'s: from the
-recipe's sketch, on fake tensors, before anything is built. The real peak is that of the second step (forward, backward,
+recipe's task, on fake tensors, before anything is built. The real peak is that of the second step (forward, backward,
 clipping, update), when the optimizer has its state: all allocations of torch's allocators. Writes
 docs/results/prediction-DEVICE.json and .md.
 """
@@ -20,17 +20,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from planned.works import ROOT, WORKS, build, sketch_of
+from planned.works import ROOT, WORKS, build, task_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.estimate.estimate import measure_on_paper, paper_model
+from memsave_recipes.estimate.estimate import fake_model, measure_on_paper
 from memsave_recipes.estimate.targets import find_target
-from memsave_recipes.planner.budget import beside_the_step, least_memory, plans_to_measure
-from memsave_recipes.planner.search import Candidate, Terms
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Sketch, workload_on_paper
+from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
+from memsave_recipes.planner.search import Candidate, SearchSpace
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, workload_on_paper
 from memsave_recipes.run.folder import write_json
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.environment import device_name
 
 OPTIMIZERS, PRECISIONS = ("sgd", "adamw"), ("no", "bf16")
@@ -69,36 +69,36 @@ def cases_of(models: Sequence[str]) -> Iterator[Case]:
             yield Case(model=name, optimizer=optimizer, strategy=strategy, precision=precision, micro_batch_size=size)
 
 
-def sketch_of_case(case: Case) -> Sketch:
+def task_of_case(case: Case) -> Task:
     """The recipe with the flags of a case; the global batch is one micro-batch."""
     size = str(case.micro_batch_size)
     sizes = ("--global_batch_size", size, "--micro_batch_size", size)
-    return sketch_of(case.model, "--optimizer", case.optimizer, *sizes)
+    return task_of(case.model, "--optimizer", case.optimizer, *sizes)
 
 
 def predict(case: Case, device: str) -> Candidate:
     """What the planner says, before anything real is there."""
-    sketch = sketch_of_case(case)
+    task = task_of_case(case)
     launch = Launch(target=find_target(device), mixed_precision=case.precision)
-    model = paper_model(sketch.build_model)
-    workload = workload_on_paper(sketch, launch, model, case.micro_batch_size, sketch.losses[0])
+    model = fake_model(task.build_model)
+    workload = workload_on_paper(task, launch, model, case.micro_batch_size, task.losses[0])
     plans = plans_to_measure(case.strategy, workload, device_type=device, compiles=False)
     measured = measure_on_paper(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
-    geometry = Geometry.of(case.micro_batch_size, case.micro_batch_size, 1)
-    beside = beside_the_step(sketch.optim, model, geometry)
-    terms = partial(Terms, beside=lambda _: beside, plan_of=partial(plan_blocks, model))
+    layout = BatchLayout.of(case.micro_batch_size, case.micro_batch_size, 1)
+    static = static_memory_of(task.optim, model, layout)
+    space = partial(SearchSpace, static=lambda _: static, plan_of=partial(plan_blocks, model))
     if case.strategy != "budget":
-        return terms(budget_bytes=0, strategy=case.strategy).candidates(measured, geometry)[0]
-    (plain,) = terms(budget_bytes=0, strategy="none").candidates(measured, geometry)
-    least = least_memory(measured, beside)
+        return space(budget_bytes=0, strategy=case.strategy).candidates(measured, layout)[0]
+    (plain,) = space(budget_bytes=0, strategy="none").candidates(measured, layout)
+    least = least_memory(measured, static)
     least_bytes = least.peak.total_bytes + least.reserve_bytes
     halfway = int(least_bytes + HALFWAY * (plain.needed_bytes - least_bytes))
-    return terms(budget_bytes=halfway, strategy="budget").candidates(measured, geometry)[-1]
+    return space(budget_bytes=halfway, strategy="budget").candidates(measured, layout)[-1]
 
 
 def run(case: Case, candidate: Candidate) -> int:
     """The real peak of the second step, in bytes."""
-    real = build(sketch_of_case(case), case.precision)
+    real = build(task_of_case(case), case.precision)
     step = partial(real.step, case.micro_batch_size, case.micro_batch_size)
     with apply_plan(real.model, candidate.forecast.plan):
         step()

@@ -35,7 +35,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from memsave_recipes.run.folder import write_json
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers, start_trackers
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
@@ -119,7 +119,7 @@ class Loop:
             accelerator,
             Images(),
             order=SampleOrder(num_samples=NUM_STEPS * BATCH_SIZE, global_batch_size=BATCH_SIZE, seed=SEED),
-            geometry=Geometry.of(BATCH_SIZE, None, 1),
+            layout=BatchLayout.of(BATCH_SIZE, None, 1),
             num_steps=NUM_STEPS,
             seed=SEED,
         )

@@ -38,12 +38,12 @@ from memsave_recipes.processes import LOST, SECOND_RANK_S, WAY_ON, end_now, tell
 
 T = TypeVar("T")
 
-ASK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 _turns = itertools.count()
 
 
-def by_rank_0(accelerator: Accelerator, action: Callable[[], T]) -> T:
+def on_main_process(accelerator: Accelerator, action: Callable[[], T]) -> T:
     """Let rank 0 call ``action()``; its result, or its failure, is that of all ranks.
 
     Raises:
@@ -57,7 +57,7 @@ def by_rank_0(accelerator: Accelerator, action: Callable[[], T]) -> T:
     return result_of_0
 
 
-def by_all_ranks(accelerator: Accelerator, action: Callable[[], T]) -> T:
+def on_all_processes(accelerator: Accelerator, action: Callable[[], T]) -> T:
     """Let every rank call ``action()``; where one fails, all do.
 
     Raises:
@@ -70,7 +70,7 @@ def by_all_ranks(accelerator: Accelerator, action: Callable[[], T]) -> T:
 
 
 @contextmanager
-def rank_0_first(accelerator: Accelerator) -> Iterator[None]:
+def main_process_first(accelerator: Accelerator) -> Iterator[None]:
     """Inside, the other ranks come after rank 0 and find in caches what it has made; where one fails, all do.
 
     Raises:
@@ -101,8 +101,8 @@ def fail_together(error: Exception | None) -> None:
     _raise(error, gather_object([_told(error)]))
 
 
-class Ear:
-    """Hears what any rank wishes, about once every ``ASK_EVERY_S`` seconds; every other step costs a comparison.
+class RankPoll:
+    """Hears what any rank wishes, about once every ``POLL_EVERY_S`` seconds; every other step costs a comparison.
 
     A collective each step would be cheap, but on a device reading its result waits for everything queued there, and the
     host could no longer run ahead. So the ranks agree, with each answer, on how many steps the next one is away.
@@ -114,7 +114,7 @@ class Ear:
         self._last_time = 0.0
         self._next_step = 0
 
-    def hear(self, step: int, wish: int) -> int:
+    def max(self, step: int, wish: int) -> int:
         """The largest wish of all ranks after ``step``, 0 where there is none or it is not yet time to ask."""
         if self.accelerator.num_processes == 1:
             return wish
@@ -134,7 +134,7 @@ class Ear:
         steps = 0 if self._last_step is None else step - self._last_step
         pace = steps / max(now - self._last_time, 1e-9)
         self._last_step, self._last_time = step, now
-        return max(1, int(pace * ASK_EVERY_S))
+        return max(1, int(pace * POLL_EVERY_S))
 
     def _largest(self, *numbers: int) -> list[int]:
         mine = torch.tensor([numbers], device=self.accelerator.device)  # (1, N)

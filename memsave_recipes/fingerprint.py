@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
-MOST_DIGESTS = 2**16
-MOST_NAMED = 6
+MAX_DIGESTS = 2**16
+MAX_NAMED = 6
 
 Record = dict[str, Any]
 
@@ -116,7 +116,7 @@ def digest_of(content: bytes) -> int:
 
 
 def _group_size(count: int) -> int:
-    return max(1, ceil(count / MOST_DIGESTS))
+    return max(1, ceil(count / MAX_DIGESTS))
 
 
 def _differences(saved: Record, present: dict[str, Samples]) -> list[str]:
@@ -131,4 +131,4 @@ def _change_of_names(was: list[str], now: list[str]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names if len(names) <= MOST_NAMED else [*names[:MOST_NAMED], "..."])
+    return ", ".join(names if len(names) <= MAX_NAMED else [*names[:MAX_NAMED], "..."])

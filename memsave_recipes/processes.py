@@ -131,7 +131,7 @@ def launch_arguments(command: list[str]) -> list[str] | None:
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
-MOST_BY_DEFAULT = 4
+MAX_BY_DEFAULT = 4
 
 KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)")
 EXITED = re.compile(r"DataLoader worker \(pid(\(s\))? (?P<pid>[\d, ]+)\) exited unexpectedly")
@@ -165,14 +165,14 @@ def lost_worker(error: Exception) -> LostWorker | None:
 def num_workers(asked: int | None, accelerator: Accelerator) -> int:
     """As many as ``asked``; else none on a CPU, whose cores compute, and beside an accelerator what is said.
 
-    There the main process has one of a rank's cores, to stay ahead of the device; more than ``MOST_BY_DEFAULT`` workers
+    There the main process has one of a rank's cores, to stay ahead of the device; more than ``MAX_BY_DEFAULT`` workers
     are rarely of use. No sample depends on them.
     """
     if asked is not None or accelerator.device.type == "cpu":
         return asked or 0
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    chosen = max(0, min(MOST_BY_DEFAULT, cores // ranks_here - 1))
+    chosen = max(0, min(MAX_BY_DEFAULT, cores // ranks_here - 1))
     accelerator.print(f"{chosen} processes load data for each rank: --dataloader_num_workers takes another number")
     return chosen
 

@@ -7,8 +7,8 @@ import json
 from math import ceil
 from typing import Any
 
-MOST_LEVELS = 50
-MOST_DIGITS = 300  # of a whole number; a float holds 308
+MAX_LEVELS = 50
+MAX_DIGITS = 300  # of a whole number; a float holds 308
 
 
 def printable(text: str) -> str:
@@ -36,10 +36,10 @@ def read_json(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except RecursionError as error:
-        raise ValueError(f"nested deeper than {MOST_LEVELS} levels") from error
+        raise ValueError(f"nested deeper than {MAX_LEVELS} levels") from error
 
 
-def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
+def plain(value: Any, levels: int = MAX_LEVELS) -> Any:
     """A value of JSON with every text ``printable``.
 
     Raises:
@@ -50,14 +50,14 @@ def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
     if not isinstance(value, dict | list):
         return value
     if levels == 0:
-        raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
+        raise ValueError(f"nested deeper than {MAX_LEVELS} levels")
     if isinstance(value, list):
         return [plain(item, levels - 1) for item in value]
     return {printable(key): plain(item, levels - 1) for key, item in value.items()}
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise ValueError(f"a whole number of {len(digits)} digits")
     return int(digits)
 

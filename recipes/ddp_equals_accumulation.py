@@ -39,7 +39,7 @@ from memsave_recipes.checkpoints import locked_run_folder
 from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.augmentation import to_pixel_values
 from memsave_recipes.data.images import load_images
-from memsave_recipes.distributed import rank_0_first
+from memsave_recipes.distributed import main_process_first
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes import num_workers
@@ -47,7 +47,7 @@ from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, save_model, write_results
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, require
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder, seed_for
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder, seed_for
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import deterministic_kernels, device_name, matmul_precision
 from memsave_recipes.training.launch import start_accelerator
@@ -117,15 +117,15 @@ def prove(
     accelerator: Accelerator, folder: Path, run: ProofArguments, optim: PlainOptimizerArguments
 ) -> dict[str, Any]:
     """The runs themselves, in a folder that is theirs."""
-    geometry_of = partial(Geometry.of, run.global_batch_size, num_processes=accelerator.num_processes)
+    geometry_of = partial(BatchLayout.of, run.global_batch_size, num_processes=accelerator.num_processes)
     undivided = geometry_of(None)
     sizes = [run.micro_batch_size] if run.micro_batch_size else range(undivided.micro_batch_size, 0, -1)
-    geometries = [geometry_of(size) for size in sizes]
+    layouts = [geometry_of(size) for size in sizes]
     set_seed(run.seed)
     warnings.filterwarnings("ignore", "Grad strides do not match")  # DDP's, of micro-batches of 1; only slower
 
     # Data
-    with rank_0_first(accelerator):
+    with main_process_first(accelerator):
         images = load_images(dataset="digits", data_dir=None, image_size=16, augmentation=None, seed=run.seed)
     order = SampleOrder(
         num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
@@ -156,7 +156,7 @@ def prove(
         work=f"vit-gbs{run.global_batch_size}-16px",
         flags=asdict(run) | asdict(optim),
         planned=RunPlan(plan),
-        geometry=undivided,
+        layout=undivided,
     )
 
     if order.notice:
@@ -176,7 +176,7 @@ def prove(
             mean = loss_sum(micro_batch) / count_labels(micro_batch).clamp(min=1)
             accelerator.backward(mean / len(batch.micro_batches))  # what `accelerator.accumulate` makes of it
 
-    def train(geometry: Geometry, backward: Callable[[GlobalBatch], None]) -> list[Tensor]:
+    def train(layout: BatchLayout, backward: Callable[[GlobalBatch], None]) -> list[Tensor]:
         """The weights after each step."""
         bare.load_state_dict(initial)
         optimizer = make_optimizer(optim, bare)
@@ -184,7 +184,7 @@ def prove(
         scheduler = make_scheduler(optim, optimizer, run.max_steps)
         optimizer = accelerator.prepare(optimizer)
         weights = []
-        for batch in GlobalBatches(accelerator, images.train, geometry=geometry, **loading):
+        for batch in GlobalBatches(accelerator, images.train, layout=layout, **loading):
             backward(batch)
             accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
             optimizer.step()
@@ -195,10 +195,10 @@ def prove(
 
     expected = train(undivided, exact)
     cuts = []
-    for geometry in tqdm(geometries, disable=not accelerator.is_main_process, unit="geometry"):
-        cut: dict[str, Any] = {"geometry": geometry.describe(), "micro_batch_size": geometry.micro_batch_size}
+    for layout in tqdm(layouts, disable=not accelerator.is_main_process, unit="geometry"):
+        cut: dict[str, Any] = {"geometry": layout.describe(), "micro_batch_size": layout.micro_batch_size}
         for loop in (exact, usual):
-            cut[loop.__name__] = list(map(largest_difference, train(geometry, loop), expected))
+            cut[loop.__name__] = list(map(largest_difference, train(layout, loop), expected))
         cuts.append(cut)
     for step in range(run.max_steps):
         figures = {f"{loop}/micro_batch_{cut['micro_batch_size']}": cut[loop][step] for cut in cuts for loop in LOOPS}

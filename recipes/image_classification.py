@@ -32,19 +32,19 @@ from transformers import AutoModelForImageClassification
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.activations import apply_plan
-from memsave_recipes.checkpoints import Training
+from memsave_recipes.checkpoints import TrainState
 from memsave_recipes.compare.compare import compare
 from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
 from memsave_recipes.data.images import count_classes, load_images
-from memsave_recipes.distributed import rank_0_first
+from memsave_recipes.distributed import main_process_first
 from memsave_recipes.errors import InputError
 from memsave_recipes.metrics import METRICS
 from memsave_recipes.models import MODELS, load_weights
 from memsave_recipes.models.image_classifiers import check_image_size
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
 from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.task import Sketch
+from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import num_workers
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.render.run_table import show
@@ -53,15 +53,15 @@ from memsave_recipes.run.folder import OpenRun, begin_run, open_run, save_final,
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers
 from memsave_recipes.run.verification import settle_kernels, verify_plan
-from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments, SafetyArguments, require
+from memsave_recipes.training.arguments import AUTO, CheckpointArguments, OptimizerArguments, RunArguments, require
 from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
 from memsave_recipes.training.launch import batchnorm_notice, synchronize_batchnorm
-from memsave_recipes.training.non_finite import FiniteGate
+from memsave_recipes.training.non_finite import NonFiniteGuard
 from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
 
-USUAL_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
+DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
 
 @dataclass(kw_only=True)
@@ -112,15 +112,15 @@ class ModelArguments(TransformerArguments):
         return self.model or super().name
 
 
-FLAGS = (DataArguments, ModelArguments, RunArguments, OptimizerArguments, SafetyArguments)
+FLAGS = (DataArguments, ModelArguments, RunArguments, OptimizerArguments, CheckpointArguments)
 
 
 def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train as the flags say; returns what ``results.json`` holds."""
     flags = parse_arguments(*FLAGS, args=args)
-    data, network, run, optim, safety = flags
-    with open_run(run, safety, flag_values(flags)) as opened:
-        return train(opened, data, network, opened.planned(run), optim, safety, partial(sketch, args))
+    data, network, run, optim, checkpointing = flags
+    with open_run(run, checkpointing, flag_values(flags)) as opened:
+        return train(opened, data, network, opened.planned(run), optim, checkpointing, partial(task, args))
 
 
 def train(
@@ -129,17 +129,17 @@ def train(
     network: ModelArguments,
     run: RunArguments,
     optim: OptimizerArguments,
-    safety: SafetyArguments,
-    on_paper: Callable[[], Sketch],
+    checkpointing: CheckpointArguments,
+    on_paper: Callable[[], Task],
 ) -> dict[str, Any]:
     """The run itself, in a folder that is its own."""
     accelerator, folder = opened.accelerator, opened.folder
-    geometry = run.geometry(accelerator.num_processes)
-    check_in_backward(optim, geometry, accelerator.mixed_precision, skip_nonfinite=safety.skip_nonfinite)
+    layout = run.layout(accelerator.num_processes)
+    check_in_backward(optim, layout, accelerator.mixed_precision, skip_nonfinite=checkpointing.skip_nonfinite)
     set_seed(run.seed)
 
     # Data
-    with rank_0_first(accelerator):
+    with main_process_first(accelerator):
         images = load_images(
             dataset=data.dataset,
             data_dir=data.data_dir,
@@ -154,7 +154,7 @@ def train(
     num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
     loading = {"num_workers": num_workers(run.dataloader_num_workers, accelerator)}
     batches = GlobalBatches(
-        accelerator, images.train, order=order, geometry=geometry, num_steps=num_steps, seed=run.seed, **loading
+        accelerator, images.train, order=order, layout=layout, num_steps=num_steps, seed=run.seed, **loading
     )
     pixels = partial(to_pixel_values, **normalization(network), dtype=run.torch_dtype)
 
@@ -174,15 +174,17 @@ def train(
     loss_of = partial(summed_loss, trained, pixels=pixels)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=on_paper, show=show_choice)
-    geometry = batches.geometry
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, task=on_paper, show=show_choice)
+    layout = batches.layout
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
     settle_kernels(run.full_determinism, accelerator, trained, batches, loss_of)
 
     # Checkpoints: where the run goes on, and when it saves
-    checkpoints = opened.checkpoints(Training(accelerator, trained, optimizer, scheduler), batches, images.fingerprint)
-    resumed = checkpoints.resume_into(batches) if safety.resume else None
+    checkpoints = opened.checkpoints(
+        TrainState(accelerator, trained, optimizer, scheduler), batches, images.fingerprint
+    )
+    resumed = checkpoints.resume_into(batches) if checkpointing.resume else None
 
     # From here on files are written
     settings = begin_run(
@@ -192,22 +194,22 @@ def train(
         work=f"{network.name}-gbs{run.global_batch_size}-{data.image_size}px",
         flags=opened.flags,
         planned=planned,
-        geometry=geometry,
+        layout=layout,
         resumed=resumed,
     )
-    accelerator.print(geometry.describe(), planned.plan.describe(), sep="\n")
-    for notice in (images.notice, order.notice, batchnorm_notice(model, geometry)):
+    accelerator.print(layout.describe(), planned.plan.describe(), sep="\n")
+    for notice in (images.notice, order.notice, batchnorm_notice(model, layout)):
         if notice:
             accelerator.print(notice)
 
     # The loop
-    gate = FiniteGate(accelerator, trained, optimizer, skips=safety.skip_nonfinite)
+    gate = NonFiniteGuard(accelerator, trained, optimizer, skips=checkpointing.skip_nonfinite)
 
     def train_step(batch: GlobalBatch) -> Tensor | None:
         for micro_batch in batch.forwards(trained):
             batch.backward(loss_of(micro_batch))
         grad_norm = clip_gradients(optim, accelerator, trained)
-        if gate.opens(batch, grad_norm):
+        if gate.should_step(batch, grad_norm):
             optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -216,11 +218,11 @@ def train(
     def evaluate_if_due(step: int) -> None:
         if not report.evaluation_is_due(step, every=run.eval_steps):
             return
-        with report.clock.left_out(synchronize=True):
-            held_out = evaluation_batches(accelerator, images.validation, geometry.micro_batch_size, **loading)
+        with report.clock.paused(synchronize=True):
+            held_out = evaluation_batches(accelerator, images.validation, layout.micro_batch_size, **loading)
             held_out = checkpoints.until_signal(held_out, step, report.state_dict)
             evaluated = evaluate_model(trained, accelerator, held_out, pixels)
-            if report.log_evaluation(step, evaluated) and safety.save_best:
+            if report.log_evaluation(step, evaluated) and checkpointing.save_best:
                 checkpoints.save_best(step, partial(save_model, accelerator, model))
 
     report = RunReport(accelerator, batches, trained, optimizer, settings)
@@ -238,10 +240,10 @@ def train(
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
         if is_last:  # whatever fails from here on costs nothing
-            with report.clock.left_out():
+            with report.clock.paused():
                 checkpoints.save(step, report.state_dict())
         evaluate_if_due(step)
-        with report.clock.left_out():
+        with report.clock.paused():
             checkpoints.after_step(step, report.state_dict)
 
     # Finish
@@ -263,24 +265,24 @@ def train(
     return results
 
 
-def sketch(args: list[str] | None = None) -> Sketch:
+def task(args: list[str] | None = None) -> Task:
     """What ``memsave plan`` needs to know of a run, before there are images or weights."""
     data, network, run, optim, _ = parse_arguments(*FLAGS, args=args)
     known = count_classes(data.dataset, data.data_dir)
-    names = tuple(map(str, range(known or USUAL_CLASSES)))
+    names = tuple(map(str, range(known or DEFAULT_CLASSES)))
 
     def micro_batch(size: int) -> Batch:
         images = torch.empty(size, 3, data.image_size, data.image_size, dtype=torch.uint8, device="meta")
         batch = {"images": images, "labels": torch.empty(size, dtype=torch.int64, device="meta")}
         return batch if data.augmentation == "none" else batch | {"affine": torch.empty(size, 2, 3, device="meta")}
 
-    return Sketch(
+    return Task(
         run=run,
         optim=optim,
         build_model=partial(build_model, network, names, run, data.image_size, with_weights=False),
         loss_of=partial(summed_loss, pixels=partial(to_pixel_values, **normalization(network), dtype=run.torch_dtype)),
         micro_batch=micro_batch,
-        assumed=() if known else (f"{USUAL_CLASSES:,} classes",),
+        assumed=() if known else (f"{DEFAULT_CLASSES:,} classes",),
     )
 
 
@@ -349,4 +351,4 @@ def evaluate_model(
 
 
 if __name__ == "__main__":
-    run_recipe(main, sketch)
+    run_recipe(main, task)

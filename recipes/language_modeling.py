@@ -32,20 +32,20 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.activations import apply_plan
-from memsave_recipes.checkpoints import Training
+from memsave_recipes.checkpoints import TrainState
 from memsave_recipes.compare.compare import compare
 from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.packing import check_positions, count_valid, fingerprint_of, keeps_documents_apart, pack, pad
 from memsave_recipes.data.text import TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
-from memsave_recipes.distributed import rank_0_first
+from memsave_recipes.distributed import main_process_first
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.task import Sketch
+from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import num_workers
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.render.run_table import show
@@ -55,11 +55,11 @@ from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers
 from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.text import printable_lines
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
+from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RunArguments, require
 from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches
 from memsave_recipes.training.environment import deterministic_kernels
-from memsave_recipes.training.non_finite import FiniteGate
+from memsave_recipes.training.non_finite import NonFiniteGuard
 from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
 
@@ -104,15 +104,15 @@ class ModelArguments(TransformerArguments):
         return "flash" in (self.attn_implementation or "")
 
 
-FLAGS = (DataArguments, ModelArguments, LoraArguments, RunArguments, OptimizerArguments, SafetyArguments)
+FLAGS = (DataArguments, ModelArguments, LoraArguments, RunArguments, OptimizerArguments, CheckpointArguments)
 
 
 def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train as the flags say; returns what ``results.json`` holds."""
     flags = parse_arguments(*FLAGS, args=args)
-    data, network, lora, run, optim, safety = flags
-    with open_run(run, safety, flag_values(flags)) as opened:
-        return train(opened, data, network, lora, opened.planned(run), optim, safety, partial(sketch, args))
+    data, network, lora, run, optim, checkpointing = flags
+    with open_run(run, checkpointing, flag_values(flags)) as opened:
+        return train(opened, data, network, lora, opened.planned(run), optim, checkpointing, partial(task, args))
 
 
 def train(
@@ -122,17 +122,17 @@ def train(
     lora: LoraArguments,
     run: RunArguments,
     optim: OptimizerArguments,
-    safety: SafetyArguments,
-    on_paper: Callable[[], Sketch],
+    checkpointing: CheckpointArguments,
+    on_paper: Callable[[], Task],
 ) -> dict[str, Any]:
     """The run itself, in a folder that is its own."""
     accelerator, folder = opened.accelerator, opened.folder
-    geometry = run.geometry(accelerator.num_processes)
-    check_in_backward(optim, geometry, accelerator.mixed_precision, skip_nonfinite=safety.skip_nonfinite)
+    layout = run.layout(accelerator.num_processes)
+    check_in_backward(optim, layout, accelerator.mixed_precision, skip_nonfinite=checkpointing.skip_nonfinite)
     set_seed(run.seed)
 
     # Data
-    with rank_0_first(accelerator):
+    with main_process_first(accelerator):
         text = load_text(data, run)
         tokenizer = load_tokenizer(
             data.tokenizer_name or network.model_name_or_path,
@@ -153,7 +153,7 @@ def train(
         accelerator,
         train,
         order=order,
-        geometry=geometry,
+        layout=layout,
         num_steps=num_steps,
         seed=run.seed,
         count_valid=count_valid,
@@ -186,15 +186,15 @@ def train(
     loss_of = partial(summed_loss, loss_model)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of, sketch=on_paper, show=show_choice)
-    geometry = batches.geometry
+    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of, task=on_paper, show=show_choice)
+    layout = batches.layout
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, loss_model, plan_handle, batches, loss_of)
     settle_kernels(run.full_determinism, accelerator, loss_model, batches, loss_of)
 
     # Checkpoints: where the run goes on, and when it saves
-    checkpoints = opened.checkpoints(Training(accelerator, loss_model, optimizer, scheduler), batches, fingerprint)
-    resumed = checkpoints.resume_into(batches) if safety.resume else None
+    checkpoints = opened.checkpoints(TrainState(accelerator, loss_model, optimizer, scheduler), batches, fingerprint)
+    resumed = checkpoints.resume_into(batches) if checkpointing.resume else None
 
     # From here on files are written
     settings = begin_run(
@@ -204,22 +204,22 @@ def train(
         work=f"{network.name}-gbs{run.global_batch_size}-{data.block_size}tok",
         flags=opened.flags,
         planned=planned,
-        geometry=geometry,
+        layout=layout,
         resumed=resumed,
     )
-    accelerator.print(geometry.describe(), planned.plan.describe(), sep="\n")
+    accelerator.print(layout.describe(), planned.plan.describe(), sep="\n")
     for notice in (text.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
         if notice:
             accelerator.print(notice)
 
     # The loop
-    gate = FiniteGate(accelerator, loss_model, optimizer, skips=safety.skip_nonfinite)
+    gate = NonFiniteGuard(accelerator, loss_model, optimizer, skips=checkpointing.skip_nonfinite)
 
     def train_step(batch: GlobalBatch) -> Tensor | None:
         for micro_batch in batch.forwards(loss_model):
             batch.backward(loss_of(micro_batch))
         grad_norm = clip_gradients(optim, accelerator, loss_model)
-        if gate.opens(batch, grad_norm):
+        if gate.should_step(batch, grad_norm):
             optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -230,11 +230,11 @@ def train(
     def evaluate_if_due(step: int) -> None:
         if not report.evaluation_is_due(step, every=run.eval_steps):
             return
-        with report.clock.left_out(synchronize=True):
-            held_out = evaluation_batches(accelerator, validation, geometry.micro_batch_size, **held_out_rows)
+        with report.clock.paused(synchronize=True):
+            held_out = evaluation_batches(accelerator, validation, layout.micro_batch_size, **held_out_rows)
             held_out = checkpoints.until_signal(held_out, step, report.state_dict)
             evaluated = evaluate_model(loss_model, accelerator, held_out, validation)
-            if report.log_evaluation(step, evaluated) and safety.save_best:
+            if report.log_evaluation(step, evaluated) and checkpointing.save_best:
                 checkpoints.save_best(step, partial(save_model, accelerator, saved_model))
 
     report = RunReport(accelerator, batches, loss_model, optimizer, settings)
@@ -252,10 +252,10 @@ def train(
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
         if is_last:  # whatever fails from here on costs nothing
-            with report.clock.left_out():
+            with report.clock.paused():
                 checkpoints.save(step, report.state_dict())
         evaluate_if_due(step)
-        with report.clock.left_out():
+        with report.clock.paused():
             checkpoints.after_step(step, report.state_dict)
 
     # Finish
@@ -283,7 +283,7 @@ def train(
     return results
 
 
-def sketch(args: list[str] | None = None) -> Sketch:
+def task(args: list[str] | None = None) -> Task:
     """What ``memsave plan`` needs to know of a run, before there are text or weights."""
     data, network, lora, run, optim, _ = parse_arguments(*FLAGS, args=args)
 
@@ -307,7 +307,7 @@ def sketch(args: list[str] | None = None) -> Sketch:
         names = ("input_ids", "labels", "position_ids" if data.packing else "attention_mask")
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
 
-    return Sketch(
+    return Task(
         run=run,
         optim=optim,
         build_model=build,
@@ -392,4 +392,4 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
 
 
 if __name__ == "__main__":
-    run_recipe(main, sketch)
+    run_recipe(main, task)

@@ -36,18 +36,18 @@ from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from memsave_recipes.activations import apply_plan
-from memsave_recipes.checkpoints import Training
+from memsave_recipes.checkpoints import TrainState
 from memsave_recipes.compare.compare import compare
 from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.labelled_text import load_labelled_text
 from memsave_recipes.data.tokenizers import check_inputs, check_length, check_vocabulary, load_text_tokenizer, tokenize
-from memsave_recipes.distributed import rank_0_first
+from memsave_recipes.distributed import main_process_first
 from memsave_recipes.errors import InputError
 from memsave_recipes.metrics import METRICS
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
 from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.task import Sketch
+from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import num_workers
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.render.run_table import show
@@ -56,14 +56,14 @@ from memsave_recipes.run.folder import OpenRun, begin_run, open_run, save_final,
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers
 from memsave_recipes.run.verification import settle_kernels, verify_plan
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments, require
+from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RunArguments, require
 from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
-from memsave_recipes.training.non_finite import FiniteGate
+from memsave_recipes.training.non_finite import NonFiniteGuard
 from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values, parse_arguments
 
-USUAL_CLASSES = 2  # where a plan is made before the texts are there
+DEFAULT_CLASSES = 2  # where a plan is made before the texts are there
 
 
 @dataclass(kw_only=True)
@@ -94,15 +94,15 @@ class FineTuningArguments(OptimizerArguments):
     learning_rate: float = field(default=5e-5, metadata={"help": "take about 1e-3 from scratch, 3e-4 with --lora"})
 
 
-FLAGS = (DataArguments, TransformerArguments, LoraArguments, RunArguments, FineTuningArguments, SafetyArguments)
+FLAGS = (DataArguments, TransformerArguments, LoraArguments, RunArguments, FineTuningArguments, CheckpointArguments)
 
 
 def main(args: list[str] | None = None) -> dict[str, Any]:
     """Train as the flags say; returns what ``results.json`` holds."""
     flags = parse_arguments(*FLAGS, args=args)
-    data, network, lora, run, optim, safety = flags
-    with open_run(run, safety, flag_values(flags)) as opened:
-        return train(opened, data, network, lora, opened.planned(run), optim, safety, partial(sketch, args))
+    data, network, lora, run, optim, checkpointing = flags
+    with open_run(run, checkpointing, flag_values(flags)) as opened:
+        return train(opened, data, network, lora, opened.planned(run), optim, checkpointing, partial(task, args))
 
 
 def train(
@@ -112,17 +112,17 @@ def train(
     lora: LoraArguments,
     run: RunArguments,
     optim: FineTuningArguments,
-    safety: SafetyArguments,
-    on_paper: Callable[[], Sketch],
+    checkpointing: CheckpointArguments,
+    on_paper: Callable[[], Task],
 ) -> dict[str, Any]:
     """The run itself, in a folder that is its own."""
     accelerator, folder = opened.accelerator, opened.folder
-    geometry = run.geometry(accelerator.num_processes)
-    check_in_backward(optim, geometry, accelerator.mixed_precision, skip_nonfinite=safety.skip_nonfinite)
+    layout = run.layout(accelerator.num_processes)
+    check_in_backward(optim, layout, accelerator.mixed_precision, skip_nonfinite=checkpointing.skip_nonfinite)
     set_seed(run.seed)
 
     # Data
-    with rank_0_first(accelerator):
+    with main_process_first(accelerator):
         texts = load_labelled_text(
             dataset=data.dataset,
             dataset_config_name=data.dataset_config_name,
@@ -145,7 +145,7 @@ def train(
     num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
     loading = {"collate_fn": tokens.train.collate, "num_workers": num_workers(run.dataloader_num_workers, accelerator)}
     batches = GlobalBatches(
-        accelerator, tokens.train, order=order, geometry=geometry, num_steps=num_steps, seed=run.seed, **loading
+        accelerator, tokens.train, order=order, layout=layout, num_steps=num_steps, seed=run.seed, **loading
     )
 
     # Model
@@ -171,15 +171,17 @@ def train(
     loss_of = partial(summed_loss, trained)
 
     # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=on_paper, show=show_choice)
-    geometry = batches.geometry
+    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, task=on_paper, show=show_choice)
+    layout = batches.layout
     plan_handle = apply_plan(model, planned.plan)
     equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
     settle_kernels(run.full_determinism, accelerator, trained, batches, loss_of)
 
     # Checkpoints: where the run goes on, and when it saves
-    checkpoints = opened.checkpoints(Training(accelerator, trained, optimizer, scheduler), batches, tokens.fingerprint)
-    resumed = checkpoints.resume_into(batches) if safety.resume else None
+    checkpoints = opened.checkpoints(
+        TrainState(accelerator, trained, optimizer, scheduler), batches, tokens.fingerprint
+    )
+    resumed = checkpoints.resume_into(batches) if checkpointing.resume else None
 
     # From here on files are written
     settings = begin_run(
@@ -189,22 +191,22 @@ def train(
         work=f"{network.name}-gbs{run.global_batch_size}-{data.max_length}tok",
         flags=opened.flags,
         planned=planned,
-        geometry=geometry,
+        layout=layout,
         resumed=resumed,
     )
-    accelerator.print(geometry.describe(), planned.plan.describe(), texts.notice, sep="\n")
+    accelerator.print(layout.describe(), planned.plan.describe(), texts.notice, sep="\n")
     for notice in (tokens.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
         if notice:
             accelerator.print(notice)
 
     # The loop
-    gate = FiniteGate(accelerator, trained, optimizer, skips=safety.skip_nonfinite)
+    gate = NonFiniteGuard(accelerator, trained, optimizer, skips=checkpointing.skip_nonfinite)
 
     def train_step(batch: GlobalBatch) -> Tensor | None:
         for micro_batch in batch.forwards(trained):
             batch.backward(loss_of(micro_batch))
         grad_norm = clip_gradients(optim, accelerator, trained)
-        if gate.opens(batch, grad_norm):
+        if gate.should_step(batch, grad_norm):
             optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -213,11 +215,11 @@ def train(
     def evaluate_if_due(step: int) -> None:
         if not report.evaluation_is_due(step, every=run.eval_steps):
             return
-        with report.clock.left_out(synchronize=True):
-            held_out = evaluation_batches(accelerator, tokens.validation, geometry.micro_batch_size, **loading)
+        with report.clock.paused(synchronize=True):
+            held_out = evaluation_batches(accelerator, tokens.validation, layout.micro_batch_size, **loading)
             held_out = checkpoints.until_signal(held_out, step, report.state_dict)
             evaluated = evaluate_model(trained, accelerator, held_out)
-            if report.log_evaluation(step, evaluated) and safety.save_best:
+            if report.log_evaluation(step, evaluated) and checkpointing.save_best:
                 checkpoints.save_best(step, partial(save_model, accelerator, saved_model))
 
     report = RunReport(accelerator, batches, trained, optimizer, settings)
@@ -235,10 +237,10 @@ def train(
         if step % run.logging_steps == 0 or is_last:
             progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
         if is_last:  # whatever fails from here on costs nothing
-            with report.clock.left_out():
+            with report.clock.paused():
                 checkpoints.save(step, report.state_dict())
         evaluate_if_due(step)
-        with report.clock.left_out():
+        with report.clock.paused():
             checkpoints.after_step(step, report.state_dict)
 
     # Finish
@@ -262,10 +264,10 @@ def train(
     return results
 
 
-def sketch(args: list[str] | None = None) -> Sketch:
+def task(args: list[str] | None = None) -> Task:
     """What ``memsave plan`` needs to know of a run, before there are texts or weights."""
     data, network, lora, run, optim, _ = parse_arguments(*FLAGS, args=args)
-    names = tuple(map(str, range(USUAL_CLASSES)))
+    names = tuple(map(str, range(DEFAULT_CLASSES)))
 
     def build() -> PreTrainedModel:
         if lora.load_in_4bit:
@@ -279,14 +281,14 @@ def sketch(args: list[str] | None = None) -> Sketch:
         shapes = {"input_ids": (size, data.max_length), "attention_mask": (size, data.max_length), "labels": (size,)}
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
 
-    return Sketch(
+    return Task(
         run=run,
         optim=optim,
         build_model=build,
         loss_of=summed_loss,
         micro_batch=micro_batch,
         takes_adapters=not lora.lora,
-        assumed=(f"{USUAL_CLASSES} classes", f"texts of {data.max_length} tokens"),
+        assumed=(f"{DEFAULT_CLASSES} classes", f"texts of {data.max_length} tokens"),
     )
 
 
@@ -342,4 +344,4 @@ def evaluate_model(model: nn.Module, accelerator: Accelerator, batches: Iterable
 
 
 if __name__ == "__main__":
-    run_recipe(main, sketch)
+    run_recipe(main, task)

@@ -166,7 +166,7 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
         ([*SMALL, "--target", "a100", "--microbatch_size", "4"], "did you mean --micro_batch_size?"),
         ([*SMALL, "--target", "a100", "--micro_batch_size", "none"], "--micro_batch_size none cannot be"),
         ([str(ROOT / "recipes" / "nothing.py"), "--target", "a100"], "is no file"),
-        ([str(ROOT / "recipes" / "ddp_equals_accumulation.py"), "--target", "a100"], "has no function sketch(args)"),
+        ([str(ROOT / "recipes" / "ddp_equals_accumulation.py"), "--target", "a100"], "has no function task(args)"),
         ([*SMALL, "--target", "a100", "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
     ],
 )

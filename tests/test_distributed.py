@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from memsave_recipes.distributed import rank_0_first
+from memsave_recipes.distributed import main_process_first
 from memsave_recipes.errors import InputError
 
 FAILURES = {InputError: ("InputError", "bad row 3"), KeyError: ("RuntimeError", "another rank failed: 'bad row 3'")}
@@ -14,7 +14,7 @@ def work(folder, failing_rank, failure, accelerator):
     """What a rank saw of rank 0's work, and what it ended with."""
     saw = None
     try:
-        with rank_0_first(accelerator):
+        with main_process_first(accelerator):
             saw = (folder / "done").exists()
             if accelerator.process_index == failing_rank:
                 raise failure("bad row 3")

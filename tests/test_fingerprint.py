@@ -29,7 +29,7 @@ def test_the_first_that_differs_is_named(now, words):
 
 
 def test_many_samples_share_digests(monkeypatch):
-    monkeypatch.setattr(fingerprint, "MOST_DIGESTS", 4)
+    monkeypatch.setattr(fingerprint, "MAX_DIGESTS", 4)
     was, now = np.arange(10), np.arange(10)
     now[7] = 99
     record = samples(was).record()

@@ -8,7 +8,7 @@ from memory_time.methods import BITWISE, BUDGET, Extent, Method, applied
 from memory_time.works import Work
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.models.causal_lm import LossKind
-from memsave_recipes.planner.budget import RESERVE, Beside, forecast, keep_all, plans_to_measure
+from memsave_recipes.planner.budget import RESERVE, StaticMemory, forecast, keep_all, plans_to_measure
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.simulate import simulate, span_costs
@@ -29,7 +29,9 @@ def ours(work: Work, extent: Extent, peaks: Sequence[int]) -> Iterator[Method]:
     measured = _measure(work, loss, bitwise=not (work.is_language_model and extent.ratios))
     plans = [(BUDGET, _plans(measured, extent.num_budgets, peaks))]
     if work.is_language_model and extent.ratios:
-        bitwise = replace(measured, seen=[seen for seen in measured.seen if seen[0].compiled_memory_ratio is None])
+        bitwise = replace(
+            measured, traces=[trace for trace in measured.traces if trace[0].compiled_memory_ratio is None]
+        )
         plans.append((BITWISE, _plans(bitwise, extent.num_budgets, ())))
     for name, found in plans:
         for plan, budget_bytes in found.items():
@@ -70,12 +72,12 @@ def _plans(measurement: Measurement, num_budgets: int, peaks: Sequence[int]) -> 
     for budget in sorted(budget for budget in {*even, *matched} if smallest <= budget <= largest):
         if budget in even or budget - last > CLOSE * (largest - chain.resident_bytes):
             last = budget
-            plans.setdefault(forecast(measurement, budget, Beside()).plan, budget - chain.resident_bytes)
+            plans.setdefault(forecast(measurement, budget, StaticMemory()).plan, budget - chain.resident_bytes)
     return plans
 
 
 def _chains(measurement: Measurement) -> list[Chain]:
-    return [measurement.chain(ratio=ratio) for ratio in {plan.compiled_memory_ratio for plan, _ in measurement.seen}]
+    return [measurement.chain(ratio=ratio) for ratio in {plan.compiled_memory_ratio for plan, _ in measurement.traces}]
 
 
 def _reserve(chain: Chain) -> int:

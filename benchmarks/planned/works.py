@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from memsave_recipes.planner.task import Sketch, read_sketch
+from memsave_recipes.planner.task import Task, read_task
 from memsave_recipes.profiling.breakdown import break_down_peak
 from memsave_recipes.training.batching import Batch
 from memsave_recipes.training.launch import start_accelerator
@@ -57,10 +57,10 @@ WORKS = {
 }
 
 
-def sketch_of(name: str, *flags: str) -> Sketch:
+def task_of(name: str, *flags: str) -> Task:
     """The recipe with the flags of a model, and others."""
     work = WORKS[name]
-    return read_sketch(ROOT / "recipes" / f"{work.recipe}.py", [*work.flags.split(), *flags])
+    return read_task(ROOT / "recipes" / f"{work.recipe}.py", [*work.flags.split(), *flags])
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Real:
     ``trained`` is what a forward goes through, ``model`` has the blocks.
     """
 
-    sketch: Sketch
+    task: Task
     accelerator: Accelerator
     model: nn.Module
     trained: nn.Module
@@ -78,15 +78,15 @@ class Real:
 
     def batch(self, size: int) -> Batch:
         """A micro-batch of valid values."""
-        blank = self.sketch.micro_batch(size)
+        blank = self.task.micro_batch(size)
         return {name: values_for(name, tensor, self.accelerator.device) for name, tensor in blank.items()}
 
     def step(self, global_batch_size: int, micro_batch_size: int) -> None:
         """Forwards and backwards of a global batch, clipping and the update."""
         for first in range(0, global_batch_size, micro_batch_size):
             batch = self.batch(min(micro_batch_size, global_batch_size - first))
-            self.accelerator.backward(self.sketch.loss_of(self.trained, batch) / global_batch_size)
-        clip_gradients(self.sketch.optim, self.accelerator, self.trained)
+            self.accelerator.backward(self.task.loss_of(self.trained, batch) / global_batch_size)
+        clip_gradients(self.task.optim, self.accelerator, self.trained)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -100,15 +100,15 @@ class Real:
         return torch.accelerator.max_memory_allocated()
 
 
-def build(sketch: Sketch, precision: str = "no") -> Real:
+def build(task: Task, precision: str = "no") -> Real:
     """What the recipe builds before its loop."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = start_accelerator(mixed_precision=precision)
     torch.manual_seed(0)
-    model = sketch.build_model().to(accelerator.device).train()
-    optimizer = make_optimizer(sketch.optim, model)
-    trained, optimizer = accelerator.prepare(sketch.trained(model, sketch.losses[0], accelerator.device), optimizer)
-    return Real(sketch, accelerator, model, trained, optimizer)
+    model = task.build_model().to(accelerator.device).train()
+    optimizer = make_optimizer(task.optim, model)
+    trained, optimizer = accelerator.prepare(task.trained(model, task.losses[0], accelerator.device), optimizer)
+    return Real(task, accelerator, model, trained, optimizer)
 
 
 def values_for(name: str, like: Tensor, device: torch.device) -> Tensor:

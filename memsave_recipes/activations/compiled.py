@@ -16,7 +16,7 @@ NOTE [ one graph, one ratio ]
    around every call, and nowhere else.
 3. ``optimize_ddp`` would cut a layer where DDP's buckets end, and each piece would have a budget of its own.
 4. torch gives up after 8 graphs of one code and runs the plain layer, with the plain layer's memory. Here it may be
-   ``MOST_GRAPHS``, and what cannot be compiled in one piece is an error.
+   ``MAX_GRAPHS``, and what cannot be compiled in one piece is an error.
 5. An observer that sees every operation (a ``TorchDispatchMode``: FLOP counters, memory trackers) sees nothing inside a
    compiled layer, and torch would run the plain one for it, with the plain one's memory. Here it sees the layer
    recomputed: the same operations, in about the memory of a small ratio.
@@ -54,7 +54,7 @@ from memsave_recipes.activations.recompute import recompute
 from memsave_recipes.activations.selective import draws
 from memsave_recipes.errors import InputError
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 SMALLEST_RATIO = 1e-6
 WAYS_OUT = "use selective, full or every:K"
 _numbers = count()
@@ -86,11 +86,11 @@ class Region:
         try:
             with (
                 functorch_config.patch(activation_memory_budget=self._ratio),
-                dynamo_config.patch(optimize_ddp=False, recompile_limit=MOST_GRAPHS),
+                dynamo_config.patch(optimize_ddp=False, recompile_limit=MAX_GRAPHS),
             ):
                 return self._run_layer(method, *args, **kwargs)
         except FailOnRecompileLimitHit as error:
-            raise _refusal(method, f"its inputs and settings take more than {MOST_GRAPHS} forms") from error
+            raise _refusal(method, f"its inputs and settings take more than {MAX_GRAPHS} forms") from error
         except TorchDynamoException as error:
             raise _refusal(method, str(error).strip().partition("\n")[0]) from error
 

@@ -63,8 +63,8 @@ def _say_once_that_nothing_moves() -> None:
 
 
 @cache
-def _mover_for(device: torch.device) -> "Mover":
-    return Mover(device, SideStream(device))
+def _mover_for(device: torch.device) -> "OffloadEngine":
+    return OffloadEngine(device, SideStream(device))
 
 
 class Copies(Protocol):
@@ -105,7 +105,7 @@ class SideStream:
 
 
 @dataclass(eq=False)
-class _Parcel:
+class _Storage:
     """A storage that was saved: on the device, on the host (then ``storage`` is ``None``), or on both."""
 
     key: StorageWeakRef
@@ -114,12 +114,14 @@ class _Parcel:
 
 
 @dataclass(eq=False)
-class _Load:
+class _BlockStorages:
     """What one run of a block saved. Autograd alone keeps it alive, and its parcels."""
 
-    before: "weakref.ref[_Load] | None"
+    before: "weakref.ref[_BlockStorages] | None"
     stays: set[StorageWeakRef]
-    parcels: "weakref.WeakValueDictionary[StorageWeakRef, _Parcel]" = field(default_factory=weakref.WeakValueDictionary)
+    storage_records: "weakref.WeakValueDictionary[StorageWeakRef, _Storage]" = field(
+        default_factory=weakref.WeakValueDictionary
+    )
     returned: set[StorageWeakRef] = field(default_factory=set)
 
 
@@ -127,8 +129,8 @@ class _Load:
 class _Packed:
     """A saved tensor: which view of which storage."""
 
-    load: _Load
-    parcel: _Parcel
+    load: _BlockStorages
+    storage_record: _Storage
     dtype: torch.dtype
     layout: tuple[Any, ...]  # offset, size, stride
 
@@ -139,19 +141,19 @@ class _UnderWay:
 
     event: Any
     pairs: list[tuple[Tensor, Tensor]]
-    leaving: list[_Parcel]
+    leaving: list[_Storage]
 
 
-class Mover:
+class OffloadEngine:
     """Moves what blocks on ``device`` save to the host and back, by ``copies``; storages under a size stay."""
 
     def __init__(self, device: torch.device, copies: Copies, smallest_bytes: int = SMALLEST_BYTES) -> None:
         self.device = device
         self.copies = copies
         self.smallest_bytes = smallest_bytes
-        self.known: weakref.WeakValueDictionary[StorageWeakRef, _Parcel] = weakref.WeakValueDictionary()
-        self.last: weakref.ref[_Load] | None = None
-        self.in_backward: weakref.ref[_Load] | None = None
+        self.known: weakref.WeakValueDictionary[StorageWeakRef, _Storage] = weakref.WeakValueDictionary()
+        self.last: weakref.ref[_BlockStorages] | None = None
+        self.in_backward: weakref.ref[_BlockStorages] | None = None
         self.under_way: _UnderWay | None = None
 
     def run(self, function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
@@ -160,23 +162,29 @@ class Mover:
         with saved_tensors_hooks(partial(self._pack, load), self._unpack):
             outputs = function(*inputs)
         load.returned = _keys(outputs)
-        if load.parcels:
+        if load.storage_records:
             self.last = weakref.ref(load)
         return outputs
 
-    def _begin(self, inputs: tuple[Any, ...], modules: Iterable[nn.Module]) -> _Load:
+    def _begin(self, inputs: tuple[Any, ...], modules: Iterable[nn.Module]) -> _BlockStorages:
         """Send off what the block before saved, and take over what it returned. See NOTE [ what moves ]."""
         self._finish()
         self.in_backward = None
-        load = _Load(self.last, stays=_living_anyway(inputs, modules))
+        load = _BlockStorages(self.last, stays=_living_anyway(inputs, modules))
         if before := self.last and self.last():
-            here = [parcel for parcel in before.parcels.values() if parcel.storage is not None]
-            self._send([parcel for parcel in here if parcel.key not in before.returned])
+            here = [
+                storage_record
+                for storage_record in before.storage_records.values()
+                if storage_record.storage is not None
+            ]
+            self._copy_to_host([storage_record for storage_record in here if storage_record.key not in before.returned])
             taken = before.returned & _keys(inputs)
-            load.parcels.update({parcel.key: parcel for parcel in here if parcel.key in taken})
+            load.storage_records.update(
+                {storage_record.key: storage_record for storage_record in here if storage_record.key in taken}
+            )
         return load
 
-    def _pack(self, load: _Load, tensor: Tensor) -> Tensor | _Packed:
+    def _pack(self, load: _BlockStorages, tensor: Tensor) -> Tensor | _Packed:
         tensor = tensor.detach()  # a saved output would otherwise hold its own graph
         if tensor.device != self.device or not _is_plain(tensor):
             return tensor
@@ -184,19 +192,21 @@ class Mover:
         key = StorageWeakRef(storage)
         if storage.nbytes() < self.smallest_bytes or key in load.stays:
             return tensor
-        parcel = self.known.setdefault(key, _Parcel(key, storage))
-        load.parcels[key] = parcel
-        return _Packed(load, parcel, tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride()))
+        storage_record = self.known.setdefault(key, _Storage(key, storage))
+        load.storage_records[key] = storage_record
+        return _Packed(load, storage_record, tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride()))
 
     def _unpack(self, packed: Tensor | _Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         if self.in_backward is None or self.in_backward() is not packed.load:
-            self._turn_to(packed.load)
-        assert packed.parcel.storage is not None
-        return torch.empty(0, dtype=packed.dtype, device=self.device).set_(packed.parcel.storage, *packed.layout)
+            self._prefetch(packed.load)
+        assert packed.storage_record.storage is not None
+        return torch.empty(0, dtype=packed.dtype, device=self.device).set_(
+            packed.storage_record.storage, *packed.layout
+        )
 
-    def _turn_to(self, load: _Load) -> None:
+    def _prefetch(self, load: _BlockStorages) -> None:
         """All of ``load`` is on the device, and the load before it is on its way."""
         self._finish(stay=True)
         self._fetch(load)
@@ -205,25 +215,27 @@ class Mover:
         if before := load.before and load.before():
             self._fetch(before)
 
-    def _send(self, parcels: list[_Parcel]) -> None:
+    def _copy_to_host(self, storage_records: list[_Storage]) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
-        for parcel in parcels:
-            assert parcel.storage is not None
-            source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(parcel.storage)
+        for storage_record in storage_records:
+            assert storage_record.storage is not None
+            source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage_record.storage)
             sizes = pinned_sizes(len(source))
-            parcel.host = [self.copies.empty_on_host(size) for size in sizes]
-            pairs += zip(parcel.host, source.split(sizes), strict=True)
+            storage_record.host = [self.copies.empty_on_host(size) for size in sizes]
+            pairs += zip(storage_record.host, source.split(sizes), strict=True)
         if pairs:
-            self.under_way = _UnderWay(self.copies.start(pairs), pairs, parcels)
+            self.under_way = _UnderWay(self.copies.start(pairs), pairs, storage_records)
 
-    def _fetch(self, load: _Load) -> None:
+    def _fetch(self, load: _BlockStorages) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
-        for parcel in reversed(list(load.parcels.values())):  # the last one saved is the first one needed
-            if parcel.storage is None:
-                sizes = [len(piece) for piece in parcel.host]
+        for storage_record in reversed(
+            list(load.storage_records.values())
+        ):  # the last one saved is the first one needed
+            if storage_record.storage is None:
+                sizes = [len(piece) for piece in storage_record.host]
                 target = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-                pairs += zip(target.split(sizes), parcel.host, strict=True)
-                parcel.storage, parcel.host = target.untyped_storage(), []
+                pairs += zip(target.split(sizes), storage_record.host, strict=True)
+                storage_record.storage, storage_record.host = target.untyped_storage(), []
         if pairs:
             self.under_way = _UnderWay(self.copies.start(pairs), pairs, [])
 
@@ -232,8 +244,8 @@ class Mover:
         if self.under_way is None:
             return
         self.copies.wait(self.under_way.event)
-        for parcel in () if stay else self.under_way.leaving:
-            parcel.storage = None
+        for storage_record in () if stay else self.under_way.leaving:
+            storage_record.storage = None
         self.under_way = None
 
 

@@ -2,7 +2,7 @@
 
 from memsave_recipes.checkpoints.run_lock import RunLock, locked_run_folder
 from memsave_recipes.checkpoints.saver import Checkpoints, Resumed
-from memsave_recipes.checkpoints.state import Training
+from memsave_recipes.checkpoints.state import TrainState
 from memsave_recipes.processes import StoppedBySignal, StopSignals
 
 __all__ = [
@@ -11,6 +11,6 @@ __all__ = [
     "RunLock",
     "StopSignals",
     "StoppedBySignal",
-    "Training",
+    "TrainState",
     "locked_run_folder",
 ]

@@ -44,7 +44,7 @@ class Damaged(Exception):
     """A folder is not what its manifest says; the message says which file, and how."""
 
 
-def seal(folder: Path) -> None:
+def write_manifest(folder: Path) -> None:
     """Bring every file of ``folder`` to the disk, then write its manifest and bring that to the disk.
 
     The digests are computed while the disk is writing, several at a time: none of that holds Python's lock.
@@ -62,7 +62,7 @@ def seal(folder: Path) -> None:
     sync(folder)
 
 
-def check_seal(folder: Path) -> None:
+def verify_manifest(folder: Path) -> None:
     """Read every byte of ``folder`` and compare.
 
     Raises:
@@ -178,7 +178,7 @@ def commit(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     Raises:
         InputError: the disk is full, read-only or failing.
     """
-    with told_in_one_line(folder, name):
+    with disk_errors_as_input_error(folder, name):
         return make_whole(folder, name, write)
 
 
@@ -192,7 +192,7 @@ def make_whole(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     try:
         write(temporary)
         _let_others_read(temporary)
-        seal(temporary)
+        write_manifest(temporary)
         if target.exists():  # it was damaged, or it would not be written again
             discard(target)
         os.rename(temporary, target)
@@ -213,7 +213,7 @@ def discard(path: Path) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Delete what killed saves left in ``folder``."""
-    with told_in_one_line(folder, "what a killed save left"):
+    with disk_errors_as_input_error(folder, "what a killed save left"):
         for path in [*folder.glob(f"{TEMPORARY}*"), *folder.glob(f"{TRASH}*")]:
             delete(path)
 
@@ -238,7 +238,7 @@ def check_space(output_dir: Path, num_bytes: int, what: str = "a checkpoint take
 
 
 @contextmanager
-def told_in_one_line(
+def disk_errors_as_input_error(
     folder: Path, name: str, *, way_out: str = "then go on with --resume from the checkpoint before"
 ) -> Iterator[None]:
     """Turn what a disk refuses into one line that names the flag; anything else stays what it is."""

@@ -12,11 +12,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from memsave_recipes.checkpoints.commit import Damaged, check_seal, discard
+from memsave_recipes.checkpoints.commit import Damaged, discard, verify_manifest
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.training.arguments import RunArguments
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.environment import describe_environment
 
 STEP = "step"
@@ -52,7 +52,7 @@ def find_newest(folder: Path, kind: str = STEP) -> Found | None:
     damaged: dict[Path, str] = {}
     for step, path in committed(folder, kind):
         try:
-            check_seal(path)
+            verify_manifest(path)
         except Damaged as error:
             damaged[path] = str(error)
         else:
@@ -197,27 +197,27 @@ def _is_whole(config: Any) -> bool:
     return False
 
 
-def as_planned(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
+def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
     """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
 
     A search depends on how fast things happened to be, and what else it finds would round in another way.
     """
     same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
-    geometry = earlier["geometry"]
-    if not run.searches or not same_search or geometry["num_processes"] != num_processes:
+    layout = earlier["geometry"]
+    if not run.searches or not same_search or layout["num_processes"] != num_processes:
         return run
     return replace(
         run,
-        micro_batch_size=geometry["micro_batch_size"],
+        micro_batch_size=layout["micro_batch_size"],
         activation_checkpointing=str(plan),
         gradient_checkpointing=False,
         memory_budget_gib=None,
     )
 
 
-def describe_run(order: SampleOrder, geometry: Geometry, data: Fingerprint | None) -> dict[str, Any]:
+def describe_run(order: SampleOrder, layout: BatchLayout, data: Fingerprint | None) -> dict[str, Any]:
     """What a checkpoint has to know of its run, to be compared with the one that goes on."""
-    return {"order": asdict(order), "geometry": asdict(geometry), "data": data.record() if data else None}
+    return {"order": asdict(order), "geometry": asdict(layout), "data": data.record() if data else None}
 
 
 def check_same_data(saved: dict[str, Any], data: Fingerprint | None, *, changed_ok: bool) -> list[str]:
@@ -261,12 +261,12 @@ def check_same_samples(saved: dict[str, Any], order: SampleOrder, *, changed_ok:
             )
 
 
-def describe_change(saved: dict[str, Any], geometry: Geometry) -> str | None:
+def describe_change(saved: dict[str, Any], layout: BatchLayout) -> str | None:
     """What another geometry means for the run, in one line; ``None`` where it is the same."""
-    if saved["geometry"] == asdict(geometry):
+    if saved["geometry"] == asdict(layout):
         return None
-    before = Geometry(**saved["geometry"])
+    before = BatchLayout(**saved["geometry"])
     return (
-        f"note: saved as {before.describe()}, going on as {geometry.describe()}: data-exact, every step trains the "
+        f"note: saved as {before.describe()}, going on as {layout.describe()}: data-exact, every step trains the "
         "same samples, but not bit-exact, sums are rounded in another order and dropout draws other masks"
     )

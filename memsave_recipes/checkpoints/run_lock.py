@@ -8,8 +8,8 @@ from pathlib import Path
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
-from memsave_recipes.checkpoints.commit import told_in_one_line
-from memsave_recipes.distributed import by_rank_0
+from memsave_recipes.checkpoints.commit import disk_errors_as_input_error
+from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 
 LOCK = "run.lock"
@@ -30,7 +30,7 @@ class RunLock:
         Raises:
             InputError: another run holds it, or it cannot be written.
         """
-        with told_in_one_line(self.path, LOCK, way_out="or name another folder"):
+        with disk_errors_as_input_error(self.path, LOCK, way_out="or name another folder"):
             made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def locked_run_folder(accelerator: Accelerator, folder: Path) -> Iterator[RunLoc
         InputError: on all ranks, where another run holds it, or it cannot be written.
     """
     lock = RunLock(folder)
-    made = by_rank_0(accelerator, lock.acquire)
+    made = on_main_process(accelerator, lock.acquire)
     try:
         yield lock
     finally:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from accelerate import Accelerator
 
-from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit, discard, told_in_one_line
+from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit, discard, disk_errors_as_input_error
 from memsave_recipes.checkpoints.resume import (
     BEST,
     STEP,
@@ -33,13 +33,13 @@ from memsave_recipes.checkpoints.resume import (
     prune,
 )
 from memsave_recipes.checkpoints.run_lock import RunLock
-from memsave_recipes.checkpoints.state import Record, Training, fitting, read_record
-from memsave_recipes.distributed import Ear, by_all_ranks, by_rank_0
+from memsave_recipes.checkpoints.state import Record, TrainState, fitting, read_record
+from memsave_recipes.distributed import RankPoll, on_all_processes, on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.processes import StoppedBySignal, StopSignals
-from memsave_recipes.training.arguments import SafetyArguments
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.arguments import CheckpointArguments
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.non_finite import NotFinite
 
@@ -83,10 +83,10 @@ class Checkpoints:
         self,
         accelerator: Accelerator,
         folder: Path,
-        training: Training,
+        training: TrainState,
         *,
         order: SampleOrder,
-        geometry: Geometry,
+        layout: BatchLayout,
         keep: int = 2,
         every_steps: int | None = None,
         every_minutes: float | None = None,
@@ -99,7 +99,7 @@ class Checkpoints:
         self.folder = folder
         self.training = training
         self.order = order
-        self.geometry = geometry
+        self.layout = layout
         self.keep = keep
         self.every_steps = every_steps
         self.every_s = 60 * every_minutes if every_minutes else float("inf")
@@ -110,15 +110,15 @@ class Checkpoints:
         self.damaged: list[Path] = []
         self.last_saved: int | None = None
         self._last_time = time.monotonic()
-        self._ear = Ear(accelerator)
+        self._ear = RankPoll(accelerator)
 
     @classmethod
-    def as_asked(
+    def from_args(
         cls,
-        safety: SafetyArguments,
+        checkpointing: CheckpointArguments,
         accelerator: Accelerator,
         folder: Path,
-        training: Training,
+        training: TrainState,
         batches: GlobalBatches,
         data: Fingerprint,
         *,
@@ -131,13 +131,13 @@ class Checkpoints:
             folder,
             training,
             order=batches.order,
-            geometry=batches.geometry,
-            keep=safety.keep_checkpoints,
-            every_steps=safety.save_every,
-            every_minutes=safety.save_every_minutes,
+            layout=batches.layout,
+            keep=checkpointing.keep_checkpoints,
+            every_steps=checkpointing.save_every,
+            every_minutes=checkpointing.save_every_minutes,
             signals=signals,
             data=data,
-            data_changed_ok=safety.data_changed_ok,
+            data_changed_ok=checkpointing.data_changed_ok,
             lock=lock,
         )
 
@@ -164,10 +164,10 @@ class Checkpoints:
         Raises:
             InputError: all of them are damaged, or the newest does not fit the run.
         """
-        found = by_rank_0(self.accelerator, self._find)
+        found = on_main_process(self.accelerator, self._find)
         if found is None:
             return None
-        record, notices = by_all_ranks(self.accelerator, lambda: self._read(found))
+        record, notices = on_all_processes(self.accelerator, lambda: self._read(found))
         self.damaged, self.last_saved = list(found.damaged), found.step
         return Resumed(step=found.step, state=record["state"], notices=found.notices + notices)
 
@@ -178,7 +178,7 @@ class Checkpoints:
             StoppedBySignal: a rank received a signal; the checkpoint has been saved.
             InputError, NotFinite: as ``save``.
         """
-        wish = self._ear.hear(step, self._wish())
+        wish = self._ear.max(step, self._wish())
         if wish or (self.every_steps and step % self.every_steps == 0):
             self.save(step, state())
         if wish > SAVE_ONLY:
@@ -193,9 +193,9 @@ class Checkpoints:
             StoppedBySignal: as ``after_step``.
             InputError, NotFinite: as ``save``.
         """
-        ear = Ear(self.accelerator)
+        ear = RankPoll(self.accelerator)
         for number, batch in enumerate(batches):
-            if signal := ear.hear(number, self._signal()):
+            if signal := ear.max(number, self._signal()):
                 self.save(step, state())
                 raise StoppedBySignal(signal, step, self.folder)
             yield batch
@@ -207,7 +207,7 @@ class Checkpoints:
             InputError: it could not be saved; the one before is as it was.
             NotFinite: the weights are not; the one before is as it was.
         """
-        if step != self.last_saved and not by_rank_0(self.accelerator, lambda: self._write(step, state)):
+        if step != self.last_saved and not on_main_process(self.accelerator, lambda: self._write(step, state)):
             last = f"the last checkpoint is of step {self.last_saved}" if self.last_saved else "there is no checkpoint"
             raise NotFinite(
                 f"the weights are not finite after step {step}, although its loss was: they are not saved, {last}; "
@@ -221,19 +221,19 @@ class Checkpoints:
         Raises:
             InputError: it could not be saved; the one before is as it was.
         """
-        by_rank_0(self.accelerator, lambda: self._write_best(step, write))
+        on_main_process(self.accelerator, lambda: self._write_best(step, write))
 
     def give_up_the_end(self) -> None:
         """Delete the checkpoint of the last step, now that the run is done, where it is the only one and none was asked
         for."""
         if self.every_steps is None:
-            by_rank_0(self.accelerator, self._delete_the_only_one)
+            on_main_process(self.accelerator, self._delete_the_only_one)
 
     def _delete_the_only_one(self) -> None:
         there = committed(self.folder)
         if [step for step, _ in there] != [self.last_saved]:
             return
-        with told_in_one_line(self.folder, there[0][1].name):
+        with disk_errors_as_input_error(self.folder, there[0][1].name):
             discard(there[0][1])
         with suppress(OSError):  # it holds the best weights
             self.folder.rmdir()
@@ -257,7 +257,7 @@ class Checkpoints:
             return False
         clear_leftovers(self.folder)
         check_space(self.folder.parent, self.training.num_bytes())
-        record = {"step": step, "run": describe_run(self.order, self.geometry, self.data), "state": state}
+        record = {"step": step, "run": describe_run(self.order, self.layout, self.data), "state": state}
         commit(self.folder, f"{STEP}-{step}", lambda folder: self.training.write(folder, record))
         prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         return True
@@ -283,6 +283,6 @@ class Checkpoints:
         with fitting(found.path):
             notices = check_same_data(record["run"], self.data, changed_ok=self.data_changed_ok)
             check_same_samples(record["run"], self.order, changed_ok=self.data_changed_ok)
-            change = describe_change(record["run"], self.geometry)
+            change = describe_change(record["run"], self.layout)
         self.training.read(found.path)
         return record, notices + ([change] if change else [])

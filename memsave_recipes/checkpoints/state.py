@@ -167,7 +167,7 @@ RECORD, FROZEN = "record", "frozen"
 Record = dict[str, Any]
 
 
-class Training:
+class TrainState:
     """What moves while a model is trained.
 
     Args:

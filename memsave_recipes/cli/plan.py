@@ -1,10 +1,6 @@
-"""``memsave plan``: the fastest run of a recipe that fits, and the line that launches it.
+"""``memsave plan``: the fastest run of a recipe that fits, and ``memsave frontier``: memory against throughput.
 
-What the command needs is imported when it runs.
-
-``memsave frontier``: memory against throughput of a recipe, for every strategy and micro-batch.
-
-What the command needs is imported when it runs.
+They import their dependencies when they run, so that ``--help`` is quick.
 """
 
 import argparse
@@ -13,6 +9,10 @@ from typing import TYPE_CHECKING
 
 from memsave_recipes.cli.flags import STDOUT, add_recipe_flags, write_text, writing
 from memsave_recipes.errors import InputError
+
+if TYPE_CHECKING:
+    from memsave_recipes.cli.request import PlanRequest
+    from memsave_recipes.planner.frontier import Point
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -29,44 +29,39 @@ def _plan(arguments: argparse.Namespace) -> None:
     from memsave_recipes.cli.request import (
         check_plan_file,
         launch_line,
-        read_question,
+        read_request,
         record_of,
         to_json,
         with_progress,
     )
     from memsave_recipes.planner.frontier import points_of
-    from memsave_recipes.planner.task import choose_on_paper
+    from memsave_recipes.planner.task import choose_for_target
     from memsave_recipes.render.choice import best_rows, show_choice
     from memsave_recipes.render.frontier import plan_page
 
-    question = read_question(arguments)
+    request = read_request(arguments)
     choice = with_progress(
-        question,
-        lambda on_size: choose_on_paper(question.sketch, question.launch, question.budget_bytes, on_size=on_size),
+        request,
+        lambda on_size: choose_for_target(request.task, request.launch, request.budget_bytes, on_size=on_size),
     )
     if choice.chosen is None:
-        raise question.refused(choice)
+        raise request.refused(choice)
     if arguments.plan:
-        check_plan_file(question)
+        check_plan_file(request)
         write_text("--plan", arguments.plan, choice.chosen.forecast.plan.to_json())
-    line = launch_line(question, choice.chosen, arguments.plan)
+    line = launch_line(request, choice.chosen, arguments.plan)
     if str(arguments.json) != STDOUT:
         is_cut = not arguments.all and len(best_rows(choice)) < len(choice.candidates)
-        remarks = [*question.remarks, *(["--all shows every candidate"] if is_cut else [])]
+        remarks = [*request.remarks, *(["--all shows every candidate"] if is_cut else [])]
         show_choice(choice, all_rows=arguments.all, remarks=remarks)
         print(f"\n{line}")
     points = points_of(choice.candidates)
     if arguments.json:
-        record = record_of(question, points, chosen=choice.candidates.index(choice.chosen), launch=line)
+        record = record_of(request, points, chosen=choice.candidates.index(choice.chosen), launch=line)
         write_text("--json", arguments.json, to_json(record))
     if arguments.html:
-        page = plan_page(question.title, question.remarks, points, choice.chosen, line)
+        page = plan_page(request.title, request.remarks, points, choice.chosen, line)
         write_text("--html", arguments.html, page)
-
-
-if TYPE_CHECKING:
-    from memsave_recipes.cli.request import Question
-    from memsave_recipes.planner.frontier import Point
 
 
 def add_frontier(parser: argparse.ArgumentParser) -> None:
@@ -84,39 +79,39 @@ def _frontier(arguments: argparse.Namespace) -> None:
     from memsave_recipes.cli.request import (
         check_device,
         measured_points,
-        read_question,
+        read_request,
         record_of,
         to_json,
         with_progress,
     )
     from memsave_recipes.planner.frontier import every_strategy, points_of
-    from memsave_recipes.planner.task import choose_on_paper
+    from memsave_recipes.planner.task import choose_for_target
     from memsave_recipes.render.frontier import frontier_page, show_points
 
-    question = read_question(arguments)
+    request = read_request(arguments)
     if arguments.measure:
-        check_device(question)
+        check_device(request)
     choice = with_progress(
-        question,
-        lambda on_size: choose_on_paper(
-            question.sketch, question.launch, question.budget_bytes, on_size=on_size, candidates=every_strategy
+        request,
+        lambda on_size: choose_for_target(
+            request.task, request.launch, request.budget_bytes, on_size=on_size, candidates=every_strategy
         ),
     )
     points = points_of(choice.candidates)
     if arguments.measure:
-        points = measured_points(question, points, all_points=arguments.all)
+        points = measured_points(request, points, all_points=arguments.all)
     if arguments.png is None and str(arguments.json) != STDOUT:
-        show_points(points, question.remarks, all_rows=arguments.all)
+        show_points(points, request.remarks, all_rows=arguments.all)
     if arguments.json:
-        write_text("--json", arguments.json, to_json(record_of(question, points)))
+        write_text("--json", arguments.json, to_json(record_of(request, points)))
     if arguments.html:
-        page = frontier_page(question.title, question.remarks, points, question.budget_bytes)
+        page = frontier_page(request.title, request.remarks, points, request.budget_bytes)
         write_text("--html", arguments.html, page)
     if arguments.png:
-        _draw(arguments.png, question, points)
+        _draw(arguments.png, request, points)
 
 
-def _draw(path: Path, question: "Question", points: "list[Point]") -> None:
+def _draw(path: Path, request: "PlanRequest", points: "list[Point]") -> None:
     from memsave_recipes.render.frontier import spots_of
 
     try:
@@ -124,4 +119,4 @@ def _draw(path: Path, question: "Question", points: "list[Point]") -> None:
     except ImportError as error:
         raise InputError("--png needs a package: pip install matplotlib") from error
     with writing(f"--png {path}"):
-        write_frontier_png(spots_of(points), path, f"{question.title} on {question.place}", question.budget_bytes)
+        write_frontier_png(spots_of(points), path, f"{request.title} on {request.place}", request.budget_bytes)

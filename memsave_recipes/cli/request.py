@@ -19,17 +19,17 @@ import torch
 from tqdm import tqdm
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.estimate import paper_model
+from memsave_recipes.estimate.estimate import fake_model
 from memsave_recipes.estimate.targets import Target, find_target
 from memsave_recipes.planner.budget import usable_bytes
 from memsave_recipes.planner.frontier import Point, run_points
 from memsave_recipes.planner.levers import refusal
-from memsave_recipes.planner.search import Candidate, Choice, open_geometries
-from memsave_recipes.planner.task import Launch, Sketch, read_sketch
+from memsave_recipes.planner.search import Candidate, Choice, open_layouts
+from memsave_recipes.planner.task import Launch, Task, read_task
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.text import GIB, to_gib
-from memsave_recipes.training.arguments import AUTO, MOST_GIB, require
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.arguments import AUTO, MAX_GIB, require
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.parsing import named_flags, underscored
 
 SECONDS_BEFORE_THE_BAR = 5
@@ -41,14 +41,14 @@ NOT_IN_IT = "not in any figure: fragmentation of the allocator, for which 5 % ar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What a command was asked.
 
     Args:
         recipe: its file.
         flags: of the recipe, as they were typed.
         named: what these and their preset name, with the values.
-        sketch: of the recipe; what the flags leave open is ``auto`` and ``budget`` in it.
+        task: of the recipe; what the flags leave open is ``auto`` and ``budget`` in it.
         launch: where it is to run.
         budget_gib: of the device, for everything.
     """
@@ -56,7 +56,7 @@ class Question:
     recipe: Path
     flags: tuple[str, ...]
     named: dict[str, str]
-    sketch: Sketch
+    task: Task
     launch: Launch
     budget_gib: float
 
@@ -84,18 +84,18 @@ class Question:
         target = self.launch.target
         return [
             f"for {self.place}" + (f" ({target.remark})" if target.remark else ""),
-            *(f"assumed: {words}" for words in self.sketch.assumed),
+            *(f"assumed: {words}" for words in self.task.assumed),
             OF_THIS_CPU if target.device_type == "cpu" else ON_PAPER,
             *([] if target.device_type == "cpu" else [NOT_IN_IT]),
         ]
 
     def refused(self, choice: Choice) -> InputError:
         """What to say where nothing fits."""
-        model = paper_model(self.sketch.build_model)
-        return refusal(choice.smallest, model, self.sketch.optim, takes_adapters=self.sketch.takes_adapters)
+        model = fake_model(self.task.build_model)
+        return refusal(choice.smallest, model, self.task.optim, takes_adapters=self.task.takes_adapters)
 
 
-def read_question(arguments: argparse.Namespace) -> Question:
+def read_request(arguments: argparse.Namespace) -> PlanRequest:
     """What was asked, with ``--micro_batch_size auto`` and ``--activation_checkpointing budget`` where nothing is said.
 
     Raises:
@@ -109,26 +109,26 @@ def read_question(arguments: argparse.Namespace) -> Question:
     gib = arguments.memory_budget_gib
     if gib is None and "memory_budget_gib" not in named:
         gib = usable_gib
-    sketch = read_sketch(arguments.recipe, [*flags, *_open_flags(named, gib)])
-    return Question(
+    task = read_task(arguments.recipe, [*flags, *_open_flags(named, gib)])
+    return PlanRequest(
         recipe=arguments.recipe,
         flags=flags,
         named=named,
-        sketch=sketch,
+        task=task,
         launch=Launch(target=target, num_processes=arguments.num_processes, mixed_precision=arguments.mixed_precision),
-        budget_gib=gib or sketch.run.memory_budget_gib or usable_gib,
+        budget_gib=gib or task.run.memory_budget_gib or usable_gib,
     )
 
 
-def with_progress(question: Question, work: Callable[[Callable[[Geometry], None]], Choice]) -> Choice:
+def with_progress(request: PlanRequest, work: Callable[[Callable[[BatchLayout], None]], Choice]) -> Choice:
     """``work`` with a progress bar; it tells a function which geometry is next."""
-    sketch = question.sketch
-    sizes = open_geometries(sketch.run, sketch.optim, question.launch.num_processes)
-    total = len(sizes) * len(sketch.losses)
+    task = request.task
+    sizes = open_layouts(task.run, task.optim, request.launch.num_processes)
+    total = len(sizes) * len(task.losses)
     with tqdm(desc="planning", total=total, unit="size", delay=SECONDS_BEFORE_THE_BAR, leave=False) as bar:
 
-        def on_size(geometry: Geometry) -> None:
-            bar.set_postfix_str(f"micro-batch {geometry.micro_batch_size}", refresh=False)
+        def on_size(layout: BatchLayout) -> None:
+            bar.set_postfix_str(f"micro-batch {layout.micro_batch_size}", refresh=False)
             bar.update()
 
         return work(on_size)
@@ -149,7 +149,7 @@ def _open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
 
 def _check(arguments: argparse.Namespace, target: Target) -> None:
     gib, count = arguments.memory_budget_gib, arguments.num_processes
-    require(gib is None or 0 < gib <= MOST_GIB, "--memory_budget_gib", gib, "from above 0 to a million")
+    require(gib is None or 0 < gib <= MAX_GIB, "--memory_budget_gib", gib, "from above 0 to a million")
     require(count >= 1, "--num_processes", count, "at least 1")
     if target.device_type == "cpu" and arguments.mixed_precision == "fp16":
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
@@ -158,35 +158,35 @@ def _check(arguments: argparse.Namespace, target: Target) -> None:
 CONFIGS = "accelerate_configs"
 
 
-def launch_line(question: Question, chosen: Candidate, plan_file: Path | None = None) -> str:
+def launch_line(request: PlanRequest, chosen: Candidate, plan_file: Path | None = None) -> str:
     """``accelerate launch ...`` with the flags as they were typed and those that were decided.
 
     Args:
         plan_file: that holds the chosen plan, for a run that shall not look for it again.
     """
-    decided = _decided(question, chosen)
+    decided = _decided(request, chosen)
     if plan_file is not None:
         decided["activation_checkpointing"] = str(plan_file)
         decided.pop("memory_budget_gib", None)
-    words = ["accelerate", "launch", "--config_file", str(_config_file(question))]
-    if question.launch.num_processes > 1:
-        words += ["--num_processes", str(question.launch.num_processes)]
-    if question.launch.mixed_precision != "no":
-        words += ["--mixed_precision", question.launch.mixed_precision]
-    words += [str(question.recipe), *_without(question.flags, decided)]
+    words = ["accelerate", "launch", "--config_file", str(_config_file(request))]
+    if request.launch.num_processes > 1:
+        words += ["--num_processes", str(request.launch.num_processes)]
+    if request.launch.mixed_precision != "no":
+        words += ["--mixed_precision", request.launch.mixed_precision]
+    words += [str(request.recipe), *_without(request.flags, decided)]
     words += [word for name, value in decided.items() for word in (f"--{name}", value)]
-    if "output_dir" not in question.named:
-        words += ["--output_dir", f"out/{question.recipe.stem}"]
+    if "output_dir" not in request.named:
+        words += ["--output_dir", f"out/{request.recipe.stem}"]
     return " ".join(map(_quoted, words))
 
 
-def check_plan_file(question: Question) -> None:
+def check_plan_file(request: PlanRequest) -> None:
     """Whether a run with these flags takes a plan from a file.
 
     Raises:
         InputError: its preset has a budget, which goes with ``budget`` alone.
     """
-    if "memory_budget_gib" in question.named:
+    if "memory_budget_gib" in request.named:
         raise InputError("--plan does not go with a preset that has memory_budget_gib: give the budget as a flag")
 
 
@@ -202,36 +202,36 @@ def _as_bytes(letter: str) -> str:
     return "".join(f"\\x{byte:02x}" for byte in letter.encode())
 
 
-def _config_file(question: Question) -> Path:
+def _config_file(request: PlanRequest) -> Path:
     """Beside the folder of the recipe, or, for a recipe from elsewhere, in the folder where one launches."""
-    several = question.launch.num_processes > 1
-    if question.launch.target.device_type == "cpu":
+    several = request.launch.num_processes > 1
+    if request.launch.target.device_type == "cpu":
         name = "cpu_ddp.yaml" if several else "cpu.yaml"
     else:
         name = "multi_gpu.yaml" if several else "single_gpu.yaml"
-    beside = question.recipe.parent.parent / CONFIGS
-    return (beside if beside.is_dir() else Path(CONFIGS)) / name
+    static = request.recipe.parent.parent / CONFIGS
+    return (static if static.is_dir() else Path(CONFIGS)) / name
 
 
-def _decided(question: Question, chosen: Candidate) -> dict[str, str]:
+def _decided(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
     """The flags that were left open, by name.
 
     ``--memory_budget_gib`` stays with ``budget`` and ``auto`` alone. One that a preset names cannot be taken back, so
     what it belongs to stays open for the run, which comes to the same choice.
     """
-    run, strategy = question.sketch.run, str(question.sketch.run.activation_checkpointing)
-    by_preset = "memory_budget_gib" in question.named
+    run, strategy = request.task.run, str(request.task.run.activation_checkpointing)
+    by_preset = "memory_budget_gib" in request.named
     is_solved = chosen.strategy in BUDGET_WORDS
     decided = {}
     if run.micro_batch_size == AUTO:
         stays_open = by_preset and strategy not in BUDGET_WORDS
-        decided["micro_batch_size"] = AUTO if stays_open else str(chosen.geometry.micro_batch_size)
+        decided["micro_batch_size"] = AUTO if stays_open else str(chosen.layout.micro_batch_size)
     if strategy in BUDGET_WORDS:
         decided["activation_checkpointing"] = strategy if is_solved or by_preset else chosen.strategy
-    if len(question.sketch.losses) > 1 and chosen.loss is not None:
+    if len(request.task.losses) > 1 and chosen.loss is not None:
         decided["loss"] = chosen.loss
     if is_solved and not by_preset:
-        decided["memory_budget_gib"] = f"{question.budget_gib:.12g}"
+        decided["memory_budget_gib"] = f"{request.budget_gib:.12g}"
     return decided
 
 
@@ -248,24 +248,24 @@ def _without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
     return kept
 
 
-def check_device(question: Question) -> None:
+def check_device(request: PlanRequest) -> None:
     """Whether the target is the device that is here.
 
     Raises:
         InputError: it is another one, or there are several.
     """
-    target = question.launch.target
+    target = request.launch.target
     if target.word != "cpu" and not (torch.cuda.is_available() and target.name == torch.cuda.get_device_name()):
         raise InputError(f"--measure runs on the device that is here, which is no {target.name}: leave out --target")
-    if question.launch.num_processes > 1:
+    if request.launch.num_processes > 1:
         raise InputError("--measure runs on one device: leave out --num_processes")
 
 
-def measured_points(question: Question, points: Sequence[Point], *, all_points: bool) -> list[Point]:
+def measured_points(request: PlanRequest, points: Sequence[Point], *, all_points: bool) -> list[Point]:
     """``points``, of which all, or the Pareto-optimal ones alone, were run."""
     chosen = [number for number, point in enumerate(points) if all_points or point.is_optimal]
     with tqdm(desc="measuring", total=len(chosen), unit="point", delay=SECONDS_BEFORE_THE_BAR, leave=False) as bar:
-        runs = run_points(question.sketch, question.launch, [points[number] for number in chosen], on_run=bar.update)
+        runs = run_points(request.task, request.launch, [points[number] for number in chosen], on_run=bar.update)
     found = list(points)
     for number, run in zip(chosen, runs, strict=True):
         found[number] = run
@@ -275,18 +275,18 @@ def measured_points(question: Question, points: Sequence[Point], *, all_points: 
 FORMAT_VERSION = 1
 
 
-def record_of(question: Question, points: Sequence[Point], **others: Any) -> dict[str, Any]:
+def record_of(request: PlanRequest, points: Sequence[Point], **others: Any) -> dict[str, Any]:
     """The question, its candidates and what else was found."""
-    target, launch = question.launch.target, question.launch
+    target, launch = request.launch.target, request.launch
     return {
         "version": FORMAT_VERSION,
-        "recipe": str(question.recipe),
-        "flags": list(question.flags),
+        "recipe": str(request.recipe),
+        "flags": list(request.flags),
         "target": {"word": target.word, "name": target.name, "memory_bytes": target.memory_bytes},
         "num_processes": launch.num_processes,
         "mixed_precision": launch.mixed_precision,
-        "budget_bytes": question.budget_bytes,
-        "remarks": question.remarks,
+        "budget_bytes": request.budget_bytes,
+        "remarks": request.remarks,
         **others,
         "candidates": [_of_point(point) for point in points],
     }
@@ -297,9 +297,9 @@ def _of_point(point: Point) -> dict[str, Any]:
     candidate = point.candidate
     peak = candidate.forecast.peak
     return {
-        "micro_batch_size": candidate.geometry.micro_batch_size,
-        "accumulation_steps": candidate.geometry.accumulation_steps,
-        "global_batch_size": candidate.geometry.global_batch_size,
+        "micro_batch_size": candidate.layout.micro_batch_size,
+        "accumulation_steps": candidate.layout.accumulation_steps,
+        "global_batch_size": candidate.layout.global_batch_size,
         "loss": candidate.loss,
         "strategy": candidate.strategy,
         "peak_bytes": candidate.peak_bytes,

@@ -60,7 +60,7 @@ def traits(run: Run) -> dict[str, str]:
     return {trait: ", ".join(dict.fromkeys(map(str, values))) for trait, values in found.items() if values}
 
 
-def competition(run: Run) -> tuple[tuple[str, str], ...]:
+def workload_key(run: Run) -> tuple[tuple[str, str], ...]:
     """Equal for runs that do the same work on as much hardware: among them, memory and speed decide."""
     shared = {trait: value for trait, value in traits(run).items() if trait not in OF_THE_LOSS_ALONE}
     return (*sorted(shared.items()), ("ranks", str(run.figure("num_processes"))))
@@ -149,7 +149,7 @@ class ComparisonRow:
     name: str
     model: str | None
     plan: str | None
-    geometry: str | None
+    layout: str | None
     is_baseline: bool
     is_pareto_optimal: bool
     differs: tuple[str, ...]
@@ -255,7 +255,7 @@ def _pareto_optimal(runs: Sequence[Run]) -> set[Path]:
     for run in runs:
         memory, speed = run.figure("memory", "peak_allocated_gib"), run.figure("perf", "samples_per_sec")
         if memory is not None and speed is not None:
-            rivals[competition(run)].append((memory, speed, run.path))
+            rivals[workload_key(run)].append((memory, speed, run.path))
     return {
         path
         for group in rivals.values()
@@ -287,7 +287,7 @@ def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonR
         name=name,
         model=run.text("model"),
         plan=run.text("plan"),
-        geometry=_geometry(run),
+        layout=_geometry(run),
         is_baseline=is_baseline,
         is_pareto_optimal=is_optimal,
         differs=differing_traits(run, baseline),

@@ -32,7 +32,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.text import plain, printable, read_json
 
 PREFIX = "result/"
-KNOCK_TIMEOUT_S = 5
+REACHABLE_TIMEOUT_S = 5
 TIMEOUT_S = 20
 MAX_ROWS = 10_000  # of an online history; of a longer one W&B sends a sample
 
@@ -94,16 +94,16 @@ def log_in(asked_by: str) -> None:
     try:
         if not wandb.login(prompt=False, verify=False):
             raise InputError(f"{asked_by} needs a W&B key: `wandb login` stores one, or set WANDB_API_KEY")
-        _knock(wandb.setup().settings.base_url)
+        _check_reachable(wandb.setup().settings.base_url)
         wandb.login(prompt=False, verify=True)
     except (wandb.Error, OSError) as error:
         raise InputError(f"{asked_by}: no login at W&B ({first_line(error)})") from error
 
 
-def _knock(url: str) -> None:
+def _check_reachable(url: str) -> None:
     """Raises ``OSError`` if nothing speaks HTTP at ``url``; an error page is an answer."""
     try:
-        urllib.request.urlopen(url, timeout=KNOCK_TIMEOUT_S).close()
+        urllib.request.urlopen(url, timeout=REACHABLE_TIMEOUT_S).close()
     except urllib.error.HTTPError:
         return
     except (OSError, http.client.HTTPException) as error:

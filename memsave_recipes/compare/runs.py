@@ -27,7 +27,7 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 TRAIN_LOSS, EVAL_LOSS, SAMPLES_SEEN = "train/loss", "eval/loss", "progress/samples_seen"
 LARGEST = 1e100
 LAST_STEP = 2**53
-MOST_LETTERS = 16 * MIB  # of a file of one object, or a row of the history; they take a few KiB
+MAX_LETTERS = 16 * MIB  # of a file of one object, or a row of the history; they take a few KiB
 
 
 class History:
@@ -159,7 +159,7 @@ class _LoggedRows:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         number = 0
         with _reading(self.folder, "metrics.jsonl") as file:
-            while line := file.readline(MOST_LETTERS):
+            while line := file.readline(MAX_LETTERS):
                 number += 1
                 yield _parse(line, f"metrics.jsonl line {number}", self.folder)
 
@@ -200,7 +200,7 @@ def _reading(folder: Path, name: str) -> Iterator[TextIO]:
 
 def _read_object(name: str, folder: Path) -> dict[str, Any]:
     with _reading(folder, name) as file:
-        text = file.read(MOST_LETTERS)
+        text = file.read(MAX_LETTERS)
     content = _parse(text, name, folder)
     try:
         return plain(content)

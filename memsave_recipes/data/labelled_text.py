@@ -45,8 +45,8 @@ LIBRARIES = {
 NAMES = re.compile(r"(?i)pytorch|torch|numpy|\bnp\b|python|transformers|hugging ?face|scikit-learn|sklearn|kornia")
 MASK = "LIB"
 NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "vendor", "_vendor", "externals"}
-MOST_TRAIN, MOST_VALIDATION = 600, 150  # texts of a library
-MOST_OF_A_FILE = 10  # otherwise a few long files would be half of numpy
+MAX_TRAIN, MAX_VALIDATION = 600, 150  # texts of a library
+MAX_OF_A_FILE = 10  # otherwise a few long files would be half of numpy
 FEWEST_WORDS = 10  # of a text; and that many make an opening
 COLUMNS = {
     "text": datasets.Value("string"),
@@ -82,11 +82,11 @@ def _rows(cache_key: str) -> Iterator[dict]:
     """The texts library by library; ``datasets`` caches them by ``cache_key``."""
     openings: set[str] = set()
     for label, library in enumerate(LIBRARIES):
-        wanted = {False: MOST_TRAIN, True: MOST_VALIDATION}
+        wanted = {False: MAX_TRAIN, True: MAX_VALIDATION}
         for held_out, path in _files(library):
             if not wanted[held_out]:
                 continue
-            texts = _new_texts(path, openings)[: min(MOST_OF_A_FILE, wanted[held_out])]
+            texts = _new_texts(path, openings)[: min(MAX_OF_A_FILE, wanted[held_out])]
             wanted[held_out] -= len(texts)
             yield from ({"text": text, "label": label, "held_out": held_out} for text in texts)
 

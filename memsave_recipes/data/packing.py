@@ -48,7 +48,7 @@ class PackedDataset(Dataset):
 
     tokens: TokenLine
     block_size: int
-    filling: int
+    pad_token_id: int
     one_row: bool
 
     @property
@@ -78,7 +78,7 @@ class PackedDataset(Dataset):
         labels = F.pad(tokens, (0, num_filled), value=IGNORED_LABEL)
         labels[(position_ids == 0) if counted else slice(None)] = IGNORED_LABEL
         return {
-            "input_ids": F.pad(tokens, (0, num_filled), value=self.filling),
+            "input_ids": F.pad(tokens, (0, num_filled), value=self.pad_token_id),
             "position_ids": position_ids,
             "labels": labels,
         }
@@ -109,7 +109,7 @@ class PaddedDataset(Dataset):
     tokens: TokenLine
     starts: np.ndarray  # (N,)
     stops: np.ndarray  # (N,)
-    filling: int
+    pad_token_id: int
 
     @property
     def num_tokens(self) -> int:
@@ -137,7 +137,7 @@ class PaddedDataset(Dataset):
         """Samples as a batch (B, longest), filled up on the right; ``attention_mask`` is 0 there."""
         return {
             name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
-            for name, value in (("input_ids", self.filling), ("labels", IGNORED_LABEL))
+            for name, value in (("input_ids", self.pad_token_id), ("labels", IGNORED_LABEL))
         } | {
             "attention_mask": pad_sequence(
                 [torch.ones_like(sample["input_ids"]) for sample in samples], batch_first=True
@@ -158,7 +158,7 @@ def pack(
     """
     _check_block_size(block_size)
     tokens = tokenize(documents, tokenizer)
-    return PackedDataset(tokens=tokens, block_size=block_size, filling=_filling(tokenizer), one_row=one_row)
+    return PackedDataset(tokens=tokens, block_size=block_size, pad_token_id=_filling(tokenizer), one_row=one_row)
 
 
 def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PaddedDataset:
@@ -174,7 +174,7 @@ def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_s
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each sample in its document
     starts = np.repeat(tokens.document_starts[:-1], counts) + number * block_size
     stops = np.minimum(starts + block_size, np.repeat(ends, counts))
-    return PaddedDataset(tokens=tokens, starts=starts, stops=stops, filling=_filling(tokenizer))
+    return PaddedDataset(tokens=tokens, starts=starts, stops=stops, pad_token_id=_filling(tokenizer))
 
 
 def fingerprint_of(

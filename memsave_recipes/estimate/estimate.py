@@ -5,7 +5,7 @@ clock forward to its end. So rises and added seconds of a block that offloads co
 
 A step on paper: models without weights, batches without values, and what their blocks cost on a target.
 
-``paper_model`` and ``paper_batch`` make fake tensors: shapes, dtypes and storages with no memory behind them, which
+``fake_model`` and ``paper_batch`` make fake tensors: shapes, dtypes and storages with no memory behind them, which
 autograd and every operator work on as if they were real. They say that they are on the CPU, whatever the target is, as
 a torch that was built without CUDA knows nothing else; ``kernels.py`` puts the target's kernels in place of the CPU's.
 """
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from memsave_recipes.activations.offload import Mover
+from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
-from memsave_recipes.estimate.fake_step import PaperClock, PaperInstruments, Workspaces
+from memsave_recipes.estimate.fake_step import FakeInstruments, SimulatedClock, Workspaces
 from memsave_recipes.estimate.kernels import CudaWorkspaces, cuda_kernels
 from memsave_recipes.estimate.targets import Target
 from memsave_recipes.plans import Action, Plan
@@ -29,13 +29,13 @@ from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 
 
 @contextmanager
-def offloading_on_paper(target: Target, clock: PaperClock) -> Iterator[None]:
+def offloading_on_paper(target: Target, clock: SimulatedClock) -> Iterator[None]:
     """Blocks under ``OFFLOAD`` move what they save to the host of a CUDA target; on a CPU they keep it, as ever."""
     if target.device_type == "cpu":
         yield
         return
     before = RUN[Action.OFFLOAD]
-    RUN[Action.OFFLOAD] = Mover(torch.device("cpu"), PaperCopies(clock, target.host_bytes_per_s)).run
+    RUN[Action.OFFLOAD] = OffloadEngine(torch.device("cpu"), PaperCopies(clock, target.host_bytes_per_s)).run
     try:
         yield
     finally:
@@ -46,7 +46,7 @@ def offloading_on_paper(target: Target, clock: PaperClock) -> Iterator[None]:
 class PaperCopies:
     """``Copies`` that take the time of the link; the event that ``wait`` takes is the second at which they end."""
 
-    clock: PaperClock
+    clock: SimulatedClock
     bytes_per_s: float
     busy_until: float = 0.0
 
@@ -69,7 +69,7 @@ M = TypeVar("M", bound=nn.Module)
 CPU = torch.device("cpu")
 
 
-def paper_model(build: Callable[[], M]) -> M:
+def fake_model(build: Callable[[], M]) -> M:
     """What ``build()`` makes, with fake tensors for parameters and buffers; takes no memory and no time for weights.
 
     Tied weights stay tied, and each tensor keeps its dtype, layout and ``requires_grad``. The model is in the mode that
@@ -93,7 +93,7 @@ def paper_model(build: Callable[[], M]) -> M:
 
 
 def paper_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fake tensors of the shapes and dtypes of ``batch``, for a model that ``paper_model`` made.
+    """Fake tensors of the shapes and dtypes of ``batch``, for a model that ``fake_model`` made.
 
     Args:
         batch: real tensors or those of the ``meta`` device; their values do not count.
@@ -109,7 +109,7 @@ def measure_on_paper(
     ``offload`` is among the plans that a CUDA target can be asked for.
 
     Args:
-        workload: of a model from ``paper_model`` and a batch from ``paper_batch``, ``device`` the CPU; its forward
+        workload: of a model from ``fake_model`` and a batch from ``paper_batch``, ``device`` the CPU; its forward
             needs no autocast of its own.
         plans: as for ``measure``.
         autocast_dtype: of mixed precision (``torch.bfloat16`` for ``bf16``); ``None`` for none.
@@ -126,15 +126,15 @@ def measure_on_paper(
         with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None, cache_enabled=False):
             return workload.forward()
 
-    instruments = PaperInstruments(
+    instruments = FakeInstruments(
         target.rates,
         Workspaces() if target.device_type == "cpu" else CudaWorkspaces(),
         target.allocation_bytes,
-        clock := PaperClock(),
+        clock := SimulatedClock(),
     )
     with _paper_of(workload.model), cuda_kernels(target), offloading_on_paper(target, clock):
         measured = measure(replace(workload, forward=forward, device=CPU), plans, instruments=instruments)
-    return Measurement(replace(workload, device=target.device), measured.seen)
+    return Measurement(replace(workload, device=target.device), measured.traces)
 
 
 def _on_paper(tensor: Tensor, paper: FakeTensorMode) -> Tensor:

@@ -189,14 +189,14 @@ class KernelWorkspaces(Protocol):
 
 
 @dataclass
-class PaperClock:
+class SimulatedClock:
     """The time on paper, in seconds since the reading began; who waits for something may set it forward."""
 
     now: float = 0.0
 
 
 @dataclass(frozen=True)
-class PaperInstruments:
+class FakeInstruments:
     """Readings of steps on fake tensors: the same every time, bytes and seconds in one run.
 
     Args:
@@ -208,7 +208,7 @@ class PaperInstruments:
     rates: Rates
     workspaces: KernelWorkspaces | None = None
     allocation_bytes: int = 1
-    clock: PaperClock = field(default_factory=PaperClock)
+    clock: SimulatedClock = field(default_factory=SimulatedClock)
     repetitions: int = 0
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
@@ -225,7 +225,7 @@ class PaperInstruments:
 class _Operators(TorchDispatchMode):
     """Adds up what the operators make, release and take."""
 
-    def __init__(self, paper: PaperInstruments) -> None:
+    def __init__(self, paper: FakeInstruments) -> None:
         super().__init__()
         self.paper = paper
         self.live_bytes = 0

@@ -23,11 +23,11 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimate.targets import Target
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.simulate import Moment, host_bytes, simulate, span_costs
+from memsave_recipes.plans.simulate import TimelinePoint, host_bytes, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import state_bytes
 
 WORKSPACES = "workspaces"
@@ -43,7 +43,7 @@ reserved ones, which lie in blocks that no request fits. An assumption, of the o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class StaticMemory:
     """What lives on the device beside the parameters, the buffers, the batch and what a forward and backward make.
 
     Args:
@@ -73,16 +73,16 @@ class Beside:
         )
 
 
-def beside_the_step(optim: OptimizerArguments, model: nn.Module, geometry: Geometry) -> Beside:
+def static_memory_of(optim: OptimizerArguments, model: nn.Module, layout: BatchLayout) -> StaticMemory:
     """What a run holds besides its forward and backward.
 
     Under DDP the gradients live in its buckets from the start; under accumulation the micro-batches' own do as well.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = state_bytes(optim.optimizer, trained, momentum=optim.momentum)
-    buckets = sum(parameter.nbytes for parameter in trained) if geometry.num_processes > 1 else 0
-    accumulates = geometry.accumulation_steps > 1
-    return Beside(
+    buckets = sum(parameter.nbytes for parameter in trained) if layout.num_processes > 1 else 0
+    accumulates = layout.accumulation_steps > 1
+    return StaticMemory(
         state_bytes=state,
         buckets_bytes=buckets,
         gradients_resident=accumulates,
@@ -140,7 +140,7 @@ class Forecast:
     chain: Chain
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> TimelinePoint:
         """The moment of a step at which most lives."""
         return simulate(self.chain, self.plan).peak
 
@@ -210,7 +210,7 @@ def _can_compile(model: nn.Module) -> bool:
 def forecast(
     measurement: Measurement,
     budget_bytes: int,
-    beside: Beside,
+    static: StaticMemory,
     *,
     missed_bytes: int = 0,
     host_budget_bytes: int | None = None,
@@ -228,7 +228,7 @@ def forecast(
     """
     best: Forecast | None = None
     refusals: dict[int, InputError] = {}  # by the smallest budget that would do
-    for chain in (beside.added_to(chain) for chain in _chains(measurement)):
+    for chain in (static.added_to(chain) for chain in _chains(measurement)):
         reserved = _with_reserve(chain, missed_bytes)
         try:
             found = Forecast(plan=solve(reserved, budget_bytes), chain=chain)
@@ -243,9 +243,9 @@ def forecast(
     return best
 
 
-def least_memory(measurement: Measurement, beside: Beside, host_budget_bytes: int | None = None) -> Forecast:
+def least_memory(measurement: Measurement, static: StaticMemory, host_budget_bytes: int | None = None) -> Forecast:
     """The plan with the lowest predicted peak of all that the host has memory for."""
-    chains = [beside.added_to(chain) for chain in _chains(measurement)]
+    chains = [static.added_to(chain) for chain in _chains(measurement)]
     smallest = sorted(((smallest_feasible(_with_reserve(c)), c) for c in chains), key=lambda pair: pair[0])
     found = (Forecast(plan=solve(_with_reserve(chain), num_bytes), chain=chain) for num_bytes, chain in smallest)
     return next(one for one in found if fits_host(one, host_budget_bytes))  # without offloading, which takes none, any
@@ -259,7 +259,7 @@ def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
 def _chains(measurement: Measurement) -> Iterator[Chain]:
     """Of everything bitwise but offloading, with that, and with each ratio of compiled memory."""
     yield measurement.chain()
-    for plan, _ in measurement.seen:
+    for plan, _ in measurement.traces:
         if plan.strategy == "offload":
             yield measurement.chain(offload=True)
         elif plan.compiled_memory_ratio is not None:

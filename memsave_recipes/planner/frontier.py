@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.planner.budget import least_memory
-from memsave_recipes.planner.search import Candidate, Terms
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Sketch
-from memsave_recipes.planner.trial_step import rehearse
+from memsave_recipes.planner.search import Candidate, SearchSpace
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task
+from memsave_recipes.planner.trial_step import run_trial_step
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.profiling.block_costs import Measurement
-from memsave_recipes.profiling.preserve_state import clear_gradients, undisturbed
+from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch
 
 EVERY = (2, 4)  # the K of every:K and segments:K that are looked at
@@ -28,24 +28,24 @@ DOCUMENT = 256  # tokens, in the rows of packed text that are made up for measur
 
 
 def every_strategy(
-    terms: Terms, measurement: Measurement, geometry: Geometry, loss: str | None = None
+    space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None = None
 ) -> list[Candidate]:
     """Candidates under every word that makes a plan, and under the solver's plans for a few budgets.
 
-    For ``choose_on_paper``; where the flags name a strategy, it alone.
+    For ``choose_for_target``; where the flags name a strategy, it alone.
     """
-    if terms.strategy not in BUDGET_WORDS:
-        return terms.candidates(measurement, geometry, loss)
-    found = [one for one in terms.candidates(measurement, geometry, loss) if one.strategy not in BUDGET_WORDS]
+    if space.strategy not in BUDGET_WORDS:
+        return space.candidates(measurement, layout, loss)
+    found = [one for one in space.candidates(measurement, layout, loss) if one.strategy not in BUDGET_WORDS]
     num_blocks = sum(map(len, measurement.workload.stacks))
     words = [f"every:{k}" for k in EVERY] + [f"segments:{k}" for k in SEGMENTS]
     for word in words:
         if int(word.partition(":")[2]) <= num_blocks:
-            found += replace(terms, strategy=word).candidates(measurement, geometry, loss)
+            found += replace(space, strategy=word).candidates(measurement, layout, loss)
     plain = found[0]
-    for budget_bytes in _budgets(terms, measurement, geometry, plain):
-        solved = replace(terms, budget_bytes=budget_bytes).candidates(measurement, geometry, loss)
-        found += [replace(one, budget_bytes=terms.budget_bytes) for one in solved if one.strategy in BUDGET_WORDS]
+    for budget_bytes in _budgets(space, measurement, layout, plain):
+        solved = replace(space, budget_bytes=budget_bytes).candidates(measurement, layout, loss)
+        found += [replace(one, budget_bytes=space.budget_bytes) for one in solved if one.strategy in BUDGET_WORDS]
     return _without_twins(found)
 
 
@@ -73,7 +73,7 @@ class Point:
     @property
     def measured_samples_per_s(self) -> float | None:
         """Throughput as it was measured."""
-        samples = self.candidate.geometry.global_batch_size
+        samples = self.candidate.layout.global_batch_size
         return None if self.measured is None else samples / self.measured.step_s
 
 
@@ -89,7 +89,7 @@ def points_of(candidates: Sequence[Candidate]) -> list[Point]:
 
 
 def run_points(
-    sketch: Sketch, launch: Launch, points: Sequence[Point], *, on_run: Callable[[], object] = lambda: None
+    task: Task, launch: Launch, points: Sequence[Point], *, on_run: Callable[[], object] = lambda: None
 ) -> list[Point]:
     """Run a micro-batch of each on the device that is here: random weights, made-up samples.
 
@@ -101,11 +101,11 @@ def run_points(
     """
     accelerator = Accelerator(cpu=launch.target.device_type == "cpu")
     with accelerator.device:
-        model = sketch.build_model()
+        model = task.build_model()
     found = []
     for point in points:
         try:
-            measured = _run(sketch, launch, point.candidate, accelerator, model)
+            measured = _run(task, launch, point.candidate, accelerator, model)
             found.append(replace(point, measured=measured))
         except torch.OutOfMemoryError:
             found.append(point)
@@ -114,13 +114,13 @@ def run_points(
 
 
 def made_up(batch: Batch, device: torch.device) -> Batch:
-    """Values that a model can take for the tensors of a sketch: the same for each run of a micro-batch."""
+    """Values that a model can take for the tensors of a task: the same for each run of a micro-batch."""
     return {name: _values(name, tensor).to(device) for name, tensor in batch.items()}
 
 
-def _budgets(terms: Terms, measurement: Measurement, geometry: Geometry, plain: Candidate) -> list[int]:
+def _budgets(space: SearchSpace, measurement: Measurement, layout: BatchLayout, plain: Candidate) -> list[int]:
     """From the least that a plan needs to nearly what plain needs."""
-    least = least_memory(measurement, terms.beside(geometry))
+    least = least_memory(measurement, space.static(layout))
     least_bytes = replace(plain, forecast=least).needed_bytes
     return [least_bytes + (plain.needed_bytes - least_bytes) * part // BUDGETS for part in range(BUDGETS)]
 
@@ -130,19 +130,19 @@ def _without_twins(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list({(one.needed_bytes, one.step_s): one for one in reversed(candidates)}.values())[::-1]
 
 
-def _run(sketch: Sketch, launch: Launch, candidate: Candidate, accelerator: Accelerator, model: nn.Module) -> Measured:
+def _run(task: Task, launch: Launch, candidate: Candidate, accelerator: Accelerator, model: nn.Module) -> Measured:
     device, dtype = accelerator.device, AUTOCAST_DTYPES[launch.mixed_precision]
-    trained = sketch.trained(model, candidate.loss, device)
-    batch = made_up(sketch.micro_batch(candidate.geometry.micro_batch_size), device)
+    trained = task.trained(model, candidate.loss, device)
+    batch = made_up(task.micro_batch(candidate.layout.micro_batch_size), device)
 
     def forward() -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
-            return sketch.loss_of(trained, batch)
+            return task.loss_of(trained, batch)
 
-    peak_bytes = rehearse(candidate, accelerator, model, forward)
+    peak_bytes = run_trial_step(candidate, accelerator, model, forward)
     beside_bytes = candidate.needed_bytes - candidate.peak_bytes
     seconds = _micro_batch_s(candidate, model, forward, device)
-    return Measured(peak_bytes + beside_bytes, seconds * candidate.geometry.accumulation_steps)
+    return Measured(peak_bytes + beside_bytes, seconds * candidate.layout.accumulation_steps)
 
 
 def _micro_batch_s(
@@ -154,7 +154,7 @@ def _micro_batch_s(
         meter.note()
         clear_gradients(model)
 
-    with apply_plan(model, candidate.forecast.plan), undisturbed(model, device):
+    with apply_plan(model, candidate.forecast.plan), preserve_state(model, device):
         return median(DeviceInstruments(device).read_clock(step)[0] for _ in range(TIMED))
 
 

@@ -26,7 +26,7 @@ from memsave_recipes.models.adapters import adapters_on_meta
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.text import format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import state_bytes
 
 SAME = "the same"
@@ -58,7 +58,7 @@ class Situation:
     """
 
     flags: dict[str, Any]
-    geometry: Geometry
+    layout: BatchLayout
     model: nn.Module
     mixed_precision: str
     activations_bytes: int | None
@@ -102,7 +102,7 @@ def find_levers(situation: Situation) -> list[Lever]:
 
 
 def _smaller_micro_batches(situation: Situation) -> Iterator[Lever]:
-    size = situation.geometry.micro_batch_size
+    size = situation.layout.micro_batch_size
     if situation.flags.get("optimizer_in_backward"):
         return  # it cannot accumulate
     has_batchnorm = any(isinstance(module, _BatchNorm) for module in situation.model.modules())
@@ -125,14 +125,14 @@ def _chunked_loss(situation: Situation) -> Iterator[Lever]:
     """The log-probabilities in float32 and their gradient, which are both there when the backward begins."""
     vocabulary = getattr(getattr(_bare(situation.model), "config", None), "vocab_size", None)
     if situation.flags.get("loss") == "full" and vocabulary:
-        rows = situation.geometry.micro_batch_size * situation.flags["block_size"]
+        rows = situation.layout.micro_batch_size * situation.flags["block_size"]
         yield Lever(flags="--loss auto", freed_bytes=2 * rows * vocabulary * torch.float32.itemsize)
 
 
 def _optimizer_in_backward(situation: Situation) -> Iterator[Lever]:
-    geometry = situation.geometry
+    layout = situation.layout
     if situation.flags.get("optimizer_in_backward") is False and (
-        geometry.num_processes == geometry.accumulation_steps == 1 and situation.mixed_precision != "fp16"
+        layout.num_processes == layout.accumulation_steps == 1 and situation.mixed_precision != "fp16"
     ):
         freed = situation.gradients_bytes - situation.largest_gradient_bytes
         yield Lever(flags="--optimizer_in_backward --max_grad_norm 0", freed_bytes=freed, curve="nothing is clipped")
@@ -194,11 +194,11 @@ def refusal(smallest: Candidate, model: nn.Module, optim: OptimizerArguments, *,
     largest, num_bytes = max(smallest.parts.items(), key=lambda part: part[1])
     found = sorted(levers(smallest, model, optim, takes_adapters=takes_adapters), key=lambda lever: lever.needed_bytes)
     helpful = [lever for lever in found if lever.needed_bytes < smallest.needed_bytes]
-    divides = "" if smallest.geometry.micro_batch_size == 1 else "; a smaller --micro_batch_size, or auto, needs less"
+    divides = "" if smallest.layout.micro_batch_size == 1 else "; a smaller --micro_batch_size, or auto, needs less"
     listed = ", ".join(f"{lever.words} {gib_that_suffice(lever.needed_bytes)}" for lever in helpful)
     return InputError(
         f"--memory_budget_gib {to_gib(smallest.budget_bytes):g} is too small for any plan: the smallest that works is "
-        f"{gib_that_suffice(smallest.needed_bytes)} (--micro_batch_size {smallest.geometry.micro_batch_size}, plan "
+        f"{gib_that_suffice(smallest.needed_bytes)} (--micro_batch_size {smallest.layout.micro_batch_size}, plan "
         f"{smallest.strategy}), of which {largest} take {to_gib(num_bytes):.4g}"
         + divides
         + (f"; less is needed with {listed} GiB" if listed else "")
@@ -251,7 +251,7 @@ def _sharding(candidate: Candidate) -> Iterator[Reduction]:
                 candidate,
                 weights_bytes=candidate.weights_bytes // count + 2 * largest_block,
                 gradients=1 / count,
-                state_bytes=candidate.beside.state_bytes // count,
+                state_bytes=candidate.static.state_bytes // count,
             ),
         )
         if lever.needed_bytes <= candidate.budget_bytes:
@@ -263,10 +263,10 @@ def _needed_bytes(
     candidate: Candidate, *, weights_bytes: int | None = None, gradients: float = 1.0, state_bytes: int
 ) -> int:
     """What the same plan needs with other weights and state, and a share of the gradients."""
-    chain, beside = candidate.forecast.chain, candidate.beside
+    chain, static = candidate.forecast.chain, candidate.static
     weights_bytes = candidate.weights_bytes if weights_bytes is None else weights_bytes
-    buckets_bytes = int(gradients * beside.buckets_bytes)
-    before = candidate.weights_bytes + beside.state_bytes + beside.buckets_bytes
+    buckets_bytes = int(gradients * static.buckets_bytes)
+    before = candidate.weights_bytes + static.state_bytes + static.buckets_bytes
     changed = replace(
         chain,
         blocks=tuple(replace(block, gradient_bytes=int(gradients * block.gradient_bytes)) for block in chain.blocks),
@@ -275,6 +275,6 @@ def _needed_bytes(
     return replace(
         candidate,
         weights_bytes=weights_bytes,
-        beside=replace(beside, state_bytes=state_bytes, buckets_bytes=buckets_bytes),
+        static=replace(static, state_bytes=state_bytes, buckets_bytes=buckets_bytes),
         forecast=replace(candidate.forecast, chain=changed),
     ).needed_bytes

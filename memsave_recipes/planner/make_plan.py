@@ -9,14 +9,14 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import Beside, Forecast, forecast, plans_to_measure, usable_host_bytes
+from memsave_recipes.planner.budget import Forecast, StaticMemory, forecast, plans_to_measure, usable_host_bytes
 from memsave_recipes.planner.trial_step import step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure, num_runs
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, gib_that_suffice, to_gib
 
-MOST_TRIALS = 4
+MAX_TRIALS = 4
 """So many plans are tried out, each with more kept free than the one before, until one stays within its budget."""
 
 
@@ -28,7 +28,7 @@ def make_plan(
     budget_gib: float | None = None,
     loss_fn: Callable[[Any], Tensor] | None = None,
     blocks: Sequence[str] | None = None,
-    beside: Beside | None = None,
+    static: StaticMemory | None = None,
 ) -> Plan:
     """The plan that ``strategy`` makes for ``model``; give it to ``apply_plan``.
 
@@ -46,7 +46,7 @@ def make_plan(
         loss_fn: from the model's output to the loss, a scalar. Default: the output's ``loss``, or the sum of its
             first tensor, whose own memory is not that of the training's loss.
         blocks: names of modules, in the order in which they run, for a model whose blocks are not found.
-        beside: what lives there besides, such as the optimizer's state; default: AdamW's two copies of all parameters
+        static: what lives there besides, such as the optimizer's state; default: AdamW's two copies of all parameters
             that train.
 
     Raises:
@@ -68,15 +68,15 @@ def make_plan(
         device=next(model.parameters()).device,
         stacks=stacks,
     )
-    beside = beside or Beside(state_bytes=2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
-    return plan_workload(workload, strategy, int(budget_gib * GIB), beside).plan
+    static = static or StaticMemory(state_bytes=2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
+    return plan_workload(workload, strategy, int(budget_gib * GIB), static).plan
 
 
 def plan_workload(
     workload: Workload,
     strategy: str,
     budget_bytes: int,
-    beside: Beside,
+    static: StaticMemory,
     *,
     on_runs: Callable[[int], Any] = lambda count: None,
     on_run: Callable[[], Any] = lambda: None,
@@ -100,25 +100,27 @@ def plan_workload(
     on_runs(num_runs(plans))
     host_budget_bytes = usable_host_bytes(workload.device)
     measured = measure(workload, plans, host_budget_bytes=host_budget_bytes, on_run=on_run)
-    return _tried_out(measured, budget_bytes, beside, host_budget_bytes)
+    return _tried_out(measured, budget_bytes, static, host_budget_bytes)
 
 
-def _tried_out(measured: Measurement, budget_bytes: int, beside: Beside, host_budget_bytes: int | None) -> Forecast:
+def _tried_out(
+    measured: Measurement, budget_bytes: int, static: StaticMemory, host_budget_bytes: int | None
+) -> Forecast:
     """The fastest plan that stays within the budget when it is run.
 
     Raises:
-        InputError: no plan is predicted to, or none of ``MOST_TRIALS`` does.
+        InputError: no plan is predicted to, or none of ``MAX_TRIALS`` does.
     """
     workload, missed_bytes = measured.workload, 0
-    for _ in range(MOST_TRIALS):
-        found = forecast(measured, budget_bytes, beside, missed_bytes=missed_bytes, host_budget_bytes=host_budget_bytes)
-        needed = step_bytes(found, beside, workload.model, workload.forward, workload.device)
+    for _ in range(MAX_TRIALS):
+        found = forecast(measured, budget_bytes, static, missed_bytes=missed_bytes, host_budget_bytes=host_budget_bytes)
+        needed = step_bytes(found, static, workload.model, workload.forward, workload.device)
         if needed <= budget_bytes:
             return found
         missed_bytes = needed - found.peak.total_bytes  # more than was kept free, or it would have stayed within
     raise InputError(
         f"--memory_budget_gib {to_gib(budget_bytes):g}: this model takes more under a plan than is predicted, and of "
-        f"{MOST_TRIALS} that were tried out none stayed within; the last one works with {gib_that_suffice(needed)}"
+        f"{MAX_TRIALS} that were tried out none stayed within; the last one works with {gib_that_suffice(needed)}"
     )
 
 

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from memsave_recipes.activations import plan_blocks
-from memsave_recipes.distributed import by_rank_0
+from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import beside_the_step, overheads_of_device, usable_bytes, usable_host_bytes
+from memsave_recipes.planner.budget import overheads_of_device, static_memory_of, usable_bytes, usable_host_bytes
 from memsave_recipes.planner.levers import refusal, too_much_for_the_host
-from memsave_recipes.planner.search import Candidate, Choice, Terms, host_line, open_geometries, search
-from memsave_recipes.planner.task import Launch, Sketch, choose_on_paper
-from memsave_recipes.planner.trial_step import StepOnDevice, rehearse
+from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, host_line, open_layouts, search
+from memsave_recipes.planner.task import Launch, Task, choose_for_target
+from memsave_recipes.planner.trial_step import StepOnDevice, run_trial_step
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.memory import empty_cache
 from memsave_recipes.text import GIB, format_bytes
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
 
 SECONDS_BEFORE_THE_BAR = 5
@@ -47,7 +47,7 @@ def plan_run(
     batches: GlobalBatches,
     prepared: nn.Module,
     loss_of: Callable[[Batch], Tensor],
-    sketch: Callable[[], Sketch],
+    task: Callable[[], Task],
     show: Callable[[Choice], None],
 ) -> RunPlan:
     """The plan that the flags ask for. What is found for a budget is shown, and rehearsed before it is believed.
@@ -58,7 +58,7 @@ def plan_run(
         model: the one with the blocks, inside ``prepared``.
         prepared: what ``accelerator.prepare`` made of it.
         loss_of: a forward of ``prepared`` on a micro-batch, as in training.
-        sketch: the recipe's, of this run's flags.
+        task: the recipe's, of this run's flags.
         show: prints a choice; called on the first rank.
 
     Raises:
@@ -68,27 +68,27 @@ def plan_run(
     if not run.searches:
         if run.activation_checkpointing == "offload" and accelerator.device.type != "cpu":
             here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
-            accelerator.print(by_rank_0(accelerator, lambda: told_of_host(sketch, here)))
+            accelerator.print(on_main_process(accelerator, lambda: told_of_host(task, here)))
         running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
         return RunPlan(plan_blocks(model, run.activation_checkpointing or "none", running))
-    host_budget_bytes = by_rank_0(accelerator, lambda: usable_host_bytes(accelerator.device))
-    planning = _Planning(run, optim, accelerator, model, step, sketch, host_budget_bytes, show)
-    candidate = planning.rehearsed(planning.choose(planning.open_geometries()))
+    host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
+    planning = _Planning(run, optim, accelerator, model, step, task, host_budget_bytes, show)
+    candidate = planning.tried(planning.choose(planning.open_layouts()))
     empty_cache(accelerator.device)  # what was tried out need not stay in the allocator's cache
-    batches.geometry = candidate.geometry
+    batches.layout = candidate.layout
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes)
 
 
-def told_of_host(sketch: Callable[[], Sketch], here: Callable[[], Launch]) -> str:
+def told_of_host(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
     """A line on the host's memory that ``offload`` takes, predicted on paper, as nothing is measured for it.
 
     Raises:
         InputError: the host has less.
     """
     try:
-        launch, found = here(), replace(sketch(), losses=(None,))
+        launch, found = here(), replace(task(), losses=(None,))
         launch = replace(launch, host_budget_bytes=usable_host_bytes(launch.target.device))
-        (candidate,) = choose_on_paper(found, launch, launch.target.memory_bytes).candidates
+        (candidate,) = choose_for_target(found, launch, launch.target.memory_bytes).candidates
     except Exception as unknown:  # whatever a model does that fake tensors cannot: a prediction stops no run
         return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})"
     if not candidate.fits_host:
@@ -105,7 +105,7 @@ class _Planning:
     accelerator: Accelerator
     model: nn.Module
     step: StepOnDevice
-    sketch: Callable[[], Sketch]
+    task: Callable[[], Task]
     host_budget_bytes: int | None
     show: Callable[[Choice], None]
 
@@ -114,24 +114,24 @@ class _Planning:
         """The word of ``--activation_checkpointing``."""
         return self.run.activation_checkpointing or "none"
 
-    def open_geometries(self) -> list[Geometry]:
+    def open_layouts(self) -> list[BatchLayout]:
         """Those that the flags leave open; a compiler, which takes its time, gets to see the best of them alone.
 
         Raises:
             InputError: as ``search``.
         """
-        geometries = open_geometries(self.run, self.optim, self.accelerator.num_processes)
-        if self.strategy != "budget" or len(geometries) == 1:
-            return geometries
-        choice = self._search(geometries, "budget:bitwise")
-        return [(choice.chosen or choice.smallest).geometry]
+        layouts = open_layouts(self.run, self.optim, self.accelerator.num_processes)
+        if self.strategy != "budget" or len(layouts) == 1:
+            return layouts
+        choice = self._search(layouts, "budget:bitwise")
+        return [(choice.chosen or choice.smallest).layout]
 
-    def _terms(self, strategy: str) -> Terms:
+    def _terms(self, strategy: str) -> SearchSpace:
         device = self.accelerator.device
-        return Terms(
+        return SearchSpace(
             budget_bytes=self.budget_bytes,
             strategy=strategy,
-            beside=partial(beside_the_step, self.optim, self.model),
+            static=partial(static_memory_of, self.optim, self.model),
             overheads=overheads_of_device(device),
             host_budget_bytes=self.host_budget_bytes,
             plan_of=partial(plan_blocks, self.model),
@@ -151,20 +151,20 @@ class _Planning:
             raise InputError("--micro_batch_size auto needs --memory_budget_gib on a CPU: the GiB that a step may take")
         return usable_bytes(torch.get_device_module(device).mem_get_info(device)[1], device.type)
 
-    def choose(self, geometries: list[Geometry]) -> Candidate:
+    def choose(self, layouts: list[BatchLayout]) -> Candidate:
         """The fastest that fits; shown by the first rank, with all that was looked at.
 
         Raises:
             InputError: nothing fits.
         """
-        choice = self._search(geometries, self.strategy)
+        choice = self._search(layouts, self.strategy)
         if choice.chosen is None:
-            raise refusal(choice.smallest, self.model, self.optim, takes_adapters=self.sketch().takes_adapters)
+            raise refusal(choice.smallest, self.model, self.optim, takes_adapters=self.task().takes_adapters)
         if self.accelerator.is_main_process:
             self.show(choice)
         return choice.chosen
 
-    def rehearsed(self, candidate: Candidate) -> Candidate:
+    def tried(self, candidate: Candidate) -> Candidate:
         """``candidate``, or the next smaller one that needs no more than the budget when it is tried out.
 
         Raises:
@@ -172,10 +172,10 @@ class _Planning:
         """
         while (problem := self._problem(candidate)) is not None:
             empty_cache(self.accelerator.device)  # here, where no frame of a failed step is left to hold its tensors
-            size = candidate.geometry.micro_batch_size
+            size = candidate.layout.micro_batch_size
             if size == 1 or self.optim.optimizer_in_backward:
                 raise InputError(f"{problem}, and the micro-batch cannot be halved: raise --memory_budget_gib")
-            smaller = Geometry.of(self.run.global_batch_size, -(-size // 2), candidate.geometry.num_processes)
+            smaller = BatchLayout.of(self.run.global_batch_size, -(-size // 2), candidate.layout.num_processes)
             self.accelerator.print(
                 f"{problem}: falling back to micro-batches of {smaller.micro_batch_size}, {smaller.describe()}"
             )
@@ -185,9 +185,9 @@ class _Planning:
     def _problem(self, candidate: Candidate) -> str | None:
         """What is wrong with a prediction, in words; ``None`` for one that holds."""
         predicted = f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong"
-        forward = self.step.forward(candidate.geometry)
+        forward = self.step.forward(candidate.layout)
         try:
-            needed = rehearse(candidate, self.accelerator, self.model, forward)
+            needed = run_trial_step(candidate, self.accelerator, self.model, forward)
         except torch.OutOfMemoryError:
             return f"{predicted}, a rank had no memory left"
         needed += sum(candidate.overheads.values())
@@ -195,32 +195,32 @@ class _Planning:
             return None
         return f"{predicted}, a step needs {format_bytes(needed)} of {format_bytes(candidate.budget_bytes)}"
 
-    def _search(self, geometries: list[Geometry], strategy: str) -> Choice:
-        terms = self._terms(strategy)
+    def _search(self, layouts: list[BatchLayout], strategy: str) -> Choice:
+        space = self._terms(strategy)
         with self._progress() as progress:
-            choice = search(geometries, (None,), lambda geometry, _: self.step.candidates(terms, geometry, progress))
-        return choice if choice.candidates else self._search_on_paper(geometries, strategy)
+            choice = search(layouts, (None,), lambda layout, _: self.step.candidates(space, layout, progress))
+        return choice if choice.candidates else self._search_on_paper(layouts, strategy)
 
-    def _search_on_paper(self, geometries: list[Geometry], strategy: str) -> Choice:
+    def _search_on_paper(self, layouts: list[BatchLayout], strategy: str) -> Choice:
         """Where not even the smallest micro-batch can be measured.
 
         Raises:
             InputError: the recipe cannot be planned on paper.
         """
-        size = geometries[0].micro_batch_size
+        size = layouts[0].micro_batch_size
         no_memory = f"there is no memory to measure a micro-batch of {size}"
         self.accelerator.print(f"{no_memory}: planning on paper")
 
         def choose() -> Choice:
-            sketch = self.sketch()
-            open_size = AUTO if len(geometries) > 1 else size
-            run = replace(sketch.run, micro_batch_size=open_size, activation_checkpointing=strategy)
+            task = self.task()
+            open_size = AUTO if len(layouts) > 1 else size
+            run = replace(task.run, micro_batch_size=open_size, activation_checkpointing=strategy)
             launch = Launch.here(self.accelerator.num_processes, self.accelerator.mixed_precision)
             launch = replace(launch, host_budget_bytes=self.host_budget_bytes)
-            return choose_on_paper(replace(sketch, run=run, losses=(None,)), launch, self.budget_bytes)
+            return choose_for_target(replace(task, run=run, losses=(None,)), launch, self.budget_bytes)
 
         try:
-            return by_rank_0(self.accelerator, choose)
+            return on_main_process(self.accelerator, choose)
         except InputError as refused:
             way_out = "give a smaller --micro_batch_size"
             raise InputError(f"{no_memory}, or planned on paper ({refused.one_line}): {way_out}") from refused

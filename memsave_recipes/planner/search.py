@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import WORKSPACES, Beside, Forecast, fits_host, forecast, least_memory
+from memsave_recipes.planner.budget import WORKSPACES, Forecast, StaticMemory, fits_host, forecast, least_memory
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.text import format_bytes
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 
 WORDS = ("none", "full", "selective", "offload")  # what is simpler comes first
 AS_FAST = 0.01  # of a step's time: what nobody would give up a simpler configuration for
@@ -26,21 +26,21 @@ class Candidate:
     """A way to compute the global batch, and what it is expected to take.
 
     Args:
-        geometry: with its micro-batch.
+        layout: with its micro-batch.
         loss: of ``--loss``, where the recipe has a choice.
         forecast: of one micro-batch; its chain has everything in it that lives on the device.
         weights_bytes: parameters and buffers.
-        beside: what lives there besides.
+        static: what lives there besides.
         overheads: bytes beside the tensors of a step, by what they are for: the device's context, say.
         budget_bytes: for all of it.
         host_budget_bytes: of a rank's host, for what is offloaded; ``None`` where it is not known.
     """
 
-    geometry: Geometry
+    layout: BatchLayout
     loss: str | None
     forecast: Forecast
     weights_bytes: int
-    beside: Beside
+    static: StaticMemory
     overheads: Mapping[str, int] = field(default_factory=dict)
     budget_bytes: int
     host_budget_bytes: int | None = None
@@ -83,25 +83,25 @@ class Candidate:
     @property
     def step_s(self) -> float:
         """Seconds of the forwards and backwards of a step; the optimizer's update is the same for all candidates."""
-        return self.geometry.accumulation_steps * self.forecast.micro_batch_s
+        return self.layout.accumulation_steps * self.forecast.micro_batch_s
 
     @property
     def samples_per_s(self) -> float:
         """Throughput over all ranks, as far as ``step_s`` tells."""
-        return self.geometry.global_batch_size / self.step_s
+        return self.layout.global_batch_size / self.step_s
 
     @property
     def parts(self) -> dict[str, int]:
         """What fills the device at the peak, in bytes; they add up to ``needed_bytes``."""
         peak, chain = self.forecast.peak, self.forecast.chain
         gradients = peak.gradients_bytes + (chain.all_gradients_bytes if chain.gradients_resident else 0)
-        stays = self.weights_bytes + self.beside.state_bytes + self.beside.buckets_bytes
+        stays = self.weights_bytes + self.static.state_bytes + self.static.buckets_bytes
         batch = chain.resident_bytes - stays
         return {
             "parameters": self.weights_bytes,
             "gradients": gradients,
-            "optimizer state": self.beside.state_bytes,
-            "communication": self.beside.buckets_bytes,
+            "optimizer state": self.static.state_bytes,
+            "communication": self.static.buckets_bytes,
             "activations": batch + peak.held_bytes + peak.own_bytes - peak.temporary_bytes,
             "temporaries": peak.temporary_bytes,
             **self.overheads,
@@ -133,60 +133,60 @@ class Choice:
 def _complexity(candidate: Candidate) -> tuple[int, int, float]:
     word = candidate.strategy
     rank = WORDS.index(word) if word in WORDS else len(WORDS)
-    return rank, candidate.geometry.accumulation_steps, candidate.step_s
+    return rank, candidate.layout.accumulation_steps, candidate.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class SearchSpace:
     """What a search is held to.
 
     Args:
         budget_bytes: of the device, overheads included.
         strategy: of ``--activation_checkpointing``: with ``budget`` all plans are looked at, else this one alone.
-        beside: what lives beside a step of a geometry.
+        static: what lives beside a step of a geometry.
         overheads, host_budget_bytes: see ``Candidate``.
         plan_of: the plan that a strategy's word makes of the blocks that run.
     """
 
     budget_bytes: int
     strategy: str
-    beside: Callable[[Geometry], Beside]
+    static: Callable[[BatchLayout], StaticMemory]
     overheads: Mapping[str, int] = field(default_factory=dict)
     host_budget_bytes: int | None = None
     plan_of: Callable[[str, Collection[str]], Plan]
 
-    def candidates(self, measurement: Measurement, geometry: Geometry, loss: str | None = None) -> list[Candidate]:
+    def candidates(self, measurement: Measurement, layout: BatchLayout, loss: str | None = None) -> list[Candidate]:
         """What a measurement of one micro-batch makes possible; nothing where the host has no memory to measure it."""
-        beside = self.beside(geometry)
+        static = self.static(layout)
         return [
             Candidate(
-                geometry=geometry,
+                layout=layout,
                 loss=loss,
                 forecast=found,
                 weights_bytes=measurement.workload.weights_bytes,
-                beside=beside,
+                static=static,
                 overheads=self.overheads,
                 budget_bytes=self.budget_bytes,
                 host_budget_bytes=self.host_budget_bytes,
             )
-            for found in self._forecasts(measurement, beside)
+            for found in self._forecasts(measurement, static)
         ]
 
-    def _forecasts(self, measurement: Measurement, beside: Beside) -> Iterator[Forecast]:
+    def _forecasts(self, measurement: Measurement, static: StaticMemory) -> Iterator[Forecast]:
         if self.strategy not in BUDGET_WORDS:
             if self.strategy != "offload" or _has_seen("offload", measurement):
-                yield self._under(self.strategy, measurement, beside)
+                yield self._under(self.strategy, measurement, static)
             return
         named = []
         for word in WORDS:
             if word in ("none", "full") or _has_seen(word, measurement):
-                named.append(self._under(word, measurement, beside))
+                named.append(self._under(word, measurement, static))
         yield from named
-        solved = self._solved(measurement, beside)
+        solved = self._solved(measurement, static)
         if not any(_same_costs(solved, known) for known in named):
             yield solved
 
-    def _under(self, strategy: str, measurement: Measurement, beside: Beside) -> Forecast:
+    def _under(self, strategy: str, measurement: Measurement, static: StaticMemory) -> Forecast:
         plan = self.plan_of(strategy, measurement.running)
         chain = measurement.chain(ratio=plan.compiled_memory_ratio, offload=strategy == "offload")
         if plan.blocks != chain.decided_names:
@@ -194,38 +194,38 @@ class Terms:
                 f"--activation_checkpointing {strategy} has blocks of its own, whose memory cannot be predicted: give "
                 "--micro_batch_size a number, or take another strategy"
             )
-        return Forecast(plan=plan, chain=beside.added_to(chain))
+        return Forecast(plan=plan, chain=static.added_to(chain))
 
-    def _solved(self, measurement: Measurement, beside: Beside) -> Forecast:
+    def _solved(self, measurement: Measurement, static: StaticMemory) -> Forecast:
         """The solver's plan for the budget, or, where none fits, the one that needs least."""
         try:
             budget_bytes = self.budget_bytes - sum(self.overheads.values())
-            return forecast(measurement, budget_bytes, beside, host_budget_bytes=self.host_budget_bytes)
+            return forecast(measurement, budget_bytes, static, host_budget_bytes=self.host_budget_bytes)
         except InputError:
-            return least_memory(measurement, beside, self.host_budget_bytes)
+            return least_memory(measurement, static, self.host_budget_bytes)
 
 
-def open_geometries(run: RunArguments, optim: OptimizerArguments, num_processes: int) -> list[Geometry]:
+def open_layouts(run: RunArguments, optim: OptimizerArguments, num_processes: int) -> list[BatchLayout]:
     """Those that the flags leave open, with small micro-batches first: one, unless ``--micro_batch_size`` is auto.
 
     Raises:
-        InputError: as ``Geometry``.
+        InputError: as ``BatchLayout``.
     """
-    named = run.geometry(num_processes)  # undivided, where none is named
+    named = run.layout(num_processes)  # undivided, where none is named
     if run.micro_batch_size != AUTO or optim.optimizer_in_backward:  # which cannot accumulate
         return [named]
-    return Geometry.halvings(run.global_batch_size, num_processes)
+    return BatchLayout.halvings(run.global_batch_size, num_processes)
 
 
 def search(
-    geometries: Sequence[Geometry],
+    layouts: Sequence[BatchLayout],
     losses: Sequence[str | None],
-    candidates_of: Callable[[Geometry, str | None], list[Candidate]],
+    candidates_of: Callable[[BatchLayout, str | None], list[Candidate]],
 ) -> Choice:
     """Look at every geometry until one is too large for any plan; what follows it is larger still.
 
     Args:
-        geometries: those with small micro-batches first.
+        layouts: those with small micro-batches first.
         losses: to try with each.
         candidates_of: prices one of them; empty where it does not run at all.
 
@@ -233,8 +233,8 @@ def search(
         InputError: as ``candidates_of``.
     """
     found: list[Candidate] = []
-    for geometry in geometries:
-        of_this = [candidate for loss in losses for candidate in candidates_of(geometry, loss)]
+    for layout in layouts:
+        of_this = [candidate for loss in losses for candidate in candidates_of(layout, loss)]
         found += of_this
         if not any(candidate.fits for candidate in of_this):
             break
@@ -242,7 +242,7 @@ def search(
 
 
 def _has_seen(strategy: str, measurement: Measurement) -> bool:
-    return any(plan.strategy == strategy for plan, _ in measurement.seen)
+    return any(plan.strategy == strategy for plan, _ in measurement.traces)
 
 
 def _same_costs(one: Forecast, other: Forecast) -> bool:

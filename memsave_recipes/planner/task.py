@@ -1,6 +1,6 @@
 """What a recipe tells of a run before there are data or weights: enough to predict its step on paper.
 
-A recipe that ``memsave plan`` can plan has a function ``sketch(args)`` beside its ``main``, made of the same pieces.
+A recipe that ``memsave plan`` can plan has a function ``task(args)`` beside its ``main``, made of the same pieces.
 
 Plan a recipe for a device that need not be here: no data, no weights, nothing is run.
 """
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
 from memsave_recipes.estimate.targets import Target, find_target
-from memsave_recipes.planner.budget import beside_the_step, overheads_of_target, plans_to_measure
-from memsave_recipes.planner.search import Candidate, Choice, Terms, open_geometries, search
+from memsave_recipes.planner.budget import overheads_of_target, plans_to_measure, static_memory_of
+from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch
 
 FOLDER_FLAG = "--output_dir"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sketch:
+class Task:
     """A recipe with its flags.
 
     Args:
@@ -57,17 +57,17 @@ class Sketch:
     assumed: tuple[str, ...] = ()
 
 
-def read_sketch(recipe: Path, args: Sequence[str]) -> Sketch:
+def read_task(recipe: Path, args: Sequence[str]) -> Task:
     """What the recipe in a file says of a run with the flags ``args``; ``--output_dir`` may be missing.
 
     Raises:
-        InputError: no such file, no ``sketch`` in it, or flags that it refuses.
+        InputError: no such file, no ``task`` in it, or flags that it refuses.
     """
-    sketch = getattr(_load(recipe), "sketch", None)
-    if sketch is None:
-        raise InputError(f"{recipe} has no function sketch(args): see docs/planner.md for what it returns")
+    task = getattr(_load(recipe), "task", None)
+    if task is None:
+        raise InputError(f"{recipe} has no function task(args): see docs/planner.md for what it returns")
     named = any(word.partition("=")[0] == FOLDER_FLAG for word in args)
-    return sketch([*args] if named else [*args, FOLDER_FLAG, "out"])
+    return task([*args] if named else [*args, FOLDER_FLAG, "out"])
 
 
 def _load(recipe: Path) -> object:
@@ -115,13 +115,13 @@ class Launch:
         return cls(target=target, num_processes=num_processes, mixed_precision=mixed_precision.replace("fp8", "bf16"))
 
 
-def choose_on_paper(
-    sketch: Sketch,
+def choose_for_target(
+    task: Task,
     launch: Launch,
     budget_bytes: int,
     *,
-    on_size: Callable[[Geometry], None] = lambda geometry: None,
-    candidates: Callable[[Terms, Measurement, Geometry, str | None], list[Candidate]] = Terms.candidates,
+    on_size: Callable[[BatchLayout], None] = lambda layout: None,
+    candidates: Callable[[SearchSpace, Measurement, BatchLayout, str | None], list[Candidate]] = SearchSpace.candidates,
 ) -> Choice:
     """All candidates for a recipe on a device, by fake tensors and the vendor's rates.
 
@@ -134,39 +134,39 @@ def choose_on_paper(
     Raises:
         InputError: flags that contradict each other, or a model without blocks for the strategy.
     """
-    model = paper_model(sketch.build_model)
-    geometries = open_geometries(sketch.run, sketch.optim, launch.num_processes)
-    strategy = str(sketch.run.activation_checkpointing)
-    terms = Terms(
+    model = fake_model(task.build_model)
+    layouts = open_layouts(task.run, task.optim, launch.num_processes)
+    strategy = str(task.run.activation_checkpointing)
+    space = SearchSpace(
         budget_bytes=budget_bytes,
         strategy=strategy,
-        beside=partial(beside_the_step, sketch.optim, model),
+        static=partial(static_memory_of, task.optim, model),
         overheads=overheads_of_target(launch.target),
         host_budget_bytes=launch.host_budget_bytes,
         plan_of=partial(plan_blocks, model),
     )
 
-    def candidates_of(geometry: Geometry, loss: str | None) -> list[Candidate]:
-        on_size(geometry)
-        workload = workload_on_paper(sketch, launch, model, geometry.micro_batch_size, loss)
+    def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
+        on_size(layout)
+        workload = workload_on_paper(task, launch, model, layout.micro_batch_size, loss)
         plans = plans_to_measure(strategy, workload, device_type=launch.target.device_type, compiles=False)
         measured = measure_on_paper(
             workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[launch.mixed_precision]
         )
-        return candidates(terms, measured, geometry, loss)
+        return candidates(space, measured, layout, loss)
 
-    return search(geometries, sketch.losses, candidates_of)
+    return search(layouts, task.losses, candidates_of)
 
 
 def workload_on_paper(
-    sketch: Sketch, launch: Launch, model: nn.Module, micro_batch_size: int, loss: str | None
+    task: Task, launch: Launch, model: nn.Module, micro_batch_size: int, loss: str | None
 ) -> Workload:
     """One micro-batch of a recipe as fake tensors."""
-    trained = sketch.trained(model, loss, launch.target.device)
-    batch = paper_batch(model, sketch.micro_batch(micro_batch_size))
+    trained = task.trained(model, loss, launch.target.device)
+    batch = paper_batch(model, task.micro_batch(micro_batch_size))
     return Workload(
         model=model,
-        forward=lambda: sketch.loss_of(trained, batch),
+        forward=lambda: task.loss_of(trained, batch),
         batch=list(batch.values()),
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),

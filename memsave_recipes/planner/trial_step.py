@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
-from memsave_recipes.distributed import by_rank_0, fail_together
-from memsave_recipes.planner.budget import Beside, Forecast, plans_to_measure, workspaces_of_device
-from memsave_recipes.planner.search import Candidate, Terms
+from memsave_recipes.distributed import fail_together, on_main_process
+from memsave_recipes.planner.budget import Forecast, StaticMemory, plans_to_measure, workspaces_of_device
+from memsave_recipes.planner.search import Candidate, SearchSpace
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
-from memsave_recipes.profiling.preserve_state import clear_gradients, running_blocks, undisturbed, without_layerdrop
+from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, running_blocks, without_layerdrop
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
 
 
@@ -46,24 +46,24 @@ class StepOnDevice:
     prepared: nn.Module
     loss_of: Callable[[Batch], Tensor]
 
-    def forward(self, geometry: Geometry) -> Callable[[], Tensor]:
+    def forward(self, layout: BatchLayout) -> Callable[[], Tensor]:
         """The forward of its largest micro-batch."""
-        return self._forward(self.batches.largest_micro_batch(geometry.micro_batch_size))
+        return self._forward(self.batches.largest_micro_batch(layout.micro_batch_size))
 
     def running_blocks(self) -> set[str] | None:
         """The blocks that a forward runs; ``None`` where a plan could leave none out, so nothing is run."""
         stacks = block_names(find_stacks(self.model))
         if len(stacks) < 2:
             return None
-        return running_blocks(self.model, stacks, self.forward(self.batches.geometry), self.accelerator.device)
+        return running_blocks(self.model, stacks, self.forward(self.batches.layout), self.accelerator.device)
 
-    def candidates(self, terms: Terms, geometry: Geometry, progress: tqdm) -> list[Candidate]:
+    def candidates(self, space: SearchSpace, layout: BatchLayout, progress: tqdm) -> list[Candidate]:
         """What the first rank finds, for all; nothing if a rank has no memory left for as much as has to be kept.
 
         All blocks are measured at once, or group by group where there is no memory for that and plans may recompute.
         """
-        for num_groups in self._numbers_of_groups(terms.strategy):
-            found = self._measured(terms, geometry, num_groups, progress)
+        for num_groups in self._numbers_of_groups(space.strategy):
+            found = self._measured(space, layout, num_groups, progress)
             if found is not None:
                 return found
             empty_cache(self.accelerator.device)  # here, where no frame of the failed step is left to hold its tensors
@@ -78,21 +78,25 @@ class StepOnDevice:
             num_groups *= 2
         yield num_blocks if strategy != "none" else 1
 
-    def _measured(self, terms: Terms, geometry: Geometry, num_groups: int, progress: tqdm) -> list[Candidate] | None:
+    def _measured(
+        self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: tqdm
+    ) -> list[Candidate] | None:
         """The candidates of a measurement, or ``None`` where a rank had no memory left for it."""
         try:
             with out_of_memory_together(self.accelerator) as attempt:
-                measured = self._measure(terms, geometry, num_groups, progress)
-                known_bytes = measured.workload.resident_bytes + terms.beside(geometry).buckets_bytes
+                measured = self._measure(space, layout, num_groups, progress)
+                known_bytes = measured.workload.resident_bytes + space.static(layout).buckets_bytes
                 workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
                 attempt.bytes = sum(workspaces.values())
         except torch.OutOfMemoryError:
             return None
-        overheads = {**terms.overheads, **dict.fromkeys(workspaces, attempt.bytes)}  # those of the rank with the most
-        return by_rank_0(self.accelerator, lambda: replace(terms, overheads=overheads).candidates(measured, geometry))
+        overheads = {**space.overheads, **dict.fromkeys(workspaces, attempt.bytes)}  # those of the rank with the most
+        return on_main_process(
+            self.accelerator, lambda: replace(space, overheads=overheads).candidates(measured, layout)
+        )
 
-    def _measure(self, terms: Terms, geometry: Geometry, num_groups: int, progress: tqdm) -> Measurement:
-        batch = self.batches.largest_micro_batch(geometry.micro_batch_size)
+    def _measure(self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: tqdm) -> Measurement:
+        batch = self.batches.largest_micro_batch(layout.micro_batch_size)
         workload = Workload(
             model=self.model,
             forward=self._forward(batch),
@@ -100,9 +104,9 @@ class StepOnDevice:
             device=self.accelerator.device,
             stacks=block_names(find_stacks(self.model)),
         )
-        plans = plans_to_measure(terms.strategy, workload, device_type=workload.device.type)
+        plans = plans_to_measure(space.strategy, workload, device_type=workload.device.type)
         progress.total = (progress.total or 0) + num_groups * num_runs(plans)
-        host_budget_bytes = terms.host_budget_bytes
+        host_budget_bytes = space.host_budget_bytes
         return measure_in_groups(
             workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
         )
@@ -115,7 +119,9 @@ class StepOnDevice:
         return forward
 
 
-def rehearse(candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]) -> int:
+def run_trial_step(
+    candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]
+) -> int:
     """The bytes that a step takes at its peak on the rank where it takes most; overheads are not among them.
 
     Args:
@@ -126,25 +132,25 @@ def rehearse(candidate: Candidate, accelerator: Accelerator, model: nn.Module, f
         torch.OutOfMemoryError: on all ranks, if a rank had no memory left.
     """
     with out_of_memory_together(accelerator) as attempt:
-        attempt.bytes = step_bytes(candidate.forecast, candidate.beside, model, forward, accelerator.device)
+        attempt.bytes = step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
     return attempt.bytes
 
 
 def step_bytes(
-    forecast: Forecast, beside: Beside, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
+    forecast: Forecast, static: StaticMemory, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
 ) -> int:
-    """As ``rehearse``, of this process alone; it takes two forwards and backwards, or three under accumulation."""
+    """As ``run_trial_step``, of this process alone; costs two forwards and backwards, or three under accumulation."""
     with (
         apply_plan(model, forecast.plan),
-        undisturbed(model, device),
+        preserve_state(model, device),
         without_layerdrop(model),
-        _gradients_as_in_a_step(beside, model),
+        _gradients_as_in_a_step(static, model),
     ):
-        ballast_bytes = 0 if device.type == "cpu" else beside.state_bytes
+        ballast_bytes = 0 if device.type == "cpu" else static.state_bytes
         ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=device)
 
         def step(meter: Meter) -> None:
-            for _ in range(1 + beside.gradients_resident):
+            for _ in range(1 + static.gradients_resident):
                 forward().backward()
             meter.note()
             clear_gradients(model)
@@ -184,13 +190,13 @@ def out_of_memory_together(accelerator: Accelerator) -> Iterator[Attempt]:
 
 
 @contextmanager
-def _gradients_as_in_a_step(beside: Beside, model: nn.Module) -> Iterator[None]:
+def _gradients_as_in_a_step(static: StaticMemory, model: nn.Module) -> Iterator[None]:
     """Where a step frees each gradient as it is made (DDP's buckets take it, or the optimizer), so does this."""
 
     def free(parameter: Tensor) -> None:
         parameter.grad = None
 
-    trained = [] if beside.gradients_stay else [p for p in model.parameters() if p.requires_grad]
+    trained = [] if static.gradients_stay else [p for p in model.parameters() if p.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
     try:
         yield

@@ -13,10 +13,10 @@ NOTE [ what the figures of a chain mean ]
 4. ``saved_bytes``: what autograd holds of the block between its forward and its backward *besides* input and output.
    Whether it holds these is ``saves_input`` (a convolution does) and ``saves_output`` (a ReLU does). So a map that one
    block saves as its output and the next as its input counts once.
-5. ``forward_rise_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it began
-   (its input lives then). Output, saved bytes and workspaces are in it.
-6. ``backward_rise_bytes``: the highest live bytes in its backward less the live bytes when that began. Live then: what
-   it saved, and the gradient of its output, taken to be as large as all that leaves the block. In the rise are the
+5. ``forward_transient_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it
+   began (its input lives then). Output, saved bytes and workspaces are in it.
+6. ``backward_transient_bytes``: the highest live bytes in its backward less the live bytes when that began. Live then:
+   what it saved, and the gradient of its output, taken to be as large as all that leaves the block. In the rise are the
    gradient of its input, the gradients of its parameters (as if there were none before), their temporaries,
    workspaces, and what an option brings back.
 7. ``gradient_bytes``: the parameter gradients that are there after its backward and were not before. A tied weight
@@ -37,7 +37,7 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class BlockOption:
     """One way to run a block by itself; rules 4 to 6 of the NOTE say what the bytes are.
 
     Args:
@@ -45,7 +45,7 @@ class Option:
         added_s: seconds that a step takes longer than with ``KEEP``; below 0 for what makes it faster.
         saved_bytes: saved on the device besides input and output.
         saves_input, saves_output: whether it holds its input, its output.
-        forward_rise_bytes, backward_rise_bytes: what its forward, its backward needs at most, above its start.
+        forward_transient_bytes, backward_transient_bytes: the peaks of its forward and backward above their start.
 
     Raises:
         ValueError: a figure that no measurement gives.
@@ -56,11 +56,11 @@ class Option:
     saved_bytes: int
     saves_input: bool
     saves_output: bool
-    forward_rise_bytes: int
-    backward_rise_bytes: int
+    forward_transient_bytes: int
+    backward_transient_bytes: int
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "saved_bytes", "forward_rise_bytes", "backward_rise_bytes")
+        _check_not_negative(self, "saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
         if self.action is Action.RECOMPUTE:
             raise ValueError("RECOMPUTE is no option: its costs follow from those of KEEP")
         if not math.isfinite(self.added_s) or (self.action is Action.KEEP and self.added_s):
@@ -91,7 +91,7 @@ class BlockCosts:
     passes_input: bool = False
     gradient_bytes: int
     tied_gradient_bytes: int = 0
-    options: tuple[Option, ...]
+    options: tuple[BlockOption, ...]
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "forward_s", "backward_s", "output_bytes", "gradient_bytes", "tied_gradient_bytes")
@@ -101,7 +101,7 @@ class BlockCosts:
         if self.stack is None and len(actions) > 1:
             raise ValueError(f"{self.name} has no stack, so it can only be kept")
 
-    def option(self, action: Action) -> Option:
+    def option(self, action: Action) -> BlockOption:
         """Its costs under ``action``.
 
         Raises:
@@ -158,7 +158,7 @@ class Chain:
         return tuple(self.blocks[position].name for position in self.decided)
 
     @property
-    def always_there_bytes(self) -> int:
+    def static_bytes(self) -> int:
         """``resident_bytes``, with the parameter gradients where these are resident."""
         return self.resident_bytes + (self.all_gradients_bytes if self.gradients_resident else 0)
 
@@ -194,7 +194,7 @@ class Chain:
 
 
 def _block_from(data: dict) -> BlockCosts:
-    options = tuple(Option(**{**option, "action": Action(option["action"])}) for option in data["options"])
+    options = tuple(BlockOption(**{**option, "action": Action(option["action"])}) for option in data["options"])
     return BlockCosts(**{**data, "options": options})
 
 

@@ -1,9 +1,10 @@
 """The plans of a chain as paths: a *move* runs the next blocks under one action, a path of moves is a plan.
 
 NOTE [ all that the future needs to know ]
-1. Whether a move fits depends on the moves before it through two figures alone, the ``Load``: ``HELD``, the bytes that
-   earlier blocks hold until their backward, and ``WITH_STATE``, the same with all of the *current state* (what flows
-   into the next block) counted in. The state may be held already, in whole or in part, and each storage counts once.
+1. Whether an edge fits depends on the edges before it through two figures alone, the ``Resources``: ``HELD``, the bytes
+   that earlier blocks hold until their backward, and ``WITH_STATE``, the same with all of the *current state* (what
+   flows into the next block) counted in. The state may be held already, in whole or in part, and each storage counts
+   once.
 2. What else lives beside them while the move runs, forward and backward, depends on the move alone. The gradients of
    parameters that live in its backward are those of all later blocks, whatever the plan.
 3. Every figure after a move grows with the figures before it. So of two paths to one block, the one that adds no more
@@ -29,19 +30,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from memsave_recipes.plans.chain import Chain, Option
+from memsave_recipes.plans.chain import BlockOption, Chain
 from memsave_recipes.plans.plan import Action
 
 HELD, WITH_STATE = 0, 1
 
-Load: TypeAlias = tuple[int, int]
+Resources: TypeAlias = tuple[int, int]
 """The two figures of the NOTE, ``load[HELD] <= load[WITH_STATE]``, in bytes beside what is there all the time."""
 
-EMPTY: Load = (0, 0)
+EMPTY: Resources = (0, 0)
 """Before the first block, whose input is the batch and resident."""
 
 
-class Move(NamedTuple):
+class Edge(NamedTuple):
     """The blocks from some position up to ``stop`` under ``action``. All ``*_bytes`` are to be added to a load.
 
     In the load behind the move, ``HELD`` is ``held_bytes`` more than ``load[held_from]`` before it, and ``WITH_STATE``
@@ -59,20 +60,20 @@ class Move(NamedTuple):
     beside_held_bytes: int
     beside_state_bytes: int
 
-    def after(self, load: Load) -> Load:
+    def after(self, resources: Resources) -> Resources:
         """The load behind it."""
-        return load[self.held_from] + self.held_bytes, load[self.with_state_from] + self.with_state_bytes
+        return resources[self.held_from] + self.held_bytes, resources[self.with_state_from] + self.with_state_bytes
 
-    def peak_bytes(self, load: Load) -> int:
+    def peak_bytes(self, resources: Resources) -> int:
         """The most that lives while it runs."""
-        return max(load[HELD] + self.beside_held_bytes, load[WITH_STATE] + self.beside_state_bytes)
+        return max(resources[HELD] + self.beside_held_bytes, resources[WITH_STATE] + self.beside_state_bytes)
 
 
-Moves: TypeAlias = list[list[Move]]
+Edges: TypeAlias = list[list[Edge]]
 """The moves that begin at each block of a chain."""
 
 
-def moves_of(chain: Chain) -> Moves:
+def edges_of(chain: Chain) -> Edges:
     """Every move of every plan: O(blocks^2) of them."""
     sizes = _Sizes(chain)
     return [
@@ -106,15 +107,15 @@ class _Sizes:
         return round(seconds / self.tick_s)
 
 
-def _by_itself(sizes: _Sizes, position: int, option: Option) -> Move:
+def _by_itself(sizes: _Sizes, position: int, option: BlockOption) -> Edge:
     block = sizes.blocks[position]
     output, gradient = block.output_bytes, sizes.states[position + 1]
     # Holding an output that the input passes into is holding the input.
     holds_input = option.saves_input or (option.saves_output and block.passes_input)
     held = option.saved_bytes + (output if option.saves_output else 0)
-    backward = held + gradient + option.backward_rise_bytes + sizes.gradients[position]
-    forward = option.forward_rise_bytes
-    return Move(
+    backward = held + gradient + option.backward_transient_bytes + sizes.gradients[position]
+    forward = option.forward_transient_bytes
+    return Edge(
         stop=position + 1,
         action=option.action,
         added=sizes.ticks(option.added_s),
@@ -127,9 +128,9 @@ def _by_itself(sizes: _Sizes, position: int, option: Option) -> Move:
     )
 
 
-def _recomputations(sizes: _Sizes, start: int) -> list[Move]:
+def _recomputations(sizes: _Sizes, start: int) -> list[Edge]:
     """The spans that recompute from ``start`` on: 1, 2, ... blocks of its stack. They hold all of their input."""
-    moves: list[Move] = []
+    edges: list[Edge] = []
     stack = sizes.blocks[start].stack
     passed = sizes.states[start]  # bytes of the span's input in the state behind it
     rebuilt = EMPTY  # by the recomputation, beside the span's input
@@ -140,14 +141,14 @@ def _recomputations(sizes: _Sizes, start: int) -> list[Move]:
         if stack is None or block.stack != stack:
             break
         keep = _by_itself(sizes, position, block.option(Action.KEEP))
-        recompute = max(recompute, rebuilt[WITH_STATE] + block.option(Action.KEEP).forward_rise_bytes)
+        recompute = max(recompute, rebuilt[WITH_STATE] + block.option(Action.KEEP).forward_transient_bytes)
         backward = max(backward, keep.peak_bytes(rebuilt))
         rebuilt = keep.after(rebuilt)
         added += sizes.ticks(block.forward_s)
         passed = passed if block.passes_input else 0
         state = sizes.states[position + 1]
-        moves.append(
-            Move(
+        edges.append(
+            Edge(
                 stop=position + 1,
                 action=Action.RECOMPUTE,
                 added=added,
@@ -159,11 +160,11 @@ def _recomputations(sizes: _Sizes, start: int) -> list[Move]:
                 beside_state_bytes=sizes.span_bytes + max(backward, recompute + state + sizes.gradients[position]),
             )
         )
-    return moves
+    return edges
 
 
 BLOCKS_TRIED, PRICES_TRIED = 3, 12
-DEAR = 1e6
+HIGH_PRICE = 1e6
 """Where bytes count for more than time: a price for all free bytes, in times of the longest move."""
 
 Rest: TypeAlias = tuple[float, float]
@@ -185,10 +186,10 @@ class Bound:
         """What a byte of the load before the block at ``position`` costs."""
         return self.price if position <= self.block else 0.0
 
-    def rest_at_least(self, position: int, load: Load) -> float:
+    def rest_at_least(self, position: int, resources: Resources) -> float:
         """What every continuation adds at least, if it fits."""
         price, (held, with_state) = self.price_at(position), self.rest[position]
-        return min(held + price * load[HELD], with_state + price * load[WITH_STATE])
+        return min(held + price * resources[HELD], with_state + price * resources[WITH_STATE])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,25 +206,25 @@ class _Relaxed:
         return self.bound.rest_at_least(0, EMPTY)
 
 
-def lower_bounds(moves: Moves, free_bytes: int) -> list[Bound]:
+def lower_bounds(edges: Edges, free_bytes: int) -> list[Bound]:
     """The best bounds for a few blocks, best first: each next block is where the path of the last one needs most.
 
     One without a price is among them. It is the best one for small loads, which the others pay for being small.
     """
-    unlimited = latest = _relax(moves, free_bytes, 0, 0.0)
+    unlimited = latest = _relax(edges, free_bytes, 0, 0.0)
     best: dict[int, _Relaxed] = {}
     while latest.fullest_block not in best and len(best) < BLOCKS_TRIED:
         block = latest.fullest_block
-        latest = best[block] = _best_price(moves, free_bytes, block)
+        latest = best[block] = _best_price(edges, free_bytes, block)
     ranked = sorted([*best.values(), unlimited], key=lambda relaxed: relaxed.value, reverse=True)
     return [relaxed.bound for relaxed in ranked]
 
 
-def _best_price(moves: Moves, free_bytes: int, block: int) -> _Relaxed:
-    relax = partial(_relax, moves, free_bytes, block)
-    longest = max(abs(move.added) for leaving in moves for move in leaving)
+def _best_price(edges: Edges, free_bytes: int, block: int) -> _Relaxed:
+    relax = partial(_relax, edges, free_bytes, block)
+    longest = max(abs(edge.added) for leaving in edges for edge in leaving)
     best = too_large = relax(0.0)
-    fits = relax(DEAR * max(longest, 1) / max(free_bytes, 1))
+    fits = relax(HIGH_PRICE * max(longest, 1) / max(free_bytes, 1))
     for _ in range(PRICES_TRIED):
         if not fits.excess_bytes <= 0 < too_large.excess_bytes:
             break
@@ -238,59 +239,59 @@ def _best_price(moves: Moves, free_bytes: int, block: int) -> _Relaxed:
     return best
 
 
-def _relax(moves: Moves, free_bytes: int, block: int, price: float) -> _Relaxed:
+def _relax(edges: Edges, free_bytes: int, block: int, price: float) -> _Relaxed:
     """The bound with this price at this block, from the last block to the first."""
-    rest: list[Rest] = [(0.0, 0.0)] * (len(moves) + 1)
-    for position in reversed(range(len(moves))):
+    rest: list[Rest] = [(0.0, 0.0)] * (len(edges) + 1)
+    for position in reversed(range(len(edges))):
         if position <= block:
-            rest[position] = _charged(moves[position], rest, block, price, free_bytes)
+            rest[position] = _charged(edges[position], rest, block, price, free_bytes)
         else:
-            cheapest = min([move.added + rest[move.stop][HELD] for move in moves[position]], default=math.inf)
+            cheapest = min([edge.added + rest[edge.stop][HELD] for edge in edges[position]], default=math.inf)
             rest[position] = (cheapest, cheapest)
-    return _follow(moves, Bound(block=block, price=price, rest=rest), free_bytes)
+    return _follow(edges, Bound(block=block, price=price, rest=rest), free_bytes)
 
 
-def _charged(leaving: list[Move], rest: list[Rest], block: int, price: float, free_bytes: int) -> Rest:
+def _charged(leaving: list[Edge], rest: list[Rest], block: int, price: float, free_bytes: int) -> Rest:
     least = [math.inf, math.inf]
-    for move in leaving:
-        held, with_state = rest[move.stop]
-        if move.stop > block:
-            cost = move.added + held + price * (_beside(move) - free_bytes)
-            least[move.held_from] = min(least[move.held_from], cost)
+    for edge in leaving:
+        held, with_state = rest[edge.stop]
+        if edge.stop > block:
+            cost = edge.added + held + price * (_beside(edge) - free_bytes)
+            least[edge.held_from] = min(least[edge.held_from], cost)
         else:
-            held += move.added + price * move.held_bytes
-            with_state += move.added + price * move.with_state_bytes
-            least[move.held_from] = min(least[move.held_from], held)
-            least[move.with_state_from] = min(least[move.with_state_from], with_state)
+            held += edge.added + price * edge.held_bytes
+            with_state += edge.added + price * edge.with_state_bytes
+            least[edge.held_from] = min(least[edge.held_from], held)
+            least[edge.with_state_from] = min(least[edge.with_state_from], with_state)
     return least[HELD], least[WITH_STATE]
 
 
-def _beside(move: Move) -> int:
+def _beside(edge: Edge) -> int:
     """What the move over the block is charged for beside ``load[held_from]``: no more than it needs.
 
     Where that is ``load[HELD]``, the bytes beside the state are bytes beside the smaller figure all the more.
     """
-    return max(move.beside_held_bytes, move.beside_state_bytes)
+    return max(edge.beside_held_bytes, edge.beside_state_bytes)
 
 
-def _follow(moves: Moves, bound: Bound, free_bytes: int) -> _Relaxed:
+def _follow(edges: Edges, bound: Bound, free_bytes: int) -> _Relaxed:
     """Walk the path that attains the bound."""
-    position, load = 0, EMPTY
+    position, resources = 0, EMPTY
     added, excess_bytes, fullest = 0, 0, (-1, 0)
-    while position < len(moves):
-        costs = [_cost(move, position, load, bound, free_bytes) for move in moves[position]]
-        move = moves[position][costs.index(min(costs))]
-        if position <= bound.block < move.stop:
-            excess_bytes = load[move.held_from] + _beside(move) - free_bytes
-        fullest = max(fullest, (move.peak_bytes(load), move.stop - 1))
-        added += move.added
-        position, load = move.stop, move.after(load)
+    while position < len(edges):
+        costs = [_cost(edge, position, resources, bound, free_bytes) for edge in edges[position]]
+        edge = edges[position][costs.index(min(costs))]
+        if position <= bound.block < edge.stop:
+            excess_bytes = resources[edge.held_from] + _beside(edge) - free_bytes
+        fullest = max(fullest, (edge.peak_bytes(resources), edge.stop - 1))
+        added += edge.added
+        position, resources = edge.stop, edge.after(resources)
     return _Relaxed(bound=bound, added=added, excess_bytes=excess_bytes, fullest_block=fullest[1])
 
 
-def _cost(move: Move, position: int, load: Load, bound: Bound, free_bytes: int) -> float:
+def _cost(edge: Edge, position: int, resources: Resources, bound: Bound, free_bytes: int) -> float:
     """What the move and the cheapest path behind it add, charges included."""
-    if position <= bound.block < move.stop:
-        excess_bytes = load[move.held_from] + _beside(move) - free_bytes
-        return move.added + bound.rest[move.stop][HELD] + bound.price * excess_bytes
-    return move.added + bound.rest_at_least(move.stop, move.after(load))
+    if position <= bound.block < edge.stop:
+        excess_bytes = resources[edge.held_from] + _beside(edge) - free_bytes
+        return edge.added + bound.rest[edge.stop][HELD] + bound.price * excess_bytes
+    return edge.added + bound.rest_at_least(edge.stop, edge.after(resources))

@@ -215,7 +215,7 @@ PLAIN_STRATEGIES: dict[str, Callable[[Stacks], tuple[Span, ...]]] = {
 COUNTED_STRATEGIES = {"every": every, "segments": segments}
 BUDGET_WORDS = ("budget", "budget:bitwise")  # made from measured costs, by memsave_recipes.planner
 COMPILED_MEMORY_RATIO = 0.3
-MOST_DIGITS = 10
+MAX_DIGITS = 10
 KNOWN = (
     "none, full, every:K, segments:K, selective, offload, compiled[:RATIO], bottleneck, budget, budget:bitwise or the "
     "path of a plan.json"
@@ -248,7 +248,7 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
 
 
 def _parse_count(strategy: str, argument: str, num_blocks: int) -> int:
-    count = int(argument) if argument.isascii() and argument.isdigit() and len(argument) < MOST_DIGITS else 0
+    count = int(argument) if argument.isascii() and argument.isdigit() and len(argument) < MAX_DIGITS else 0
     if not 1 <= count <= num_blocks:
         name = strategy.partition(":")[0]
         raise InputError(

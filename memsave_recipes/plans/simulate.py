@@ -24,7 +24,7 @@ output that its own block saves and the next one does not.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memsave_recipes.plans.chain import Chain, Option
+from memsave_recipes.plans.chain import BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, Span
 
 PINNING = 8  # the part of what is moved that pinning may waste
@@ -33,7 +33,7 @@ Storages = dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class TimelinePoint:
     """What lives while one block runs.
 
     ``resident_bytes`` are those of the chain; ``gradients_bytes`` the parameter gradients made so far;
@@ -59,7 +59,7 @@ class Moment:
 class Simulation:
     """The highest moment of a step under a plan, the seconds that it adds to plain's step, and ``host_bytes``."""
 
-    peak: Moment
+    peak: TimelinePoint
     added_s: float
     host_bytes: int
 
@@ -158,7 +158,7 @@ def _added_s(chain: Chain, span: Span) -> float:
     return blocks[0].option(span.action).added_s
 
 
-def moments(chain: Chain, plan: Plan) -> Iterator[Moment]:
+def moments(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
     """The moments of a step under ``plan``, in order: every block's forward and backward, then the optimizer.
 
     Raises:
@@ -175,7 +175,7 @@ def moments(chain: Chain, plan: Plan) -> Iterator[Moment]:
             held = held | _held_by_span(chain, span, states)
         else:
             option = chain.blocks[span.start].option(span.action)
-            yield _moment(chain, "forward", span.start, held, 0, states[span.start], option.forward_rise_bytes)
+            yield _moment(chain, "forward", span.start, held, 0, states[span.start], option.forward_transient_bytes)
             held = held | _saved(chain, span.start, option, states)
     gradients_bytes = 0
     for span, held in zip(reversed(spans), reversed(held_before), strict=True):
@@ -187,7 +187,7 @@ def moments(chain: Chain, plan: Plan) -> Iterator[Moment]:
 
 def _backward(
     chain: Chain, span: Span, held: Storages, gradients_bytes: int, states: list[Storages]
-) -> Iterator[Moment]:
+) -> Iterator[TimelinePoint]:
     own: list[Storages] = []  # what lives in the span when the backward of its first, second ... block begins
     rebuilt = _held_by_span(chain, span, states) if span.action is Action.RECOMPUTE else {}
     option_action = Action.KEEP if span.action is Action.RECOMPUTE else span.action
@@ -195,14 +195,14 @@ def _backward(
     for position in range(span.start, span.stop):
         option = chain.blocks[position].option(option_action)
         if span.action is Action.RECOMPUTE:
-            rise = gradient_bytes + option.forward_rise_bytes
+            rise = gradient_bytes + option.forward_transient_bytes
             alive = rebuilt | states[position]
             yield _moment(chain, "recomputation", position, held, gradients_bytes, alive, rise)
         rebuilt = rebuilt | _saved(chain, position, option, states)
         own.append(rebuilt)
     for position in reversed(range(span.start, span.stop)):
         block = chain.blocks[position]
-        rise = _total(states[position + 1]) + block.option(option_action).backward_rise_bytes
+        rise = _total(states[position + 1]) + block.option(option_action).backward_transient_bytes
         yield _moment(chain, "backward", position, held, gradients_bytes, own[position - span.start], rise)
         gradients_bytes += chain.new_gradients_bytes(block)
 
@@ -221,7 +221,7 @@ def _held_by_span(chain: Chain, span: Span, states: list[Storages]) -> Storages:
     return {**states[span.start], f"span from {span.start}": chain.span_bytes}
 
 
-def _saved(chain: Chain, position: int, option: Option, states: list[Storages]) -> Storages:
+def _saved(chain: Chain, position: int, option: BlockOption, states: list[Storages]) -> Storages:
     """What a block holds between its forward and its backward."""
     saved = {f"inside {position}": option.saved_bytes}
     if option.saves_input:
@@ -233,12 +233,12 @@ def _saved(chain: Chain, position: int, option: Option, states: list[Storages]) 
 
 def _moment(
     chain: Chain, phase: str, position: int | None, held: Storages, gradients_bytes: int, own: Storages, rise_bytes: int
-) -> Moment:
+) -> TimelinePoint:
     held_bytes = _total(held)
-    return Moment(
+    return TimelinePoint(
         phase=phase,
         block="" if position is None else chain.blocks[position].name,
-        resident_bytes=chain.always_there_bytes,
+        resident_bytes=chain.static_bytes,
         gradients_bytes=gradients_bytes,
         held_bytes=held_bytes,
         own_bytes=_total(held | own) - held_bytes + rise_bytes,

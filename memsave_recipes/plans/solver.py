@@ -38,36 +38,36 @@ from typing import Any, NamedTuple, TypeAlias
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.paths import EMPTY, HELD, WITH_STATE, Load, Move, Moves, lower_bounds, moves_of, tick_s
+from memsave_recipes.plans.paths import EMPTY, HELD, WITH_STATE, Edge, Edges, Resources, edges_of, lower_bounds, tick_s
 from memsave_recipes.plans.plan import Action, Plan, Span
-from memsave_recipes.plans.simulate import Moment, simulate
+from memsave_recipes.plans.simulate import TimelinePoint, simulate
 from memsave_recipes.text import format_bytes, gib_that_suffice, to_gib
 
 WIDTHS = (8, 128, 4096)
 """Labels that a block may have in each pass."""
 
-Label: TypeAlias = tuple[float, Load, Any, Move | None]
+Label: TypeAlias = tuple[float, Resources, Any, Edge | None]
 """``(added, load, the label before, the move from there)``. A plain tuple: there are millions of them."""
 
 
 class CheapestPath(NamedTuple):
     """The moves, and by how many ticks another path that fits might still be cheaper: 0 where proven."""
 
-    moves: list[Move]
+    edges: list[Edge]
     gap: float
 
 
-def cheapest_path(moves: Moves, free_bytes: int) -> CheapestPath | None:
+def cheapest_path(edges: Edges, free_bytes: int) -> CheapestPath | None:
     """The path over all blocks that adds the fewest ticks; ``None`` where none fits.
 
     Args:
-        moves: as ``moves_of`` gives them.
+        moves: as ``edges_of`` gives them.
         free_bytes: no move may need more together with its load.
     """
-    rooms = rooms_for(moves, free_bytes)
+    rooms = resource_bounds(edges, free_bytes)
     if not rooms[0]:
         return None
-    search = _Search(_that_fit(moves, free_bytes, rooms), free_bytes, rooms)
+    search = _Search(_that_fit(edges, free_bytes, rooms), free_bytes, rooms)
     proven = -math.inf
     for width in WIDTHS:
         proven = max(proven, search.run(width))
@@ -76,11 +76,11 @@ def cheapest_path(moves: Moves, free_bytes: int) -> CheapestPath | None:
     return CheapestPath(_moves_to(search.best), search.best[0] - proven)
 
 
-def rooms_for(moves: Moves, free_bytes: int) -> list[list[Load]]:
+def resource_bounds(edges: Edges, free_bytes: int) -> list[list[Resources]]:
     """For each block the largest loads with which some continuation fits; none where nothing does, however empty."""
-    rooms: list[list[Load]] = [[] for _ in moves] + [[(free_bytes, sys.maxsize)]]
-    for position in reversed(range(len(moves))):
-        found = {_room_before(move, room, free_bytes) for move in moves[position] for room in rooms[move.stop]}
+    rooms: list[list[Resources]] = [[] for _ in edges] + [[(free_bytes, sys.maxsize)]]
+    for position in reversed(range(len(edges))):
+        found = {_bound_before(edge, room, free_bytes) for edge in edges[position] for room in rooms[edge.stop]}
         rooms[position] = [
             room
             for room in found
@@ -92,42 +92,42 @@ def rooms_for(moves: Moves, free_bytes: int) -> list[list[Load]]:
     return rooms
 
 
-def _room_before(move: Move, room: Load, free_bytes: int) -> Load:
-    """The largest load with which ``move`` fits and leaves no more than ``room``."""
-    most = [free_bytes - move.beside_held_bytes, free_bytes - move.beside_state_bytes]
-    most[move.held_from] = min(most[move.held_from], room[HELD] - move.held_bytes)
-    most[move.with_state_from] = min(most[move.with_state_from], room[WITH_STATE] - move.with_state_bytes)
+def _bound_before(edge: Edge, room: Resources, free_bytes: int) -> Resources:
+    """The largest load with which ``edge`` fits and leaves no more than ``room``."""
+    most = [free_bytes - edge.beside_held_bytes, free_bytes - edge.beside_state_bytes]
+    most[edge.held_from] = min(most[edge.held_from], room[HELD] - edge.held_bytes)
+    most[edge.with_state_from] = min(most[edge.with_state_from], room[WITH_STATE] - edge.with_state_bytes)
     return min(most), most[WITH_STATE]
 
 
-def _that_fit(moves: Moves, free_bytes: int, rooms: list[list[Load]]) -> Moves:
+def _that_fit(edges: Edges, free_bytes: int, rooms: list[list[Resources]]) -> Edges:
     """Without moves that no path with room contains, judged by the least of either figure that can be reached."""
-    least: list[Load | None] = [None] * len(rooms)
+    least: list[Resources | None] = [None] * len(rooms)
     least[0] = EMPTY
-    fitting: Moves = [[] for _ in moves]
-    for position, leaving in enumerate(moves):
-        load = least[position]
-        if load is None:
+    fitting: Edges = [[] for _ in edges]
+    for position, leaving in enumerate(edges):
+        resources = least[position]
+        if resources is None:
             continue
-        for move in leaving:
-            after = move.after(load)
-            if move.peak_bytes(load) <= free_bytes and _has_room(after, rooms[move.stop]):
-                fitting[position].append(move)
-                reached = least[move.stop] or after
-                least[move.stop] = (min(reached[HELD], after[HELD]), min(reached[WITH_STATE], after[WITH_STATE]))
+        for edge in leaving:
+            after = edge.after(resources)
+            if edge.peak_bytes(resources) <= free_bytes and _has_room(after, rooms[edge.stop]):
+                fitting[position].append(edge)
+                reached = least[edge.stop] or after
+                least[edge.stop] = (min(reached[HELD], after[HELD]), min(reached[WITH_STATE], after[WITH_STATE]))
     return fitting
 
 
-def _has_room(load: Load, rooms: list[Load]) -> bool:
-    return any(load[HELD] <= room[HELD] and load[WITH_STATE] <= room[WITH_STATE] for room in rooms)
+def _has_room(resources: Resources, rooms: list[Resources]) -> bool:
+    return any(resources[HELD] <= room[HELD] and resources[WITH_STATE] <= room[WITH_STATE] for room in rooms)
 
 
 class _Search:
     """Passes over the blocks in the order of the forward; ``best`` is the best path of all passes so far."""
 
-    def __init__(self, moves: Moves, free_bytes: int, rooms: list[list[Load]]) -> None:
-        self.moves, self.free_bytes, self.rooms = moves, free_bytes, rooms
-        self.bounds = lower_bounds(moves, free_bytes)
+    def __init__(self, edges: Edges, free_bytes: int, rooms: list[list[Resources]]) -> None:
+        self.edges, self.free_bytes, self.rooms = edges, free_bytes, rooms
+        self.bounds = lower_bounds(edges, free_bytes)
         self.best: Label = (math.inf, EMPTY, None, None)
 
     @property
@@ -140,15 +140,15 @@ class _Search:
         dropped = math.inf
         candidates: list[list[Label]] = [[] for _ in self.rooms]
         candidates[0].append((0, EMPTY, None, None))
-        for position, leaving in enumerate(self.moves):
+        for position, leaving in enumerate(self.edges):
             promising = self._promising(position, _undominated(candidates[position]))
             candidates[position] = []
             if len(promising) > width:
                 promising, best_left_out = _spread(promising, width)
                 dropped = min(dropped, best_left_out)
             labels = [label for _, label in promising]
-            for move in leaving:
-                candidates[move.stop] += self._extend(labels, move)
+            for edge in leaving:
+                candidates[edge.stop] += self._extend(labels, edge)
         self.best = min([self.best, *candidates[-1]], key=itemgetter(0))
         return dropped
 
@@ -156,17 +156,17 @@ class _Search:
         """The labels that fit and may beat the best path, each with the least that it can end at."""
         promising = []
         for label in labels:
-            added, load, *_ = label
-            at_least = added + max([bound.rest_at_least(position, load) for bound in self.bounds])
-            if at_least < self.to_beat and _has_room(load, self.rooms[position]):
+            added, resources, *_ = label
+            at_least = added + max([bound.rest_at_least(position, resources) for bound in self.bounds])
+            if at_least < self.to_beat and _has_room(resources, self.rooms[position]):
                 promising.append((at_least, label))
         return promising
 
-    def _extend(self, labels: list[Label], move: Move) -> list[Label]:
-        """The labels behind ``move`` where it fits and, by the best bound, may beat the best path."""
-        stop, _, added, held_from, held_bytes, with_state_from, with_state_bytes, _, _ = move
-        most_held = self.free_bytes - move.beside_held_bytes
-        most_with_state = self.free_bytes - move.beside_state_bytes
+    def _extend(self, labels: list[Label], edge: Edge) -> list[Label]:
+        """The labels behind ``edge`` where it fits and, by the best bound, may beat the best path."""
+        stop, _, added, held_from, held_bytes, with_state_from, with_state_bytes, _, _ = edge
+        most_held = self.free_bytes - edge.beside_held_bytes
+        most_with_state = self.free_bytes - edge.beside_state_bytes
         # ``rest_at_least`` behind the move, written out: this decides about millions of labels.
         price, (rest_held, rest_with_state) = self.bounds[0].price_at(stop), self.bounds[0].rest[stop]
         below_held = self.to_beat - added - rest_held - price * held_bytes
@@ -176,7 +176,7 @@ class _Search:
                 label[0] + added,
                 (label[1][held_from] + held_bytes, label[1][with_state_from] + with_state_bytes),
                 label,
-                move,
+                edge,
             )
             for label in labels
             if label[1][HELD] <= most_held
@@ -193,13 +193,13 @@ def _spread(promising: list[tuple[float, Label]], width: int) -> tuple[list[tupl
 
     The bounds alone would prefer labels that hold much, and so leave a first pass with bad paths.
     """
-    held = [load[HELD] for _, (_, load, _, _) in promising]
+    held = [resources[HELD] for _, (_, resources, _, _) in promising]
     least, most = min(held), max(held)
     ranges: dict[int, tuple[float, Label]] = {}
     dropped = math.inf
     for bounded in sorted(promising, key=itemgetter(0)):
-        at_least, (_, load, _, _) = bounded
-        if ranges.setdefault((load[HELD] - least) * width // (most - least + 1), bounded) is not bounded:
+        at_least, (_, resources, _, _) = bounded
+        if ranges.setdefault((resources[HELD] - least) * width // (most - least + 1), bounded) is not bounded:
             dropped = min(dropped, at_least)
     return list(ranges.values()), dropped
 
@@ -211,25 +211,25 @@ def _undominated(labels: list[Label]) -> list[Label]:
     held: list[int] = []  # of those kept so far, rising; ``with_state`` beside it falls
     with_state: list[int] = []
     for label in labels:
-        load = label[1]
-        at = bisect_right(held, load[HELD])
-        if at and with_state[at - 1] <= load[WITH_STATE]:
+        resources = label[1]
+        at = bisect_right(held, resources[HELD])
+        if at and with_state[at - 1] <= resources[WITH_STATE]:
             continue
-        while at < len(held) and with_state[at] >= load[WITH_STATE]:
+        while at < len(held) and with_state[at] >= resources[WITH_STATE]:
             del held[at], with_state[at]
-        held.insert(at, load[HELD])
-        with_state.insert(at, load[WITH_STATE])
+        held.insert(at, resources[HELD])
+        with_state.insert(at, resources[WITH_STATE])
         kept.append(label)
     return kept
 
 
-def _moves_to(label: Label) -> list[Move]:
-    moves: list[Move] = []
-    *_, before, move = label
-    while move is not None:
-        moves.append(move)
-        *_, before, move = before
-    return moves[::-1]
+def _moves_to(label: Label) -> list[Edge]:
+    edges: list[Edge] = []
+    *_, before, edge = label
+    while edge is not None:
+        edges.append(edge)
+        *_, before, edge = before
+    return edges[::-1]
 
 
 STRATEGY = "budget"
@@ -252,23 +252,23 @@ def solve_with_gap(chain: Chain, budget_bytes: int) -> tuple[Plan, float]:
     """
     path = None
     if _floor_bytes(chain) <= budget_bytes:
-        path = cheapest_path(moves_of(chain), budget_bytes - chain.always_there_bytes)
+        path = cheapest_path(edges_of(chain), budget_bytes - chain.static_bytes)
     if path is None:
         raise InputError(_too_small(chain, budget_bytes))
-    return _plan_of(chain, path.moves), path.gap * tick_s(chain)
+    return _plan_of(chain, path.edges), path.gap * tick_s(chain)
 
 
 def smallest_feasible(chain: Chain) -> int:
     """The fewest bytes that a plan can be found for."""
-    moves = moves_of(chain)
-    too_few, enough = -1, simulate(chain, _keep_all(chain)).peak_bytes - chain.always_there_bytes
+    edges = edges_of(chain)
+    too_few, enough = -1, simulate(chain, _keep_all(chain)).peak_bytes - chain.static_bytes
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if rooms_for(moves, middle)[0]:
+        if resource_bounds(edges, middle)[0]:
             enough = middle
         else:
             too_few = middle
-    return max(chain.always_there_bytes + enough, _floor_bytes(chain))
+    return max(chain.static_bytes + enough, _floor_bytes(chain))
 
 
 def _floor_bytes(chain: Chain) -> int:
@@ -281,14 +281,14 @@ def _keep_all(chain: Chain) -> Plan:
     return Plan(strategy=STRATEGY, blocks=chain.decided_names, spans=spans)
 
 
-def _plan_of(chain: Chain, path: list[Move]) -> Plan:
+def _plan_of(chain: Chain, path: list[Edge]) -> Plan:
     spans: list[Span] = []
     position = index = 0  # in the chain, and among the blocks that plans decide about
-    for move in path:
+    for edge in path:
         if chain.blocks[position].stack is not None:
-            spans.append(Span(start=index, stop=index + move.stop - position, action=move.action))
-            index += move.stop - position
-        position = move.stop
+            spans.append(Span(start=index, stop=index + edge.stop - position, action=edge.action))
+            index += edge.stop - position
+        position = edge.stop
     compiles = any(span.action is Action.COMPILE for span in spans)
     return Plan(
         strategy=STRATEGY,
@@ -308,7 +308,7 @@ def _too_small(chain: Chain, budget_bytes: int) -> str:
     )
 
 
-def _describe(peak: Moment) -> str:
+def _describe(peak: TimelinePoint) -> str:
     """Where the peak is and what it is made of: ``the backward of conv1 (2 GiB for conv1 itself, ...)``."""
     where = "the optimizer's update" if peak.phase == "optimizer" else f"the {peak.phase} of {peak.block}"
     parts = {

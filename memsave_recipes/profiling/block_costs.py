@@ -21,9 +21,9 @@ from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.profiling.preserve_state import clear_gradients, undisturbed, without_layerdrop
-from memsave_recipes.profiling.step_trace import Seen, chain_of, most_offloaded_bytes
-from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, PartsOfStep
+from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
+from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, StepTracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,12 @@ class Measurement:
     """A step as it was seen under several plans."""
 
     workload: Workload
-    seen: list[tuple[Plan, Seen]]
+    traces: list[tuple[Plan, StepTrace]]
 
     @property
     def running(self) -> list[str]:
         """The names of the blocks that ran."""
-        return self.seen[0][1].running
+        return self.traces[0][1].running
 
     def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
         """The chain of the model's blocks, with an option for each action that was measured.
@@ -76,11 +76,13 @@ class Measurement:
             ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
             offload: whether blocks may offload, for which twice the largest one is set aside, in ``resident_bytes``.
         """
-        seen = {action_of(plan): seen for plan, seen in self.seen if plan.compiled_memory_ratio in (None, ratio)}
+        traces = {
+            action_of(plan): traces for plan, traces in self.traces if plan.compiled_memory_ratio in (None, ratio)
+        }
         if not offload:
-            seen.pop(Action.OFFLOAD, None)
+            traces.pop(Action.OFFLOAD, None)
         return chain_of(
-            seen,
+            traces,
             stack_of={name: number for number, names in enumerate(self.workload.stacks) for name in names},
             resident_bytes=self.workload.resident_bytes,
             on_cpu=self.workload.device.type == "cpu",
@@ -112,7 +114,7 @@ def measure(
 
     Args:
         plans: the first keeps everything; each of the others has all blocks under one other action.
-        instruments: what reads the steps; by default those of the device. ``PaperInstruments`` read a model of fake
+        instruments: what reads the steps; by default those of the device. ``FakeInstruments`` read a model of fake
             tensors, made and run under ``torch._subclasses.FakeTensorMode``.
         host_budget_bytes: of the host, for what offloading may move there; where that is more, it is no option.
         on_run: is called after every run.
@@ -122,31 +124,31 @@ def measure(
             runs are left out of the measurement.
     """
     instruments = instruments or DeviceInstruments(workload.device)
-    with undisturbed(workload.model, workload.device), without_layerdrop(workload.model):
-        seen: dict[_Run, Seen] = {}
+    with preserve_state(workload.model, workload.device), without_layerdrop(workload.model):
+        traces: dict[_Run, StepTrace] = {}
         for plan in plans:
-            if action_of(plan) is Action.OFFLOAD and not _fits_host(seen, host_budget_bytes):
+            if action_of(plan) is Action.OFFLOAD and not _fits_host(traces, host_budget_bytes):
                 continue
             run = _Run(workload, plan, instruments, on_run)
             try:
-                seen[run] = run.see()
+                traces[run] = run.trace()
             except InputError:  # the model cannot run under this action, so it is no option
                 if plan is plans[0]:
                     raise
-        expected = _blocks_in_order(next(iter(seen.values())).running, workload.stacks)
-        for figures in seen.values():
+        expected = _blocks_in_order(next(iter(traces.values())).running, workload.stacks)
+        for figures in traces.values():
             _check_order(figures.parts, expected)
         for _ in range(instruments.repetitions):
-            for run, figures in seen.items():
+            for run, figures in traces.items():
                 parts, seconds = run.timed()
                 _check_order(parts, expected)
                 figures.seconds.append(seconds)
-    return Measurement(workload, [(run.plan, figures) for run, figures in seen.items()])
+    return Measurement(workload, [(run.plan, figures) for run, figures in traces.items()])
 
 
-def _fits_host(seen: dict["_Run", Seen], host_budget_bytes: int | None) -> bool:
+def _fits_host(traces: dict["_Run", StepTrace], host_budget_bytes: int | None) -> bool:
     """Whether the host has memory for all that the first of the plans, which keeps it, was seen to save."""
-    return host_budget_bytes is None or most_offloaded_bytes(next(iter(seen.values()))) <= host_budget_bytes
+    return host_budget_bytes is None or most_offloaded_bytes(next(iter(traces.values()))) <= host_budget_bytes
 
 
 def action_of(plan: Plan) -> Action:
@@ -163,7 +165,7 @@ class _Run:
     instruments: Instruments
     on_run: Callable[[], Any]
 
-    def see(self) -> Seen:
+    def trace(self) -> StepTrace:
         """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile what compiles."""
         if self.instruments.repetitions:
             self.timed()
@@ -171,7 +173,7 @@ class _Run:
             memory = self.instruments.read_memory(partial(self._step, parts))
         self.on_run()
         seconds = [reading.seconds for reading in memory[1:] if reading.seconds is not None]
-        return Seen(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[seconds] if seconds else [])
+        return StepTrace(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[seconds] if seconds else [])
 
     def timed(self) -> tuple[list[Part], list[float]]:
         """Its parts, and the seconds between their boundaries."""
@@ -181,12 +183,12 @@ class _Run:
         return parts.parts, seconds
 
     @contextmanager
-    def _parts(self, *, counting: bool) -> Iterator[PartsOfStep]:
-        parts = PartsOfStep(self.workload.model, self.workload.batch, counting=counting)
+    def _parts(self, *, counting: bool) -> Iterator[StepTracer]:
+        parts = StepTracer(self.workload.model, self.workload.batch, counting=counting)
         with apply_plan(self.workload.model, self.plan, watch=parts.watch):
             yield parts
 
-    def _step(self, parts: PartsOfStep, meter: Meter) -> None:
+    def _step(self, parts: StepTracer, meter: Meter) -> None:
         parts.run(self.workload.forward, meter)
         clear_gradients(self.workload.model)
 
@@ -207,7 +209,7 @@ def _check_order(parts: Sequence[Part], expected: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class MeasuredInGroups(Measurement):
-    """A step whose blocks were measured group by group; ``seen`` is what the first group was measured under."""
+    """A step whose blocks were measured group by group; ``traces`` is what the first group was measured under."""
 
     groups: Sequence[frozenset[str]]
     of_groups: Sequence[Measurement]
@@ -245,7 +247,7 @@ def measure_in_groups(
     groups = [frozenset(names[first::num_groups]) for first in range(num_groups)]
     of_groups = [[_of_group(plan, group) for plan in plans] for group in groups]
     found = [measure(workload, one, host_budget_bytes=host_budget_bytes, on_run=on_run) for one in of_groups]
-    return MeasuredInGroups(workload, found[0].seen, groups, found)
+    return MeasuredInGroups(workload, found[0].traces, groups, found)
 
 
 def _of_group(plan: Plan, group: frozenset[str]) -> Plan:

@@ -154,7 +154,7 @@ def break_down_peak(
         model: its parameters and buffers, whether they train or not.
         optimizer: torch's own, not a wrapper of it. It may step inside the backward.
     """
-    resident = what_stays(model, optimizer)
+    resident = persistent_tensors(model, optimizer)
     held_before = None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
     labels = Labels()
     with _labelling(model, optimizer, labels):
@@ -163,7 +163,7 @@ def break_down_peak(
     return result, _at_the_peak(on_device, resident, held_before)
 
 
-def what_stays(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Label]:
+def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Label]:
     """The storages that outlive a step, as far as they are there now."""
     return [
         Label(Use.PARAMETERS, storages_of([*model.parameters(), *model.buffers()])),

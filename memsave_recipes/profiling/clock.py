@@ -58,7 +58,7 @@ class StepClock:
 
     @property
     def train_time_s(self) -> float:
-        """Seconds since the clock was made, and before a resume; warm-up included, what was ``left_out`` not."""
+        """Seconds since the clock was made, and before a resume; warm-up included, what was ``paused`` not."""
         now = time.perf_counter() if self._left_out_since is None else self._left_out_since
         return self._earlier_seconds + now - self._started - self._left_out_seconds
 
@@ -124,7 +124,7 @@ class StepClock:
             self._left_out_since += time.perf_counter() - began
 
     @contextmanager
-    def left_out(self, *, synchronize: bool = False) -> Iterator[None]:
+    def paused(self, *, synchronize: bool = False) -> Iterator[None]:
         """Time in here is no training time: evaluation, saving, an instrumented step.
 
         Args:

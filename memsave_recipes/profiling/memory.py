@@ -23,7 +23,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.profiling.breakdown import Allocation, record_allocations, storages_of, what_stays
+from memsave_recipes.profiling.breakdown import Allocation, persistent_tensors, record_allocations, storages_of
 
 SAYINGS = (
     "out of memory",  # torch's allocators, the driver (pinned memory too), Triton, NCCL
@@ -68,7 +68,7 @@ def instrumented_peak_bytes(step: Callable[[], None]) -> int:
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Parameters, buffers, gradients and optimizer state: what outlives a step. Shared storages count once."""
-    return sum(sum(label.storages.values()) for label in what_stays(model, optimizer))
+    return sum(sum(label.storages.values()) for label in persistent_tensors(model, optimizer))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -34,7 +34,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+def preserve_state(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Random numbers (torch's, Python's, numpy's), buffers, modes of modules and gradients are put back at the end.
 
     Inside the model trains, there are no gradients, and what others do with gradients (step an optimizer, say) is left
@@ -107,7 +107,7 @@ def running_blocks(
         for name in names
     ]
     try:
-        with undisturbed(model, device), without_layerdrop(model), torch.no_grad():
+        with preserve_state(model, device), without_layerdrop(model), torch.no_grad():
             forward()
     finally:
         for handle in handles:
@@ -119,7 +119,7 @@ def _note(ran: set[str], name: str, module: nn.Module, inputs: object) -> None:
     ran.add(name)
 
 
-class KeptState:
+class StateCopy:
     """The state now; ``put_back()`` makes it so again, as often as wanted.
 
     Kept are the parameters that train, buffers, gradients, the numbers that modules hold as attributes (training flags
@@ -189,7 +189,7 @@ class KeptState:
 
 
 @contextmanager
-def lent(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
+def swap_contents(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
     """``module`` with the inside of another one, for a while."""
     own = dict(vars(module))
     try:

@@ -19,17 +19,17 @@ from itertools import pairwise
 from statistics import median
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
-from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, all_under
 from memsave_recipes.plans.simulate import moments, with_pinning
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator; every checkpoint keeps it, on the host whatever the device is
-LEAST_ADDED = 0.01  # of a block's forward: what runs an operator twice is not faster, whatever the clock says
+MIN_ADDED = 0.01  # of a block's forward: what runs an operator twice is not faster, whatever the clock says
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepTrace:
     """A step under one action: its parts, the bytes at its boundaries, and the seconds between them, run by run."""
 
     parts: list[Part]
@@ -44,7 +44,7 @@ class Seen:
 
 
 def chain_of(
-    seen: dict[Action, Seen],
+    traces: dict[Action, StepTrace],
     *,
     stack_of: dict[str, int],
     resident_bytes: int,
@@ -60,13 +60,13 @@ def chain_of(
         compiled_memory_ratio: of the plan that was seen under ``COMPILE``, if one was.
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
-    if offloaded := seen.get(Action.OFFLOAD):
-        stays = list(_with_what_stays(offloaded.parts, seen[Action.KEEP].parts))
-        seen = {**seen, Action.OFFLOAD: replace(offloaded, parts=stays)}
-        resident_bytes += 2 * _largest_block_bytes(seen[Action.KEEP].parts)
+    if offloaded := traces.get(Action.OFFLOAD):
+        stays = list(_with_what_stays(offloaded.parts, traces[Action.KEEP].parts))
+        traces = {**traces, Action.OFFLOAD: replace(offloaded, parts=stays)}
+        resident_bytes += 2 * _largest_block_bytes(traces[Action.KEEP].parts)
     chains = {
         action: _chain_under_one_action(run, stack_of, random_state_bytes if action is Action.SELECT_OPS else 0)
-        for action, run in seen.items()
+        for action, run in traces.items()
     }
     kept = chains.pop(Action.KEEP)
     blocks = list(kept.blocks)
@@ -85,38 +85,40 @@ def chain_of(
     )
 
 
-def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> Option:
+def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> BlockOption:
     """What was measured with all blocks under ``action``, as an option beside keeping."""
     added_s = block.forward_s + block.backward_s - kept.forward_s - kept.backward_s
     if action is not Action.COMPILE:
-        added_s = max(added_s, LEAST_ADDED * kept.forward_s)
+        added_s = max(added_s, MIN_ADDED * kept.forward_s)
     return replace(block.option(Action.KEEP), action=action, added_s=added_s)
 
 
-def _chain_under_one_action(seen: Seen, stack_of: dict[str, int], checkpoint_bytes: int) -> Chain:
+def _chain_under_one_action(traces: StepTrace, stack_of: dict[str, int], checkpoint_bytes: int) -> Chain:
     """As if the action were to keep: with no other option, and nothing resident.
 
     Args:
         checkpoint_bytes: that every block under it holds besides tensors.
     """
-    described = zip(seen.parts, _attributed(seen.parts), _names(seen.parts), _stacks(seen.parts, stack_of), strict=True)
+    described = zip(
+        traces.parts, _attributed(traces.parts), _names(traces.parts), _stacks(traces.parts, stack_of), strict=True
+    )
     blocks = tuple(
         _without_rises(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
         for part, own, name, stack in described
     )
-    chain = _with_rises(Chain(blocks=blocks, resident_bytes=0), seen)
-    return replace(chain, blocks=tuple(_with_seconds(chain.blocks, seen)))
+    chain = _with_rises(Chain(blocks=blocks, resident_bytes=0), traces)
+    return replace(chain, blocks=tuple(_with_seconds(chain.blocks, traces)))
 
 
 def _without_rises(part: Part, saved_bytes: int, name: str, stack: int | None) -> BlockCosts:
     new = part.outputs.keys() - part.inputs.keys()
-    option = Option(
+    option = BlockOption(
         action=Action.KEEP,
         saved_bytes=saved_bytes,
         saves_input=bool(part.saved.keys() & part.inputs.keys()),
         saves_output=bool(part.saved.keys() & new),
-        forward_rise_bytes=0,
-        backward_rise_bytes=0,
+        forward_transient_bytes=0,
+        backward_transient_bytes=0,
     )
     return BlockCosts(
         name=name,
@@ -140,7 +142,7 @@ def _with_what_stays(offloaded: Sequence[Part], kept: Sequence[Part]) -> Iterato
         yield replace(part, saved=part.saved | stays) if part.block else part
 
 
-def most_offloaded_bytes(plain: Seen) -> int:
+def most_offloaded_bytes(plain: StepTrace) -> int:
     """What all blocks together may pin of the host's memory, by what they save when they keep it."""
     moved = {storage: size for part in plain.parts if part.block for storage, size in part.saved.items()}
     return with_pinning(sum(size for size in moved.values() if size >= SMALLEST_BYTES))
@@ -192,20 +194,20 @@ def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | N
         before = current
 
 
-def _with_rises(chain: Chain, seen: Seen) -> Chain:
+def _with_rises(chain: Chain, traces: StepTrace) -> Chain:
     keep_all = Plan(strategy="none", blocks=chain.decided_names, spans=all_under([chain.decided_names], Action.KEEP))
     on_paper = [moment.total_bytes for moment in moments(chain, keep_all)]
-    num_parts = len(seen.parts)
+    num_parts = len(traces.parts)
     forward = [
-        max(0, _peak(seen.memory, start, stop) - there)
-        for (start, stop), there in zip(_forwards(seen), on_paper[:num_parts], strict=True)
+        max(0, _peak(traces.memory, start, stop) - there)
+        for (start, stop), there in zip(_forwards(traces), on_paper[:num_parts], strict=True)
     ]
     backward = [
-        max(0, _peak(seen.memory, *moment) - there) if moment else 0
-        for moment, there in zip(_backwards(seen), reversed(on_paper[num_parts:-1]), strict=True)
+        max(0, _peak(traces.memory, *moment) - there) if moment else 0
+        for moment, there in zip(_backwards(traces), reversed(on_paper[num_parts:-1]), strict=True)
     ]
     blocks = [
-        replace(b, options=(replace(b.options[0], forward_rise_bytes=up, backward_rise_bytes=down),))
+        replace(b, options=(replace(b.options[0], forward_transient_bytes=up, backward_transient_bytes=down),))
         for b, up, down in zip(chain.blocks, forward, backward, strict=True)
     ]
     return replace(chain, blocks=tuple(blocks))
@@ -215,28 +217,28 @@ def _peak(memory: Sequence[Reading], start: int, stop: int) -> int:
     return max((reading.peak_bytes for reading in memory[start + 1 : stop + 1]), default=0)
 
 
-def _forwards(seen: Seen) -> Iterator[tuple[int, int]]:
+def _forwards(traces: StepTrace) -> Iterator[tuple[int, int]]:
     """The boundaries of the parts' forwards."""
-    yield from pairwise([*(part.forward for part in seen.parts), seen.ends.forward])
+    yield from pairwise([*(part.forward for part in traces.parts), traces.ends.forward])
 
 
-def _backwards(seen: Seen) -> list[tuple[int, int] | None]:
+def _backwards(traces: StepTrace) -> list[tuple[int, int] | None]:
     """The boundaries of the parts' backwards, where they have one."""
-    begins = sorted(part.backward for part in seen.parts if part.backward is not None)
-    ends = dict(pairwise([*begins, seen.ends.backward]))
-    return [None if part.backward is None else (part.backward, ends[part.backward]) for part in seen.parts]
+    begins = sorted(part.backward for part in traces.parts if part.backward is not None)
+    ends = dict(pairwise([*begins, traces.ends.backward]))
+    return [None if part.backward is None else (part.backward, ends[part.backward]) for part in traces.parts]
 
 
-def _with_seconds(blocks: Sequence[BlockCosts], seen: Seen) -> Iterator[BlockCosts]:
-    forward = _pooled(blocks, [_seconds(seen, moment) for moment in _forwards(seen)])
-    backward = _pooled(blocks, [_seconds(seen, moment) if moment else [0.0] for moment in _backwards(seen)])
+def _with_seconds(blocks: Sequence[BlockCosts], traces: StepTrace) -> Iterator[BlockCosts]:
+    forward = _pooled(blocks, [_seconds(traces, moment) for moment in _forwards(traces)])
+    backward = _pooled(blocks, [_seconds(traces, moment) if moment else [0.0] for moment in _backwards(traces)])
     for position, block in enumerate(blocks):
         yield replace(block, forward_s=forward[position], backward_s=backward[position])
 
 
-def _seconds(seen: Seen, moment: tuple[int, int]) -> list[float]:
+def _seconds(traces: StepTrace, moment: tuple[int, int]) -> list[float]:
     start, stop = moment
-    return [sum(run[start:stop]) for run in seen.seconds]
+    return [sum(run[start:stop]) for run in traces.seconds]
 
 
 def _pooled(blocks: Sequence[BlockCosts], seconds: Sequence[Iterable[float]]) -> list[float]:

@@ -192,7 +192,7 @@ class Ends(NamedTuple):
     backward: int
 
 
-class PartsOfStep:
+class StepTracer:
     """The parts of the step that ``run`` runs.
 
     Args:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 
-from memsave_recipes.compare.compare import ComparisonRow, competition
+from memsave_recipes.compare.compare import ComparisonRow, workload_key
 from memsave_recipes.compare.runs import SAMPLES_SEEN, Run
 from memsave_recipes.render.run_table import memory, rate
 from memsave_recipes.text import GIB, MIB
@@ -29,7 +29,7 @@ REST = "not_broken_down"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spot:
+class ChartPoint:
     """A way to run a model, in a picture of memory against throughput.
 
     Args:
@@ -47,7 +47,7 @@ class Spot:
     measured: Point | None = None
 
 
-def front_of(spots: Sequence[Spot]) -> list[Point]:
+def front_of(spots: Sequence[ChartPoint]) -> list[Point]:
     """The places of the optimal ones, by memory."""
     return sorted(spot.place for spot in spots if spot.is_optimal)
 
@@ -67,7 +67,7 @@ def pareto_fronts(rows: Sequence[ComparisonRow]) -> list[list[Point]]:
     fronts = defaultdict(list)
     for row in rows:
         if row.is_pareto_optimal and row.place:
-            fronts[competition(row.run)].append(row.place)
+            fronts[workload_key(row.run)].append(row.place)
     return [sorted(front) for front in fronts.values()]
 
 
@@ -80,7 +80,7 @@ def memory_parts(row: ComparisonRow) -> dict[str, float]:
     return parts if is_rounding or rest <= 0 else {**parts, REST: rest}
 
 
-LEAST_SPAN = 0.3  # of the largest memory or speed that its axis covers
+MIN_SPAN = 0.3  # of the largest memory or speed that its axis covers
 LOG_FROM = 30.0  # a loss that falls by more than this factor is drawn on a logarithmic axis
 WIDE = 8.0  # of what differs by more than this factor, equal factors take equal lengths
 
@@ -181,7 +181,7 @@ def _linear_axis(title: str, low: float, high: float) -> Axis:
 def _range_of_cost(values: Sequence[float]) -> tuple[float, float]:
     """With some air, and wide enough that a difference of a few per cent looks like one."""
     high = max(values)
-    low = min(*values, (1 - LEAST_SPAN) * high)
+    low = min(*values, (1 - MIN_SPAN) * high)
     air = 0.08 * (high - low) or max(1.0, 0.08 * abs(high))
     return low - air, high + air
 
@@ -198,7 +198,7 @@ Entry = tuple[int, ComparisonRow]  # with the run's number on the page
 NUM_COLORS = 10
 DASHES = ("none", "7 3", "2 3", "9 3 2 3")  # tell runs of one color apart
 MAX_POINTS = 600
-FEW = 8  # so many runs are named in a chart; more are numbers, with their names in the table and the tooltips
+MAX_ROWS = 8  # so many runs are named in a chart; more are numbers, with their names in the table and the tooltips
 
 
 def badge(number: int) -> str:
@@ -214,7 +214,7 @@ def scatter(entries: Sequence[Entry]) -> str:
     x = memory_axis([peak for peak, _ in places.values()])
     y = speed_axis([speed for _, speed in places.values()])
     lines = "".join(front_line(front, x, y) for front in pareto_fronts([row for _, row in entries]))
-    is_few = len(places) <= FEW
+    is_few = len(places) <= MAX_ROWS
     dots = "".join(_dot(n, row, x.at(row.place[0]), y.at(row.place[1]), is_few) for n, row in entries if row.place)
     hint = "up and left is better; dashes join the Pareto-optimal"
     return figure("Memory against throughput", hint, frame(x, y, lines, dots), is_wide=not is_few)
@@ -260,7 +260,7 @@ def summary(row: ComparisonRow) -> str:
     speed = row.samples_per_s.value
     lines = [
         row.name,
-        " · ".join(filter(None, (row.plan, row.geometry))),
+        " · ".join(filter(None, (row.plan, row.layout))),
         f"{memory(row.peak_memory.value)} at the peak" if row.peak_memory.value is not None else "",
         f"{rate(speed)} samples/s" if speed is not None else "",
         "Pareto-optimal" if row.is_pareto_optimal else "",
@@ -277,7 +277,7 @@ def _dot(number: int, row: ComparisonRow, across: float, up: float, is_named: bo
 
 
 def _legend(entries: Sequence[Entry]) -> str:
-    names = [f"<span>{badge(n)}{escape(row.name) if len(entries) <= FEW else ''}</span>" for n, row in entries]
+    names = [f"<span>{badge(n)}{escape(row.name) if len(entries) <= MAX_ROWS else ''}</span>" for n, row in entries]
     return f'<div class="legend">{"".join(names)}</div>'
 
 

@@ -18,7 +18,7 @@ from memsave_recipes.planner.search import Candidate, Choice, host_line
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, span_costs
 from memsave_recipes.text import format_bytes
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 
 BLOCK_BAR = 16  # characters of the longest bar
 WORDS = {
@@ -125,7 +125,7 @@ def _bar(held: float, plain: float) -> str:
 
 
 BAR = 24  # characters of the longest bar
-FEW = 12  # so many candidates are all shown
+MAX_ROWS = 12  # so many candidates are all shown
 OVERHEADS = "overheads"
 # A letter and a color for each part of a bar.
 PARTS = {
@@ -157,7 +157,7 @@ def show_choice(choice: Choice, *, all_rows: bool = False, remarks: Sequence[str
     if len(choice.candidates) > 1:
         console.print(render(choice, rows))
         console.print(legend(rows))
-    for line in [*left_out(choice, rows), *overhead_lines(choice.chosen or choice.smallest), *remarks]:
+    for line in [*omitted(choice, rows), *overhead_lines(choice.chosen or choice.smallest), *remarks]:
         console.print(line, highlight=False, soft_wrap=True)
     if choice.chosen is not None:
         show_forecast(choice.chosen.forecast, choice.chosen.budget_bytes)
@@ -165,11 +165,11 @@ def show_choice(choice: Choice, *, all_rows: bool = False, remarks: Sequence[str
 
 def best_rows(choice: Choice) -> list[Candidate]:
     """Of each micro-batch and loss the fastest that fits, or what needs least; all of the chosen micro-batch's."""
-    if len(choice.candidates) <= FEW:
+    if len(choice.candidates) <= MAX_ROWS:
         return list(choice.candidates)
-    groups: dict[tuple[Geometry, str | None], list[Candidate]] = {}
+    groups: dict[tuple[BatchLayout, str | None], list[Candidate]] = {}
     for candidate in choice.candidates:
-        groups.setdefault((candidate.geometry, candidate.loss), []).append(candidate)
+        groups.setdefault((candidate.layout, candidate.loss), []).append(candidate)
     shown = []
     for group in groups.values():
         is_chosen = any(candidate is choice.chosen for candidate in group)
@@ -196,7 +196,7 @@ def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
         style = "bold" if is_chosen else "" if candidate.fits else "dim"
         table.add_row(
             "→" if is_chosen else "",
-            geometry_text(candidate.geometry),
+            layout_text(candidate.layout),
             *([candidate.loss or ""] if has_losses else []),
             candidate.strategy,
             format_bytes(candidate.peak_bytes),
@@ -240,21 +240,21 @@ def grouped_parts(candidate: Candidate) -> dict[str, int]:
 
 def overhead_lines(candidate: Candidate) -> list[str]:
     """What is in ``needed`` and not in ``peak``, each with how it is known."""
-    beside = {**candidate.overheads, "reserve": candidate.forecast.reserve_bytes}
-    lines = [f"+ {name} {format_bytes(num_bytes)}: {ABOUT.get(name, '')}" for name, num_bytes in beside.items()]
+    static = {**candidate.overheads, "reserve": candidate.forecast.reserve_bytes}
+    lines = [f"+ {name} {format_bytes(num_bytes)}: {ABOUT.get(name, '')}" for name, num_bytes in static.items()]
     return [*lines, host_line(candidate)] if candidate.host_bytes else lines
 
 
-def left_out(choice: Choice, rows: Sequence[Candidate]) -> list[str]:
+def omitted(choice: Choice, rows: Sequence[Candidate]) -> list[str]:
     """A line that says how many candidates are not in the table, if any are."""
     if len(rows) == len(choice.candidates):
         return []
     return [f"the best of each micro-batch: {len(rows)} of {len(choice.candidates)} candidates"]
 
 
-def geometry_text(geometry: Geometry) -> str:
+def layout_text(layout: BatchLayout) -> str:
     """Micro-batch and accumulation steps: ``8 x 4``."""
-    return f"{geometry.micro_batch_size} x {geometry.accumulation_steps}"
+    return f"{layout.micro_batch_size} x {layout.accumulation_steps}"
 
 
 def fits_text(candidate: Candidate) -> str:

@@ -18,7 +18,7 @@ from memsave_recipes.planner.frontier import Point
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.render.charts import (
     Axis,
-    Spot,
+    ChartPoint,
     figure,
     frame,
     front_line,
@@ -33,8 +33,8 @@ from memsave_recipes.render.choice import (
     fits_text,
     format_rate,
     format_seconds,
-    geometry_text,
     grouped_parts,
+    layout_text,
     overhead_lines,
     scale_of,
 )
@@ -44,7 +44,7 @@ from memsave_recipes.text import format_bytes
 NUM_COLORS = 10
 
 
-def spots_of(points: Sequence[Point]) -> list[Spot]:
+def spots_of(points: Sequence[Point]) -> list[ChartPoint]:
     """Each point where it needs so much memory and is so fast."""
     return [_spot(point) for point in points]
 
@@ -74,11 +74,11 @@ def scatter(points: Sequence[Point], budget_bytes: int) -> str:
     return figure("Memory against throughput", hint, _legend(points) + frame(x, y, lines, dots), is_wide=True)
 
 
-def _spot(point: Point) -> Spot:
+def _spot(point: Point) -> ChartPoint:
     one, speed = point.candidate, point.measured_samples_per_s
     loss = f", {one.loss} loss" if one.loss else ""
-    return Spot(
-        name=f"{one.geometry.micro_batch_size} {one.strategy}{loss}",
+    return ChartPoint(
+        name=f"{one.layout.micro_batch_size} {one.strategy}{loss}",
         family=_family(point),
         place=(one.needed_bytes, one.samples_per_s),
         is_optimal=point.is_optimal,
@@ -100,7 +100,7 @@ def _legend(points: Sequence[Point]) -> str:
     return f'<div class="legend">{spans}</div>'
 
 
-def _dots(number: int, spot: Spot, color: str, x: Axis, y: Axis) -> str:
+def _dots(number: int, spot: ChartPoint, color: str, x: Axis, y: Axis) -> str:
     def dot(kind: str, place: tuple[float, float], text: str, words: str) -> str:
         style = f"{color};left:{x.at(place[0]):.2f}%;bottom:{y.at(place[1]):.2f}%"
         tip = escape(f"{spot.name}\n{words}{format_bytes(round(place[0]))}, {format_rate(place[1])} samples/s")
@@ -142,7 +142,7 @@ def _table(points: Sequence[Point]) -> Table:
         letter = "█" if point.is_optimal else "·"
         table.add_row(
             format_bytes(one.needed_bytes),
-            geometry_text(one.geometry),
+            layout_text(one.layout),
             *([one.loss or ""] if has_losses else []),
             one.strategy,
             format_rate(one.samples_per_s),
@@ -164,7 +164,7 @@ HEADINGS = ("plan", "micro-batch x accumulation", "peak", "needed", "step", "sam
 
 def plan_page(title: str, remarks: Sequence[str], points: Sequence[Point], chosen: Candidate, line: str) -> str:
     """The candidates of a choice, with the line that launches the chosen one."""
-    title = f"{title}: {geometry_text(chosen.geometry)}, {chosen.strategy}"
+    title = f"{title}: {layout_text(chosen.layout)}, {chosen.strategy}"
     launch = f'<h3>Launch</h3><div class="card"><pre>{escape(line)}</pre></div><h3>Candidates</h3>'
     lines = [*remarks, *overhead_lines(chosen)]
     content = _content(points, chosen.budget_bytes, chosen)
@@ -213,8 +213,8 @@ def _row(number: int, points: Sequence[Point], scale_bytes: int, *, is_chosen: b
     cells = "".join(f'<td class="number" data-value="{value}">{escape(text)}</td>' for value, text in figures)
     return (
         f'<tr data-run="{number}"{"" if one.fits else " class=over"}><th data-value="{number}"><div>{badge}'
-        f'<span>{name}</span></div></th><td data-value="{one.geometry.micro_batch_size}">'
-        f"{geometry_text(one.geometry)}{_loss(one)}</td>{cells}"
+        f'<span>{name}</span></div></th><td data-value="{one.layout.micro_batch_size}">'
+        f"{layout_text(one.layout)}{_loss(one)}</td>{cells}"
         f"{_measured_cell(point) if has_measured else ''}"
         f'<td data-value="{one.needed_bytes}">{_bar(one, scale_bytes)}</td></tr>'
     )

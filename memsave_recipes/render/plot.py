@@ -15,7 +15,7 @@ from memsave_recipes.render.charts import (
     MEMORY_PARTS,
     REST,
     WIDE,
-    Spot,
+    ChartPoint,
     by_samples_seen,
     front_of,
     memory_parts,
@@ -26,7 +26,7 @@ from memsave_recipes.text import GIB, MIB
 NUM_COLORS = 10  # of matplotlib's cycle
 LINE_STYLES = ("-", "--", ":", "-.")
 NAME_WIDTH, NAME_HEIGHT = 0.13, 0.025  # of the name of a spot, as parts of the picture
-FEW = 8  # so many runs are named in their charts; more are numbers, named beside their bars
+MAX_ROWS = 8  # so many runs are named in their charts; more are numbers, named beside their bars
 PART_COLORS = dict(
     zip((*MEMORY_PARTS, REST), ("#3b64d6", "#7fa3f0", "#8e44c9", "#e0892b", "#e9c46a", "0.65"), strict=True)
 )
@@ -45,7 +45,7 @@ def write_png(table: ComparisonTable, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def write_frontier_png(spots: Sequence[Spot], path: Path, title: str, budget_bytes: int) -> None:
+def write_frontier_png(spots: Sequence[ChartPoint], path: Path, title: str, budget_bytes: int) -> None:
     """Draws memory against throughput of every spot; a color a kind of plan, the optimal ones filled and named."""
     figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -70,7 +70,7 @@ def write_frontier_png(spots: Sequence[Spot], path: Path, title: str, budget_byt
     figure.savefig(path, format="png")
 
 
-def _name_spots(axes: Axes, spots: Sequence[Spot], size: int) -> None:
+def _name_spots(axes: Axes, spots: Sequence[ChartPoint], size: int) -> None:
     """Names the fast ones first; one whose name would lie on another's stays without."""
     named: list[tuple[float, float]] = []
     for spot in sorted(spots, key=lambda spot: -spot.place[1]):
@@ -81,7 +81,7 @@ def _name_spots(axes: Axes, spots: Sequence[Spot], size: int) -> None:
             axes.annotate(_plain(spot.name), place, xytext=(6, -10), textcoords="offset points", fontsize=8)
 
 
-def _draw_family(axes: Axes, spots: Sequence[Spot], color: str, size: int) -> None:
+def _draw_family(axes: Axes, spots: Sequence[ChartPoint], color: str, size: int) -> None:
     """Predicted spots as circles, filled where they are optimal; measured ones as crosses, joined to them."""
     places = [(spot.place[0] / size, spot.place[1]) for spot in spots]
     faces = [color if spot.is_optimal else "none" for spot in spots]
@@ -105,7 +105,7 @@ def _draw_scatter(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         place = row.place[0] / size, row.place[1]
         color = f"C{index % NUM_COLORS}"
         axes.scatter(*place, s=60, edgecolors=color, facecolors=color if row.is_pareto_optimal else "none", zorder=2)
-        label = _plain(row.plan or row.name) if len(rows) <= FEW else f"{index + 1}"
+        label = _plain(row.plan or row.name) if len(rows) <= MAX_ROWS else f"{index + 1}"
         axes.annotate(label, place, xytext=(6, 5), textcoords="offset points", fontsize=9)
     axes.set(title=f"{_plain(row.model or 'unknown model')}: filled is Pareto-optimal")
     axes.set(xlabel=f"peak memory, {unit}", ylabel="throughput, samples/s")
@@ -131,13 +131,13 @@ def _draw_losses(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     for index, (row, name) in enumerate(zip(rows, _numbered_names(rows), strict=True)):
         points = by_samples_seen(row.run, "train/loss")
         style = LINE_STYLES[index // NUM_COLORS % len(LINE_STYLES)]
-        width = 1.5 + 1.5 * (len(rows) - 1 - index) if len(rows) <= FEW else 1.2
+        width = 1.5 + 1.5 * (len(rows) - 1 - index) if len(rows) <= MAX_ROWS else 1.2
         axes.plot(
             [seen for seen, _ in points], [loss for _, loss in points], linestyle=style, linewidth=width, label=name
         )
     axes.set(title="equal curves lie on one another", xlabel="samples seen", ylabel="training loss")
     axes.locator_params(axis="x", nbins=5)
-    if len(rows) <= FEW:
+    if len(rows) <= MAX_ROWS:
         axes.legend(fontsize=8)
 
 

@@ -83,7 +83,7 @@ def _section(entries: Sequence[Entry]) -> str:
 def _table(entries: Sequence[Entry]) -> str:
     rows = [row for _, row in entries]
     figures, last = all_columns(rows), loss_difference_headings(rows)
-    titles = ["run", "plan, geometry", *(column.title for column in figures), *last]
+    titles = ["run", "plan, batch layout", *(column.title for column in figures), *last]
     headings = "".join(f'<th><button type="button">{escape(title)}</button></th>' for title in titles)
     body = "".join(_table_row(number, row, figures, has_loss_difference=bool(last)) for number, row in entries)
     return f'<div class="card scroll"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -101,14 +101,14 @@ def _table_row(number: int, row: ComparisonRow, figures: Sequence[Column], *, ha
 
 
 def _method_cell(row: ComparisonRow) -> str:
-    plan, geometry = escape(row.plan or "-"), escape(row.geometry or "-")
-    return f'<td data-value="{plan} {geometry}">{plan}<small>{geometry}</small></td>'
+    plan, layout = escape(row.plan or "-"), escape(row.layout or "-")
+    return f'<td data-value="{plan} {layout}">{plan}<small>{layout}</small></td>'
 
 
 def _figure_cell(row: ComparisonRow, column: Column) -> str:
     absolute, relative = column.texts(row)
-    beside = f'<small class="{_verdict(row, column)}">{relative}</small>' if relative else ""
-    return f'<td class="number" data-value="{_sortable(column.figure(row).value)}">{absolute}{beside}</td>'
+    static = f'<small class="{_verdict(row, column)}">{relative}</small>' if relative else ""
+    return f'<td class="number" data-value="{_sortable(column.figure(row).value)}">{absolute}{static}</td>'
 
 
 def _sortable(value: float | None) -> str:

@@ -201,7 +201,7 @@ def to_markdown(table: ComparisonTable) -> str:
     """A table that GitHub shows, and the notes below it."""
     figures, last = all_columns(table.rows), loss_difference_headings(table.rows)
     titles = [*(column.title for column in figures), *(heading.replace("\n", " ") for heading in last)]
-    headings = ["run", "plan", "geometry", *map(_in_markdown, titles)]
+    headings = ["run", "plan", "batch layout", *map(_in_markdown, titles)]
     lines = [headings, ["---"] * 3 + ["---:"] * len(titles)]
     for rows in table.sections:
         lines.append([f"**{_in_markdown(rows[0].model or 'unknown model')}**", *[""] * (len(headings) - 1)])
@@ -209,7 +209,7 @@ def to_markdown(table: ComparisonTable) -> str:
             texts = (column.texts(row) for column in figures)
             cells = [f"{absolute} ({relative})" if relative else absolute for absolute, relative in texts]
             name = " ".join((row.name, *(f"({mark})" for mark in marks(row))))
-            first = (name, row.plan or "-", row.geometry or "-")
+            first = (name, row.plan or "-", row.layout or "-")
             lines.append([*map(_in_markdown, first), *cells, *(loss_difference(row) for _ in last)])
     listed = [f"* {_in_markdown(line)}" for line in notes(table)]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *listed]) + "\n"
@@ -233,7 +233,7 @@ def _name_and_marks(row: ComparisonRow) -> Text:
 
 
 def _plan_and_geometry(row: ComparisonRow) -> Text:
-    return Text(f"{row.plan or '-'}\n{row.geometry or '-'}")
+    return Text(f"{row.plan or '-'}\n{row.layout or '-'}")
 
 
 def _as_caption(line: str) -> Text:
@@ -270,7 +270,7 @@ def _record(row: ComparisonRow) -> dict[str, object]:
         "run": _in_csv(row.name),
         "model": _in_csv(row.model),
         "plan": _in_csv(row.plan),
-        "geometry": _in_csv(row.geometry),
+        "geometry": _in_csv(row.layout),
         "is_baseline": row.is_baseline,
         "is_pareto_optimal": row.is_pareto_optimal,
         "not_comparable_in": "; ".join(row.differs),

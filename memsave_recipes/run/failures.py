@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from memsave_recipes.checkpoints import StoppedBySignal
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.task import Sketch
+from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import LOST, SECOND_RANK_S, LostWorker, code_of_another_rank, lost_worker, tell_ranks
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.run.verification import VerificationFailed
@@ -26,7 +26,7 @@ NOT_FINITE = 4
 FAILED_VERIFICATION = 5
 
 
-def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = None) -> None:
+def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) -> None:
     """Call ``main()``; what ends it becomes a message on stderr and an exit code. ``--debug`` adds the traceback.
 
     What all ranks know is told once: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
@@ -37,22 +37,22 @@ def run_recipe(main: Callable[[], Any], sketch: Callable[[], Sketch] | None = No
         main()
     except InputError as error:
         if not error.found_by_one_rank:
-            _let_rank_0_speak(USER_INPUT)
+            _exit_unless_main(USER_INPUT)
         _say_and_exit(f"error: {error.one_line}", USER_INPUT)
     except NotFinite as error:
-        _let_rank_0_speak(NOT_FINITE)
+        _exit_unless_main(NOT_FINITE)
         _say_and_exit(f"error: {error}", NOT_FINITE)
     except VerificationFailed as error:
-        _let_rank_0_speak(FAILED_VERIFICATION)
+        _exit_unless_main(FAILED_VERIFICATION)
         _say_and_exit(str(error), FAILED_VERIFICATION)
     except StoppedBySignal as stop:
-        _let_rank_0_speak(stop.exit_code)
+        _exit_unless_main(stop.exit_code)
         _say_and_exit(stop.message, stop.exit_code)
     except (RuntimeError, MemoryError, OSError) as error:
         if worker := lost_worker(error):
             _end_without_worker(worker)
         if is_out_of_memory(error):
-            _end_without_memory(error, sketch)
+            _end_without_memory(error, task)
         code = code_of_another_rank()
         if code is None:
             raise
@@ -66,22 +66,22 @@ def _end_without_worker(worker: LostWorker) -> NoReturn:
     _say_and_exit(f"error: {worker.words}; the last checkpoint is as it was, go on with --resume", code)
 
 
-def _end_without_memory(error: Exception, sketch: Callable[[], Sketch] | None) -> NoReturn:
+def _end_without_memory(error: Exception, task: Callable[[], Task] | None) -> NoReturn:
     what_happened = str(error) or "no memory is left on the host"
     tell_ranks(OUT_OF_MEMORY)
     if not _is_rank_0():
         time.sleep(SECOND_RANK_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
-    if sketch is not None:
+    if task is not None:
         print(what_happened, file=sys.stderr, flush=True)  # at once: the planner takes a moment
-        _say_and_exit(_advice(sketch), OUT_OF_MEMORY)
+        _say_and_exit(_advice(task), OUT_OF_MEMORY)
     _say_and_exit(what_happened, OUT_OF_MEMORY)
 
 
-def _advice(sketch: Callable[[], Sketch]) -> str:
+def _advice(task: Callable[[], Task]) -> str:
     from memsave_recipes.run.out_of_memory import planned_advice
 
     try:
-        return planned_advice(sketch)
+        return planned_advice(task)
     except Exception as error:  # the page has been printed, and the exit code matters more than advice
         return f"memsave plan could not say what would fit: {' '.join(str(error).split())}"
 
@@ -92,7 +92,7 @@ def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _let_rank_0_speak(code: int) -> None:
+def _exit_unless_main(code: int) -> None:
     if not _is_rank_0():
         time.sleep(SECOND_RANK_S)
         sys.exit(code)

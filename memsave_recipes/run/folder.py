@@ -22,18 +22,25 @@ from memsave_recipes.checkpoints import (
     RunLock,
     StoppedBySignal,
     StopSignals,
-    Training,
+    TrainState,
     locked_run_folder,
 )
-from memsave_recipes.checkpoints.commit import TEMPORARY, TRASH, check_space, delete, make_whole, told_in_one_line
+from memsave_recipes.checkpoints.commit import (
+    TEMPORARY,
+    TRASH,
+    check_space,
+    delete,
+    disk_errors_as_input_error,
+    make_whole,
+)
 from memsave_recipes.checkpoints.resume import (
-    as_planned,
     check_same_environment,
     check_same_flags,
     committed,
     read_earlier,
+    with_previous_plan,
 )
-from memsave_recipes.distributed import by_rank_0, missing_ranks_end_the_run
+from memsave_recipes.distributed import missing_ranks_end_the_run, on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import RunPlan
@@ -42,8 +49,8 @@ from memsave_recipes.run.report import check_state
 from memsave_recipes.run.trackers import NAME as METRICS
 from memsave_recipes.run.trackers import cut_back, finish_trackers, resolve_trackers, start_trackers
 from memsave_recipes.text import printable
-from memsave_recipes.training.arguments import RunArguments, SafetyArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.arguments import CheckpointArguments, RunArguments
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.environment import (
     describe_environment,
@@ -74,25 +81,25 @@ class OpenRun:
 
     accelerator: Accelerator
     folder: Path
-    safety: SafetyArguments
+    checkpointing: CheckpointArguments
     flags: dict[str, Any]
     earlier: dict[str, Any] | None
     signals: StopSignals
     lock: RunLock
 
-    def checkpoints(self, training: Training, batches: GlobalBatches, data: Fingerprint) -> Checkpoints:
+    def checkpoints(self, training: TrainState, batches: GlobalBatches, data: Fingerprint) -> Checkpoints:
         """Those of this run, saved as its flags say.
 
         Raises:
             InputError: the disk has no room for what the run is to leave.
         """
-        by_rank_0(self.accelerator, lambda: self._check_room(training))
+        on_main_process(self.accelerator, lambda: self._check_room(training))
         folder = self.folder / CHECKPOINTS
-        return Checkpoints.as_asked(
-            self.safety, self.accelerator, folder, training, batches, data, signals=self.signals, lock=self.lock
+        return Checkpoints.from_args(
+            self.checkpointing, self.accelerator, folder, training, batches, data, signals=self.signals, lock=self.lock
         )
 
-    def _check_room(self, training: Training) -> None:
+    def _check_room(self, training: TrainState) -> None:
         """For ``final/`` and the checkpoint before it, so that the lack of it is not found when all is trained."""
         flags = self.flags
         check_space(
@@ -107,25 +114,27 @@ class OpenRun:
         """``run`` with the plan and the micro-batch that an earlier life of it searched and found."""
         if self.earlier is None:
             return run
-        return as_planned(run, self.earlier, plan=self.folder / PLAN, num_processes=self.accelerator.num_processes)
+        return with_previous_plan(
+            run, self.earlier, plan=self.folder / PLAN, num_processes=self.accelerator.num_processes
+        )
 
 
 @contextmanager
-def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) -> Iterator[OpenRun]:
+def open_run(run: RunArguments, checkpointing: CheckpointArguments, flags: dict[str, Any]) -> Iterator[OpenRun]:
     """Start Accelerate and keep the run's folder, and the signals that ask to stop, until the block ends.
 
     Raises:
         InputError: the folder holds another run, or is in use, or cannot be written, or this run cannot go on with
             what it holds; or the launch is not what was asked for.
     """
-    folder = check_run_folder(run.output_dir, overwrite=run.overwrite, resume=safety.resume)
-    earlier = read_earlier(folder / CONFIG, folder / CHECKPOINTS) if safety.resume else None
+    folder = check_run_folder(run.output_dir, overwrite=run.overwrite, resume=checkpointing.resume)
+    earlier = read_earlier(folder / CONFIG, folder / CHECKPOINTS) if checkpointing.resume else None
     notices = check_same_flags(earlier, flags) if earlier else []
     with ExitStack() as stack:
         stack.enter_context(deterministic_kernels(run.full_determinism, later=run.verify != "off"))
         stack.enter_context(matmul_precision(run.matmul_precision))
         let_segments_grow()
-        limit_s = 60 * safety.collective_timeout_minutes
+        limit_s = 60 * checkpointing.collective_timeout_minutes
         accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=resolve_trackers(run.report_to, folder))
         notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
         lock = stack.enter_context(locked_run_folder(accelerator, folder))
@@ -135,7 +144,7 @@ def open_run(run: RunArguments, safety: SafetyArguments, flags: dict[str, Any]) 
                 yield OpenRun(
                     accelerator=accelerator,
                     folder=folder,
-                    safety=safety,
+                    checkpointing=checkpointing,
                     flags=flags,
                     earlier=earlier,
                     signals=signals,
@@ -154,7 +163,7 @@ def begin_run(
     work: str,
     flags: dict[str, Any],
     planned: RunPlan,
-    geometry: Geometry,
+    layout: BatchLayout,
     resumed: Resumed | None = None,
 ) -> RunSettings:
     """Claim the run's folder, write its configuration and start its trackers: what a run does last before it trains.
@@ -175,7 +184,7 @@ def begin_run(
     """
     if flags.get("memory_snapshot") and accelerator.device.type != "cuda":
         raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
-    plan, name, earlier, step = planned.plan, _name_of(accelerator, planned, geometry), None, 0
+    plan, name, earlier, step = planned.plan, _name_of(accelerator, planned, layout), None, 0
     if resumed is not None:
         check_state(resumed.state)
         earlier, step = resumed.state["trackers"], resumed.step
@@ -183,10 +192,10 @@ def begin_run(
         _tell(accelerator, *resumed.notices, f"going on after {step} steps")
     elif flags.get("resume"):
         _tell(accelerator, f"note: --resume finds no checkpoint in {folder}, so the run begins")
-    sizes = {**asdict(geometry), "accumulation_steps": geometry.accumulation_steps}
+    sizes = {**asdict(layout), "accumulation_steps": layout.accumulation_steps}
     about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
-    _tell(accelerator, *by_rank_0(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed)))
+    _tell(accelerator, *on_main_process(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed)))
     start_trackers(
         accelerator,
         project=project,
@@ -208,9 +217,9 @@ def begin_run(
     )
 
 
-def _name_of(accelerator: Accelerator, planned: RunPlan, geometry: Geometry) -> str:
-    batches = f"mbs{geometry.micro_batch_size}x{geometry.accumulation_steps}"
-    return f"{planned.plan.strategy}-{batches}-{geometry.num_processes}{_device_word(accelerator)}"
+def _name_of(accelerator: Accelerator, planned: RunPlan, layout: BatchLayout) -> str:
+    batches = f"mbs{layout.micro_batch_size}x{layout.accumulation_steps}"
+    return f"{planned.plan.strategy}-{batches}-{layout.num_processes}{_device_word(accelerator)}"
 
 
 def _device_word(accelerator: Accelerator) -> str:
@@ -280,7 +289,7 @@ def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: R
     """
     notices = []
     way_out = "then start it again" if resumed is None else "then go on with --resume"
-    with told_in_one_line(folder / CONFIG, f"{PLAN} or {CONFIG}", way_out=way_out):
+    with disk_errors_as_input_error(folder / CONFIG, f"{PLAN} or {CONFIG}", way_out=way_out):
         folder.mkdir(parents=True, exist_ok=True)
         if resumed is None:
             for path in (*(folder / name for name in (*OURS, *LEFTOVERS)), *folder.glob(OUR_SNAPSHOTS)):
@@ -339,10 +348,10 @@ def save_final(accelerator: Accelerator, folder: Path, *writers: Callable[[Path]
             writer(temporary)
 
     def put() -> None:
-        with told_in_one_line(folder / FINAL, f"{FINAL}/", way_out=way_out):
+        with disk_errors_as_input_error(folder / FINAL, f"{FINAL}/", way_out=way_out):
             make_whole(folder, FINAL, write)
 
-    by_rank_0(accelerator, put)
+    on_main_process(accelerator, put)
 
 
 def write_results(
@@ -360,9 +369,9 @@ def write_results(
     """
 
     def write() -> None:
-        with told_in_one_line(folder / RESULTS, RESULTS, way_out=way_out):
+        with disk_errors_as_input_error(folder / RESULTS, RESULTS, way_out=way_out):
             write_json(folder / RESULTS, results)
 
-    by_rank_0(accelerator, write)
+    on_main_process(accelerator, write)
     if checkpoints is not None:
         checkpoints.give_up_the_end()

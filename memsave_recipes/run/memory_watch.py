@@ -32,7 +32,7 @@ from memsave_recipes.profiling.memory import (
 from memsave_recipes.profiling.saved_tensors import ForwardMeter, find_blocks
 from memsave_recipes.run.out_of_memory import Failure, RunSettings
 from memsave_recipes.text import to_gib
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 
 COUNTS = ("num_alloc_retries", "num_ooms")  # the figures that are no bytes
 BREAKDOWN = "breakdown of "
@@ -48,7 +48,7 @@ class MemoryWatch:
         model: as prepared; the model whose forward keeps tensors.
         optimizer: as prepared.
         steps: of the run.
-        geometry: of its global batches.
+        layout: of its global batches.
         settings: of the run; without them the out-of-memory page names no flags and nothing is recorded.
     """
 
@@ -59,14 +59,14 @@ class MemoryWatch:
         optimizer: torch.optim.Optimizer,
         *,
         steps: range,
-        geometry: Geometry,
+        layout: BatchLayout,
         settings: RunSettings | None = None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
         self.steps = steps
-        self.geometry = geometry
+        self.layout = layout
         self.settings = settings or RunSettings(folder=Path(), flags={}, blocks=())
         self.on_cpu = accelerator.device.type == "cpu"
         self.forward_meter = ForwardMeter(model, find_blocks(model, self.settings.blocks))
@@ -176,7 +176,7 @@ class MemoryWatch:
             accelerator=self.accelerator,
             model=self.model,
             optimizer=self.optimizer,
-            geometry=self.geometry,
+            layout=self.layout,
             settings=self.settings,
             step=step,
             error=error,

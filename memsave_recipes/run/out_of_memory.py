@@ -21,30 +21,30 @@ from torch import nn
 
 from memsave_recipes.planner.levers import Lever, Situation, find_levers
 from memsave_recipes.planner.search import Candidate, Choice
-from memsave_recipes.planner.task import Launch, Sketch, choose_on_paper
-from memsave_recipes.profiling.breakdown import MemoryBreakdown, what_stays
+from memsave_recipes.planner.task import Launch, Task, choose_for_target
+from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
 from memsave_recipes.profiling.memory import write_snapshot
 from memsave_recipes.profiling.saved_tensors import ForwardMeter
 from memsave_recipes.text import format_bytes, to_gib
 from memsave_recipes.training.arguments import AUTO, RunArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.environment import device_name
 
 
-def planned_advice(sketch: Callable[[], Sketch]) -> str:
+def planned_advice(task: Callable[[], Task]) -> str:
     """A line with the flags of the fastest configuration that is predicted to fit, or what is known instead.
 
     Args:
-        sketch: the recipe's, of the run that failed.
+        task: the recipe's, of the run that failed.
 
     Raises:
         InputError: the recipe cannot be planned on paper with these flags.
     """
-    failed = sketch()
+    failed = task()
     launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     memory_bytes = launch.target.memory_bytes
     opened = replace(failed, run=_opened(failed.run, memory_bytes))
-    choice = _needing_less(choose_on_paper(opened, launch, memory_bytes), failed.run, launch)
+    choice = _needing_less(choose_for_target(opened, launch, memory_bytes), failed.run, launch)
     if choice.chosen is None:
         return f"no plan of this recipe is predicted to fit in {format_bytes(memory_bytes)}: see memsave plan"
     return (
@@ -66,11 +66,11 @@ def _opened(run: RunArguments, budget_bytes: int) -> RunArguments:
 
 def _needing_less(choice: Choice, run: RunArguments, launch: Launch) -> Choice:
     """Without what is predicted to need as much as the configuration that failed, where that is a candidate."""
-    size = run.geometry(launch.num_processes).micro_batch_size
+    size = run.layout(launch.num_processes).micro_batch_size
     same = [
         candidate.needed_bytes
         for candidate in choice.candidates
-        if (candidate.geometry.micro_batch_size, candidate.strategy) == (size, run.activation_checkpointing)
+        if (candidate.layout.micro_batch_size, candidate.strategy) == (size, run.activation_checkpointing)
     ]
     limit = min(same, default=launch.target.memory_bytes + 1)
     return Choice(candidates=tuple(candidate for candidate in choice.candidates if candidate.needed_bytes < limit))
@@ -78,7 +78,7 @@ def _needing_less(choice: Choice, run: RunArguments, launch: Launch) -> Choice:
 
 def _flags(candidate: Candidate) -> str:
     """What to type; a plan of the solver's is made again, on the device."""
-    flags = [f"--micro_batch_size {candidate.geometry.micro_batch_size}"]
+    flags = [f"--micro_batch_size {candidate.layout.micro_batch_size}"]
     flags.append(f"--activation_checkpointing {candidate.strategy}")
     if candidate.strategy == "budget":
         flags.append(f"--memory_budget_gib {to_gib(candidate.budget_bytes):.4g}")
@@ -128,7 +128,7 @@ class Failure:
     accelerator: Accelerator
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    geometry: Geometry
+    layout: BatchLayout
     settings: RunSettings
     step: int
     error: RuntimeError
@@ -165,7 +165,7 @@ class Failure:
         """Name to bytes: as measured, or what can be told now."""
         if self.breakdown is not None:
             return {_words(name.removesuffix("_bytes")): size for name, size in vars(self.breakdown).items()}
-        stays = what_stays(self.model, self.optimizer)
+        stays = persistent_tensors(self.model, self.optimizer)
         parts = {_words(label.use.value): sum(label.storages.values()) for label in stays}
         if self.accelerator.device.type == "cpu":
             return {**parts, "saved for the backward": self.forward_meter.num_bytes}
@@ -180,7 +180,7 @@ class Failure:
         return find_levers(
             Situation(
                 flags=self.settings.flags,
-                geometry=self.geometry,
+                layout=self.layout,
                 model=self.model,
                 mixed_precision=self.accelerator.mixed_precision,
                 activations_bytes=activations or None,  # 0: it ended before anything was saved

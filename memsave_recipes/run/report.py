@@ -16,7 +16,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.profiling.clock import StepClock
 from memsave_recipes.profiling.flops import ModelFlops, utilization_pct
 from memsave_recipes.profiling.memory import is_out_of_memory
-from memsave_recipes.profiling.preserve_state import undisturbed
+from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.run.memory_watch import NUM_SLOW_STEPS, MemoryWatch, largest_in_gib
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
@@ -75,7 +75,7 @@ class RunReport:
         self.batches = batches
         self.device = device_name(accelerator.device)
         self.memory = MemoryWatch(
-            accelerator, model, optimizer, steps=batches.steps, geometry=batches.geometry, settings=settings
+            accelerator, model, optimizer, steps=batches.steps, layout=batches.layout, settings=settings
         )
         self.clock = StepClock(warmup_steps=NUM_SLOW_STEPS, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
@@ -101,7 +101,7 @@ class RunReport:
         if batch.step != self.batches.steps.start or len(self.batches) == 1:
             return
         try:
-            with self.clock.left_out(), undisturbed(self.model, self.accelerator.device), ModelFlops() as counted:
+            with self.clock.paused(), preserve_state(self.model, self.accelerator.device), ModelFlops() as counted:
                 self._forward_and_backward(batch.micro_batches[0], loss_of)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -117,7 +117,7 @@ class RunReport:
             torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
         """
         result = self.memory.run(step, train_step)
-        with self.clock.left_out():
+        with self.clock.paused():
             self.memory.end_step(step)
         return result
 
@@ -137,7 +137,7 @@ class RunReport:
         """
         losses = self.losses.parts()  # waits for the device, so the clock reads true
         perf = self.clock.end_window()
-        with self.clock.left_out():
+        with self.clock.paused():
             perf |= self._utilization(perf)
             of_ranks = gather_figures(self.accelerator, {**losses, **self.memory.end_window()})
             self.losses.take_in({step: of_ranks.pop(step) for step in losses})
@@ -200,14 +200,14 @@ class RunReport:
 
     def results(self) -> dict[str, Any]:
         """The part of ``results.json`` that every recipe fills alike."""
-        geometry = self.batches.geometry
+        layout = self.batches.layout
         perf = self.clock.figures()
         perf |= self._utilization(perf) | self._model_flops() | {"train_time_s": self.clock.train_time_s}
         return {
-            "global_batch_size": geometry.global_batch_size,
-            "micro_batch_size": geometry.micro_batch_size,
-            "accumulation_steps": geometry.accumulation_steps,
-            "num_processes": geometry.num_processes,
+            "global_batch_size": layout.global_batch_size,
+            "micro_batch_size": layout.micro_batch_size,
+            "accumulation_steps": layout.accumulation_steps,
+            "num_processes": layout.num_processes,
             "device": self.device,
             "mixed_precision": self.accelerator.mixed_precision,
             "steps": self.batches.steps.stop,
@@ -228,7 +228,7 @@ class RunReport:
 
     def _samples_in_first_micro_batch(self, step: int) -> int:
         """Of this rank; where its share has run out, a padding sample stands in."""
-        shares = self.batches.geometry.micro_batches(self.batches.order.num_samples_in(step))
+        shares = self.batches.layout.micro_batches(self.batches.order.num_samples_in(step))
         return max(1, len(shares[self.accelerator.process_index][0]))
 
     def _utilization(self, perf: dict[str, float]) -> dict[str, float]:

@@ -204,7 +204,7 @@ def start_trackers(
         if isinstance(tracker, TensorBoardTracker) and earlier is not None:
             tracker.init_kwargs["purge_step"] = first_step  # hides what the earlier one logged from there on
         launch = functools.partial(_launch, accelerator, tracker, project)
-        with _never_in_the_way(_name_of(tracker), "start"):
+        with _nonfatal(_name_of(tracker), "start"):
             started += _START.get(_name_of(tracker), _start_plain)(launch, run)
     accelerator.log_with, accelerator.trackers = asked, started
 
@@ -218,7 +218,7 @@ def sync_rows(accelerator: Accelerator) -> int | None:
     """Brings the rows of ``metrics.jsonl`` to the disk; how many they are, or ``None`` where that fails."""
     for tracker in accelerator.trackers:
         if isinstance(tracker, MetricsFile):
-            with _never_in_the_way(tracker.name, "reach the disk"):
+            with _nonfatal(tracker.name, "reach the disk"):
                 return tracker.sync()
     return None
 
@@ -229,7 +229,7 @@ def log_metrics(accelerator: Accelerator, values: dict[str, Any], step: int) -> 
     Call it outside the timed region: a row costs 0.01 to 3 ms.
     """
     for tracker in accelerator.trackers:
-        with _never_in_the_way(tracker.name, "log"):
+        with _nonfatal(tracker.name, "log"):
             tracker.log(values, step=step)
 
 
@@ -242,14 +242,14 @@ def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
     """
     named = {f"result/{key}": value for key, value in _flat(results).items()}
     for tracker in accelerator.trackers:
-        with _never_in_the_way(tracker.name, "write the results"):
+        with _nonfatal(tracker.name, "write the results"):
             if named:
                 _write_results(tracker, named, results.get("steps"))
-        with _never_in_the_way(tracker.name, "finish"):
+        with _nonfatal(tracker.name, "finish"):
             if where := _FINISH.get(tracker.name, _finish_plain)(tracker):
                 print(where, flush=True)
     accelerator.trackers = []
-    with _never_in_the_way("accelerate", "end the training"):
+    with _nonfatal("accelerate", "end the training"):
         accelerator.end_training()
 
 
@@ -288,7 +288,7 @@ _FINISH = {"trackio": finish_trackio, "wandb": finish_wandb}
 
 
 @contextlib.contextmanager
-def _never_in_the_way(tracker_name: str, action: str) -> Iterator[None]:
+def _nonfatal(tracker_name: str, action: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever it is, it is not worth the run

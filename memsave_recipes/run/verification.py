@@ -102,7 +102,7 @@ def settle_kernels(
         return
 
     def trial() -> None:
-        accelerator.backward(loss_of(batches.largest_micro_batch(batches.geometry.micro_batch_size)))
+        accelerator.backward(loss_of(batches.largest_micro_batch(batches.layout.micro_batch_size)))
 
     with _without_loss_scaling(accelerator):
         operator = take_fixed_order(model, trial)

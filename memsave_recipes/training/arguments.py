@@ -8,7 +8,7 @@ import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 
 # Schedules that need no argument beyond the number of steps.
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
@@ -18,10 +18,10 @@ LARGEST = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
 """What a preset may say instead of ``stop`` and ``off``."""
-MOST_EPOCHS = MOST_GIB = MOST_MINUTES = 1e6
-MOST_WORKERS = 1024
+MAX_EPOCHS = MAX_GIB = MAX_MINUTES = 1e6
+MAX_WORKERS = 1024
 POLYNOMIAL_END = 1e-7  # of transformers
-STEEPEST = 1e30
+MAX_RATE = 1e30
 """Of a learning rate and its like; not far above it float32 overflows."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -114,12 +114,12 @@ class RunArguments:
         self._check_micro_batch_size()
         self._check_budget()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
-        require(0 < self.num_epochs <= MOST_EPOCHS, "--num_epochs", self.num_epochs, "from above 0 to a million")
+        require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "from above 0 to a million")
         require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
         require(self.seed >= 0, "--seed", self.seed, "0 or more")
         workers = self.dataloader_num_workers
-        in_range = workers is None or 0 <= workers <= MOST_WORKERS
-        require(in_range, "--dataloader_num_workers", workers, f"from 0 to {MOST_WORKERS}")
+        in_range = workers is None or 0 <= workers <= MAX_WORKERS
+        require(in_range, "--dataloader_num_workers", workers, f"from 0 to {MAX_WORKERS}")
         require(self.eval_steps is None or self.eval_steps >= 1, "--eval_steps", self.eval_steps, "at least 1")
         snapshot = self.memory_snapshot
         require(snapshot is None or snapshot >= 1, "--memory_snapshot", snapshot, "at least 1")
@@ -149,21 +149,21 @@ class RunArguments:
             raise InputError(
                 f"--activation_checkpointing {strategy} needs --memory_budget_gib: the GiB that a step may take"
             )
-        require(budget is None or 0 < budget <= MOST_GIB, "--memory_budget_gib", budget, "from above 0 to a million")
+        require(budget is None or 0 < budget <= MAX_GIB, "--memory_budget_gib", budget, "from above 0 to a million")
 
     @property
     def searches(self) -> bool:
         """Whether a micro-batch or a plan is to be found for a budget."""
         return self.micro_batch_size == AUTO or self.activation_checkpointing in BUDGET_WORDS
 
-    def geometry(self, num_processes: int) -> Geometry:
+    def layout(self, num_processes: int) -> BatchLayout:
         """How a global batch is computed; with ``auto`` undivided, until a size is found.
 
         Raises:
-            InputError: as ``Geometry``.
+            InputError: as ``BatchLayout``.
         """
         size = self.micro_batch_size
-        return Geometry.of(self.global_batch_size, size if isinstance(size, int) else None, num_processes)
+        return BatchLayout.of(self.global_batch_size, size if isinstance(size, int) else None, num_processes)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -172,7 +172,7 @@ class RunArguments:
 
 
 @dataclass(kw_only=True)
-class SafetyArguments:
+class CheckpointArguments:
     """What keeps work from being lost."""
 
     resume: bool = field(
@@ -205,7 +205,7 @@ class SafetyArguments:
         require(isfinite(minutes) and minutes >= 0, "--save_every_minutes", minutes, "a finite number, 0 or more")
         require(self.keep_checkpoints >= 1, "--keep_checkpoints", self.keep_checkpoints, "at least 1")
         timeout = self.collective_timeout_minutes
-        require(0 < timeout <= MOST_MINUTES, "--collective_timeout_minutes", timeout, "from above 0 to a million")
+        require(0 < timeout <= MAX_MINUTES, "--collective_timeout_minutes", timeout, "from above 0 to a million")
         require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "0 or more")
 
 
@@ -229,7 +229,7 @@ class OptimizerArguments:
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay", "max_grad_norm"):
             value = getattr(self, name)
-            require(0 <= value <= STEEPEST, f"--{name}", value, f"from 0 to {STEEPEST:g}")
+            require(0 <= value <= MAX_RATE, f"--{name}", value, f"from 0 to {MAX_RATE:g}")
         if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             raise InputError(
                 f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}, which --learning_rate "

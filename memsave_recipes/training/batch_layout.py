@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from memsave_recipes.errors import InputError
 
-MOST_LISTED = 16
+MAX_LISTED = 16
 """Micro-batches that ``Geometry.describe`` tells one by one."""
 
 
@@ -28,7 +28,7 @@ class SampleKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
+class BatchLayout:
     """How a global batch is computed: on how many ranks, in micro-batches of at most which size.
 
     Raises:
@@ -51,14 +51,14 @@ class Geometry:
             )
 
     @classmethod
-    def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "Geometry":
+    def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "BatchLayout":
         """The geometry of the flags; without a micro-batch size each rank forwards its whole share at once."""
         share = ceil(global_batch_size / num_processes)
         size = share if micro_batch_size is None else min(micro_batch_size, share)
         return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
 
     @classmethod
-    def halvings(cls, global_batch_size: int, num_processes: int) -> "list[Geometry]":
+    def halvings(cls, global_batch_size: int, num_processes: int) -> "list[BatchLayout]":
         """Those with one sample a micro-batch, two or so ..., up to a rank's whole share: its halves, rounded up."""
         size = ceil(global_batch_size / num_processes)
         sizes = [size]
@@ -99,7 +99,7 @@ class Geometry:
     def _cut(self, share: int) -> str:
         """The micro-batches of a rank's share: ``5+5+2``; of many, how many there are."""
         full, rest = divmod(share, self.micro_batch_size)
-        if self.accumulation_steps > MOST_LISTED:
+        if self.accumulation_steps > MAX_LISTED:
             return f"{full} of {self.micro_batch_size}" + (f" + {rest}" if rest else "")
         sizes = [self.micro_batch_size] * full + [rest] * (rest > 0)
         return "+".join(map(str, sizes + [0] * (self.accumulation_steps - len(sizes))))
@@ -191,12 +191,12 @@ class MicroBatchSampler(Sampler[list[SampleKey]]):
     """The micro-batches of one rank, step after step: rule 2 of NOTE [ the exact global batch ]."""
 
     order: SampleOrder
-    geometry: Geometry
+    layout: BatchLayout
     rank: int
     first_step: int
     last_step: int
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
         for epoch, samples in self.order.steps(self.first_step, self.last_step):
-            for positions in self.geometry.micro_batches(len(samples))[self.rank]:
+            for positions in self.layout.micro_batches(len(samples))[self.rank]:
                 yield [SampleKey(samples[i], epoch) for i in positions] or [SampleKey(samples[0], epoch, counted=False)]

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
-from memsave_recipes.training.batch_layout import Geometry, MicroBatchSampler, SampleKey, SampleOrder, seed_for
+from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleKey, SampleOrder, seed_for
 
 IGNORED = -100
 """The label of a position that does not count, as everywhere in torch and transformers."""
@@ -46,7 +46,7 @@ class GlobalBatches:
         accelerator: for the ranks, the device and the backward.
         dataset: indexed by ``SampleKey``; gives the label -100 where ``counted`` is false.
         order: which samples each step trains.
-        geometry: how a step is cut up; another one may be set before the first step is taken.
+        layout: how a step is cut up; another one may be set before the first step is taken.
         num_steps: where the run ends.
         count_valid: the number of positions of a micro-batch that count in the loss, such as its labels after the shift
             that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
@@ -60,7 +60,7 @@ class GlobalBatches:
         dataset: Any,
         *,
         order: SampleOrder,
-        geometry: Geometry,
+        layout: BatchLayout,
         num_steps: int,
         seed: int,
         count_valid: Callable[[Batch], Tensor] | None = None,
@@ -70,7 +70,7 @@ class GlobalBatches:
     ) -> None:
         self.accelerator = accelerator
         self.order = order
-        self.geometry = geometry
+        self.layout = layout
         self.seed = seed
         self.steps = range(first_step, num_steps)
         self.count_valid = count_valid
@@ -83,7 +83,7 @@ class GlobalBatches:
         """The fewest samples that a forward of the run is given; those of an epoch's last step may be few."""
         last_of_epoch = min(self.order.steps_per_epoch, self.steps.stop) - 1
         ranks = [
-            rank for step in {0, last_of_epoch} for rank in self.geometry.micro_batches(self.order.num_samples_in(step))
+            rank for step in {0, last_of_epoch} for rank in self.layout.micro_batches(self.order.num_samples_in(step))
         ]
         return min(max(1, len(micro_batch)) for rank in ranks for micro_batch in rank)
 
@@ -98,7 +98,7 @@ class GlobalBatches:
         micro_batches = iter(self._make_loader())
         for step in self.steps:
             num_samples = self.order.num_samples_in(step)
-            count = len(self.geometry.micro_batches(num_samples)[0])
+            count = len(self.layout.micro_batches(num_samples)[0])
             mine = [next(micro_batches) for _ in range(count)]
             yield GlobalBatch(
                 accelerator=self.accelerator,
@@ -121,7 +121,7 @@ class GlobalBatches:
         """Of this rank's micro-batches, step after step."""
         sampler = MicroBatchSampler(
             order=self.order,
-            geometry=self.geometry,
+            layout=self.layout,
             rank=self.accelerator.process_index,
             first_step=self.steps.start,
             last_step=self.steps.stop,
@@ -198,17 +198,15 @@ def evaluation_batches(
     All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out.
     """
     num_processes = accelerator.num_processes
-    geometry = Geometry(
+    layout = BatchLayout(
         global_batch_size=micro_batch_size * num_processes,
         micro_batch_size=micro_batch_size,
         num_processes=num_processes,
     )
-    order = SampleOrder(
-        num_samples=num_samples or len(dataset), global_batch_size=geometry.global_batch_size, seed=None
-    )
+    order = SampleOrder(num_samples=num_samples or len(dataset), global_batch_size=layout.global_batch_size, seed=None)
     sampler = MicroBatchSampler(
         order=order,
-        geometry=geometry,
+        layout=layout,
         rank=accelerator.process_index,
         first_step=0,
         last_step=order.steps_per_epoch,

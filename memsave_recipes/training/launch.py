@@ -55,17 +55,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 
 
-def batchnorm_notice(model: nn.Module, geometry: Geometry) -> str | None:
+def batchnorm_notice(model: nn.Module, layout: BatchLayout) -> str | None:
     """In one line, where it applies: a BatchNorm model whose global batch is not normalised as one."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
-    parts = geometry.accumulation_steps * (1 if synchronised else geometry.num_processes)
+    parts = layout.accumulation_steps * (1 if synchronised else layout.num_processes)
     if not layers or parts == 1:
         return None
-    advice = "" if synchronised or geometry.num_processes == 1 else "; --sync_batchnorm joins the ranks"
+    advice = "" if synchronised or layout.num_processes == 1 else "; --sync_batchnorm joins the ranks"
     return (
         f"note: {len(layers)} BatchNorm layers normalise each of {parts} micro-batches by itself, so other numbers of "
         f"ranks or accumulation steps give another curve{advice}"
@@ -137,7 +137,7 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
             "and launch with `accelerate launch`"
         )
     if on_cpu:
-        atexit.register(let_gloo_settle)
+        atexit.register(drain_gloo)
     return accelerator
 
 
@@ -247,7 +247,7 @@ class _SettlingAccelerator(Accelerator):
         return model
 
     def end_training(self) -> None:
-        let_gloo_settle()
+        drain_gloo()
         super().end_training()
 
 
@@ -277,7 +277,7 @@ def fix_buckets(model: DistributedDataParallel) -> None:
     model.zero_grad()
 
 
-def let_gloo_settle() -> None:
+def drain_gloo() -> None:
     """Give gloo's threads time to drop the last collective before its process group or the interpreter goes.
 
     Freeing a process group waits, with Python's lock held, for a thread that may want that lock to free the tensors of

@@ -44,7 +44,7 @@ class NotFinite(Exception):
     """More steps than allowed had a loss or a gradient that is not finite; all ranks know it. The message is a line."""
 
 
-class FiniteGate:
+class NonFiniteGuard:
     """Lets the optimizer step on finite gradients only: rules 2, 4 and 5 of NOTE [ not finite ].
 
     Args:
@@ -58,7 +58,7 @@ class FiniteGate:
         self.takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         self.statistics = [(buffer, buffer.clone()) for buffer in _statistics(model)] if skips else []
 
-    def opens(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
+    def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
         """Whether to call ``optimizer.step()``; one that is called may have been told, on the device, to do nothing."""
         if grad_norm is None:
             return True

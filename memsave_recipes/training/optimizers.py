@@ -23,11 +23,11 @@ from transformers import get_scheduler
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 
 
 def check_in_backward(
-    optim: OptimizerArguments, geometry: Geometry, mixed_precision: str, *, skip_nonfinite: int = 0
+    optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str, *, skip_nonfinite: int = 0
 ) -> None:
     """Refuse what needs all gradients at once.
 
@@ -37,9 +37,9 @@ def check_in_backward(
     if not optim.optimizer_in_backward:
         return
     reasons = {
-        f"{geometry.accumulation_steps} accumulation steps add up a gradient before it is used: make "
-        "--micro_batch_size as large as --global_batch_size": geometry.accumulation_steps > 1,
-        f"{geometry.num_processes} ranks average their gradients first: launch one process": geometry.num_processes > 1,
+        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
+        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
+        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
         "clipping needs the norm of all gradients first: pass --max_grad_norm 0": optim.max_grad_norm > 0,
         "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
         "a gradient that is not finite has been used before it is known: drop --skip_nonfinite": skip_nonfinite > 0,

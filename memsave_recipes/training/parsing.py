@@ -21,7 +21,7 @@ from memsave_recipes.training.arguments import LARGEST
 YAML = "tag:yaml.org,2002:"
 WORDS = {f"{YAML}{kind}" for kind in ("str", "int", "float", "bool", "timestamp")}
 """What a preset may hold. Each is read as it stands there: ``no`` is a word, and ``1:30`` is not 90."""
-MOST_LETTERS, MOST_LEVELS = 65_536, 10
+MAX_LETTERS, MAX_LEVELS = 65_536, 10
 """Of a preset: more than anyone writes by hand, and read in a second."""
 LAUNCHER_FLAGS = {
     *("config_file", "cpu", "multi_gpu", "mixed_precision", "num_processes", "gpu_ids", "num_cpu_threads_per_process"),
@@ -145,9 +145,9 @@ def _preset_entries(path: str) -> dict[str, list[str]]:
 
 def _read_text(path: str) -> str:
     with open(path, encoding="utf-8") as file:
-        text = file.read(MOST_LETTERS + 1)
-    if len(text) > MOST_LETTERS:
-        raise ValueError(f"it has more than {MOST_LETTERS:,} characters")
+        text = file.read(MAX_LETTERS + 1)
+    if len(text) > MAX_LETTERS:
+        raise ValueError(f"it has more than {MAX_LETTERS:,} characters")
     return text
 
 
@@ -156,8 +156,8 @@ def _compose(text: str) -> yaml.Node | None:
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_LEVELS:
-            raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
+        if depth > MAX_LEVELS:
+            raise ValueError(f"it is nested deeper than {MAX_LEVELS} levels")
     return yaml.compose(text, Loader=yaml.SafeLoader)
 
 

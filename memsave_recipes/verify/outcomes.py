@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memsave_recipes.profiling.preserve_state import lent
+from memsave_recipes.profiling.preserve_state import swap_contents
 
 Key = tuple[str, str]
 """Kind and name: ``("gradient", "features.0.weight")``."""
@@ -233,7 +233,7 @@ def reducer_of_its_own(model: nn.Module) -> AbstractContextManager[None]:
     """Rule 4 of NOTE [ the proof ]: a copy of a DDP shares the module inside and makes a reducer for it."""
     if not isinstance(model, DistributedDataParallel):
         return nullcontext()
-    return lent(model, dict(vars(copy.copy(model))))
+    return swap_contents(model, dict(vars(copy.copy(model))))
 
 
 def agree(verdict: Verdict) -> Verdict:

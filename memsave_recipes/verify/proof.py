@@ -31,7 +31,7 @@ from memsave_recipes.activations.recompute import batchnorm_layers
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
-from memsave_recipes.profiling.preserve_state import KeptState, lent, read_rng, training_mode
+from memsave_recipes.profiling.preserve_state import StateCopy, read_rng, swap_contents, training_mode
 from memsave_recipes.verify.outcomes import (
     Key,
     Outcome,
@@ -75,13 +75,13 @@ def verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
 
 
 def _verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
-    state = KeptState(without_wrapper(model))
+    state = StateCopy(without_wrapper(model))
     proof = _Proof(model, handle, step, state)
     try:
         with in_fixed_order() if _adds_in_any_order(state.device) else nullcontext():
             if first := out_of_step(model, shared_at_the_start(model)):
                 return Verdict(status="not synchronised", first=first)
-            verdict = proof.that_it_is_equal() if handle.plan.is_bitwise else proof.that_it_is_as_exact()
+            verdict = proof.check_bitwise() if handle.plan.is_bitwise else proof.that_it_is_as_exact()
         notes = [f"{operator} adds in any order" for operator in proof.unordered]
         return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
     finally:
@@ -89,7 +89,7 @@ def _verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
         empty_cache(state.device)  # plain's activations, which training need not hold
 
 
-def capture(model: nn.Module, loss: Tensor, state: KeptState) -> Outcome:
+def capture(model: nn.Module, loss: Tensor, state: StateCopy) -> Outcome:
     """What a step has left behind, where it lies: no copies."""
     inner = without_wrapper(model)
     tensors: dict[Key, Tensor] = {("loss", ""): loss.detach()}
@@ -105,10 +105,10 @@ class _Proof:
     model: nn.Module
     handle: PlanHandle
     step: Step
-    state: KeptState
+    state: StateCopy
     unordered: list[str] = field(default_factory=list)
 
-    def that_it_is_equal(self) -> Verdict:
+    def check_bitwise(self) -> Verdict:
         """Rules 1 and 2."""
         plan = self.handle.plan
         plain = self.run_plain().on_host()
@@ -137,7 +137,7 @@ class _Proof:
         return agree(verdict if verdict.passed else replace(verdict, status="unproven", note=note))
 
     def run_plain(self) -> Outcome:
-        with _lifted(self.handle):
+        with _plan_removed(self.handle):
             return self._run()
 
     def run_planned(self) -> Outcome:
@@ -152,11 +152,11 @@ class _Proof:
     def run_plain_in_float64(self) -> Outcome:
         """There is none without the memory for it, or where an operator does not know float64."""
         try:
-            with _lifted(self.handle):
+            with _plan_removed(self.handle):
                 inner = without_wrapper(self.model)
                 twin = copy.deepcopy(inner).double()
                 twin.register_forward_pre_hook(_inputs_to_float64, with_kwargs=True)
-                with lent(inner, dict(vars(twin))):
+                with swap_contents(inner, dict(vars(twin))):
                     return self._run_once().on_host()
         except Exception as error:
             return Outcome(tensors={}, error=_in_one_line(error))
@@ -185,7 +185,7 @@ class _Proof:
 
 
 @contextmanager
-def _lifted(handle: PlanHandle) -> Iterator[None]:
+def _plan_removed(handle: PlanHandle) -> Iterator[None]:
     """The model without its plan, for a while."""
     in_force = [(module, attribute, module.__dict__[attribute]) for module, attribute, _ in handle.replaced]
     handle.remove()
@@ -202,7 +202,7 @@ def _adds_in_any_order(device: torch.device) -> bool:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Evaluation, but for BatchNorm. ``KeptState`` puts it back."""
+    """Evaluation, but for BatchNorm. ``StateCopy`` puts it back."""
     model.eval()
     for layer in batchnorm_layers([model]):
         layer.train()

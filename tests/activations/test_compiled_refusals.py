@@ -13,7 +13,7 @@ from memsave_recipes.errors import InputError
 
 @pytest.mark.usefixtures("kernels_can_be_compiled")
 def test_too_many_graphs_are_an_error_and_not_the_plain_layer(monkeypatch):
-    monkeypatch.setattr(compiled, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", 1)
     region = Region(0.3)
     x = torch.randn(4, 3, requires_grad=True)
     assert torch.equal(region.run(torch.nn.ReLU().forward, x), x.relu())

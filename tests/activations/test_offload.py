@@ -11,7 +11,7 @@ from torch import nn
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.offload import (
     SMALLEST_BYTES,
-    Mover,
+    OffloadEngine,
     _say_once_that_nothing_moves,
     offload,
     pinned_sizes,
@@ -67,11 +67,11 @@ class LateCopies:
 
 
 @pytest.fixture
-def mover(monkeypatch):
+def engine(monkeypatch):
     """Moves everything, and takes the place of the one of ``offload``."""
-    mover = Mover(CPU, LateCopies(), smallest_bytes=1)
-    monkeypatch.setattr("memsave_recipes.activations.spans.RUN", {Action.OFFLOAD: mover.run, Action.KEEP: keep})
-    return mover
+    engine = OffloadEngine(CPU, LateCopies(), smallest_bytes=1)
+    monkeypatch.setattr("memsave_recipes.activations.spans.RUN", {Action.OFFLOAD: engine.run, Action.KEEP: keep})
+    return engine
 
 
 def keep(function, *inputs, modules):
@@ -98,24 +98,24 @@ def different(record, expected):
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
-def test_two_micro_batches_give_plain_bit_for_bit(make_case, mover, name, bf16):
+def test_two_micro_batches_give_plain_bit_for_bit(make_case, engine, name, bf16):
     expected = train_step(make_case(name), bf16=bf16, micro_batches=2)
     case = make_case(name)
     with apply_plan(case.model, plan_blocks(case.model, "offload")):
         assert not different(train_step(case, bf16=bf16, micro_batches=2), expected)
-    assert mover.copies.bytes_out > 0
-    assert not mover.copies.pending
+    assert engine.copies.bytes_out > 0
+    assert not engine.copies.pending
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_second_block_offloaded(make_case, mover, name):
+def test_every_second_block_offloaded(make_case, engine, name):
     expected, case = train_step(make_case(name)), make_case(name)
     blocks = plan_blocks(case.model, "none").blocks
     actions = [Action.KEEP if index % 2 else Action.OFFLOAD for index in range(len(blocks))]
     spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
     with apply_plan(case.model, Plan(strategy="mine", blocks=blocks, spans=spans)):
         assert not different(train_step(case), expected)
-    assert mover.copies.bytes_out > 0
+    assert engine.copies.bytes_out > 0
 
 
 class Square(nn.Module):
@@ -149,17 +149,17 @@ def chain_gradients(num_blocks, seed=0):
     return [block.weight.grad for block in blocks]
 
 
-def test_each_storage_moves_once_though_two_blocks_save_it(mover):
+def test_each_storage_moves_once_though_two_blocks_save_it(engine):
     """tanh saves what it gives, and the next product the same: one copy. The last block's output stays."""
-    chain(mover.run, 4)
-    assert mover.copies.log == [("out", BYTES)] * 2
+    chain(engine.run, 4)
+    assert engine.copies.log == [("out", BYTES)] * 2
     # The batch stays; blocks 1 and 2 return what blocks 2 and 3 take; what block 3 took has not left: 4 never began.
 
 
-def test_the_backward_is_one_block_ahead(mover):
+def test_the_backward_is_one_block_ahead(engine):
     """Of five outputs the first three left; the third was still on its way when the backward came for it."""
-    blocks, output = chain(mover.run, 5)
-    events = mover.copies.log = []
+    blocks, output = chain(engine.run, 5)
+    events = engine.copies.log = []
     for index, block in enumerate(blocks):
         block.weight.register_hook(lambda gradient, index=index: events.append(index))
     output.sum().backward()
@@ -167,7 +167,7 @@ def test_the_backward_is_one_block_ahead(mover):
     assert events == [4, back, 3, back, 2, 1, 0]
 
 
-def test_what_left_is_freed_and_at_most_two_blocks_are_on_the_device(mover):
+def test_what_left_is_freed_and_at_most_two_blocks_are_on_the_device(engine):
     alive = []
 
     class Wide(nn.Module):
@@ -178,85 +178,85 @@ def test_what_left_is_freed_and_at_most_two_blocks_are_on_the_device(mover):
 
     block, x = Wide(), torch.randn(SIZE, SIZE, requires_grad=True) * 1.0
     for _ in range(6):
-        x = mover.run(block, x, modules=[block])
+        x = engine.run(block, x, modules=[block])
     gc.collect()
-    sent = [torch.UntypedStorage._expired(cdata) for cdata in mover.copies.sent]
+    sent = [torch.UntypedStorage._expired(cdata) for cdata in engine.copies.sent]
     assert len(sent) >= 8
     assert sum(not gone for gone in sent) <= 3  # those of one block, still under way
-    for cdata in mover.copies.sent:
+    for cdata in engine.copies.sent:
         torch.UntypedStorage._free_weak_ref(cdata)
 
 
-def test_after_the_backward_nothing_is_held(mover):
-    blocks, output = chain(mover.run, 5)
+def test_after_the_backward_nothing_is_held(engine):
+    blocks, output = chain(engine.run, 5)
     output.sum().backward()
     del output
     gc.collect()
-    assert not mover.known
-    assert mover.under_way is None
-    assert all(reference() is None for reference in mover.copies.host)
-    assert mover.last() is None
+    assert not engine.known
+    assert engine.under_way is None
+    assert all(reference() is None for reference in engine.copies.host)
+    assert engine.last() is None
     assert all(block.weight.grad is not None for block in blocks)
 
 
-def test_parameters_buffers_and_the_batch_stay(mover):
+def test_parameters_buffers_and_the_batch_stay(engine):
     norm = nn.BatchNorm1d(8)
     linear, batch = nn.Linear(8, 8), torch.randn(4, 8)
     model = nn.Sequential(linear, norm)
-    y = mover.run(model, batch, modules=[model])
-    mover.run(nn.Identity(), y, modules=[])
+    y = engine.run(model, batch, modules=[model])
+    engine.run(nn.Identity(), y, modules=[])
     # What BatchNorm saves: its input (4, 8), mean and inverse deviation (8,), and nothing that lives anyway.
-    assert mover.copies.bytes_out == 4 * (4 * 8 + 8 + 8)
+    assert engine.copies.bytes_out == 4 * (4 * 8 + 8 + 8)
 
 
 def test_small_storages_stay():
-    mover = Mover(CPU, LateCopies(), smallest_bytes=BYTES + 1)
-    _, output = chain(mover.run, 4)
+    engine = OffloadEngine(CPU, LateCopies(), smallest_bytes=BYTES + 1)
+    _, output = chain(engine.run, 4)
     output.sum().backward()
-    assert not mover.copies.log
+    assert not engine.copies.log
 
 
-def test_what_a_block_returns_stays_if_the_next_is_not_offloaded(mover):
+def test_what_a_block_returns_stays_if_the_next_is_not_offloaded(engine):
     first, second, third = (Square(SIZE) for _ in range(3))
-    y = mover.run(first, torch.randn(SIZE, SIZE), modules=[first])
+    y = engine.run(first, torch.randn(SIZE, SIZE), modules=[first])
     z = second(y)  # keeps y on the device, whatever the first block does
-    mover.run(third, z, modules=[third])
-    assert not mover.copies.log
+    engine.run(third, z, modules=[third])
+    assert not engine.copies.log
     z.sum().backward()
 
 
-def test_views_keep_their_strides_and_share_their_storage(mover):
+def test_views_keep_their_strides_and_share_their_storage(engine):
     def function(x):
         y = x * 2
         halves = y.t()[1:], y[:, ::2]
         return halves[0].exp().sum() + (halves[1] ** 3).sum() + (y.to(torch.float64) ** 2).sum()
 
     def chained(x):
-        first = mover.run(function, x, modules=[])
-        second = mover.run(lambda f: f * f, first, modules=[])
+        first = engine.run(function, x, modules=[])
+        second = engine.run(lambda f: f * f, first, modules=[])
         return second
 
     x = torch.randn(SIZE, SIZE)
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     chained(leaves[0]).backward()
     (function(leaves[1]) ** 2).backward()
-    assert mover.copies.bytes_out > 0
+    assert engine.copies.bytes_out > 0
     assert torch.equal(*(leaf.grad for leaf in leaves))
 
 
 @pytest.mark.parametrize("between", [0, 3], ids=["at once", "with a forward between"])
-def test_a_second_backward_through_the_same_graph(mover, between):
-    blocks, output = chain(mover.run, 4)
+def test_a_second_backward_through_the_same_graph(engine, between):
+    blocks, output = chain(engine.run, 4)
     output.sum().backward(retain_graph=True)
-    chain(mover.run, between)
+    chain(engine.run, between)
     output.sum().backward()
     doubled = [2 * gradient for gradient in chain_gradients(4)]
     assert all(torch.equal(block.weight.grad, gradient) for block, gradient in zip(blocks, doubled, strict=True))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_forwards_and_then_their_backwards(mover, order):
-    chains = [chain(mover.run, 4, seed) for seed in range(2)]
+def test_two_forwards_and_then_their_backwards(engine, order):
+    chains = [chain(engine.run, 4, seed) for seed in range(2)]
     for seed in order:
         blocks, output = chains[seed]
         output.sum().backward()
@@ -264,7 +264,7 @@ def test_two_forwards_and_then_their_backwards(mover, order):
         assert all(torch.equal(block.weight.grad, gradient) for block, gradient in zip(blocks, expected, strict=True))
 
 
-def test_a_skip_connection_moves_once(mover):
+def test_a_skip_connection_moves_once(engine):
     """What an early block gave is saved again by a late one."""
 
     def run(through):
@@ -277,11 +277,11 @@ def test_a_skip_connection_moves_once(mover):
         through(nn.Identity(), x, modules=[]).sum().backward()
         return [block.weight.grad for block in blocks]
 
-    assert all(map(torch.equal, run(mover.run), run(keep)))
-    assert mover.copies.bytes_out == 4 * BYTES  # what four blocks gave, each once
+    assert all(map(torch.equal, run(engine.run), run(keep)))
+    assert engine.copies.bytes_out == 4 * BYTES  # what four blocks gave, each once
 
 
-def test_a_backward_that_was_given_up_frees_nothing_that_is_still_written_to(mover):
+def test_a_backward_that_was_given_up_frees_nothing_that_is_still_written_to(engine):
     class Stop(RuntimeError):
         pass
 
@@ -291,25 +291,25 @@ def test_a_backward_that_was_given_up_frees_nothing_that_is_still_written_to(mov
     blocks = [Square(SIZE) for _ in range(5)]
     x = torch.randn(SIZE, SIZE)
     for index, block in enumerate(blocks):
-        x = mover.run(block, x, modules=[block])
+        x = engine.run(block, x, modules=[block])
         if index == 3:
             x.register_hook(stop)
     with pytest.raises(Stop):
         x.sum().backward()
     del x
-    _, output = chain(mover.run, 4)  # waits for what was under way: LateCopies checks that both ends still live
+    _, output = chain(engine.run, 4)  # waits for what was under way: LateCopies checks that both ends still live
     output.sum().backward()
-    assert not mover.copies.pending
+    assert not engine.copies.pending
 
 
-def test_tensors_that_are_more_than_their_storage_stay(mover):
+def test_tensors_that_are_more_than_their_storage_stay(engine):
     def function(x):
         y = torch.view_as_complex(x * 2).conj()
         return torch.view_as_real((y * y).resolve_conj()).sum()
 
     leaves = [torch.randn(8, 2, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
-    first = mover.run(function, leaves[0], modules=[])
-    mover.run(lambda x: x * x, first, modules=[]).backward()
+    first = engine.run(function, leaves[0], modules=[])
+    engine.run(lambda x: x * x, first, modules=[]).backward()
     (function(leaves[1]) ** 2).backward()
     assert torch.equal(*(leaf.grad for leaf in leaves))
 
@@ -327,13 +327,13 @@ def test_on_a_cpu_nothing_moves_and_one_warning_says_so(make_case):
     loss.backward()
 
 
-def test_without_gradients_the_plan_is_ignored(make_case, mover):
+def test_without_gradients_the_plan_is_ignored(make_case, engine):
     case = make_case("vgg_small")
     case.model.eval()
     expected = case.model(case.batch)
     with apply_plan(case.model, plan_blocks(case.model, "offload")), torch.no_grad():
         assert torch.equal(case.model(case.batch), expected)
-    assert not mover.copies.log
+    assert not engine.copies.log
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
@@ -370,9 +370,9 @@ def test_pieces_on_the_host_waste_at_most_an_eighth(num_bytes):
     assert len(sizes) <= 4
 
 
-def test_what_leaves_is_pinned_in_such_pieces(mover):
+def test_what_leaves_is_pinned_in_such_pieces(engine):
     x = torch.randn(1000, requires_grad=True)
-    first, second = (mover.run(lambda x: (x * 2).sin(), x, modules=[]) for _ in range(2))
-    assert [len(reference()) for reference in mover.copies.host] == pinned_sizes(4000)
+    first, second = (engine.run(lambda x: (x * 2).sin(), x, modules=[]) for _ in range(2))
+    assert [len(reference()) for reference in engine.copies.host] == pinned_sizes(4000)
     (first + second).sum().backward()
     assert torch.equal(x.grad, 4 * (x * 2).cos())

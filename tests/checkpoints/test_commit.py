@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from memsave_recipes.checkpoints import commit as commit_module
-from memsave_recipes.checkpoints.commit import Damaged, check_seal, check_space, clear_leftovers, commit
+from memsave_recipes.checkpoints.commit import Damaged, check_space, clear_leftovers, commit, verify_manifest
 from memsave_recipes.checkpoints.resume import committed, find_newest, prune
 from memsave_recipes.errors import InputError
 
@@ -81,7 +81,7 @@ def test_what_the_disk_refuses_is_one_line_and_costs_nothing_older(tmp_path, num
         commit(folder, "step-2", fail_with(number))
     assert "\n" not in str(error.value)
     assert os.listdir(folder) == ["step-1"]
-    check_seal(folder / "step-1")
+    verify_manifest(folder / "step-1")
 
 
 def test_a_defect_of_ours_keeps_its_traceback(tmp_path):
@@ -126,7 +126,7 @@ def test_a_save_in_place_of_a_damaged_one(tmp_path):
     commit(tmp_path, "step-1", write_two_files)
     (tmp_path / "step-1" / "weights").write_bytes(b"")
     commit(tmp_path, "step-1", write_two_files)
-    check_seal(tmp_path / "step-1")
+    verify_manifest(tmp_path / "step-1")
     assert os.listdir(tmp_path) == ["step-1"]
 
 
@@ -168,10 +168,10 @@ def test_files_can_be_read_by_whom_the_folder_can(tmp_path):
 )
 def test_what_is_damaged_is_named(tmp_path, change, words):
     path = commit(tmp_path, "step-1", write_two_files)
-    check_seal(path)
+    verify_manifest(path)
     change(path)
     with pytest.raises(Damaged, match=words):
-        check_seal(path)
+        verify_manifest(path)
 
 
 def edit(path, old, new):
@@ -180,5 +180,8 @@ def edit(path, old, new):
 
 def test_the_errors_of_safetensors_are_understood():
     text = "Error while serializing: I/O error: No space left on device (os error 28)"
-    with pytest.raises(InputError, match="the disk is full"), commit_module.told_in_one_line(Path("run/c"), "step-1"):
+    with (
+        pytest.raises(InputError, match="the disk is full"),
+        commit_module.disk_errors_as_input_error(Path("run/c"), "step-1"),
+    ):
         raise RuntimeError(text)

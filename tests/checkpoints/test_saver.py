@@ -10,23 +10,23 @@ import torch
 from torch import nn
 
 from memsave_recipes import distributed
-from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, Training
-from memsave_recipes.distributed import Ear
+from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, TrainState
+from memsave_recipes.distributed import RankPoll
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.non_finite import NotFinite
 
 ORDER = SampleOrder(num_samples=20, global_batch_size=4, seed=1)
-GEOMETRY = Geometry.of(4, 2, 1)
+GEOMETRY = BatchLayout.of(4, 2, 1)
 
 
-def make(folder, *, order=ORDER, geometry=GEOMETRY, **settings):
+def make(folder, *, order=ORDER, layout=GEOMETRY, **settings):
     accelerator, model = start_accelerator(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    training = Training(accelerator, model, optimizer, scheduler)
-    return Checkpoints(accelerator, folder, training, order=order, geometry=geometry, **settings)
+    training = TrainState(accelerator, model, optimizer, scheduler)
+    return Checkpoints(accelerator, folder, training, order=order, layout=layout, **settings)
 
 
 def names(folder):
@@ -141,14 +141,14 @@ def test_other_samples_are_refused(tmp_path, field, value, words):
 
 def test_another_geometry_is_announced(tmp_path):
     make(tmp_path).save(4, {})
-    [notice] = make(tmp_path, geometry=Geometry.of(4, 4, 1)).resume().notices
+    [notice] = make(tmp_path, layout=BatchLayout.of(4, 4, 1)).resume().notices
     assert notice.startswith(
         "note: saved as 4 samples = 2 x 1 rank x 2 accumulation steps, going on as 4 samples = 4 x"
     )
 
 
 class TwoRanks:
-    """What ``Ear`` needs of an accelerator, where the other rank has the same pace and its own wish."""
+    """What ``RankPoll`` needs of an accelerator, where the other rank has the same pace and its own wish."""
 
     num_processes, device = 2, torch.device("cpu")
 
@@ -171,19 +171,19 @@ def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
     now = 0.0
     monkeypatch.setattr(distributed.time, "monotonic", lambda: now)
     ranks = TwoRanks()
-    ear = Ear(ranks)
+    ear = RankPoll(ranks)
     for step in range(1, 1001):
         now += 0.01
-        assert ear.hear(step, 0) == 0
+        assert ear.max(step, 0) == 0
     assert 10 <= ranks.asked <= 13
 
 
 def test_a_wish_of_any_rank_is_heard_by_all(monkeypatch):
-    monkeypatch.setattr(distributed, "ASK_EVERY_S", 0)
+    monkeypatch.setattr(distributed, "POLL_EVERY_S", 0)
     ranks = TwoRanks()
-    ear = Ear(ranks)
-    assert ear.hear(1, 15) == 15
-    assert ear.hear(2, 0) == 0
+    ear = RankPoll(ranks)
+    assert ear.max(1, 15) == 15
+    assert ear.max(2, 0) == 0
     ranks.others = 15
-    assert ear.hear(3, 0) == 15
-    assert ear.hear(4, 2) == 15
+    assert ear.max(3, 0) == 15
+    assert ear.max(4, 2) == 15

@@ -6,7 +6,7 @@ import os
 import pytest
 from test_saver import make
 
-from memsave_recipes.checkpoints.commit import Damaged, _text, check_seal, seal
+from memsave_recipes.checkpoints.commit import Damaged, _text, verify_manifest, write_manifest
 from memsave_recipes.errors import InputError
 
 
@@ -22,7 +22,7 @@ def edit(path, change):
     content["tree"] = packed(change(plain(content["tree"])))
     path.write_text(json.dumps(content))
     (path.parent / "manifest.json").unlink()
-    seal(path.parent)
+    write_manifest(path.parent)
 
 
 def plain(tree):
@@ -93,15 +93,15 @@ def test_what_does_not_fit_is_refused(checkpoint, case):
 def test_entries_of_another_kind(checkpoint, entries):
     (checkpoint / "manifest.json").write_text(_text(entries))
     with pytest.raises(Damaged, match=r"manifest\.json is not what was written"):
-        check_seal(checkpoint)
+        verify_manifest(checkpoint)
 
 
 def test_a_pipe_is_not_waited_for(checkpoint):
     (checkpoint / "record.json").unlink()
     (checkpoint / "manifest.json").unlink()
     (checkpoint / "record.json").touch()
-    seal(checkpoint)
+    write_manifest(checkpoint)
     (checkpoint / "record.json").unlink()
     os.mkfifo(checkpoint / "record.json")
     with pytest.raises(Damaged, match=r"record\.json is no file"):
-        check_seal(checkpoint)
+        verify_manifest(checkpoint)

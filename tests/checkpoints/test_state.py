@@ -11,8 +11,8 @@ from torch.optim import SGD, Adafactor, AdamW
 from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 from trials.run import digest
 
-from memsave_recipes.checkpoints import Training
-from memsave_recipes.checkpoints.commit import check_seal, commit
+from memsave_recipes.checkpoints import TrainState
+from memsave_recipes.checkpoints.commit import commit, verify_manifest
 from memsave_recipes.checkpoints.state import read_record
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.launch import start_accelerator
@@ -62,7 +62,7 @@ def make_training(model_name="convolutional", optimizer_name="adamw", *, seed=0,
     scheduler = get_scheduler("cosine", optimizer, 2, 10)
     accelerator = start_accelerator()
     prepared, optimizer = accelerator.prepare(model, optimizer)
-    return Training(accelerator, prepared, optimizer, scheduler)
+    return TrainState(accelerator, prepared, optimizer, scheduler)
 
 
 def train(training, steps, *, first=0):
@@ -130,7 +130,7 @@ def test_an_optimizer_with_its_state_in_8_bits(tmp_path):
         model = nn.Linear(128, 64)
         optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=0.01)
         scheduler = get_scheduler("linear", optimizer, 0, 10)
-        return Training(start_accelerator(), model, optimizer, scheduler)
+        return TrainState(start_accelerator(), model, optimizer, scheduler)
 
     def train_linear(training):
         training.model(torch.ones(2, 128)).square().mean().backward()
@@ -224,4 +224,4 @@ def test_a_full_disk_in_the_middle_of_any_file(tmp_path, limit):
     with files_of_at_most(limit), pytest.raises(InputError, match=r"step-2 cannot be written .* may write"):
         commit(folder, "step-2", lambda path: training.write(path, {}))
     assert os.listdir(folder) == ["step-1"]
-    check_seal(folder / "step-1")
+    verify_manifest(folder / "step-1")

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.activations.offload import Mover
+from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
-from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
 from memsave_recipes.estimate.kernels import CudaWorkspaces, cuda_kernels
 from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
@@ -168,7 +168,7 @@ def test_a_layer_of_gpt2_under_bf16_by_hand():
     rows, width, length = 2 * 64, 128, 64
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(n_layer=3, n_head=4, n_embd=width, vocab_size=512, use_cache=False, **no_dropout)
-    model = paper_model(causal_lm(config))
+    model = fake_model(causal_lm(config))
     batch = tokens_for(model, length)
     workload = workload_of(model, batch, token_loss)
     measured = measure_on_paper(workload, [plan_blocks(model, "none")], A100, autocast_dtype=torch.bfloat16)
@@ -212,7 +212,7 @@ def test_on_this_cpu_the_peaks_are_those_of_the_profiler(make_case, name, bf16):
                 readings = DeviceInstruments(CPU).read_memory(step)
         return readings[-1].peak_bytes
 
-    model = paper_model(lambda: make_case(name).model)
+    model = fake_model(lambda: make_case(name).model)
     if name == "gpt2":
         model.config.use_cache = False
     batch = paper_batch(model, {"batch": case.batch})
@@ -233,7 +233,7 @@ def test_a_model_without_weights_costs_what_the_real_one_does(make_case, name):
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
         copied, images = copy.deepcopy(case.model), copy.deepcopy(case.batch)
-    without = paper_model(lambda: make_case(name).model)
+    without = fake_model(lambda: make_case(name).model)
     chains = []
     for model, batch in ((copied, {"batch": images}), (without, paper_batch(without, {"batch": case.batch}))):
         workload = workload_of(model, batch, lambda model, batch: case.loss_of(model, batch["batch"]))
@@ -247,7 +247,7 @@ def test_ties_buffers_and_adapters_survive():
         add_lora(model, LoraArguments(lora=True), task_type="CAUSAL_LM")
         return model
 
-    model, real = paper_model(build), build()
+    model, real = fake_model(build), build()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for of in (nn.Module.named_parameters, nn.Module.named_buffers):
         ours, theirs = ({name: (t.shape, t.dtype, t.requires_grad) for name, t in of(m)} for m in (model, real))
@@ -260,11 +260,11 @@ def test_ties_buffers_and_adapters_survive():
 
 def test_gradients_of_a_tied_weight_are_summed_in_place():
     """As autograd's engine does it with real tensors: never three of them."""
-    model = paper_model(lambda: TiedSum(50_000, 8))
+    model = fake_model(lambda: TiedSum(50_000, 8))
     batch = paper_batch(model, {"tokens": torch.empty(4, dtype=torch.long)})
     workload = workload_of(model, batch, lambda model, batch: model(batch["tokens"]), [["layer"]])
     measured = measure_on_paper(workload, [plan_for("none", [["layer"]])], A100)
-    peak = max(reading.peak_bytes for reading in measured.seen[0][1].memory)
+    peak = max(reading.peak_bytes for reading in measured.traces[0][1].memory)
     assert peak == pytest.approx(2 * model.weight.nbytes, rel=0.01)
 
 
@@ -294,7 +294,7 @@ class Summed(torch.autograd.Function):
 
 
 def offloaded(host_bytes_per_s):
-    model = paper_model(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))))
+    model = fake_model(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))))
     batch = paper_batch(model, {"x": torch.empty(1024, 512)})
     workload = workload_of(model, batch, lambda model, batch: model(batch["x"]).sum())
     plans = [plan_blocks(model, strategy) for strategy in ("none", "offload")]
@@ -312,9 +312,9 @@ def test_offloading_waits_for_the_link():
 def test_what_offloads_is_not_held():
     measured = offloaded(A100.host_bytes_per_s)
     chain = measured.chain(offload=True)
-    plan = measured.seen[1][0]
+    plan = measured.traces[1][0]
     set_aside = chain.resident_bytes - measured.chain().resident_bytes
-    keep, move = (simulate(chain, p).peak_bytes - set_aside for p in (measured.seen[0][0], plan))
+    keep, move = (simulate(chain, p).peak_bytes - set_aside for p in (measured.traces[0][0], plan))
     assert move < 0.7 * keep
     assert chain.blocks[3].option(Action.OFFLOAD).saved_bytes == 0
 
@@ -364,12 +364,12 @@ def loss_of(model, batch):
 @pytest.mark.parametrize("name", MOVING)
 def test_what_offloading_pins_on_the_host_is_predicted(name, monkeypatch):
     build, batch_of = MOVING[name]
-    model = paper_model(build)
+    model = fake_model(build)
     workload = workload_of(model, paper_batch(model, batch_of()), loss_of)
     plain, offload = (plan_blocks(model, strategy) for strategy in ("none", "offload"))
     chain = measure_on_paper(workload, [plain, offload], A100).chain(offload=True)
     copies = CountedCopies()
-    monkeypatch.setitem(RUN, Action.OFFLOAD, Mover(CPU, copies).run)
+    monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, copies).run)
     real = build()
     with apply_plan(real, offload):
         loss_of(real, batch_of()).backward()
@@ -384,13 +384,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, fake_model
 from memsave_recipes.estimate.targets import find_target
 
 sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
 config = LlamaConfig(**sizes, num_hidden_layers=32, vocab_size=128256, use_cache=False)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model = paper_model(lambda: LlamaForCausalLM(config).train())
+model = fake_model(lambda: LlamaForCausalLM(config).train())
 tokens = torch.empty(1, 8192, dtype=torch.long, device="meta")
 batch = paper_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
 workload = Workload(model=model, forward=lambda: model(**batch).loss, batch=list(batch.values()),

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.estimate import fake_step
-from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, paper_model
+from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
 from memsave_recipes.estimate.fake_step import bytes_moved
 from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.profiling.block_costs import Workload
@@ -42,7 +42,7 @@ def computes(func, leaves, out):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "densenet_small"])
 def test_what_computes_nothing_takes_no_time(make_case, priced, name):
     case = make_case(name)
-    model = paper_model(lambda: make_case(name).model)
+    model = fake_model(lambda: make_case(name).model)
     batch = paper_batch(model, {"batch": case.batch})
     workload = Workload(
         model=model,

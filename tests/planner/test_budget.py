@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import Beside, forecast, keep_all, plans_to_measure
+from memsave_recipes.planner.budget import StaticMemory, forecast, keep_all, plans_to_measure
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
@@ -26,7 +26,7 @@ class Costed:
     case: object
     workload: Workload
     measurement: object
-    beside: Beside
+    static: StaticMemory
 
     @property
     def chain(self):
@@ -41,7 +41,7 @@ class Costed:
 
 def smallest_bytes(costed):
     with pytest.raises(InputError, match="the smallest that works is") as refusal:
-        forecast(costed.measurement, 0, costed.beside)
+        forecast(costed.measurement, 0, costed.static)
     words = str(refusal.value).partition("works is ")[2]
     return int(float(words.partition(",")[0]) * 1024**3)
 
@@ -65,7 +65,7 @@ def costed(request):
         config.use_cache = False  # as the recipes have it
     workload = workload_of(case)
     plans = plans_to_measure("budget:bitwise", workload, device_type="cpu")
-    return Costed(case, workload, measure(workload, plans), Beside())
+    return Costed(case, workload, measure(workload, plans), StaticMemory())
 
 
 def step(case):
@@ -100,7 +100,7 @@ def record_of_step(case, buffers):
 def test_plans_fit_their_budgets_and_peak_where_they_were_predicted(costed):
     resident = costed.chain.resident_bytes
     for budget in costed.budgets():
-        found = forecast(costed.measurement, budget, costed.beside)
+        found = forecast(costed.measurement, budget, costed.static)
         with apply_plan(costed.case.model, found.plan):
             measured = resident + peak_bytes(costed)
         assert measured <= budget
@@ -112,13 +112,13 @@ def test_every_budget_leaves_gradients_buffers_and_random_numbers_as_they_are(co
     buffers = [buffer.clone() for buffer in case.model.buffers()]
     expected = record_of_step(case, buffers)
     for budget in costed.budgets():
-        with apply_plan(case.model, forecast(costed.measurement, budget, costed.beside).plan):
+        with apply_plan(case.model, forecast(costed.measurement, budget, costed.static).plan):
             record = record_of_step(case, buffers)
         assert [name for name in expected if not torch.equal(record[name], expected[name])] == []
 
 
 def test_tighter_budgets_never_add_less_time(costed):
-    added = [forecast(costed.measurement, budget, costed.beside).added_s for budget in costed.budgets()]
+    added = [forecast(costed.measurement, budget, costed.static).added_s for budget in costed.budgets()]
     assert added == sorted(added, reverse=True)
 
 
@@ -133,7 +133,7 @@ def test_recomputed_flops_are_those_of_the_spans_that_recompute(costed):
     case = costed.case
     plain = flops_of(lambda: step(case))
     for budget in costed.budgets():
-        plan = forecast(costed.measurement, budget, costed.beside).plan
+        plan = forecast(costed.measurement, budget, costed.static).plan
         alone = 0
         for span in plan.spans:
             if span.action is Action.RECOMPUTE:
@@ -168,13 +168,13 @@ def test_compiled_plans_fit_and_are_predicted_too(build_case):
     case.model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=4, n_head=4, n_embd=128)).train()
     workload = workload_of(case)
     measurement = measure(workload, plans_to_measure("budget", workload, device_type="cpu"))
-    ratios = [plan.compiled_memory_ratio for plan, _ in measurement.seen if not plan.is_bitwise]
+    ratios = [plan.compiled_memory_ratio for plan, _ in measurement.traces if not plan.is_bitwise]
     assert ratios == [0.3, 0.5, 0.7]
-    costed = Costed(case, workload, measurement, Beside())
+    costed = Costed(case, workload, measurement, StaticMemory())
     resident = costed.chain.resident_bytes
     compiled = 0
     for budget in costed.budgets():
-        found = forecast(measurement, budget, Beside())
+        found = forecast(measurement, budget, StaticMemory())
         compiled += not found.plan.is_bitwise
         with apply_plan(case.model, found.plan):
             step(case)  # compiles

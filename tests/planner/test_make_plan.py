@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner import Beside, make_plan
+from memsave_recipes.planner import StaticMemory, make_plan
 from memsave_recipes.planner.budget import forecast, plans_to_measure
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
@@ -114,7 +114,7 @@ def test_a_plan_that_takes_more_than_was_predicted_is_not_given(keeps_more):
     for share in (0.6, 0.68, 0.74, 0.84):
         budget_bytes = int(share * plain_bytes)
         over.append(peak_under(predicted_to_fit(*keeps_more, budget_bytes), *keeps_more) > budget_bytes)
-        plan = make_plan(*keeps_more, strategy=STRATEGY, budget_gib=budget_bytes / GIB, beside=Beside())
+        plan = make_plan(*keeps_more, strategy=STRATEGY, budget_gib=budget_bytes / GIB, static=StaticMemory())
         assert peak_under(plan, *keeps_more) <= budget_bytes
     assert any(over)
 
@@ -123,15 +123,15 @@ def test_a_budget_that_no_plan_stays_within_is_refused(keeps_more):
     model, batch = keeps_more
     smallest = peak_under(plan_blocks(model, "full"), model, batch)
     with pytest.raises(InputError, match="memory_budget_gib"):
-        make_plan(model, batch, strategy=STRATEGY, budget_gib=0.95 * smallest / GIB, beside=Beside())
+        make_plan(model, batch, strategy=STRATEGY, budget_gib=0.95 * smallest / GIB, static=StaticMemory())
 
 
 def test_only_so_many_plans_are_tried_out(keeps_more, monkeypatch):
     module = sys.modules["memsave_recipes.planner.make_plan"]  # the package has the function by its name
-    monkeypatch.setattr(module, "MOST_TRIALS", 1)
+    monkeypatch.setattr(module, "MAX_TRIALS", 1)
     monkeypatch.setattr(module, "step_bytes", lambda *_: GIB + 1)
     with pytest.raises(InputError, match=r"of 1 that were tried out none .* works with 1\.0001"):
-        make_plan(*keeps_more, strategy=STRATEGY, budget_gib=1, beside=Beside())
+        make_plan(*keeps_more, strategy=STRATEGY, budget_gib=1, static=StaticMemory())
 
 
 def predicted_to_fit(model, batch, budget_bytes):
@@ -143,12 +143,12 @@ def predicted_to_fit(model, batch, budget_bytes):
         stacks=[[name for name, _ in model.named_children()]],
     )
     measured = measure(workload, plans_to_measure(STRATEGY, workload, device_type="cpu"))
-    return forecast(measured, budget_bytes, Beside()).plan
+    return forecast(measured, budget_bytes, StaticMemory()).plan
 
 
 def test_trying_out_leaves_no_trace(keeps_more):
     model, batch = keeps_more
     random_state = torch.get_rng_state()
-    make_plan(model, batch, strategy=STRATEGY, budget_gib=1, beside=Beside())
+    make_plan(model, batch, strategy=STRATEGY, budget_gib=1, static=StaticMemory())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -4,27 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from memsave_recipes.planner.budget import Beside, Forecast
+from memsave_recipes.planner.budget import Forecast, StaticMemory
 from memsave_recipes.planner.frontier import points_of
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.render.choice import BAR, bar, best_rows, grouped_parts, show_choice
 from memsave_recipes.text import MIB
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 
 BATCH = 32
 WEIGHTS, STATE, CONTEXT = 3 * MIB, 6 * MIB, 5 * MIB
 
 
 def candidate(size: int, strategy: str, budget_bytes: int, loss: str | None = None) -> Candidate:
-    keep = Option(
+    keep = BlockOption(
         action=Action.KEEP,
         saved_bytes=size * MIB,
         saves_input=True,
         saves_output=False,
-        forward_rise_bytes=2 * size * MIB,
-        backward_rise_bytes=size * MIB,
+        forward_transient_bytes=2 * size * MIB,
+        backward_transient_bytes=size * MIB,
     )
     blocks = tuple(
         BlockCosts(
@@ -40,11 +40,11 @@ def candidate(size: int, strategy: str, budget_bytes: int, loss: str | None = No
     )
     chain = Chain(blocks=blocks, resident_bytes=WEIGHTS + STATE + size * MIB // 8, gradients_resident=size < BATCH)
     return Candidate(
-        geometry=Geometry.of(BATCH, size, 1),
+        layout=BatchLayout.of(BATCH, size, 1),
         loss=loss,
         forecast=Forecast(plan=plan_for(strategy, [chain.decided_names]), chain=chain),
         weights_bytes=WEIGHTS,
-        beside=Beside(state_bytes=STATE),
+        static=StaticMemory(state_bytes=STATE),
         overheads={"CUDA context": CONTEXT},
         budget_bytes=budget_bytes,
     )
@@ -92,7 +92,7 @@ def test_one_row_is_marked_and_what_is_too_large_says_by_how_much(capsys: pytest
     show_choice(found)
     out = capsys.readouterr().out
     (marked,) = lines_of(out, "→")
-    assert f"{chosen.geometry.micro_batch_size} x {chosen.geometry.accumulation_steps}" in marked
+    assert f"{chosen.layout.micro_batch_size} x {chosen.layout.accumulation_steps}" in marked
     assert chosen.strategy in marked
     assert "no, +" in out
     assert out.count("predicted peak") == 1
@@ -105,11 +105,11 @@ def test_of_each_micro_batch_the_fastest_that_fits_is_shown() -> None:
     found = choice(80 * MIB)
     rows = best_rows(found)
     assert len(rows) < len(found.candidates)
-    assert {one.geometry for one in rows} == {one.geometry for one in found.candidates}
+    assert {one.layout for one in rows} == {one.layout for one in found.candidates}
     assert any(one is found.chosen for one in rows)
-    for geometry in {one.geometry for one in rows} - {found.chosen.geometry if found.chosen else None}:
-        (row,) = [one for one in rows if one.geometry == geometry]
-        others = [one for one in found.candidates if one.geometry == geometry]
+    for layout in {one.layout for one in rows} - {found.chosen.layout if found.chosen else None}:
+        (row,) = [one for one in rows if one.layout == layout]
+        others = [one for one in found.candidates if one.layout == layout]
         if row.fits:
             assert row.step_s == min(one.step_s for one in others if one.fits)
         else:

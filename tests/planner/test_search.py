@@ -8,20 +8,20 @@ from torch import nn
 
 from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.planner.budget import (
-    Beside,
     Forecast,
+    StaticMemory,
     overheads_of_target,
     usable_bytes,
     usable_host_bytes,
     workspaces_of_device,
 )
 from memsave_recipes.planner.levers import levers, refusal
-from memsave_recipes.planner.search import Candidate, Choice, host_line, open_geometries, search
+from memsave_recipes.planner.search import Candidate, Choice, host_line, open_layouts, search
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.render.choice import fits_text
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import state_bytes
 
 MODEL = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
@@ -32,13 +32,13 @@ BATCH = 400
 
 def chain(size, seconds=1.0):
     """Two blocks whose activations grow with the micro-batch."""
-    keep = Option(
+    keep = BlockOption(
         action=Action.KEEP,
         saved_bytes=10_000 * size,
         saves_input=True,
         saves_output=False,
-        forward_rise_bytes=10,
-        backward_rise_bytes=20,
+        forward_transient_bytes=10,
+        backward_transient_bytes=20,
     )
     blocks = [
         BlockCosts(
@@ -55,13 +55,13 @@ def chain(size, seconds=1.0):
     return Chain(blocks=tuple(blocks), resident_bytes=WEIGHTS + STATE + BATCH)
 
 
-def candidate(size=4, word="none", *, seconds=1.0, budget=10**9, beside=None, overheads=None):
+def candidate(size=4, word="none", *, seconds=1.0, budget=10**9, static=None, overheads=None):
     return Candidate(
-        geometry=Geometry.of(16, size, 1),
+        layout=BatchLayout.of(16, size, 1),
         loss=None,
         forecast=Forecast(plan=plan_for(word, [["0", "1"]]), chain=chain(size, seconds)),
         weights_bytes=WEIGHTS,
-        beside=beside or Beside(state_bytes=STATE),
+        static=static or StaticMemory(state_bytes=STATE),
         overheads=overheads or {},
         budget_bytes=budget,
     )
@@ -70,7 +70,7 @@ def candidate(size=4, word="none", *, seconds=1.0, budget=10**9, beside=None, ov
 @pytest.mark.parametrize("word", ["none", "full"])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_the_parts_add_up_to_what_is_needed(word, accumulates):
-    one = candidate(word=word, beside=Beside(state_bytes=STATE), overheads={"CUDA context": 77})
+    one = candidate(word=word, static=StaticMemory(state_bytes=STATE), overheads={"CUDA context": 77})
     one = replace(
         one, forecast=replace(one.forecast, chain=replace(one.forecast.chain, gradients_resident=accumulates))
     )
@@ -137,20 +137,20 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch):
 def test_the_search_ends_with_the_first_size_that_nothing_of_fits():
     looked_at = []
 
-    def candidates_of(geometry, loss):
-        looked_at.append((geometry.micro_batch_size, loss))
-        return [candidate(geometry.micro_batch_size, budget=WEIGHTS * 4 + 60_000)]
+    def candidates_of(layout, loss):
+        looked_at.append((layout.micro_batch_size, loss))
+        return [candidate(layout.micro_batch_size, budget=WEIGHTS * 4 + 60_000)]
 
-    choice = search(Geometry.halvings(16, 1), ("full", "chunked"), candidates_of)
+    choice = search(BatchLayout.halvings(16, 1), ("full", "chunked"), candidates_of)
     assert looked_at == [(size, loss) for size in (1, 2, 4, 8) for loss in ("full", "chunked")]
     assert not choice.candidates[-1].fits
-    assert choice.chosen.geometry.micro_batch_size == 4
+    assert choice.chosen.layout.micro_batch_size == 4
 
 
 def test_micro_batches_are_halvings_of_a_ranks_share():
-    assert [geometry.micro_batch_size for geometry in Geometry.halvings(48, 2)] == [1, 2, 3, 6, 12, 24]
-    assert [geometry.accumulation_steps for geometry in Geometry.halvings(48, 2)] == [24, 12, 8, 4, 2, 1]
-    assert [geometry.micro_batch_size for geometry in Geometry.halvings(5, 1)] == [1, 2, 3, 5]
+    assert [layout.micro_batch_size for layout in BatchLayout.halvings(48, 2)] == [1, 2, 3, 6, 12, 24]
+    assert [layout.accumulation_steps for layout in BatchLayout.halvings(48, 2)] == [24, 12, 8, 4, 2, 1]
+    assert [layout.micro_batch_size for layout in BatchLayout.halvings(5, 1)] == [1, 2, 3, 5]
 
 
 def flags(**changes):
@@ -159,13 +159,13 @@ def flags(**changes):
 
 def test_flags_leave_open_what_they_do_not_name():
     optim = OptimizerArguments()
-    named = open_geometries(flags(micro_batch_size="4", activation_checkpointing="budget"), optim, 1)
-    assert [geometry.micro_batch_size for geometry in named] == [4]
-    free = open_geometries(flags(micro_batch_size="auto"), optim, 2)
-    assert [geometry.micro_batch_size for geometry in free] == [1, 2, 4]
+    named = open_layouts(flags(micro_batch_size="4", activation_checkpointing="budget"), optim, 1)
+    assert [layout.micro_batch_size for layout in named] == [4]
+    free = open_layouts(flags(micro_batch_size="auto"), optim, 2)
+    assert [layout.micro_batch_size for layout in free] == [1, 2, 4]
     in_backward = OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0)
-    undivided = open_geometries(flags(micro_batch_size="auto"), in_backward, 1)
-    assert [geometry.micro_batch_size for geometry in undivided] == [8]
+    undivided = open_layouts(flags(micro_batch_size="auto"), in_backward, 1)
+    assert [layout.micro_batch_size for layout in undivided] == [8]
 
 
 def test_a_budget_that_is_too_small_is_told_what_would_do():

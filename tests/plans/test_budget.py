@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.plans.solver import smallest_feasible, solve, solve_with_gap
@@ -18,14 +18,14 @@ SIZES = [*(1 + seed % 6 for seed in range(300)), *[7] * 20, *[8] * 6, 9, 9, 10]
 
 
 def random_option(rng, action, added_s=0.0):
-    return Option(
+    return BlockOption(
         action=action,
         added_s=added_s,
         saved_bytes=rng.randint(0, 20),
         saves_input=rng.random() < 0.6,
         saves_output=rng.random() < 0.4,
-        forward_rise_bytes=rng.randint(0, 30),
-        backward_rise_bytes=rng.randint(0, 30),
+        forward_transient_bytes=rng.randint(0, 30),
+        backward_transient_bytes=rng.randint(0, 30),
     )
 
 
@@ -105,13 +105,13 @@ def deep_chain(num_blocks, *, seed=0, dense=False, uniform=False):
         scale = 1.0 if uniform else 2.0 ** (-6 * number / num_blocks)
         output, saved, seconds = (20e6, 150e6, 0.01) if uniform else (rng.uniform(5e6, 6e7), rng.uniform(0, 2e8), None)
         output, saved = int(output * scale), int(saved * scale)
-        keep = Option(
+        keep = BlockOption(
             action=Action.KEEP,
             saved_bytes=saved,
             saves_input=uniform or rng.random() < 0.8,
             saves_output=not uniform and rng.random() < 0.5,
-            forward_rise_bytes=saved + output,
-            backward_rise_bytes=output * 2,
+            forward_transient_bytes=saved + output,
+            backward_transient_bytes=output * 2,
         )
         blocks.append(
             BlockCosts(

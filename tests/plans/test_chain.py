@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans.chain import BlockCosts, Chain, Option
+from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import host_bytes, simulate
 
@@ -13,14 +13,14 @@ KEEP, RECOMPUTE, SELECT_OPS, OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.SEL
 
 
 def option(action=KEEP, *, added_s=0.0, saved=0, forward=0, backward=0, saves=""):
-    return Option(
+    return BlockOption(
         action=action,
         added_s=added_s,
         saved_bytes=saved,
         saves_input="i" in saves,
         saves_output="o" in saves,
-        forward_rise_bytes=forward,
-        backward_rise_bytes=backward,
+        forward_transient_bytes=forward,
+        backward_transient_bytes=backward,
     )
 
 

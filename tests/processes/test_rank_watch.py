@@ -17,9 +17,9 @@ from memsave_recipes.distributed import (
     DONE,
     SILENT,
     Lateness,
-    by_rank_0,
+    main_process_first,
     missing_ranks_end_the_run,
-    rank_0_first,
+    on_main_process,
     report_of,
 )
 from memsave_recipes.processes import LOST
@@ -119,8 +119,8 @@ def stopped(accelerator):
 
 def long_work(accelerator):
     """What only rank 0 does takes longer than ranks may wait for one another."""
-    by_rank_0(accelerator, partial(time.sleep, 2 * LIMIT_S))
-    with rank_0_first(accelerator):
+    on_main_process(accelerator, partial(time.sleep, 2 * LIMIT_S))
+    with main_process_first(accelerator):
         time.sleep(2 * LIMIT_S * accelerator.is_main_process)
 
 

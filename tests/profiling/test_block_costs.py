@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeCopyMode
 from transformers import MegatronBertConfig, MegatronBertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.activations.offload import Mover
+from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.fake_step import PaperInstruments, Rates
+from memsave_recipes.estimate.fake_step import FakeInstruments, Rates
 from memsave_recipes.plans import Action, Span, plan_for
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
@@ -195,9 +195,7 @@ def test_on_paper_the_peaks_are_those_of_the_device_without_its_workspaces(make_
     chain = measure(real, [keep]).chain()
     with mode:
         fake = workload_of(model, case.loss_of, batch)
-        on_paper = measure(
-            fake, [keep], instruments=PaperInstruments(Rates(flops_per_s=5e10, bytes_per_s=1e10))
-        ).chain()
+        on_paper = measure(fake, [keep], instruments=FakeInstruments(Rates(flops_per_s=5e10, bytes_per_s=1e10))).chain()
     assert on_paper.resident_bytes == chain.resident_bytes
     for strategy in ("none", "full", "segments:3"):
         plan = plan_for(strategy, real.stacks)
@@ -211,7 +209,7 @@ def test_on_paper_time_is_the_roofline():
         model, batch = nn.Sequential(nn.Linear(256, 256, bias=False)), torch.randn(64, 256)
         workload = workload_of(model, lambda model, batch: model(batch).sum(), batch)
         rates = Rates(flops_per_s=1e6, bytes_per_s=1e30)
-        chain = measure(workload, [plan_for("none", workload.stacks)], instruments=PaperInstruments(rates)).chain()
+        chain = measure(workload, [plan_for("none", workload.stacks)], instruments=FakeInstruments(rates)).chain()
     block = next(block for block in chain.blocks if block.stack is not None)
     assert block.forward_s == pytest.approx(2 * 64 * 256 * 256 / 1e6)
     assert block.backward_s == pytest.approx(2 * 64 * 256 * 256 / 1e6)  # the batch needs no gradient
@@ -232,7 +230,7 @@ class HostCopies:
 
 
 def test_offloaded_blocks_need_no_more_than_was_predicted(monkeypatch):
-    mover = Mover(CPU, HostCopies())
+    mover = OffloadEngine(CPU, HostCopies())
     monkeypatch.setitem(RUN, Action.OFFLOAD, mover.run)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)), nn.Linear(512, 1))
@@ -276,4 +274,4 @@ def test_offloading_is_not_tried_where_the_host_has_no_memory_for_it():
     plans = [plan_blocks(model, word) for word in ("none", "offload")]
     saved = 5 * 1024 * 512 * 4 * 9 // 8  # three products, and the inputs of two: the batch is the first one's
     for host_budget_bytes, count in ((None, 2), (saved, 2), (saved - 1, 1)):
-        assert len(measure(workload, plans, host_budget_bytes=host_budget_bytes).seen) == count
+        assert len(measure(workload, plans, host_budget_bytes=host_budget_bytes).traces) == count

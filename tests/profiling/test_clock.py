@@ -32,7 +32,7 @@ def test_figures_leave_out_the_warm_up_and_evaluations(seconds):
         clock.step(samples=8)
         if batch % 2:
             windows.append(clock.end_window())
-            with clock.left_out():
+            with clock.paused():
                 seconds[0] += 1000
     steady = {"samples_per_sec": 2.0, "step_time_s": 4.0, "data_wait_pct": 25.0}
     assert windows == [{}, steady, steady]
@@ -82,7 +82,7 @@ def test_a_state_is_not_changed_by_loading_it(seconds):
 def test_what_is_saved_while_time_is_left_out_knows_nothing_of_that_time(seconds):
     clock = StepClock()
     seconds[0] += 2
-    with clock.left_out():
+    with clock.paused():
         seconds[0] += 50  # of an evaluation that a signal ends
         assert clock.state_dict()["train_time_s"] == 2
     assert clock.train_time_s == 2
@@ -110,7 +110,7 @@ def test_an_evaluation_begins_when_the_steps_are_done(seconds, queued):
     clock.step(samples=8)
     clock.step(samples=8)
     queued[0] = 7.0
-    with clock.left_out(synchronize=True):
+    with clock.paused(synchronize=True):
         assert queued[0] == 0
         seconds[0] += 1000
     assert clock.end_window()["step_time_s"] == clock.train_time_s == 7
@@ -122,7 +122,7 @@ def test_a_checkpoint_is_due_while_time_is_left_out(seconds, queued):
     clock.step(samples=8)
     clock.step(samples=8)
     queued[0] = 7.0
-    with clock.left_out():
+    with clock.paused():
         assert queued[0] == 7
         seconds[0] += 1
         clock.synchronize()
@@ -136,6 +136,6 @@ def test_a_run_on_the_cpu_leaves_the_accelerators_of_the_machine_alone(monkeypat
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: pytest.fail("makes a context on a device"))
     clock = StepClock(warmup_steps=1, device=torch.device("cpu"))
     clock.step(samples=8)
-    with clock.left_out(synchronize=True):
+    with clock.paused(synchronize=True):
         pass
     clock.end_window()

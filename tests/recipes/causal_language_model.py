@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memsave_recipes.run.folder import save_model
 from memsave_recipes.run.trackers import finish_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import Geometry, SampleKey, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder
 from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
@@ -62,7 +62,7 @@ def main() -> None:
         accelerator,
         Rows(),
         order=SampleOrder(num_samples=NUM_ROWS, global_batch_size=run.global_batch_size, seed=run.seed),
-        geometry=Geometry.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes),
+        layout=BatchLayout.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes),
         num_steps=run.max_steps,
         seed=run.seed,
         count_valid=count_targets,

@@ -11,7 +11,7 @@ import yaml
 from accelerate.state import AcceleratorState
 
 from memsave_recipes.checkpoints.resume import find_newest
-from memsave_recipes.checkpoints.state import Training
+from memsave_recipes.checkpoints.state import TrainState
 from memsave_recipes.run.failures import run_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -40,14 +40,14 @@ def the_line(capsys):
 
 
 def test_a_disk_that_is_full_costs_no_checkpoint(recipe, monkeypatch, limit_file_size, tmp_path, capsys):
-    write = Training.write
+    write = TrainState.write
 
     def write_with_no_room_from_step_4_on(self, folder, record):
         if record["step"] == 4:
             limit_file_size(1_000_000)
         write(self, folder, record)
 
-    monkeypatch.setattr(Training, "write", write_with_no_room_from_step_4_on)
+    monkeypatch.setattr(TrainState, "write", write_with_no_room_from_step_4_on)
     assert end_of(recipe, tmp_path / "run", "--save_every", "2") == 2
     line = the_line(capsys)
     assert "step-4 cannot be written or deleted, a file would be larger" in line

@@ -10,7 +10,7 @@ import pytest
 from accelerate.state import AcceleratorState
 from lives import FLAGS, IMAGES, assert_the_same_run
 
-from memsave_recipes.checkpoints.commit import check_seal
+from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.checkpoints.resume import find_newest
 from memsave_recipes.run.failures import run_recipe
 
@@ -94,7 +94,7 @@ def test_what_a_run_leaves_is_whole_or_can_be_written_later(
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 def test_final_is_sealed_and_as_open_as_the_folder(straight):
     final = straight / "final"
-    check_seal(final)
+    verify_manifest(final)
     assert {path.stat().st_mode & 0o777 for path in final.iterdir()} == {final.stat().st_mode & 0o666}
 
 

@@ -194,8 +194,8 @@ def test_an_unreadable_image_stops_the_run_or_is_left_out(recipe, train, tmp_pat
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "cat/0.png" in line
     assert "--skip_broken_images" in line
-    left_out = train(*flags, "--skip_broken_images", "--drop_last", output="left_out")
-    assert left_out["samples_seen"] == 48
+    paused = train(*flags, "--skip_broken_images", "--drop_last", output="left_out")
+    assert paused["samples_seen"] == 48
     printed = capsys.readouterr().out
     assert "note: 1 broken images are left out" in printed
     assert "note: --drop_last leaves 7 of 23 samples out of every epoch" in printed

@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 from filelock import FileLock
 from lives import IMAGES, assert_the_same_run, rows_of
 
-from memsave_recipes.checkpoints.commit import seal
+from memsave_recipes.checkpoints.commit import write_manifest
 from memsave_recipes.run.failures import run_recipe
 
 RECIPE = "image_classification"
@@ -138,7 +138,7 @@ def test_a_record_without_its_parts_is_refused(stopped_at_6, refused):
     state["dict"] = [entry for entry in state["dict"] if entry[0] != "samples_seen"]
     (folder / "record.json").write_text(json.dumps(content))
     (folder / "manifest.json").unlink()
-    seal(folder)
+    write_manifest(folder)
     assert "the record of the checkpoint is not what a run saves" in refused()
 
 

@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from lives import rows_of
 from PIL import Image
 
-from memsave_recipes.checkpoints.commit import seal
+from memsave_recipes.checkpoints.commit import write_manifest
 from memsave_recipes.run.failures import run_recipe
 
 RECIPES = ["image_classification", "language_modeling", "text_classification"]
@@ -205,7 +205,7 @@ def forget_data(folder):
             part.unlink()
         record.write_text(json.dumps({**content, "parts": 0}))
         (record.parent / "manifest.json").unlink()
-        seal(record.parent)
+        write_manifest(record.parent)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)

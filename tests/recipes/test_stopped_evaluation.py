@@ -33,7 +33,7 @@ def live(accelerator, *, recipe, folder, signal_in=None, killed_after=None):
         killed_after: the step after which it dies.
     """
     module = sys.modules[recipe]
-    distributed.ASK_EVERY_S = 0  # these evaluations take a moment
+    distributed.POLL_EVERY_S = 0  # these evaluations take a moment
     batches_of = []
     gets_it = accelerator.process_index == accelerator.num_processes - 1
     module.evaluation_batches = counted(module.evaluation_batches, batches_of, signal_in if gets_it else None)

@@ -50,7 +50,7 @@ GEOMETRIES = {
 }
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 KEY_BIAS = ".key.bias"
-QUICK = {("images", "adamw", "float64", geometry) for geometry in ("1x5-uneven", "2x3x4", "4x2x3")}
+QUICK = {("images", "adamw", "float64", layout) for layout in ("1x5-uneven", "2x3x4", "4x2x3")}
 
 
 class Launcher:
@@ -74,9 +74,9 @@ class Launcher:
         self._processes.append(process)
         return process
 
-    def train(self, geometry: str, script: list[str]) -> None:
+    def train(self, layout: str, script: list[str]) -> None:
         """On this machine alone."""
-        num_ranks, micro_batch_size = GEOMETRIES[geometry]
+        num_ranks, micro_batch_size = GEOMETRIES[layout]
         config = "cpu" if num_ranks == 1 else "cpu_ddp"
         launch = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(num_ranks)]
         wait_for(self.start(launch, [*script, "--micro_batch_size", str(micro_batch_size)]))
@@ -142,9 +142,9 @@ def train(launcher: Launcher) -> Train:
     """The folder of a run, each launched once."""
 
     @cache
-    def run(script: str, optimizer: str, dtype: str, geometry: str) -> Path:
-        folder = launcher.folder / "-".join([script, optimizer, dtype, geometry])
-        launcher.train(geometry, [*words(script, optimizer, dtype), "--output_dir", str(folder)])
+    def run(script: str, optimizer: str, dtype: str, layout: str) -> Path:
+        folder = launcher.folder / "-".join([script, optimizer, dtype, layout])
+        launcher.train(layout, [*words(script, optimizer, dtype), "--output_dir", str(folder)])
         return folder
 
     return run
@@ -157,9 +157,9 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in every]
 
 
-@pytest.mark.parametrize(("script", "optimizer", "dtype", "geometry"), cases())
-def test_any_geometry_trains_the_same(train: Train, script: str, optimizer: str, dtype: str, geometry: str) -> None:
-    folder, expected = (train(script, optimizer, dtype, name) for name in (geometry, "1x24"))
+@pytest.mark.parametrize(("script", "optimizer", "dtype", "layout"), cases())
+def test_any_geometry_trains_the_same(train: Train, script: str, optimizer: str, dtype: str, layout: str) -> None:
+    folder, expected = (train(script, optimizer, dtype, name) for name in (layout, "1x24"))
     assert_same_weights(folder, expected, dtype, optimizer)
     if script == "images":
         assert_same_curve(folder, expected, TOLERANCES[dtype])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memsave_recipes.estimate.targets import find_target
-from memsave_recipes.planner import task
+from memsave_recipes.planner import task as task_module
 from memsave_recipes.run import failures
 from memsave_recipes.run.out_of_memory import planned_advice
 from memsave_recipes.text import MIB
@@ -20,12 +20,12 @@ FLAGS = ["--model", "vgg_small", "--augmentation", "none", "--global_batch_size"
 
 
 @pytest.fixture(scope="module")
-def sketch():
+def task():
     specification = importlib.util.spec_from_file_location("image_classification", RECIPE)
     module = importlib.util.module_from_spec(specification)
     sys.modules["image_classification"] = module
     specification.loader.exec_module(module)
-    yield module.sketch
+    yield module.task
     del sys.modules["image_classification"]
 
 
@@ -36,28 +36,28 @@ def memory(monkeypatch):
     def set_bytes(num_bytes):
         rates = {"flops_per_s": {"float32": 1e11}, "bytes_per_s": 1e10, "kernel_s": 0.0}
         target = replace(find_target("cpu"), memory_bytes=num_bytes, **rates)
-        monkeypatch.setattr(task, "find_target", lambda word: target)
+        monkeypatch.setattr(task_module, "find_target", lambda word: target)
 
     return set_bytes
 
 
-def test_it_names_what_is_predicted_to_fit(sketch, memory):
+def test_it_names_what_is_predicted_to_fit(task, memory):
     memory(12 * MIB)
-    line = planned_advice(partial(sketch, FLAGS))
+    line = planned_advice(partial(task, FLAGS))
     assert line.startswith("the fastest that is predicted to fit in 12 MiB (memsave plan): --micro_batch_size 8 ")
     assert "--activation_checkpointing none" in line
 
 
-def test_it_does_not_name_what_has_just_failed(sketch, memory):
+def test_it_does_not_name_what_has_just_failed(task, memory):
     memory(1000 * MIB)  # where all would fit
-    line = planned_advice(partial(sketch, [*FLAGS, "--micro_batch_size", "8"]))
+    line = planned_advice(partial(task, [*FLAGS, "--micro_batch_size", "8"]))
     size = int(line.partition("--micro_batch_size ")[2].partition(" ")[0])
     assert size < 8 or "--activation_checkpointing none" not in line
 
 
-def test_where_nothing_fits_it_says_so(sketch, memory):
+def test_where_nothing_fits_it_says_so(task, memory):
     memory(1 * MIB)
-    assert planned_advice(partial(sketch, FLAGS)).startswith("no plan of this recipe is predicted to fit in 1 MiB")
+    assert planned_advice(partial(task, FLAGS)).startswith("no plan of this recipe is predicted to fit in 1 MiB")
 
 
 def test_advice_that_fails_never_hides_the_exit_code(capsys):
@@ -65,7 +65,7 @@ def test_advice_that_fails_never_hides_the_exit_code(capsys):
         raise torch.OutOfMemoryError("the page")
 
     with pytest.raises(SystemExit) as end:
-        failures.run_recipe(main, sketch=lambda: 1 / 0)
+        failures.run_recipe(main, task=lambda: 1 / 0)
     assert end.value.code == failures.OUT_OF_MEMORY
     said = capsys.readouterr().err
     assert "the page" in said

@@ -6,7 +6,7 @@ from torch import nn
 
 from memsave_recipes.planner.levers import SAME, Situation, find_levers
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import make_optimizer, state_bytes
 
 WEIGHT = 64 * 128  # numbers
@@ -20,11 +20,11 @@ def model():
 
 def levers(flags, *, network=None, micro=8, accumulation=1, ranks=1, mixed_precision="no", **figures):
     """What each lever's flags free."""
-    geometry = Geometry(global_batch_size=micro * accumulation * ranks, micro_batch_size=micro, num_processes=ranks)
+    layout = BatchLayout(global_batch_size=micro * accumulation * ranks, micro_batch_size=micro, num_processes=ranks)
     found = find_levers(
         Situation(
             flags=flags,
-            geometry=geometry,
+            layout=layout,
             model=network or model(),
             mixed_precision=mixed_precision,
             **{"activations_bytes": 1000, "freed_by_recomputation_bytes": 600, **figures},
@@ -100,10 +100,10 @@ def test_what_frees_nothing_is_not_offered():
 
 def test_batchnorm_sees_fewer_samples():
     network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    geometry = Geometry(global_batch_size=8, micro_batch_size=8, num_processes=1)
+    layout = BatchLayout(global_batch_size=8, micro_batch_size=8, num_processes=1)
     situation = Situation(
         flags={},
-        geometry=geometry,
+        layout=layout,
         model=network,
         mixed_precision="no",
         activations_bytes=8,

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, SafetyArguments
+from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RunArguments
 from memsave_recipes.training.parsing import parse_arguments, underscored
 
 
 def parse(*args):
-    return parse_arguments(RunArguments, OptimizerArguments, SafetyArguments, args=["--output_dir", "out", *args])
+    return parse_arguments(RunArguments, OptimizerArguments, CheckpointArguments, args=["--output_dir", "out", *args])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import Geometry, SampleKey, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder
 from memsave_recipes.training.batching import (
     IGNORED,
     Batch,
@@ -253,7 +253,7 @@ def train_naively(accelerator: Accelerator, task: Task, micro_batch_size: int) -
     scheduler = make_scheduler(optim, optimizer, task.num_steps)
     model, optimizer = accelerator.prepare(bare, optimizer)
     batches = _global_batches(accelerator, task, micro_batch_size)
-    accelerator.gradient_accumulation_steps = batches.geometry.accumulation_steps
+    accelerator.gradient_accumulation_steps = batches.layout.accumulation_steps
     for micro_batch in chain.from_iterable(batch.micro_batches for batch in batches):
         with accelerator.accumulate(model):
             accelerator.backward(work.loss_sum(model, micro_batch) / work.count(micro_batch))
@@ -273,7 +273,7 @@ def _global_batches(accelerator: Accelerator, task: Task, micro_batch_size: int)
         accelerator,
         task.dataset,
         order=task.order,
-        geometry=Geometry.of(GLOBAL_BATCH_SIZE, micro_batch_size, accelerator.num_processes),
+        layout=BatchLayout.of(GLOBAL_BATCH_SIZE, micro_batch_size, accelerator.num_processes),
         num_steps=task.num_steps,
         seed=SEED,
         count_valid=work.count if task.tells_what_counts else None,
@@ -299,10 +299,10 @@ def outcome_of(run_on_ranks: Callable[..., list[Any]]) -> Train:
     """``outcome_of(task)`` of the plain loop, ``outcome_of(task, "2x3x4", loop=train)`` of another, each run once."""
 
     @cache
-    def run(task: Task, geometry: str | None = None, loop: Train = train, **options: Any) -> Outcome:
-        if geometry is None:
+    def run(task: Task, layout: str | None = None, loop: Train = train, **options: Any) -> Outcome:
+        if layout is None:
             return run_on_ranks(partial(train_plainly, task=task), 1)[0]
-        num_ranks, micro_batch_size = GEOMETRIES[geometry]
+        num_ranks, micro_batch_size = GEOMETRIES[layout]
         ranks = run_on_ranks(partial(loop, task=task, micro_batch_size=micro_batch_size, **options), num_ranks)
         assert all(largest_difference(rank.weights, ranks[0].weights) == 0 for rank in ranks)
         assert all(rank.losses == ranks[0].losses for rank in ranks)
@@ -334,21 +334,21 @@ def assert_same_run(outcome: Outcome, expected: Outcome, tolerance: float) -> No
     assert largest_difference(outcome.weights, expected.weights) <= tolerance
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("layout", GEOMETRIES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("work", WORKS)
 def test_any_geometry_trains_as_the_undivided_global_batch(
-    outcome_of: Train, work: str, optimizer: str, geometry: str
+    outcome_of: Train, work: str, optimizer: str, layout: str
 ) -> None:
     task = Task(work=work, optimizer=optimizer)
-    assert_same_run(outcome_of(task, geometry), outcome_of(task), 1e-12)
+    assert_same_run(outcome_of(task, layout), outcome_of(task), 1e-12)
 
 
-@pytest.mark.parametrize("geometry", ["1x5-uneven", "2x3x4", "4x2x3"])
+@pytest.mark.parametrize("layout", ["1x5-uneven", "2x3x4", "4x2x3"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_in_float32_within_its_rounding(outcome_of: Train, optimizer: str, geometry: str) -> None:
+def test_in_float32_within_its_rounding(outcome_of: Train, optimizer: str, layout: str) -> None:
     task = Task(optimizer=optimizer, dtype=torch.float32)
-    weights, expected = outcome_of(task, geometry).weights, outcome_of(task).weights
+    weights, expected = outcome_of(task, layout).weights, outcome_of(task).weights
     if optimizer == "adamw":
         weights, expected = _without_key_biases(weights), _without_key_biases(expected)
     assert largest_difference(weights, expected) <= 1e-5
@@ -367,9 +367,9 @@ def _without_key_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: without(tensor) if name.endswith("c_attn.bias") else tensor for name, tensor in weights.items()}
 
 
-@pytest.mark.parametrize("geometry", ["1x5-uneven", "2x3x4", "4x2x3"])
-def test_the_usual_loop_is_far_off_on_the_same_data(outcome_of: Train, geometry: str) -> None:
-    naive, expected = outcome_of(Task(), geometry, loop=train_naively), outcome_of(Task())
+@pytest.mark.parametrize("layout", ["1x5-uneven", "2x3x4", "4x2x3"])
+def test_the_usual_loop_is_far_off_on_the_same_data(outcome_of: Train, layout: str) -> None:
+    naive, expected = outcome_of(Task(), layout, loop=train_naively), outcome_of(Task())
     initial = Task().make_model().state_dict()
     moved, moved_naively = ({name: run.weights[name] - initial[name] for name in initial} for run in (expected, naive))
     assert error(naive.first_gradient, expected.first_gradient) > 0.1
@@ -377,34 +377,34 @@ def test_the_usual_loop_is_far_off_on_the_same_data(outcome_of: Train, geometry:
 
 
 @pytest.mark.parametrize("num_samples", [101, 7])
-@pytest.mark.parametrize("geometry", ["1x24", "1x5-uneven", "2x3x4", "4x2x3"])
-def test_three_epochs_train_every_sample_three_times(outcome_of: Train, num_samples: int, geometry: str) -> None:
+@pytest.mark.parametrize("layout", ["1x24", "1x5-uneven", "2x3x4", "4x2x3"])
+def test_three_epochs_train_every_sample_three_times(outcome_of: Train, num_samples: int, layout: str) -> None:
     steps_per_epoch = -(-num_samples // GLOBAL_BATCH_SIZE)
     task = Task(optimizer="adamw", num_samples=num_samples, num_steps=3 * steps_per_epoch)
-    outcome = outcome_of(task, geometry)
+    outcome = outcome_of(task, layout)
     assert Counter(chain.from_iterable(outcome.ids)) == dict.fromkeys(range(num_samples), 3)
     assert_same_run(outcome, outcome_of(task), 1e-12)
 
 
-@pytest.mark.parametrize("geometry", ["1x5-uneven", "2x3x4"])
-def test_drop_last_leaves_out_what_it_announces(outcome_of: Train, geometry: str) -> None:
+@pytest.mark.parametrize("layout", ["1x5-uneven", "2x3x4"])
+def test_drop_last_leaves_out_what_it_announces(outcome_of: Train, layout: str) -> None:
     task = Task(num_samples=101, num_steps=12, drop_last=True)
-    outcome = outcome_of(task, geometry)
+    outcome = outcome_of(task, layout)
     epochs = [list(chain.from_iterable(outcome.ids[first : first + 4])) for first in (0, 4, 8)]
     assert task.order.num_dropped == 5
     assert [len(set(epoch)) for epoch in epochs] == [len(epoch) for epoch in epochs] == [101 - 5] * 3
     assert_same_run(outcome, outcome_of(task), 1e-12)
 
 
-@pytest.mark.parametrize("geometry", ["1x6x4", "1x5-uneven", "2x12", "2x3x4", "4x2x3"])
+@pytest.mark.parametrize("layout", ["1x6x4", "1x5-uneven", "2x12", "2x3x4", "4x2x3"])
 @pytest.mark.parametrize("work", WORKS)
-def test_labels_that_are_all_ignored(outcome_of: Train, work: str, geometry: str) -> None:
+def test_labels_that_are_all_ignored(outcome_of: Train, work: str, layout: str) -> None:
     """Those of the first half of step 0, which is whole micro-batches and ranks, and of all of step 1."""
     permutation = Task(work=work).order.permutation(0)
     task = Task(
         work=work, optimizer="adamw", num_steps=5, unlabelled=frozenset([*permutation[:12], *permutation[24:48]])
     )
-    outcome = outcome_of(task, geometry)
+    outcome = outcome_of(task, layout)
     assert outcome.grad_norms[1] == 0
     assert all(tensor.isfinite().all() for tensor in outcome.weights.values())
     assert_same_run(outcome, outcome_of(task), 1e-12)
@@ -415,10 +415,10 @@ def test_without_a_count_every_sample_counts_once(outcome_of: Train) -> None:
     assert_same_run(outcome_of(replace(task, tells_what_counts=False), "2x3x4"), outcome_of(task), 1e-12)
 
 
-@pytest.mark.parametrize("geometry", ["2x12", "2x3x4", "4x2x3"])
-def test_gradients_are_reduced_once_a_step(outcome_of: Train, geometry: str) -> None:
+@pytest.mark.parametrize("layout", ["2x12", "2x3x4", "4x2x3"])
+def test_gradients_are_reduced_once_a_step(outcome_of: Train, layout: str) -> None:
     task = Task(work="classifier", num_steps=WINDOW, tells_what_counts=False)
-    outcome = outcome_of(task, geometry, counts_all_reduces=True)
+    outcome = outcome_of(task, layout, counts_all_reduces=True)
     # The gradients fill a single bucket of DDP; the one besides is that of the window's loss.
     assert outcome.num_all_reduces == task.num_steps + 1
 
@@ -462,31 +462,31 @@ JOIN = "; --sync_batchnorm joins the ranks"
 
 
 @pytest.mark.parametrize(
-    ("geometry", "parts", "advice"),
+    ("layout", "parts", "advice"),
     [
         ("1x6x4", 4, ""),
         ("2x12", 2, "; --sync_batchnorm joins the ranks"),
         ("2x3x4", 8, "; --sync_batchnorm joins the ranks"),
     ],
 )
-def test_batchnorm_says_what_is_not_the_same(geometry: str, parts: int, advice: str) -> None:
-    assert notice_of(nn.BatchNorm1d(2), geometry) == (
+def test_batchnorm_says_what_is_not_the_same(layout: str, parts: int, advice: str) -> None:
+    assert notice_of(nn.BatchNorm1d(2), layout) == (
         f"note: 1 BatchNorm layers normalise each of {parts} micro-batches by itself, so other numbers of ranks or "
         f"accumulation steps give another curve{advice}"
     )
 
 
 @pytest.mark.parametrize(
-    ("layer", "geometry"), [(nn.BatchNorm1d(2), "1x24"), (nn.SyncBatchNorm(2), "2x12"), (nn.LayerNorm(2), "2x3x4")]
+    ("layer", "layout"), [(nn.BatchNorm1d(2), "1x24"), (nn.SyncBatchNorm(2), "2x12"), (nn.LayerNorm(2), "2x3x4")]
 )
-def test_nothing_is_said_where_the_curve_is_the_same(layer: nn.Module, geometry: str) -> None:
-    assert notice_of(layer, geometry) is None
+def test_nothing_is_said_where_the_curve_is_the_same(layer: nn.Module, layout: str) -> None:
+    assert notice_of(layer, layout) is None
 
 
-def notice_of(layer: nn.Module, geometry: str) -> str | None:
-    num_ranks, micro_batch_size = GEOMETRIES[geometry]
+def notice_of(layer: nn.Module, layout: str) -> str | None:
+    num_ranks, micro_batch_size = GEOMETRIES[layout]
     return batchnorm_notice(
-        nn.Sequential(nn.Linear(2, 2), layer), Geometry.of(GLOBAL_BATCH_SIZE, micro_batch_size, num_ranks)
+        nn.Sequential(nn.Linear(2, 2), layer), BatchLayout.of(GLOBAL_BATCH_SIZE, micro_batch_size, num_ranks)
     )
 
 
@@ -506,12 +506,12 @@ def test_the_smallest_micro_batch_is_that_of_the_run(
     num_samples, ranks, micro_batch_size, num_steps, drop_last, smallest
 ):
     order = SampleOrder(num_samples=num_samples, global_batch_size=GLOBAL_BATCH_SIZE, seed=SEED, drop_last=drop_last)
-    geometry = Geometry.of(GLOBAL_BATCH_SIZE, micro_batch_size, ranks)
-    batches = GlobalBatches(None, None, order=order, geometry=geometry, num_steps=num_steps, seed=SEED)
+    layout = BatchLayout.of(GLOBAL_BATCH_SIZE, micro_batch_size, ranks)
+    batches = GlobalBatches(None, None, order=order, layout=layout, num_steps=num_steps, seed=SEED)
     taken = [
         max(1, len(positions))
         for step in range(num_steps)
-        for rank in geometry.micro_batches(order.num_samples_in(step))
+        for rank in layout.micro_batches(order.num_samples_in(step))
         for positions in rank
     ]
     assert batches.smallest_micro_batch == min(taken) == smallest
@@ -558,7 +558,7 @@ def test_the_next_global_batch_is_made_without_waiting_for_the_device(monkeypatc
         OfManyRanks(cpu=True),
         dataset,
         order=SampleOrder(num_samples=40, global_batch_size=8, seed=0),
-        geometry=Geometry.of(8, 2, 1),
+        layout=BatchLayout.of(8, 2, 1),
         num_steps=3,
         seed=0,
         count_valid=count_valid,

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.non_finite import FiniteGate, NotFinite, StepLosses
+from memsave_recipes.training.non_finite import NonFiniteGuard, NotFinite, StepLosses
 
 BAD_STEPS = (1, 3)
 OPTIMIZERS = {
@@ -29,11 +29,11 @@ def train(accelerator, *, optimizer, factor, skips):
     """Of every step whether it changed the model, its losses and what was said. The last rank has the bad ones."""
     torch.manual_seed(0)
     order = SampleOrder(num_samples=40, global_batch_size=8, seed=0)
-    geometry = Geometry.of(8, 2, accelerator.num_processes)
-    batches = GlobalBatches(accelerator, Rows(), order=order, geometry=geometry, num_steps=5, seed=0)
+    layout = BatchLayout.of(8, 2, accelerator.num_processes)
+    batches = GlobalBatches(accelerator, Rows(), order=order, layout=layout, num_steps=5, seed=0)
     bare = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
     model, optimizer = accelerator.prepare(bare, OPTIMIZERS[optimizer](bare.parameters()))
-    gate = FiniteGate(accelerator, model, optimizer, skips=skips)
+    gate = NonFiniteGuard(accelerator, model, optimizer, skips=skips)
     losses = StepLosses(accelerator, order, skips=skips)
     is_spoilt = accelerator.process_index == accelerator.num_processes - 1
     changed, said = [], None
@@ -43,7 +43,7 @@ def train(accelerator, *, optimizer, factor, skips):
             loss = F.cross_entropy(model(micro_batch["x"]), micro_batch["labels"], reduction="sum", ignore_index=-100)
             batch.backward(loss * factor if is_spoilt and batch.step in BAD_STEPS else loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        if gate.opens(batch, norm):
+        if gate.should_step(batch, norm):
             optimizer.step()
         optimizer.zero_grad()
         losses.add(batch, norm)

@@ -446,7 +446,7 @@ class TestEnd:
 
     def test_end_training_waits_before_it_frees_the_group(self, monkeypatch: pytest.MonkeyPatch) -> None:
         order: list[str] = []
-        monkeypatch.setattr(launch, "let_gloo_settle", lambda: order.append("wait"))
+        monkeypatch.setattr(launch, "drain_gloo", lambda: order.append("wait"))
         monkeypatch.setattr(launch.Accelerator, "end_training", lambda self: order.append("free"))
         start_accelerator().end_training()
         assert order == ["wait", "free"]

@@ -17,7 +17,7 @@ from memsave_recipes.run.memory_watch import largest_in_gib
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.text import GIB
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import IGNORED, GlobalBatches
 from memsave_recipes.training.non_finite import gather_figures
 
@@ -50,7 +50,7 @@ def make_report(accelerator, *, first_step=0, num_steps=6, global_batch_size=5, 
         accelerator,
         Points(),
         order=SampleOrder(num_samples=NUM_SAMPLES, global_batch_size=global_batch_size, seed=0),
-        geometry=Geometry.of(global_batch_size, micro_batch_size, accelerator.num_processes),
+        layout=BatchLayout.of(global_batch_size, micro_batch_size, accelerator.num_processes),
         first_step=first_step,
         num_steps=num_steps,
         seed=0,
@@ -238,7 +238,7 @@ def begin_with_a_snapshot(accelerator):
             work="",
             flags={"memory_snapshot": 2, "dtype": "float32"},
             planned=RunPlan(Plan(strategy="none", blocks=(), spans=())),
-            geometry=Geometry.of(2, 1, 1),
+            layout=BatchLayout.of(2, 1, 1),
         )
     return Path("never-made").exists()
 

@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments, Schedule
-from memsave_recipes.training.batch_layout import Geometry
+from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 
 
@@ -158,7 +158,7 @@ def test_stepping_in_the_backward_never_holds_two_gradients():
 
 
 @pytest.mark.parametrize(
-    ("changes", "geometry", "precision", "reason"),
+    ("changes", "layout", "precision", "reason"),
     [
         ({}, (8, 4, 1), "no", "2 accumulation steps"),
         ({}, (8, 4, 2), "no", "2 ranks"),
@@ -166,16 +166,16 @@ def test_stepping_in_the_backward_never_holds_two_gradients():
         ({}, (8, 8, 1), "fp16", "take bf16"),
     ],
 )
-def test_contradictions_are_refused_with_the_reason(changes, geometry, precision, reason):
+def test_contradictions_are_refused_with_the_reason(changes, layout, precision, reason):
     optim = OptimizerArguments(**{"optimizer_in_backward": True, "max_grad_norm": 0.0, **changes})
     with pytest.raises(InputError, match=f"--optimizer_in_backward .*{reason}"):
-        check_in_backward(optim, Geometry.of(*geometry), precision)
+        check_in_backward(optim, BatchLayout.of(*layout), precision)
 
 
 def test_what_does_not_contradict_passes():
-    check_in_backward(OptimizerArguments(), Geometry.of(8, 1, 4), "fp16")
+    check_in_backward(OptimizerArguments(), BatchLayout.of(8, 1, 4), "fp16")
     check_in_backward(
-        OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0.0), Geometry.of(8, None, 1), "bf16"
+        OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0.0), BatchLayout.of(8, None, 1), "bf16"
     )
 
 

@@ -17,7 +17,7 @@ from memsave_recipes.run import failures, out_of_memory
 from memsave_recipes.run.failures import OUT_OF_MEMORY, run_recipe
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import RunReport
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 
 WIDTH, ROWS, LAYERS, MIB = 256, 1024, 4, 2**20  # a layer gives 1 MiB and has a weight of 256 KiB
@@ -79,7 +79,7 @@ def fail_in(accelerator, *, step, budget, flags=FLAGS, inference_first=False):
         accelerator,
         Rows(),
         order=SampleOrder(num_samples=64, global_batch_size=4, seed=0),
-        geometry=Geometry.of(4, 4, accelerator.num_processes),
+        layout=BatchLayout.of(4, 4, accelerator.num_processes),
         num_steps=4,
         seed=0,
     )
@@ -153,7 +153,7 @@ def other_errors(accelerator):
         accelerator,
         Rows(),
         order=SampleOrder(num_samples=4, global_batch_size=4, seed=0),
-        geometry=Geometry.of(4, 4, 1),
+        layout=BatchLayout.of(4, 4, 1),
         num_steps=1,
         seed=0,
     )
@@ -243,7 +243,7 @@ def failure_on(device, monkeypatch, write):
     monkeypatch.setattr(out_of_memory, "write_snapshot", write)
     accelerator = type("Accelerator", (), {"device": torch.device(device), "process_index": 1})()
     settings = RunSettings(folder=Path("out"), flags={}, blocks=())
-    nothing = dict.fromkeys(("model", "optimizer", "geometry", "step", "error", "breakdown", "forward_meter"))
+    nothing = dict.fromkeys(("model", "optimizer", "layout", "step", "error", "breakdown", "forward_meter"))
     return out_of_memory.Failure(accelerator=accelerator, settings=settings, **nothing)
 
 

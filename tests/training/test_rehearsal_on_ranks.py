@@ -17,8 +17,8 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.planner import run_plan, trial_step
 from memsave_recipes.planner.budget import WORKSPACES
 from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.search import Candidate, Terms
-from memsave_recipes.planner.task import Sketch
+from memsave_recipes.planner.search import Candidate, SearchSpace
+from memsave_recipes.planner.task import Task
 from memsave_recipes.planner.trial_step import out_of_memory_together
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.text import GIB
@@ -57,13 +57,16 @@ class Rows(torch.utils.data.Dataset):
         return {"inputs": torch.randn(ROWS, WIDTH, generator=generator)}
 
 
-def understated(self, measurement, geometry, loss=None):
+def understated(self, measurement, layout, loss=None):
     """Candidates that say a quarter of what each block saves."""
-    for one in _candidates(self, measurement, geometry, loss):
+    for one in _candidates(self, measurement, layout, loss):
         chain = one.forecast.chain
         blocks = [
             replace(
-                b, options=tuple(replace(o, saved_bytes=o.saved_bytes // 4, backward_rise_bytes=0) for o in b.options)
+                b,
+                options=tuple(
+                    replace(o, saved_bytes=o.saved_bytes // 4, backward_transient_bytes=0) for o in b.options
+                ),
             )
             for b in chain.blocks
         ]
@@ -71,7 +74,7 @@ def understated(self, measurement, geometry, loss=None):
         yield replace(one, forecast=replace(one.forecast, chain=replace(chain, blocks=tuple(blocks))))
 
 
-_candidates = Terms.candidates
+_candidates = SearchSpace.candidates
 
 
 def build_model():
@@ -141,7 +144,7 @@ def planned(
         accelerator,
         Rows(),
         order=SampleOrder(num_samples=SAMPLES, global_batch_size=GLOBAL_BATCH, seed=0),
-        geometry=run.geometry(accelerator.num_processes),
+        layout=run.layout(accelerator.num_processes),
         num_steps=2,
         seed=0,
     )
@@ -149,9 +152,9 @@ def planned(
     said = []
     accelerator.print = said.append
     # Larger micro-batches are always faster here, whatever this machine has to do besides.
-    Candidate.step_s = property(lambda self: float(self.geometry.accumulation_steps))
+    Candidate.step_s = property(lambda self: float(self.layout.accumulation_steps))
     if lying:
-        Terms.candidates = lambda *args: list(understated(*args))
+        SearchSpace.candidates = lambda *args: list(understated(*args))
     if not measures and accelerator.process_index == accelerator.num_processes - 1:
         trial_step.measure_in_groups = no_memory_to_measure
     if measuring_limit:
@@ -165,20 +168,20 @@ def planned(
     emptied = []
     trial_step.empty_cache = run_plan.empty_cache = lambda device: emptied.append(len(said))
     if hard_limit:
-        tried_out = run_plan.rehearse
+        tried_out = run_plan.run_trial_step
 
         def within_limits(*args):  # of one rank alone, the last one
             if accelerator.process_index < accelerator.num_processes - 1:
                 return tried_out(*args)
             return tried_out(*args[:-1], within(hard_limit, args[-1]))
 
-        run_plan.rehearse = within_limits
+        run_plan.run_trial_step = within_limits
 
     def summed_loss(trained, micro_batch):
         return trained(micro_batch["inputs"]).square().sum()
 
-    def sketch():
-        return Sketch(
+    def task():
+        return Task(
             run=run,
             optim=optim,
             build_model=build_model,
@@ -188,7 +191,7 @@ def planned(
 
     loss_of = partial(summed_loss, trained)
     try:
-        found = plan_run(run, optim, accelerator, model, batches, trained, loss_of, sketch=sketch, show=show_choice)
+        found = plan_run(run, optim, accelerator, model, batches, trained, loss_of, task=task, show=show_choice)
     except InputError as refused:
         return {"refused": refused.one_line, "said": said}
     losses = []
@@ -200,7 +203,7 @@ def planned(
             optimizer.zero_grad()
             losses.append(float(accelerator.reduce(batch.loss, "sum")))
     return {
-        "micro_batch_size": batches.geometry.micro_batch_size,
+        "micro_batch_size": batches.layout.micro_batch_size,
         "predicted": found.predicted_peak_bytes,
         "said": said,
         "emptied": emptied,

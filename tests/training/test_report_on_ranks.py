@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memsave_recipes.run.report import RunReport
-from memsave_recipes.training.batch_layout import Geometry, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import IGNORED, GlobalBatches
 
 NUM_SAMPLES, GLOBAL_BATCH_SIZE, WIDTH, MIB = 10, 6, 4, 2**20
@@ -48,7 +48,7 @@ def train(hungry_rank, accelerator):
         accelerator,
         Rows(),
         order=SampleOrder(num_samples=NUM_SAMPLES, global_batch_size=GLOBAL_BATCH_SIZE, seed=0),
-        geometry=Geometry.of(GLOBAL_BATCH_SIZE, 2, accelerator.num_processes),
+        layout=BatchLayout.of(GLOBAL_BATCH_SIZE, 2, accelerator.num_processes),
         num_steps=NUM_STEPS,
         seed=0,
         count_valid=lambda batch: (batch["labels"] != IGNORED).sum(),

@@ -3,15 +3,17 @@
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.batch_layout import Geometry, MicroBatchSampler, SampleOrder, seed_for
+from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder, seed_for
 
 
-def geometry(global_batch_size, micro_batch_size, num_processes):
-    return Geometry(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, num_processes=num_processes)
+def layout(global_batch_size, micro_batch_size, num_processes):
+    return BatchLayout(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, num_processes=num_processes
+    )
 
 
-def sizes(geometry, num_samples=None):
-    ranks = geometry.micro_batches(num_samples or geometry.global_batch_size)
+def sizes(layout, num_samples=None):
+    ranks = layout.micro_batches(num_samples or layout.global_batch_size)
     return [[len(micro_batch) for micro_batch in rank] for rank in ranks]
 
 
@@ -29,38 +31,38 @@ def sizes(geometry, num_samples=None):
     ],
 )
 def test_any_geometry(shape, expected, words):
-    assert sizes(geometry(*shape)) == expected
-    assert geometry(*shape).describe() == words
-    assert geometry(*shape).accumulation_steps == len(expected[0])
+    assert sizes(layout(*shape)) == expected
+    assert layout(*shape).describe() == words
+    assert layout(*shape).accumulation_steps == len(expected[0])
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 23, 24])
 def test_a_step_holds_every_sample_once_and_all_ranks_make_equally_many_micro_batches(num_samples, num_processes):
-    ranks = geometry(24, 5, num_processes).micro_batches(num_samples)
+    ranks = layout(24, 5, num_processes).micro_batches(num_samples)
     assert [i for rank in ranks for micro_batch in rank for i in micro_batch] == list(range(num_samples))
     assert len({len(rank) for rank in ranks}) == 1
 
 
 def test_a_huge_global_batch_is_not_listed():
-    assert geometry(2**31 - 1, 2, 1).describe() == "2147483647 samples = (1073741823 of 2 + 1) x 1 rank"
+    assert layout(2**31 - 1, 2, 1).describe() == "2147483647 samples = (1073741823 of 2 + 1) x 1 rank"
 
 
 def test_the_micro_batch_defaults_to_the_share():
-    assert Geometry.of(25, None, 2).micro_batch_size == 13
-    assert Geometry.of(8, 100, 2).micro_batch_size == 4
+    assert BatchLayout.of(25, None, 2).micro_batch_size == 13
+    assert BatchLayout.of(8, 100, 2).micro_batch_size == 4
 
 
 @pytest.mark.parametrize(("shape", "flag"), [((0, 1, 1), "--global"), ((4, 0, 1), "--micro"), ((4, 1, 8), "8 ranks")])
 def test_impossible_geometries_are_refused(shape, flag):
     with pytest.raises(InputError, match=flag):
-        geometry(*shape)
+        layout(*shape)
 
 
 def run_ids(num_samples, shape, num_steps, **order):
     order = SampleOrder(num_samples=num_samples, global_batch_size=shape[0], seed=3, **order)
     per_rank = [
-        MicroBatchSampler(order=order, geometry=geometry(*shape), rank=rank, first_step=0, last_step=num_steps)
+        MicroBatchSampler(order=order, layout=layout(*shape), rank=rank, first_step=0, last_step=num_steps)
         for rank in range(shape[2])
     ]
     return [key for sampler in per_rank for micro_batch in sampler for key in micro_batch]

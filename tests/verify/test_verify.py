@@ -20,7 +20,7 @@ from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.training.optimizers import step_in_backward
 from memsave_recipes.verify import Outcome, compare_runs, proof, take_fixed_order, verify
 from memsave_recipes.verify.outcomes import distance_in_ulp
-from memsave_recipes.verify.proof import _lifted
+from memsave_recipes.verify.proof import _plan_removed
 from memsave_recipes.verify.reference import FLASH_ATTENTION, unordered_operator
 
 STRATEGIES = {
@@ -616,7 +616,7 @@ def test_lifting_a_plan_and_setting_it_down(build):
     case = build("vgg_bn")
     with apply_plan(case.model, plan_blocks(case.model, "full")) as handle:
         planned = {module: dict(vars(module)) for module in case.model.modules()}
-        with _lifted(handle):
+        with _plan_removed(handle):
             assert all("forward" not in vars(module) for module in case.model.modules())
         assert {module: dict(vars(module)) for module in case.model.modules()} == planned
 

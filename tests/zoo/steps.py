@@ -11,7 +11,7 @@ from zoo.architectures import Architecture, Batch, mean_loss
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner import Beside, make_plan
+from memsave_recipes.planner import StaticMemory, make_plan
 from memsave_recipes.planner.budget import least_memory, plans_to_measure
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.block_costs import Workload, measure
@@ -20,7 +20,7 @@ from memsave_recipes.text import GIB
 
 IDENTICAL = "identical"
 LEAST_EFFECT = 0.95  # of the bytes that plain saves: a plan that keeps more than that has done nothing
-NO_STATE = Beside(state_bytes=0)
+NO_STATE = StaticMemory(state_bytes=0)
 
 
 @dataclass(frozen=True)

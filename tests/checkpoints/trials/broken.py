@@ -10,7 +10,7 @@ from trials import run as trial
 
 from memsave_recipes.checkpoints import commit, saver, state
 from memsave_recipes.checkpoints import resume as resume_module
-from memsave_recipes.distributed import Ear
+from memsave_recipes.distributed import RankPoll
 from memsave_recipes.training import batching
 from memsave_recipes.training.batch_layout import MicroBatchSampler
 from memsave_recipes.training.batching import GlobalBatch
@@ -76,13 +76,13 @@ def schedule_not_restored() -> None:
 
 def buffers_not_restored() -> None:
     """BatchNorm begins its running statistics anew."""
-    original = state.Training._load_model
+    original = state.TrainState._load_model
 
     def load(self: Any, weights: dict[str, Tensor]) -> None:
         buffers = {name: tensor.clone() for name, tensor in self.model.named_buffers()}
         original(self, weights | buffers)
 
-    state.Training._load_model = load
+    state.TrainState._load_model = load
 
 
 def saved_in_place() -> None:
@@ -92,7 +92,7 @@ def saved_in_place() -> None:
         target = folder / name
         target.mkdir(parents=True, exist_ok=True)
         fill(target)
-        commit.seal(target)
+        commit.write_manifest(target)
         return target
 
     saver.commit = write
@@ -112,7 +112,7 @@ def deleted_before_the_save() -> None:
 
 def from_zero_when_damaged() -> None:
     """A damaged newest checkpoint counts as none at all."""
-    original = resume_module.check_seal
+    original = resume_module.verify_manifest
 
     def find_newest(folder: Path) -> Any:
         for step, path in resume_module.committed(folder)[:1]:
@@ -128,7 +128,7 @@ def from_zero_when_damaged() -> None:
 
 def not_verified() -> None:
     """Whatever has the right name is taken."""
-    resume_module.check_seal = lambda folder: None
+    resume_module.verify_manifest = lambda folder: None
 
 
 def only_sizes_verified() -> None:
@@ -143,7 +143,7 @@ def renamed_before_the_disk_has_it() -> None:
 
 def signals_not_agreed() -> None:
     """A rank that receives a signal stops by itself."""
-    Ear.hear = lambda self, step, wish: wish
+    RankPoll.hear = lambda self, step, wish: wish
 
 
 def workers_hear_signals() -> None:
@@ -152,14 +152,14 @@ def workers_hear_signals() -> None:
 
 
 def _not_restored(name: str) -> None:
-    original = state.Training.read
+    original = state.TrainState.read
 
     def read(self: Any, folder: Path) -> None:
         before = copy.deepcopy(self.parts[name].state_dict())
         original(self, folder)
         self.parts[name].load_state_dict(before)
 
-    state.Training.read = read
+    state.TrainState.read = read
 
 
 BREAK = {

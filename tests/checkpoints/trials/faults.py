@@ -34,7 +34,7 @@ def fault_trial(run: Run, fault: str) -> dict[str, Any]:
 
 
 def _third_save_meets(fault: str, rank: int) -> None:
-    saves, write, seal = 0, state.Training.write, commit.seal
+    saves, write, write_manifest = 0, state.TrainState.write, commit.write_manifest
 
     def count_and_write(self: Any, folder: Any, record: Any) -> None:
         nonlocal saves
@@ -46,9 +46,9 @@ def _third_save_meets(fault: str, rank: int) -> None:
     def refuse(folder: Any) -> None:
         if saves == 3 and fault == "disk full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        seal(folder)
+        write_manifest(folder)
 
-    state.Training.write, commit.seal = count_and_write, refuse
+    state.TrainState.write, commit.write_manifest = count_and_write, refuse
 
 
 def unseen_by_rank_1(run: Run) -> dict[str, Any]:

@@ -31,7 +31,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "clip": (accelerate.Accelerator, "clip_grad_norm_", 12),
     "optimizer": (torch.optim.AdamW, "step", 12),
     "schedule": (torch.optim.lr_scheduler.LambdaLR, "step", 12),
-    "ear": (memsave_recipes.distributed.Ear, "hear", 12),
+    "ear": (memsave_recipes.distributed.RankPoll, "hear", 12),
     "save": (CHECKPOINTS.saver.Checkpoints, "_write", 6),
     "space": (CHECKPOINTS.saver, "check_space", 6),
     "tensors": (CHECKPOINTS.state, "save_file", 12),
@@ -43,7 +43,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "delete": (shutil, "rmtree", 4),
     "prune": (CHECKPOINTS.saver, "prune", 6),
     "find": (CHECKPOINTS.saver, "find_newest", 1),
-    "verify": (CHECKPOINTS.resume, "check_seal", 1),
+    "verify": (CHECKPOINTS.resume, "verify_manifest", 1),
     "read": (CHECKPOINTS.state, "read_tree", 4),
 }
 OF_RANK_0 = POINTS.keys() - {"loss", "backward", "clip", "optimizer", "schedule", "ear", "read"}

@@ -12,7 +12,7 @@ from trials.damage import stopped_run
 from trials.run import Run
 from trials.world import DONE, REFUSED, read_log, run_to_end
 
-from memsave_recipes.checkpoints.commit import MANIFEST, seal
+from memsave_recipes.checkpoints.commit import MANIFEST, write_manifest
 
 # Names that Accelerate's load_state would read.
 OF_OTHERS = (
@@ -72,7 +72,7 @@ def _plant(run: Run, stopped: Run, name: str, form: str, fits: bool) -> tuple[bo
     folder = trial.folder / "checkpoints" / "step-6"
     (folder / name).write_bytes(FORMS[form](mark))
     if fits and name != MANIFEST:
-        seal(folder)
+        write_manifest(folder)
     codes, log = run_to_end(trial), read_log(trial)
     executed = mark.exists()
     mark.unlink(missing_ok=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import get_scheduler
 
-from memsave_recipes.checkpoints import Checkpoints, StopSignals, Training
-from memsave_recipes.training.batch_layout import Geometry, SampleKey, SampleOrder, seed_for
+from memsave_recipes.checkpoints import Checkpoints, StopSignals, TrainState
+from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder, seed_for
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 
 NUM_SAMPLES, NUM_STEPS, SEED = 28, 12, 3
@@ -101,7 +101,7 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
     """Train to the end, from wherever the last life got to; what is left at the end."""
     torch.manual_seed(SEED)
     order = SampleOrder(num_samples=NUM_SAMPLES, global_batch_size=run.global_batch_size, seed=SEED)
-    geometry = Geometry.of(run.global_batch_size, 2, accelerator.num_processes)
+    layout = BatchLayout.of(run.global_batch_size, 2, accelerator.num_processes)
     bare = Net()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=0.02, weight_decay=0.1, fused=True)
     scheduler = get_scheduler("cosine", optimizer, 3, NUM_STEPS)
@@ -109,9 +109,9 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
     checkpoints = Checkpoints(
         accelerator,
         run.folder / "checkpoints",
-        Training(accelerator, model, optimizer, scheduler),
+        TrainState(accelerator, model, optimizer, scheduler),
         order=order,
-        geometry=geometry,
+        layout=layout,
         keep=run.keep,
         every_steps=run.every_steps,
         signals=StopSignals() if run.with_signals else None,
@@ -124,7 +124,7 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
         accelerator,
         Samples(),
         order=order,
-        geometry=geometry,
+        layout=layout,
         num_steps=NUM_STEPS,
         seed=SEED,
         first_step=first_step,

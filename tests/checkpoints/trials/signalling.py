@@ -39,7 +39,7 @@ def signal_trials(run: Run, number: signal.Signals, target: str, seeds: range) -
 
 
 def _listen(broken: str, rank: int) -> None:
-    distributed.ASK_EVERY_S = 0.02  # these steps take a hundredth of a second
+    distributed.POLL_EVERY_S = 0.02  # these steps take a hundredth of a second
     prepare(broken, None, rank)
 
 

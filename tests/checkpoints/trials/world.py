@@ -20,7 +20,7 @@ from trials.recipe import train_recipe
 from trials.run import Log, Run, train
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.launch import let_gloo_settle, start_accelerator
+from memsave_recipes.training.launch import drain_gloo, start_accelerator
 
 FORK = get_context("fork")
 HANG_S = 30
@@ -116,7 +116,7 @@ def _live(run: Run, rank: int, prepare: Callable[[int], None]) -> int:
         log.write(failed=traceback.format_exc())
         code = FAILED
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    let_gloo_settle()
+    drain_gloo()
     return code
 
 

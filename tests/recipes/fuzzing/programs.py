@@ -74,4 +74,4 @@ def _main_of(program: str) -> Callable[[], None]:
     if program == "memsave":
         return lambda: sys.exit(memsave())
     recipe = MAINS[program]
-    return lambda: run_recipe(recipe.main, getattr(recipe, "sketch", None))
+    return lambda: run_recipe(recipe.main, getattr(recipe, "task", None))

@@ -1,4 +1,4 @@
-"""What a recipe's sketch predicts is what the recipe then needs."""
+"""What is predicted of a recipe's task is what the recipe then needs."""
 
 import importlib.util
 import re
@@ -10,10 +10,10 @@ import torch
 from accelerate.state import AcceleratorState
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.estimate import paper_model
+from memsave_recipes.estimate.estimate import fake_model
 from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.planner.run_plan import told_of_host
-from memsave_recipes.planner.task import Launch, choose_on_paper, read_sketch
+from memsave_recipes.planner.task import Launch, choose_for_target, read_task
 from memsave_recipes.text import GIB
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -46,7 +46,7 @@ def recipe_of(name):
 def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path):
     name, flags = CASES[case]
     flags = [*flags, "--activation_checkpointing", strategy]
-    (candidate,) = choose_on_paper(read_sketch(RECIPES / f"{name}.py", flags), LAUNCH, GIB).candidates
+    (candidate,) = choose_for_target(read_task(RECIPES / f"{name}.py", flags), LAUNCH, GIB).candidates
     AcceleratorState._reset_state(reset_partial_state=True)
     short = ["--max_steps", "3", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
     results = recipe_of(name).main([*flags, *short])
@@ -59,7 +59,7 @@ def test_the_host_memory_of_offload_is_told_before_training(monkeypatch):
     sizes = "n_layer=4,n_head=4,n_embd=256"
     flags = ["--model_type", "gpt2", "--config_overrides", sizes, "--block_size", "256", "--vocab_size", "512"]
     flags += ["--global_batch_size", "4", "--activation_checkpointing", "offload"]
-    given = (lambda: read_sketch(RECIPES / "language_modeling.py", flags)), (lambda: Launch(target=find_target("a100")))
+    given = (lambda: read_task(RECIPES / "language_modeling.py", flags)), (lambda: Launch(target=find_target("a100")))
     module = "memsave_recipes.planner.run_plan.usable_host_bytes"
     monkeypatch.setattr(module, lambda device: GIB)
     state = torch.get_rng_state()
@@ -76,18 +76,18 @@ def test_a_recipe_that_fake_tensors_cannot_run_trains_all_the_same():
     assert told == "offload: how much of the host's memory it takes cannot be predicted (ZeroDivisionError)"
 
 
-def test_a_sketch_takes_no_memory_for_weights():
+def test_a_task_takes_no_memory_for_weights():
     flags = ["--model_type", "gpt2", "--config_overrides", "n_layer=48,n_embd=1600,n_head=25"]
-    sketch = read_sketch(RECIPES / "language_modeling.py", flags)
-    model = paper_model(sketch.build_model)
+    task = read_task(RECIPES / "language_modeling.py", flags)
+    model = fake_model(task.build_model)
     assert sum(parameter.numel() for parameter in model.parameters()) > 1.4e9
     assert all(isinstance(parameter, torch._subclasses.FakeTensor) for parameter in model.parameters())
 
 
 def test_flags_may_leave_out_the_folder_but_no_recipe(tmp_path):
-    assert read_sketch(RECIPES / "image_classification.py", ["--model", "vgg_small"]).run.output_dir
+    assert read_task(RECIPES / "image_classification.py", ["--model", "vgg_small"]).run.output_dir
     with pytest.raises(InputError, match="is no file"):
-        read_sketch(tmp_path / "nothing.py", [])
+        read_task(tmp_path / "nothing.py", [])
     (tmp_path / "plain.py").write_text("x = 1\n")
-    with pytest.raises(InputError, match="has no function sketch"):
-        read_sketch(tmp_path / "plain.py", [])
+    with pytest.raises(InputError, match="has no function task"):
+        read_task(tmp_path / "plain.py", [])
