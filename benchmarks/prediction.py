@@ -80,7 +80,7 @@ def predict(case: Case, device: str) -> Candidate:
     """What the planner says, before anything real is there."""
     task = task_of_case(case)
     launch = Launch(target=find_target(device), mixed_precision=case.precision)
-    model = fake_model(task.build_model)
+    model = fake_model(task.planned_model)
     workload = workload_on_paper(task, launch, model, case.micro_batch_size, task.losses[0])
     plans = plans_to_measure(case.strategy, workload, device_type=device, compiles=False)
     measured = measure_on_paper(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])

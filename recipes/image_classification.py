@@ -11,55 +11,43 @@ On one GPU or several, with images in DIR/train/CLASS/ and DIR/validation/CLASS/
         --model vgg16 --data_dir DIR --image_size 224 --activation_checkpointing segments:2 --output_dir out/vgg16
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 4 recipes/... (the same flags)
 
-Expect: the loss curve and the accuracy of the plain run, digit for digit, in less memory and more time. The flags of
-all recipes are in `memsave_recipes/training/arguments.py`, those of this one below; `--help` lists them.
+Expect the loss curve and the accuracy of training without checkpointing, digit for digit, in less memory and more time.
+The flags of all recipes are in `memsave_recipes/training/arguments.py`, those of this one below; `--help` lists them.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from typing import Any, Literal
 
 import evaluate
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import Tensor, nn
-from tqdm import tqdm
-from transformers import AutoModelForImageClassification
-from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from memsave_recipes.activations import apply_plan
-from memsave_recipes.checkpoints import TrainState
-from memsave_recipes.compare.compare import compare
-from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
 from memsave_recipes.data.images import count_classes, load_images
-from memsave_recipes.distributed import main_process_first
-from memsave_recipes.errors import InputError
-from memsave_recipes.metrics import METRICS
-from memsave_recipes.models import MODELS, load_weights
-from memsave_recipes.models.image_classifiers import check_image_size
-from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
-from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.task import Task
-from memsave_recipes.processes import num_workers
-from memsave_recipes.render.choice import show_choice
-from memsave_recipes.render.run_table import show
-from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.run.folder import OpenRun, begin_run, open_run, save_final, save_model, write_results
-from memsave_recipes.run.report import RunReport
-from memsave_recipes.run.trackers import finish_trackers
-from memsave_recipes.run.verification import settle_kernels, verify_plan
-from memsave_recipes.training.arguments import AUTO, CheckpointArguments, OptimizerArguments, RunArguments, require
-from memsave_recipes.training.batch_layout import SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
-from memsave_recipes.training.launch import batchnorm_notice, synchronize_batchnorm
-from memsave_recipes.training.non_finite import NonFiniteGuard
-from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
-from memsave_recipes.training.parsing import flag_values, parse_arguments
+from memsave_recipes.models.image_classifiers import (
+    ImageModelArguments,
+    build_image_classifier,
+    check_image_size,
+    normalization,
+)
+from memsave_recipes.recipe import (
+    METRICS,
+    Batch,
+    RecipeArguments,
+    Run,
+    Task,
+    clip_gradients,
+    gather_counted,
+    main_process_first,
+    parse_arguments,
+    require,
+    run_recipe,
+    synchronize_batchnorm,
+)
 
 DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
@@ -85,237 +73,93 @@ class DataArguments:
 
 
 @dataclass(kw_only=True)
-class ModelArguments(TransformerArguments):
-    """Which network: one of ours, or any image classifier of transformers."""
-
-    model: str | None = field(default=None, metadata={"help": f"one of {', '.join(MODELS)}"})
-    weights: str | None = field(default=None, metadata={"help": "for --model: a .safetensors or .pth of its weights"})
-    channels_last: bool = field(
-        default=False, metadata={"help": "weights of convolutions in the order that GPUs are fastest with"}
-    )
-
-    def __post_init__(self) -> None:
-        ways = [self.model, self.model_name_or_path, self.model_type]
-        if sum(way is not None for way in ways) != 1:
-            raise InputError("give one of --model, --model_name_or_path and --model_type")
-        if self.model is not None and self.model not in MODELS:
-            raise InputError(f"--model {self.model} is not known: choose one of {', '.join(MODELS)}")
-        if self.model is None and self.weights is not None:
-            raise InputError("--weights are those of a --model: leave them out")
-        if self.model is not None and (self.dropout is not None or self.attn_implementation is not None):
-            raise InputError("--dropout and --attn_implementation shape models of transformers: leave them out")
-        self.check_transformer()
-
-    @property
-    def name(self) -> str:
-        """What the network is called in tables and dashboards."""
-        return self.model or super().name
+class Arguments(RecipeArguments, ImageModelArguments, DataArguments):
+    """Every flag of this recipe."""
 
 
-FLAGS = (DataArguments, ModelArguments, RunArguments, OptimizerArguments, CheckpointArguments)
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Train as the flags say; returns the content of ``results.json``."""
+    (args,) = parse_arguments(Arguments, args=argv)
+    with Run.open(args, recipe="image_classification") as run:
+        return train(run.args, run)
 
 
-def main(args: list[str] | None = None) -> dict[str, Any]:
-    """Train as the flags say; returns what ``results.json`` holds."""
-    flags = parse_arguments(*FLAGS, args=args)
-    data, network, run, optim, checkpointing = flags
-    with open_run(run, checkpointing, flag_values(flags)) as opened:
-        return train(opened, data, network, opened.planned(run), optim, checkpointing, partial(task, args))
+def train(args: Arguments, run: Run) -> dict[str, Any]:
+    """The training itself, in a folder that is its own."""
+    accelerator = run.accelerator
 
-
-def train(
-    opened: OpenRun,
-    data: DataArguments,
-    network: ModelArguments,
-    run: RunArguments,
-    optim: OptimizerArguments,
-    checkpointing: CheckpointArguments,
-    on_paper: Callable[[], Task],
-) -> dict[str, Any]:
-    """The run itself, in a folder that is its own."""
-    accelerator, folder = opened.accelerator, opened.folder
-    layout = run.layout(accelerator.num_processes)
-    check_in_backward(optim, layout, accelerator.mixed_precision, skip_nonfinite=checkpointing.skip_nonfinite)
-    set_seed(run.seed)
-
-    # Data
+    # Data: each batch is one optimizer step, the same samples in the same order on any number of ranks
     with main_process_first(accelerator):
         images = load_images(
-            dataset=data.dataset,
-            data_dir=data.data_dir,
-            image_size=data.image_size,
-            augmentation=AUGMENTATIONS[data.augmentation],
-            seed=run.seed,
-            skip_broken_images=data.skip_broken_images,
+            dataset=args.dataset,
+            data_dir=args.data_dir,
+            image_size=args.image_size,
+            augmentation=AUGMENTATIONS[args.augmentation],
+            seed=args.seed,
+            skip_broken_images=args.skip_broken_images,
         )
-    order = SampleOrder(
-        num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
-    )
-    num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
-    loading = {"num_workers": num_workers(run.dataloader_num_workers, accelerator)}
-    batches = GlobalBatches(
-        accelerator, images.train, order=order, layout=layout, num_steps=num_steps, seed=run.seed, **loading
-    )
-    pixels = partial(to_pixel_values, **normalization(network), dtype=run.torch_dtype)
+    run.train_on(images.train)
 
-    # Model
-    model = build_model(network, images.label_names, run, data.image_size)
-    if run.sync_batchnorm:
-        model = synchronize_batchnorm(model, accelerator.device)
+    # Model and optimizer
+    task = describe(args, images.label_names)
+    bare = task.build_model(with_weights=True)
+    if args.sync_batchnorm:
+        bare = synchronize_batchnorm(bare, accelerator.device)
     else:
-        check_image_size(model, data.image_size, 1 if run.micro_batch_size == AUTO else batches.smallest_micro_batch)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        check_image_size(bare, args.image_size, run.smallest_micro_batch)
+    model, optimizer, scheduler = run.prepare(bare)
 
-    # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
-    optimizer = make_optimizer(optim, model)
-    scheduler = make_scheduler(optim, optimizer, num_steps)
-    trained, optimizer = accelerator.prepare(model, optimizer)
+    # The activation plan: the one that the flags name, or the fastest that fits the memory
+    run.apply_plan(task)
+    work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
+    run.begin(data=images.fingerprint, work=work, notices=(images.notice,))
 
-    loss_of = partial(summed_loss, trained, pixels=pixels)
-
-    # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, task=on_paper, show=show_choice)
-    layout = batches.layout
-    plan_handle = apply_plan(model, planned.plan)
-    equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
-    settle_kernels(run.full_determinism, accelerator, trained, batches, loss_of)
-
-    # Checkpoints: where the run goes on, and when it saves
-    checkpoints = opened.checkpoints(
-        TrainState(accelerator, trained, optimizer, scheduler), batches, images.fingerprint
-    )
-    resumed = checkpoints.resume_into(batches) if checkpointing.resume else None
-
-    # From here on files are written
-    settings = begin_run(
-        accelerator,
-        folder,
-        project="memsave-image-classification",
-        work=f"{network.name}-gbs{run.global_batch_size}-{data.image_size}px",
-        flags=opened.flags,
-        planned=planned,
-        layout=layout,
-        resumed=resumed,
-    )
-    accelerator.print(layout.describe(), planned.plan.describe(), sep="\n")
-    for notice in (images.notice, order.notice, batchnorm_notice(model, layout)):
-        if notice:
-            accelerator.print(notice)
-
-    # The loop
-    gate = NonFiniteGuard(accelerator, trained, optimizer, skips=checkpointing.skip_nonfinite)
-
-    def train_step(batch: GlobalBatch) -> Tensor | None:
-        for micro_batch in batch.forwards(trained):
-            batch.backward(loss_of(micro_batch))
-        grad_norm = clip_gradients(optim, accelerator, trained)
-        if gate.should_step(batch, grad_norm):
-            optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        return grad_norm
-
-    def evaluate_if_due(step: int) -> None:
-        if not report.evaluation_is_due(step, every=run.eval_steps):
-            return
-        with report.clock.paused(synchronize=True):
-            held_out = evaluation_batches(accelerator, images.validation, layout.micro_batch_size, **loading)
-            held_out = checkpoints.until_signal(held_out, step, report.state_dict)
-            evaluated = evaluate_model(trained, accelerator, held_out, pixels)
-            if report.log_evaluation(step, evaluated) and checkpointing.save_best:
-                checkpoints.save_best(step, partial(save_model, accelerator, model))
-
-    report = RunReport(accelerator, batches, trained, optimizer, settings)
-    if resumed:
-        report.load_state_dict(resumed.state)
-        evaluate_if_due(resumed.step)  # a signal may have ended it
-    progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
-    for batch in report.clock.loading(progress):
-        learning_rate = scheduler.get_last_lr()[0]
-        report.count_flops(batch, loss_of)  # once, beside the training
-        grad_norm = report.run(batch.step, partial(train_step, batch))
-        report.count(batch, grad_norm)
-        plan_handle.check_first_step(accelerator.print)
-        step, is_last = batch.step + 1, batch.step + 1 == num_steps
-        if step % run.logging_steps == 0 or is_last:
-            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
-        if is_last:  # whatever fails from here on costs nothing
-            with report.clock.paused():
-                checkpoints.save(step, report.state_dict())
-        evaluate_if_due(step)
-        with report.clock.paused():
-            checkpoints.after_step(step, report.state_dict)
-
-    # Finish
-    plan_handle.remove()
-    save_final(accelerator, folder, partial(save_model, accelerator, model))
-    results = {
-        "recipe": "image_classification",
-        "model": network.name,
-        "num_parameters": num_parameters,
-        "plan": planned.plan.strategy,
-        "eval": report.evaluated,
-        **equivalence,
-        **report.results(),
-    }
-    write_results(accelerator, folder, results, checkpoints)
-    if accelerator.is_main_process:
-        show(compare([read_run(folder)]))
-    finish_trackers(accelerator, results)
-    return results
+    validate = partial(evaluate_model, model, accelerator, pixels=pixels_for(args))
+    run.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
+    for batch in run.steps():
+        with run.measured(batch):
+            for micro_batch in batch.forwards(model):
+                batch.backward(task.loss_of(model, micro_batch))
+            grad_norm = clip_gradients(args, accelerator, model)
+            if run.should_step(batch, grad_norm):
+                optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        run.log_step(batch, grad_norm)
+        run.evaluate_if_due(validate, images.validation)
+        run.save_if_due()
+    return run.finish(bare, model=args.name)
 
 
-def task(args: list[str] | None = None) -> Task:
-    """What ``memsave plan`` needs to know of a run, before there are images or weights."""
-    data, network, run, optim, _ = parse_arguments(*FLAGS, args=args)
-    known = count_classes(data.dataset, data.data_dir)
-    names = tuple(map(str, range(known or DEFAULT_CLASSES)))
+def task(argv: list[str] | None = None) -> Task:
+    """The task of the flags, for ``memsave plan``: before there are images or weights."""
+    (args,) = parse_arguments(Arguments, args=argv)
+    known = count_classes(args.dataset, args.data_dir)
+    assumed = () if known else (f"{DEFAULT_CLASSES:,} classes",)
+    return describe(args, tuple(map(str, range(known or DEFAULT_CLASSES))), assumed=assumed)
+
+
+def describe(args: Arguments, label_names: tuple[str, ...], *, assumed: tuple[str, ...] = ()) -> Task:
+    """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
 
     def micro_batch(size: int) -> Batch:
-        images = torch.empty(size, 3, data.image_size, data.image_size, dtype=torch.uint8, device="meta")
+        images = torch.empty(size, 3, args.image_size, args.image_size, dtype=torch.uint8, device="meta")
         batch = {"images": images, "labels": torch.empty(size, dtype=torch.int64, device="meta")}
-        return batch if data.augmentation == "none" else batch | {"affine": torch.empty(size, 2, 3, device="meta")}
+        return batch if args.augmentation == "none" else batch | {"affine": torch.empty(size, 2, 3, device="meta")}
 
     return Task(
-        run=run,
-        optim=optim,
-        build_model=partial(build_model, network, names, run, data.image_size, with_weights=False),
-        loss_of=partial(summed_loss, pixels=partial(to_pixel_values, **normalization(network), dtype=run.torch_dtype)),
+        run=args,
+        optim=args,
+        build_model=partial(build_image_classifier, args, label_names, args.image_size, args.torch_dtype),
+        loss_of=partial(summed_loss, pixels=pixels_for(args)),
         micro_batch=micro_batch,
-        assumed=() if known else (f"{DEFAULT_CLASSES:,} classes",),
+        assumed=assumed,
     )
 
 
-def build_model(
-    network: ModelArguments,
-    label_names: tuple[str, ...],
-    run: RunArguments,
-    image_size: int,
-    with_weights: bool = True,
-) -> nn.Module:
-    """The network that the flags name, with one output a label."""
-    if network.model is None:
-        labels = {"id2label": dict(enumerate(label_names)), "label2id": {name: i for i, name in enumerate(label_names)}}
-        if network.model_type is not None:
-            labels["image_size"] = image_size
-        model = build_transformer(
-            AutoModelForImageClassification, network, dtype=run.torch_dtype, with_weights=with_weights, **labels
-        )
-    else:
-        model = MODELS[network.model](num_classes=len(label_names))
-        if network.weights is not None and with_weights:
-            load_weights(model, network.weights)
-        model = model.to(run.torch_dtype)
-    check_image_size(model, image_size)
-    return model.to(memory_format=torch.channels_last) if network.channels_last else model
-
-
-def normalization(network: ModelArguments) -> dict[str, Any]:
-    """The mean and deviation that a pretrained network expects; ImageNet's where it says nothing."""
-    name = network.model_name_or_path
-    expected = {} if name is None else image_processor_config(name)
-    mean, std = expected.get("image_mean"), expected.get("image_std")
-    return {"mean": mean or IMAGENET_DEFAULT_MEAN, "std": std or IMAGENET_DEFAULT_STD}
+def pixels_for(args: Arguments) -> Callable[..., Tensor]:
+    """From (B, 3, S, S) bytes to the network's input, augmented where an affine map is given."""
+    return partial(to_pixel_values, **normalization(args), dtype=args.torch_dtype)
 
 
 def summed_loss(trained: nn.Module, micro_batch: Batch, *, pixels: Callable[..., Tensor]) -> Tensor:

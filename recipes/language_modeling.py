@@ -13,57 +13,40 @@ On one GPU or several, fine-tuning a model of the Hub (or of a folder) on your t
         --activation_checkpointing full --lora --output_dir out/lora
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 4 recipes/... (the same flags)
 
-Expect: the same curve for every plan, geometry and number of ranks (no dropout unless --dropout asks for it); the
-logits, often the largest tensor of all, are never made (--loss). `--help` lists the flags.
+Expect the same loss curve for every plan, batch layout and number of ranks. `--help` lists the flags.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from memsave_recipes.activations import apply_plan
-from memsave_recipes.checkpoints import TrainState
-from memsave_recipes.compare.compare import compare
-from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.packing import check_positions, count_valid, fingerprint_of, keeps_documents_apart, pack, pad
-from memsave_recipes.data.text import TextSplits, load_documents
+from memsave_recipes.data.text import BYTES_A_TOKEN, TextSplits, load_documents
 from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
-from memsave_recipes.distributed import main_process_first
-from memsave_recipes.errors import InputError
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
-from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal
+from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
-from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.task import Task
-from memsave_recipes.processes import num_workers
-from memsave_recipes.render.choice import show_choice
-from memsave_recipes.render.run_table import show
-from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.run.folder import OpenRun, begin_run, open_run, save_final, save_model, write_results
-from memsave_recipes.run.report import RunReport
-from memsave_recipes.run.trackers import finish_trackers
-from memsave_recipes.run.verification import settle_kernels, verify_plan
-from memsave_recipes.text import printable_lines
-from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RunArguments, require
-from memsave_recipes.training.batch_layout import SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches
-from memsave_recipes.training.environment import deterministic_kernels
-from memsave_recipes.training.non_finite import NonFiniteGuard
-from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
-from memsave_recipes.training.parsing import flag_values, parse_arguments
-
-BYTES_A_TOKEN = 5  # of text in a stream; English in a vocabulary of 50k has 4 to 5
+from memsave_recipes.recipe import (
+    Batch,
+    InputError,
+    RecipeArguments,
+    Run,
+    Task,
+    clip_gradients,
+    deterministic_kernels,
+    main_process_first,
+    parse_arguments,
+    require,
+    run_recipe,
+)
 
 
 @dataclass(kw_only=True)
@@ -104,291 +87,148 @@ class ModelArguments(TransformerArguments):
         return "flash" in (self.attn_implementation or "")
 
 
-FLAGS = (DataArguments, ModelArguments, LoraArguments, RunArguments, OptimizerArguments, CheckpointArguments)
+@dataclass(kw_only=True)
+class Arguments(RecipeArguments, LoraArguments, ModelArguments, DataArguments):
+    """Every flag of this recipe."""
+
+    @property
+    def stream_bytes(self) -> int | None:
+        """As much text as fills the rows of ``--max_steps``; ``None`` without ``--streaming``."""
+        if not self.streaming:
+            return None
+        require(self.max_steps is not None, "--max_steps", self.max_steps, "given with --streaming, which reads for it")
+        return BYTES_A_TOKEN * self.max_steps * self.global_batch_size * self.block_size
 
 
-def main(args: list[str] | None = None) -> dict[str, Any]:
-    """Train as the flags say; returns what ``results.json`` holds."""
-    flags = parse_arguments(*FLAGS, args=args)
-    data, network, lora, run, optim, checkpointing = flags
-    with open_run(run, checkpointing, flag_values(flags)) as opened:
-        return train(opened, data, network, lora, opened.planned(run), optim, checkpointing, partial(task, args))
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Train as the flags say; returns the content of ``results.json``."""
+    (args,) = parse_arguments(Arguments, args=argv)
+    with Run.open(args, recipe="language_modeling") as run:
+        return train(run.args, run)
 
 
-def train(
-    opened: OpenRun,
-    data: DataArguments,
-    network: ModelArguments,
-    lora: LoraArguments,
-    run: RunArguments,
-    optim: OptimizerArguments,
-    checkpointing: CheckpointArguments,
-    on_paper: Callable[[], Task],
-) -> dict[str, Any]:
-    """The run itself, in a folder that is its own."""
-    accelerator, folder = opened.accelerator, opened.folder
-    layout = run.layout(accelerator.num_processes)
-    check_in_backward(optim, layout, accelerator.mixed_precision, skip_nonfinite=checkpointing.skip_nonfinite)
-    set_seed(run.seed)
+def train(args: Arguments, run: Run) -> dict[str, Any]:
+    """The training itself, in a folder that is its own."""
+    accelerator = run.accelerator
 
-    # Data
+    # Data: each batch is one optimizer step, the same rows in the same order on any number of ranks
     with main_process_first(accelerator):
-        text = load_text(data, run)
-        tokenizer = load_tokenizer(
-            data.tokenizer_name or network.model_name_or_path,
-            text.train["text"],
-            vocab_size=data.vocab_size,
-            trust_remote_code=network.trust_remote_code,
-        )
-        in_rows = partial(pack, one_row=network.one_row) if data.packing else pad
-        train, validation = (in_rows(part, tokenizer, data.block_size) for part in (text.train, text.validation))
-        fingerprint = fingerprint_of(train, validation, tokenizer)
-    order = SampleOrder(
-        num_samples=len(train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
-    )
-    num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
-    loading = {"num_workers": num_workers(run.dataloader_num_workers, accelerator)}
-    num_samples = min(len(validation), data.max_eval_samples or len(validation))
-    batches = GlobalBatches(
-        accelerator,
-        train,
-        order=order,
-        layout=layout,
-        num_steps=num_steps,
-        seed=run.seed,
-        count_valid=count_valid,
-        collate_fn=train.collate,
-        **loading,
-    )
+        text, tokenizer, rows, held_out = load_rows(args)
+    run.train_on(rows, count_valid=count_valid, collate_fn=rows.collate)
 
-    # Model
-    model = build_transformer(
-        AutoModelForCausalLM,
-        network,
-        dtype=run.torch_dtype,
-        in_4bit=lora.load_in_4bit,
-        vocab_size=len(tokenizer),
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    ).to(accelerator.device)
+    # Model and optimizer
+    task = describe(args, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    bare = task.build_model(with_weights=True).to(accelerator.device)
     with accelerator.autocast():  # flash attention refuses float32
-        check_model(model, tokenizer, data, network)
-    saved_model = add_lora(model, lora, task_type="CAUSAL_LM")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-    # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
-    optimizer = make_optimizer(optim, model)
-    scheduler = make_scheduler(optim, optimizer, num_steps)
+        check_model(bare, tokenizer, args)
+    saved = task.adapt(bare)
     with accelerator.autocast():
-        loss_model = CausalLMLoss(model, network.loss)
-    loss_model, optimizer = accelerator.prepare(loss_model, optimizer)
-    loss_of = partial(summed_loss, loss_model)
+        model = CausalLMLoss(bare, args.loss)
+    model, optimizer, scheduler = run.prepare(bare, model)
 
-    # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, loss_model, loss_of, task=on_paper, show=show_choice)
-    layout = batches.layout
-    plan_handle = apply_plan(model, planned.plan)
-    equivalence = verify_plan(run.verify, accelerator, loss_model, plan_handle, batches, loss_of)
-    settle_kernels(run.full_determinism, accelerator, loss_model, batches, loss_of)
+    # The activation plan: the one that the flags name, or the fastest that fits the memory
+    run.apply_plan(task)
+    work = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok"
+    run.begin(saved=saved, data=fingerprint_of(rows, held_out, tokenizer), work=work, notices=(text.notice,))
 
-    # Checkpoints: where the run goes on, and when it saves
-    checkpoints = opened.checkpoints(TrainState(accelerator, loss_model, optimizer, scheduler), batches, fingerprint)
-    resumed = checkpoints.resume_into(batches) if checkpointing.resume else None
+    evaluation = {"num_samples": args.max_eval_samples, "collate_fn": held_out.collate}
+    validate = partial(evaluate_model, model, accelerator, rows=held_out)
+    run.evaluate_if_due(validate, held_out, **evaluation)  # a signal may have ended that of a resumed run
+    for batch in run.steps():
+        with run.measured(batch):
+            for micro_batch in batch.forwards(model):
+                batch.backward(task.loss_of(model, micro_batch))
+            grad_norm = clip_gradients(args, accelerator, model)
+            if run.should_step(batch, grad_norm):
+                optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        run.log_step(batch, grad_norm)
+        run.evaluate_if_due(validate, held_out, **evaluation)
+        run.save_if_due()
 
-    # From here on files are written
-    settings = begin_run(
-        accelerator,
-        folder,
-        project="memsave-language-modeling",
-        work=f"{network.name}-gbs{run.global_batch_size}-{data.block_size}tok",
-        flags=opened.flags,
-        planned=planned,
-        layout=layout,
-        resumed=resumed,
-    )
-    accelerator.print(layout.describe(), planned.plan.describe(), sep="\n")
-    for notice in (text.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
-        if notice:
-            accelerator.print(notice)
-
-    # The loop
-    gate = NonFiniteGuard(accelerator, loss_model, optimizer, skips=checkpointing.skip_nonfinite)
-
-    def train_step(batch: GlobalBatch) -> Tensor | None:
-        for micro_batch in batch.forwards(loss_model):
-            batch.backward(loss_of(micro_batch))
-        grad_norm = clip_gradients(optim, accelerator, loss_model)
-        if gate.should_step(batch, grad_norm):
-            optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        return grad_norm
-
-    held_out_rows = {"num_samples": num_samples, "collate_fn": validation.collate, **loading}
-
-    def evaluate_if_due(step: int) -> None:
-        if not report.evaluation_is_due(step, every=run.eval_steps):
-            return
-        with report.clock.paused(synchronize=True):
-            held_out = evaluation_batches(accelerator, validation, layout.micro_batch_size, **held_out_rows)
-            held_out = checkpoints.until_signal(held_out, step, report.state_dict)
-            evaluated = evaluate_model(loss_model, accelerator, held_out, validation)
-            if report.log_evaluation(step, evaluated) and checkpointing.save_best:
-                checkpoints.save_best(step, partial(save_model, accelerator, saved_model))
-
-    report = RunReport(accelerator, batches, loss_model, optimizer, settings)
-    if resumed:
-        report.load_state_dict(resumed.state)
-        evaluate_if_due(resumed.step)  # a signal may have ended it
-    progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
-    for batch in report.clock.loading(progress):
-        learning_rate = scheduler.get_last_lr()[0]
-        report.count_flops(batch, loss_of)  # once, beside the training
-        grad_norm = report.run(batch.step, partial(train_step, batch))
-        report.count(batch, grad_norm)
-        plan_handle.check_first_step(accelerator.print)
-        step, is_last = batch.step + 1, batch.step + 1 == num_steps
-        if step % run.logging_steps == 0 or is_last:
-            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
-        if is_last:  # whatever fails from here on costs nothing
-            with report.clock.paused():
-                checkpoints.save(step, report.state_dict())
-        evaluate_if_due(step)
-        with report.clock.paused():
-            checkpoints.after_step(step, report.state_dict)
-
-    # Finish
-    plan_handle.remove()
-    trained_model = merged(saved_model) if lora.lora_merge else saved_model
-    save_final(accelerator, folder, partial(save_model, accelerator, trained_model), tokenizer.save_pretrained)
-    results = {
-        "recipe": "language_modeling",
-        "model": network.name,
-        "num_parameters": num_parameters,
-        "num_trained_parameters": num_trained,
-        "plan": planned.plan.strategy,
-        "eval": report.evaluated,
-        **equivalence,
-        **report.results(),
-    }
-    write_results(accelerator, folder, results, checkpoints)
+    figures = {"model": args.name, "num_trained_parameters": run.num_trained}
+    results = run.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
     if accelerator.is_main_process:
-        # For a sample it is enough to be warned of an operator without a deterministic kernel.
-        with accelerator.autocast(), deterministic_kernels(run.full_determinism):
-            continued = sample(model, tokenizer, network.prompt or text.validation[0]["text"][:100])
-        print("sample:", printable_lines(continued))
-        show(compare([read_run(folder)]))
-    finish_trackers(accelerator, results)
+        with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough
+            print("sample:", continue_text(bare, tokenizer, args.prompt or text.validation[0]["text"][:100]))
     return results
 
 
-def task(args: list[str] | None = None) -> Task:
-    """What ``memsave plan`` needs to know of a run, before there are text or weights."""
-    data, network, lora, run, optim, _ = parse_arguments(*FLAGS, args=args)
+def task(argv: list[str] | None = None) -> Task:
+    """The task of the flags, for ``memsave plan``: before there are text or weights."""
+    (args,) = parse_arguments(Arguments, args=argv)
+    if args.load_in_4bit:
+        raise InputError("--load_in_4bit packs weights on a CUDA device, which cannot be estimated: leave it out")
+    return describe(args, args.vocab_size, 0, 0)
 
-    def build() -> PreTrainedModel:
-        if lora.load_in_4bit:
-            raise InputError("--load_in_4bit packs weights on a CUDA device, which no plan on paper can: leave it out")
-        model = build_transformer(
-            AutoModelForCausalLM,
-            network,
-            dtype=run.torch_dtype,
-            with_weights=False,
-            vocab_size=data.vocab_size,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        add_lora(model, lora, task_type="CAUSAL_LM")
-        return model
+
+def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_token_id: int | None) -> Task:
+    """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
+    tokens = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
+    options = {"dtype": args.torch_dtype, "in_4bit": args.load_in_4bit, **tokens}
 
     def micro_batch(size: int) -> Batch:
-        shape = (1, size * data.block_size) if network.one_row and data.packing else (size, data.block_size)
-        names = ("input_ids", "labels", "position_ids" if data.packing else "attention_mask")
+        shape = (1, size * args.block_size) if args.one_row and args.packing else (size, args.block_size)
+        names = ("input_ids", "labels", "position_ids" if args.packing else "attention_mask")
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
 
     return Task(
-        run=run,
-        optim=optim,
-        build_model=build,
-        trained=lambda model, loss, device: CausalLMLoss(model, loss or network.loss, default_chunk_bytes(device)),
+        run=args,
+        optim=args,
+        build_model=partial(build_transformer, AutoModelForCausalLM, args, **options),
+        adapt=partial(add_lora, flags=args, task_type="CAUSAL_LM"),
+        trained=lambda model, loss, device: CausalLMLoss(model, loss or args.loss, default_chunk_bytes(device)),
         loss_of=summed_loss,
         micro_batch=micro_batch,
-        takes_adapters=not lora.lora,
-        losses=("full", "chunked") if network.loss == "auto" else (network.loss,),
+        takes_adapters=not args.lora,
+        losses=("full", "chunked") if args.loss == "auto" else (args.loss,),
     )
 
 
-def summed_loss(loss_model: nn.Module, micro_batch: Batch) -> Tensor:
+def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
     """The loss of a micro-batch, summed over the tokens that count."""
-    return loss_model(**micro_batch)
+    return model(**micro_batch)
 
 
-def load_text(data: DataArguments, run: RunArguments) -> TextSplits:
-    """The documents that the flags name; of a stream, as many as fill the rows of ``--max_steps``."""
-    if data.streaming:
-        require(run.max_steps is not None, "--max_steps", run.max_steps, "given with --streaming, which reads for it")
-    num_tokens = (run.max_steps or 0) * run.global_batch_size * data.block_size
-    return load_documents(
-        dataset=data.dataset,
-        train_file=data.train_file,
-        validation_file=data.validation_file,
-        text_column=data.text_column,
-        dataset_config_name=data.dataset_config_name,
-        stream_bytes=BYTES_A_TOKEN * num_tokens if data.streaming else None,
+def load_rows(args: Arguments) -> tuple[TextSplits, PreTrainedTokenizerBase, Any, Any]:
+    """The text, its tokenizer, and the rows of tokens to train and to evaluate on."""
+    text = load_documents(
+        dataset=args.dataset,
+        train_file=args.train_file,
+        validation_file=args.validation_file,
+        text_column=args.text_column,
+        dataset_config_name=args.dataset_config_name,
+        stream_bytes=args.stream_bytes,
     )
+    source, code = args.tokenizer_name or args.model_name_or_path, {"trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(source, text.train["text"], vocab_size=args.vocab_size, **code)
+    in_rows = partial(pack, one_row=args.one_row) if args.packing else pad
+    rows, held_out = (in_rows(part, tokenizer, args.block_size) for part in (text.train, text.validation))
+    return text, tokenizer, rows, held_out
 
 
-def check_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: DataArguments, network: ModelArguments
-) -> None:
+def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Arguments) -> None:
     """Refuse rows and tokens that the model cannot take."""
     check_vocabulary(tokenizer, model.config.vocab_size)
-    check_positions(data.block_size, getattr(model.config, "max_position_embeddings", None))
-    check_causal(model, network.name)
-    if data.packing and not keeps_documents_apart(model, one_row=network.one_row):
-        raise InputError(f"{network.name} lets the documents of a packed row see one another: pass --no_packing")
+    check_positions(args.block_size, getattr(model.config, "max_position_embeddings", None))
+    check_causal(model, args.name)
+    if args.packing and not keeps_documents_apart(model, one_row=args.one_row):
+        raise InputError(f"{args.name} lets the documents of a packed row see one another: pass --no_packing")
 
 
 @torch.no_grad()
-def evaluate_model(
-    loss_model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], rows: Any
-) -> dict[str, float]:
+def evaluate_model(model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], rows: Any) -> dict[str, float]:
     """Over ``batches`` of ``rows``: mean loss in nats a token, perplexity, and bits a byte, whatever the tokenizer."""
     totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # loss, tokens
-    loss_model.eval()
+    model.eval()
     for batch in batches:
-        totals += torch.stack([loss_model(**batch).double(), count_valid(batch).double()])
-    loss_model.train()
+        totals += torch.stack([model(**batch).double(), count_valid(batch).double()])
+    model.train()
     loss_sum, num_tokens = accelerator.reduce(totals, "sum").tolist()
     loss = loss_sum / num_tokens
     bits_per_byte = loss / math.log(2) * rows.num_tokens / rows.num_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
-
-
-@torch.no_grad()
-def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int = 60) -> str:
-    """``prompt`` as the model goes on with it, drawn at temperature 0.8, always in the same way; or why it does not.
-
-    The run is finished, and fails no more.
-    """
-    num_positions = getattr(model.config, "max_position_embeddings", None) or 0
-    num_tokens = min(num_tokens, num_positions // 2) if num_positions > 0 else num_tokens
-    tokens = tokenizer(prompt, return_tensors="pt").input_ids[:, -num_tokens:].to(model.device)
-    torch.manual_seed(0)
-    model.eval()
-    try:
-        continued = model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            max_new_tokens=num_tokens,
-            do_sample=True,
-            temperature=0.8,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-    except Exception as error:  # transformers' own loop does not run every model that trains
-        return f"none, because generate() fails on {type(model).__name__}: {' '.join(str(error).split())}"
-    return tokenizer.decode(continued[0])
 
 
 if __name__ == "__main__":

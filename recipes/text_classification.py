@@ -15,53 +15,38 @@ On one GPU or several, fine-tuning a model of the Hub (or of a folder) on GLUE o
         --model_name_or_path MODEL --train_file TRAIN.csv --validation_file HELD_OUT.csv --lora --learning_rate 3e-4 \
         --output_dir out/lora
 
-Expect an accuracy of 0.74 to 0.80 of the first line (the largest class has 0.17), and of every line the same curve for
-every plan, and with --dropout 0 for every geometry and number of ranks: a text is padded to the longest of its
-micro-batch and no further, and padding counts nowhere. `--help` lists the flags.
+Expect an accuracy of 0.74 to 0.80 of the first line (the largest class has 0.17), and one loss curve for every plan.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from typing import Any
 
 import evaluate
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import Tensor, nn
-from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from memsave_recipes.activations import apply_plan
-from memsave_recipes.checkpoints import TrainState
-from memsave_recipes.compare.compare import compare
-from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.labelled_text import load_labelled_text
 from memsave_recipes.data.tokenizers import check_inputs, check_length, check_vocabulary, load_text_tokenizer, tokenize
-from memsave_recipes.distributed import main_process_first
-from memsave_recipes.errors import InputError
-from memsave_recipes.metrics import METRICS
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
-from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
-from memsave_recipes.planner.run_plan import plan_run
-from memsave_recipes.planner.task import Task
-from memsave_recipes.processes import num_workers
-from memsave_recipes.render.choice import show_choice
-from memsave_recipes.render.run_table import show
-from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.run.folder import OpenRun, begin_run, open_run, save_final, save_model, write_results
-from memsave_recipes.run.report import RunReport
-from memsave_recipes.run.trackers import finish_trackers
-from memsave_recipes.run.verification import settle_kernels, verify_plan
-from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RunArguments, require
-from memsave_recipes.training.batch_layout import SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches, gather_counted
-from memsave_recipes.training.non_finite import NonFiniteGuard
-from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
-from memsave_recipes.training.parsing import flag_values, parse_arguments
+from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier
+from memsave_recipes.recipe import (
+    METRICS,
+    Batch,
+    InputError,
+    RecipeArguments,
+    Run,
+    Task,
+    clip_gradients,
+    gather_counted,
+    main_process_first,
+    parse_arguments,
+    require,
+    run_recipe,
+)
 
 DEFAULT_CLASSES = 2  # where a plan is made before the texts are there
 
@@ -88,228 +73,106 @@ class DataArguments:
 
 
 @dataclass(kw_only=True)
-class FineTuningArguments(OptimizerArguments):
-    """A learning rate that pretrained weights survive."""
+class Arguments(RecipeArguments, LoraArguments, TransformerArguments, DataArguments):
+    """Every flag of this recipe."""
 
     learning_rate: float = field(default=5e-5, metadata={"help": "take about 1e-3 from scratch, 3e-4 with --lora"})
 
 
-FLAGS = (DataArguments, TransformerArguments, LoraArguments, RunArguments, FineTuningArguments, CheckpointArguments)
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Train as the flags say; returns the content of ``results.json``."""
+    (args,) = parse_arguments(Arguments, args=argv)
+    with Run.open(args, recipe="text_classification") as run:
+        return train(run.args, run)
 
 
-def main(args: list[str] | None = None) -> dict[str, Any]:
-    """Train as the flags say; returns what ``results.json`` holds."""
-    flags = parse_arguments(*FLAGS, args=args)
-    data, network, lora, run, optim, checkpointing = flags
-    with open_run(run, checkpointing, flag_values(flags)) as opened:
-        return train(opened, data, network, lora, opened.planned(run), optim, checkpointing, partial(task, args))
+def train(args: Arguments, run: Run) -> dict[str, Any]:
+    """The training itself, in a folder that is its own."""
+    accelerator = run.accelerator
 
-
-def train(
-    opened: OpenRun,
-    data: DataArguments,
-    network: TransformerArguments,
-    lora: LoraArguments,
-    run: RunArguments,
-    optim: FineTuningArguments,
-    checkpointing: CheckpointArguments,
-    on_paper: Callable[[], Task],
-) -> dict[str, Any]:
-    """The run itself, in a folder that is its own."""
-    accelerator, folder = opened.accelerator, opened.folder
-    layout = run.layout(accelerator.num_processes)
-    check_in_backward(optim, layout, accelerator.mixed_precision, skip_nonfinite=checkpointing.skip_nonfinite)
-    set_seed(run.seed)
-
-    # Data
+    # Data: each batch is one optimizer step, the same texts in the same order on any number of ranks
     with main_process_first(accelerator):
         texts = load_labelled_text(
-            dataset=data.dataset,
-            dataset_config_name=data.dataset_config_name,
-            train_file=data.train_file,
-            validation_file=data.validation_file,
-            text_column=data.text_column,
-            text_pair_column=data.text_pair_column,
-            label_column=data.label_column,
+            dataset=args.dataset,
+            dataset_config_name=args.dataset_config_name,
+            train_file=args.train_file,
+            validation_file=args.validation_file,
+            text_column=args.text_column,
+            text_pair_column=args.text_pair_column,
+            label_column=args.label_column,
         )
-        tokenizer = load_text_tokenizer(
-            data.tokenizer_name or network.model_name_or_path,
-            texts,
-            vocab_size=data.vocab_size,
-            trust_remote_code=network.trust_remote_code,
-        )
-        tokens = tokenize(texts, tokenizer, max_length=data.max_length)
-    order = SampleOrder(
-        num_samples=len(tokens.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
-    )
-    num_steps = run.max_steps or ceil(run.num_epochs * order.steps_per_epoch)
-    loading = {"collate_fn": tokens.train.collate, "num_workers": num_workers(run.dataloader_num_workers, accelerator)}
-    batches = GlobalBatches(
-        accelerator, tokens.train, order=order, layout=layout, num_steps=num_steps, seed=run.seed, **loading
-    )
+        source, code = args.tokenizer_name or args.model_name_or_path, {"trust_remote_code": args.trust_remote_code}
+        tokenizer = load_text_tokenizer(source, texts, vocab_size=args.vocab_size, **code)
+        tokens = tokenize(texts, tokenizer, max_length=args.max_length)
+    run.train_on(tokens.train, collate_fn=tokens.train.collate)
 
-    # Model
-    model = build_model(
-        network,
-        texts.label_names,
-        dtype=run.torch_dtype,
-        in_4bit=lora.load_in_4bit,
-        vocab_size=len(tokenizer),
-        **{f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("pad", "bos", "eos", "cls", "sep")},
-    )
-    check_vocabulary(tokenizer, model.config.vocab_size)
-    check_inputs(model, tokens.train)
-    check_length(data.max_length, model, tokenizer)
-    saved_model = add_lora(model, lora, task_type="SEQ_CLS")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    # Model and optimizer
+    names = [f"{kind}_token_id" for kind in ("pad", "bos", "eos", "cls", "sep")]
+    special = {name: getattr(tokenizer, name) for name in names}
+    task = describe(args, texts.label_names, vocab_size=len(tokenizer), **special)
+    bare = task.build_model(with_weights=True)
+    check_vocabulary(tokenizer, bare.config.vocab_size)
+    check_inputs(bare, tokens.train)
+    check_length(args.max_length, bare, tokenizer)
+    saved = task.adapt(bare)
+    model, optimizer, scheduler = run.prepare(bare)
 
-    # Optimizer. The scheduler is not prepared: Accelerate's would move it once for every rank.
-    optimizer = make_optimizer(optim, model)
-    scheduler = make_scheduler(optim, optimizer, num_steps)
-    trained, optimizer = accelerator.prepare(model, optimizer)
-    loss_of = partial(summed_loss, trained)
+    # The activation plan: the one that the flags name, or the fastest that fits the memory
+    run.apply_plan(task)
+    work = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok"
+    run.begin(saved=saved, data=tokens.fingerprint, work=work, notices=(texts.notice, tokens.notice))
 
-    # Memory plan, and the micro-batch where that is left to the planner
-    planned = plan_run(run, optim, accelerator, model, batches, trained, loss_of, task=on_paper, show=show_choice)
-    layout = batches.layout
-    plan_handle = apply_plan(model, planned.plan)
-    equivalence = verify_plan(run.verify, accelerator, trained, plan_handle, batches, loss_of)
-    settle_kernels(run.full_determinism, accelerator, trained, batches, loss_of)
+    validate = partial(evaluate_model, model, accelerator)
+    run.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
+    for batch in run.steps():
+        with run.measured(batch):
+            for micro_batch in batch.forwards(model):
+                batch.backward(task.loss_of(model, micro_batch))
+            grad_norm = clip_gradients(args, accelerator, model)
+            if run.should_step(batch, grad_norm):
+                optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        run.log_step(batch, grad_norm)
+        run.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
+        run.save_if_due()
 
-    # Checkpoints: where the run goes on, and when it saves
-    checkpoints = opened.checkpoints(
-        TrainState(accelerator, trained, optimizer, scheduler), batches, tokens.fingerprint
-    )
-    resumed = checkpoints.resume_into(batches) if checkpointing.resume else None
-
-    # From here on files are written
-    settings = begin_run(
-        accelerator,
-        folder,
-        project="memsave-text-classification",
-        work=f"{network.name}-gbs{run.global_batch_size}-{data.max_length}tok",
-        flags=opened.flags,
-        planned=planned,
-        layout=layout,
-        resumed=resumed,
-    )
-    accelerator.print(layout.describe(), planned.plan.describe(), texts.notice, sep="\n")
-    for notice in (tokens.notice, order.notice, f"{num_trained:,} of {num_parameters:,} parameters train"):
-        if notice:
-            accelerator.print(notice)
-
-    # The loop
-    gate = NonFiniteGuard(accelerator, trained, optimizer, skips=checkpointing.skip_nonfinite)
-
-    def train_step(batch: GlobalBatch) -> Tensor | None:
-        for micro_batch in batch.forwards(trained):
-            batch.backward(loss_of(micro_batch))
-        grad_norm = clip_gradients(optim, accelerator, trained)
-        if gate.should_step(batch, grad_norm):
-            optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        return grad_norm
-
-    def evaluate_if_due(step: int) -> None:
-        if not report.evaluation_is_due(step, every=run.eval_steps):
-            return
-        with report.clock.paused(synchronize=True):
-            held_out = evaluation_batches(accelerator, tokens.validation, layout.micro_batch_size, **loading)
-            held_out = checkpoints.until_signal(held_out, step, report.state_dict)
-            evaluated = evaluate_model(trained, accelerator, held_out)
-            if report.log_evaluation(step, evaluated) and checkpointing.save_best:
-                checkpoints.save_best(step, partial(save_model, accelerator, saved_model))
-
-    report = RunReport(accelerator, batches, trained, optimizer, settings)
-    if resumed:
-        report.load_state_dict(resumed.state)
-        evaluate_if_due(resumed.step)  # a signal may have ended it
-    progress = tqdm(batches, disable=not accelerator.is_main_process, unit="step")
-    for batch in report.clock.loading(progress):
-        learning_rate = scheduler.get_last_lr()[0]
-        report.count_flops(batch, loss_of)  # once, beside the training
-        grad_norm = report.run(batch.step, partial(train_step, batch))
-        report.count(batch, grad_norm)
-        plan_handle.check_first_step(accelerator.print)
-        step, is_last = batch.step + 1, batch.step + 1 == num_steps
-        if step % run.logging_steps == 0 or is_last:
-            progress.set_postfix_str(report.log_window(step, learning_rate=learning_rate))
-        if is_last:  # whatever fails from here on costs nothing
-            with report.clock.paused():
-                checkpoints.save(step, report.state_dict())
-        evaluate_if_due(step)
-        with report.clock.paused():
-            checkpoints.after_step(step, report.state_dict)
-
-    # Finish
-    plan_handle.remove()
-    trained_model = merged(saved_model) if lora.lora_merge else saved_model
-    save_final(accelerator, folder, partial(save_model, accelerator, trained_model), tokenizer.save_pretrained)
-    results = {
-        "recipe": "text_classification",
-        "model": network.name,
-        "num_parameters": num_parameters,
-        "num_trained_parameters": num_trained,
-        "plan": planned.plan.strategy,
-        "eval": {**report.evaluated, "majority_share": texts.majority_share},
-        **equivalence,
-        **report.results(),
-    }
-    write_results(accelerator, folder, results, checkpoints)
-    if accelerator.is_main_process:
-        show(compare([read_run(folder)]))
-    finish_trackers(accelerator, results)
-    return results
+    trained, majority = merged(saved) if args.lora_merge else saved, {"majority_share": texts.majority_share}
+    figures = {"model": args.name, "num_trained_parameters": run.num_trained}
+    return run.finish(trained, tokenizer.save_pretrained, evaluated=majority, **figures)
 
 
-def task(args: list[str] | None = None) -> Task:
-    """What ``memsave plan`` needs to know of a run, before there are texts or weights."""
-    data, network, lora, run, optim, _ = parse_arguments(*FLAGS, args=args)
+def task(argv: list[str] | None = None) -> Task:
+    """The task of the flags, for ``memsave plan``: before there are texts or weights."""
+    (args,) = parse_arguments(Arguments, args=argv)
+    if args.load_in_4bit:
+        raise InputError("--load_in_4bit packs weights on a CUDA device, which cannot be estimated: leave it out")
+    assumed = (f"{DEFAULT_CLASSES} classes", f"texts of {args.max_length} tokens")
     names = tuple(map(str, range(DEFAULT_CLASSES)))
+    return describe(args, names, assumed=assumed, vocab_size=args.vocab_size, pad_token_id=0)
 
-    def build() -> PreTrainedModel:
-        if lora.load_in_4bit:
-            raise InputError("--load_in_4bit packs weights on a CUDA device, which no plan on paper can: leave it out")
-        without_weights = {"with_weights": False, "vocab_size": data.vocab_size, "pad_token_id": 0}
-        model = build_model(network, names, dtype=run.torch_dtype, **without_weights)
-        add_lora(model, lora, task_type="SEQ_CLS")
-        return model
+
+def describe(
+    args: Arguments, label_names: tuple[str, ...], *, assumed: tuple[str, ...] = (), **tokens: int | None
+) -> Task:
+    """The model (of ``tokens``: ``vocab_size`` and special tokens), its loss and a micro-batch."""
 
     def micro_batch(size: int) -> Batch:
-        shapes = {"input_ids": (size, data.max_length), "attention_mask": (size, data.max_length), "labels": (size,)}
+        shapes = {"input_ids": (size, args.max_length), "attention_mask": (size, args.max_length), "labels": (size,)}
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
 
     return Task(
-        run=run,
-        optim=optim,
-        build_model=build,
+        run=args,
+        optim=args,
+        build_model=partial(
+            build_text_classifier, args, label_names, args.torch_dtype, in_4bit=args.load_in_4bit, **tokens
+        ),
+        adapt=partial(add_lora, flags=args, task_type="SEQ_CLS"),
         loss_of=summed_loss,
         micro_batch=micro_batch,
-        takes_adapters=not lora.lora,
-        assumed=(f"{DEFAULT_CLASSES} classes", f"texts of {data.max_length} tokens"),
+        takes_adapters=not args.lora,
+        assumed=assumed,
     )
-
-
-def build_model(
-    network: TransformerArguments, label_names: tuple[str, ...], *, dtype: torch.dtype, **options: Any
-) -> PreTrainedModel:
-    """The model that the flags name, with one output a label; ``options`` are those of ``build_transformer``."""
-    model = build_transformer(
-        AutoModelForSequenceClassification,
-        network,
-        dtype=dtype,
-        id2label=dict(enumerate(label_names)),
-        label2id={name: index for index, name in enumerate(label_names)},
-        use_cache=False,  # decoders would fill it again when they recompute
-        **options,
-    )
-    if model.config.pad_token_id is None:  # decoders look for a text's last token by it
-        model.config.pad_token_id = options["pad_token_id"]
-    if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:
-        model.config.decoder_start_token_id = model.config.pad_token_id  # as in T5's own configurations
-    return model
 
 
 def summed_loss(trained: nn.Module, micro_batch: Batch) -> Tensor:

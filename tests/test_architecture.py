@@ -42,16 +42,17 @@ TABLE = {
     "render": ({"compare", "planner", "plans", "training"}, {"rich", "matplotlib"}),
     "run": (
         {
-            *("activations", "checkpoints", "distributed", "fingerprint", "planner", "processes", "profiling"),
-            *("training", "verify"),
+            *("activations", "checkpoints", "compare", "distributed", "fingerprint", "planner", "processes"),
+            *("profiling", "render", "training", "verify"),
         },
-        {"torch", "accelerate", "wandb", "trackio", "huggingface_hub"},
+        {"torch", "accelerate", "tqdm", "wandb", "trackio", "huggingface_hub"},
     ),
+    "recipe": ({"distributed", "metrics", "planner", "run", "training"}, set()),
     "cli": ({"compare", "estimate", "planner", "plans", "render", "training"}, {"torch", "tqdm"}),
     "recipes": (
         {
-            *("activations", "checkpoints", "compare", "data", "distributed", "losses", "metrics", "models", "planner"),
-            *("processes", "render", "run", "training"),
+            *("activations", "checkpoints", "compare", "data", "distributed", "losses", "models", "planner"),
+            *("processes", "recipe", "run", "training"),
         },
         {"torch", "accelerate", "transformers", "evaluate", "rich", "tqdm"},
     ),

@@ -105,7 +105,7 @@ def build(task: Task, precision: str = "no") -> Real:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = start_accelerator(mixed_precision=precision)
     torch.manual_seed(0)
-    model = task.build_model().to(accelerator.device).train()
+    model = task.planned_model().to(accelerator.device).train()
     optimizer = make_optimizer(task.optim, model)
     trained, optimizer = accelerator.prepare(task.trained(model, task.losses[0], accelerator.device), optimizer)
     return Real(task, accelerator, model, trained, optimizer)

@@ -91,7 +91,7 @@ class PlanRequest:
 
     def refused(self, choice: Choice) -> InputError:
         """What to say where nothing fits."""
-        model = fake_model(self.task.build_model)
+        model = fake_model(self.task.planned_model)
         return refusal(choice.smallest, model, self.task.optim, takes_adapters=self.task.takes_adapters)
 
 

@@ -37,6 +37,7 @@ from datasets import Features, Value
 from memsave_recipes.errors import InputError, check_file
 from memsave_recipes.hub import loading_by_name, reason
 
+BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5
 END_OF_TEXT = "<|endoftext|>"
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
 VALIDATION_SHARE = 0.05  # of a streamed data set

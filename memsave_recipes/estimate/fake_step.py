@@ -132,7 +132,8 @@ class Workspaces:
             return None
         with unset_fake_temporarily(), torch.random.fork_rng([]):
             args, kwargs = tree_unflatten(tree_map_only(Tensor, _zeros, leaves), form)
-            out, events = record_allocations(lambda: func(*args, **kwargs))
+            with record_allocations() as events:
+                out = func(*args, **kwargs)
             results = tuple(tree_map_only(Tensor, _on_meta, tree_leaves(out)))
         live_bytes = peak_bytes = 0
         for event in events:

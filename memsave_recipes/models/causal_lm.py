@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL, default_chunk_bytes, linear_cross_entropy, num_chunks
+from memsave_recipes.text import printable_lines
 
 LossKind = Literal["auto", "chunked", "full", "liger"]
 
@@ -232,3 +233,30 @@ def _sees_later_tokens(model: PreTrainedModel) -> bool:
         handle.remove()
         model.train(was_training)
     return any(bool(gradient.flatten(0, -2)[-4:].any()) for gradient in gradients)  # XLNet embeds (T, B)
+
+
+@torch.no_grad()
+def continue_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int = 60) -> str:
+    """``prompt`` as the model goes on with it, drawn at temperature 0.8, always in the same way; or why it does not.
+
+    The run is finished, and fails no more.
+    """
+    num_positions = getattr(model.config, "max_position_embeddings", None) or 0
+    num_tokens = min(num_tokens, num_positions // 2) if num_positions > 0 else num_tokens
+    tokens = tokenizer(prompt, return_tensors="pt").input_ids[:, -num_tokens:].to(model.device)
+    torch.manual_seed(0)
+    model.eval()
+    try:
+        continued = model.generate(  # type: ignore[operator]
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            temperature=0.8,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    except Exception as error:  # transformers' own loop does not run every model that trains
+        return printable_lines(
+            f"none, because generate() fails on {type(model).__name__}: {' '.join(str(error).split())}"
+        )
+    return printable_lines(str(tokenizer.decode(continued[0])))

@@ -1,18 +1,105 @@
-"""Whether a network takes images of a size, found on the meta device: shapes alone, without data, memory or time.
-
-Load a weight file into a model: safetensors, or a ``.pth`` read with ``weights_only``; no pickle is executed.
-"""
+"""Image classifiers by name: our VGG and DenseNet, or any of transformers; weight files are read without pickle."""
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import AutoModelForImageClassification
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.errors import InputError, check_file
+from memsave_recipes.models.convnets import SIZES, build_densenet, build_vgg
+from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
+
+VGG_NAMES = ("vgg_small", *(f"vgg{depth}{suffix}" for depth in (11, 13, 16, 19) for suffix in ("", "_bn")))
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    **{name: partial(build_vgg, name) for name in VGG_NAMES},
+    **{name: partial(build_densenet, name) for name in SIZES},
+}
+"""Our own models: ``MODELS[name](num_classes=10)``."""
+
+
+@dataclass(kw_only=True)
+class ImageModelArguments(TransformerArguments):
+    """Which network: one of ours, or any image classifier of transformers."""
+
+    model: str | None = field(default=None, metadata={"help": f"one of {', '.join(MODELS)}"})
+    weights: str | None = field(default=None, metadata={"help": "for --model: a .safetensors or .pth of its weights"})
+    channels_last: bool = field(
+        default=False, metadata={"help": "weights of convolutions in the order that GPUs are fastest with"}
+    )
+
+    def __post_init__(self) -> None:
+        ways = [self.model, self.model_name_or_path, self.model_type]
+        if sum(way is not None for way in ways) != 1:
+            raise InputError("give one of --model, --model_name_or_path and --model_type")
+        if self.model is not None and self.model not in MODELS:
+            raise InputError(f"--model {self.model} is not known: choose one of {', '.join(MODELS)}")
+        if self.model is None and self.weights is not None:
+            raise InputError("--weights are those of a --model: leave them out")
+        if self.model is not None and (self.dropout is not None or self.attn_implementation is not None):
+            raise InputError("--dropout and --attn_implementation shape models of transformers: leave them out")
+        self.check_transformer()
+
+    @property
+    def name(self) -> str:
+        """The network's name in tables and dashboards."""
+        return self.model or super().name
+
+
+def build_image_classifier(
+    flags: ImageModelArguments,
+    label_names: tuple[str, ...],
+    image_size: int,
+    dtype: torch.dtype,
+    *,
+    with_weights: bool = False,
+) -> nn.Module:
+    """The network that the flags name, with one output a label.
+
+    Args:
+        image_size: of the images that it has to take.
+        dtype: of the parameters.
+        with_weights: read those of a pretrained model; else it is only made by its configuration.
+
+    Raises:
+        InputError: no such model or weights, or it does not take images of that size.
+    """
+    if flags.model is None:
+        names = list(label_names)
+        labels: dict[str, Any] = {
+            "id2label": dict(enumerate(names)),
+            "label2id": {name: i for i, name in enumerate(names)},
+        }
+        if flags.model_type is not None:
+            labels["image_size"] = image_size
+        model: nn.Module = build_transformer(
+            AutoModelForImageClassification, flags, dtype=dtype, with_weights=with_weights, **labels
+        )
+    else:
+        model = MODELS[flags.model](num_classes=len(label_names))
+        if flags.weights is not None and with_weights:
+            load_weights(model, flags.weights)
+        model = model.to(dtype)
+    check_image_size(model, image_size)
+    return model.to(memory_format=torch.channels_last) if flags.channels_last else model  # type: ignore[call-overload]
+
+
+def normalization(flags: ImageModelArguments) -> dict[str, Any]:
+    """``mean`` and ``std`` of the images that a pretrained network expects; ImageNet's where it says nothing."""
+    name = flags.model_name_or_path
+    expected = {} if name is None else image_processor_config(name)
+    mean, std = expected.get("image_mean"), expected.get("image_std")
+    return {"mean": mean or IMAGENET_DEFAULT_MEAN, "std": std or IMAGENET_DEFAULT_STD}
 
 
 def check_image_size(model: nn.Module, image_size: int, num_images: int = 2) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.image_processing_base import ImageProcessingMixin
 
 from memsave_recipes.errors import InputError
@@ -61,7 +67,7 @@ def build_transformer(
     *,
     dtype: torch.dtype,
     in_4bit: bool = False,
-    with_weights: bool = True,
+    with_weights: bool = False,
     **config_changes: Any,
 ) -> PreTrainedModel:
     """The model that the flags name, ready to train: ``from_pretrained`` alone leaves dropout off.
@@ -86,6 +92,33 @@ def build_transformer(
         outline: nn.Module = _naming_the_model(flags, lambda: _from_configuration(auto_class, flags, config_changes))
         return outline.to(dtype).train()  # type: ignore[return-value]
     return _naming_the_model(flags, lambda: _from_pretrained(auto_class, flags, dtype, in_4bit, config_changes)).train()
+
+
+def build_text_classifier(
+    flags: TransformerArguments, label_names: tuple[str, ...], dtype: torch.dtype, **options: Any
+) -> PreTrainedModel:
+    """The text classifier that the flags name, with one output a label.
+
+    Args:
+        options: as ``build_transformer``; ``pad_token_id`` has to be among them.
+
+    Raises:
+        InputError: as ``build_transformer``.
+    """
+    model = build_transformer(
+        AutoModelForSequenceClassification,
+        flags,
+        dtype=dtype,
+        id2label=dict(enumerate(label_names)),
+        label2id={name: index for index, name in enumerate(label_names)},
+        use_cache=False,  # decoders would fill it again when they recompute
+        **options,
+    )
+    if model.config.pad_token_id is None:  # decoders look for a text's last token by it
+        model.config.pad_token_id = options["pad_token_id"]
+    if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:
+        model.config.decoder_start_token_id = model.config.pad_token_id  # as in T5's own configurations
+    return model
 
 
 def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:

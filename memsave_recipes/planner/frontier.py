@@ -101,7 +101,7 @@ def run_points(
     """
     accelerator = Accelerator(cpu=launch.target.device_type == "cpu")
     with accelerator.device:
-        model = task.build_model()
+        model = task.planned_model()
     found = []
     for point in points:
         try:

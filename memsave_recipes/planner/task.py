@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,9 @@ class Task:
 
     Args:
         run, optim: the parsed flags.
-        build_model: the model with the blocks, without its weights; called where torch's default device is ``meta``.
+        build_model: the model with the blocks; with ``with_weights=True`` as it is trained, else without weights, on
+            torch's default device.
+        adapt: adds adapters to that model in place; by default it has none.
         trained: the module that the recipe trains, around the model: given the model, a choice among ``losses``, or
             ``None`` for what the flags say, and the device that it will run on.
         loss_of: the summed loss of a micro-batch, given what ``trained`` made.
@@ -48,13 +51,20 @@ class Task:
 
     run: RunArguments
     optim: OptimizerArguments
-    build_model: Callable[[], nn.Module]
-    trained: Callable[[nn.Module, str | None, torch.device], nn.Module] = lambda model, loss, device: model
+    build_model: Callable[..., nn.Module]
+    adapt: Callable[[Any], object] = lambda model: model
+    trained: Callable[[Any, Any, torch.device], nn.Module] = lambda model, loss, device: model
     loss_of: Callable[[nn.Module, Batch], Tensor]
     micro_batch: Callable[[int], Batch]
     takes_adapters: bool = False
     losses: tuple[str | None, ...] = (None,)
     assumed: tuple[str, ...] = ()
+
+    def planned_model(self) -> nn.Module:
+        """The model with its adapters, without weights."""
+        model = self.build_model()
+        self.adapt(model)
+        return model
 
 
 def read_task(recipe: Path, args: Sequence[str]) -> Task:
@@ -134,7 +144,7 @@ def choose_for_target(
     Raises:
         InputError: flags that contradict each other, or a model without blocks for the strategy.
     """
-    model = fake_model(task.build_model)
+    model = fake_model(task.planned_model)
     layouts = open_layouts(task.run, task.optim, launch.num_processes)
     strategy = str(task.run.activation_checkpointing)
     space = SearchSpace(

@@ -24,13 +24,13 @@ the step and of its own allocations; elsewhere it is the allocator's, and what i
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 MARK = "memsave label "
-T = TypeVar("T")
 
 
 class Use(Enum):
@@ -87,13 +86,15 @@ class Labels:
             self.noted.append(Label(use, storages_of(tensors)))
 
 
-def record_allocations(step: Callable[[], T], labels: Labels | None = None) -> tuple[T, list[Event]]:
-    """Run ``step`` once: what it returns, and its events on all devices in the order of time."""
+@contextmanager
+def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
+    """The events of the block on all devices, in the order of time; they are in the list when the block has ended."""
+    events: list[Event] = []
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = step()
+        yield events
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     found = _walk(roots, Use.ACTIVATIONS, labels.noted if labels else [])
-    return result, [event for _, event in sorted(found, key=lambda timed: timed[0])]
+    events += [event for _, event in sorted(found, key=lambda timed: timed[0])]
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -144,23 +145,29 @@ class MemoryBreakdown:
         return sum(vars(self).values())
 
 
-def break_down_peak(
-    step: Callable[[], T], model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
-) -> tuple[T, MemoryBreakdown]:
-    """Run ``step`` once; what it returns, and what filled ``device`` when it held most.
+@dataclass
+class PeakOfStep:
+    """The ``breakdown`` of a step that has ended."""
+
+    breakdown: MemoryBreakdown | None = None
+
+
+@contextmanager
+def break_down_peak(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[PeakOfStep]:
+    """The uses of ``device`` at the peak of the block: a forward, a backward and an optimizer step.
 
     Args:
-        step: forward, backward and optimizer step.
         model: its parameters and buffers, whether they train or not.
         optimizer: torch's own, not a wrapper of it. It may step inside the backward.
     """
+    peak = PeakOfStep()
     resident = persistent_tensors(model, optimizer)
     held_before = None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
     labels = Labels()
-    with _labelling(model, optimizer, labels):
-        result, events = record_allocations(step, labels)
+    with _labelling(model, optimizer, labels), record_allocations(labels) as events:
+        yield peak
     on_device = [event for event in events if isinstance(event, Label) or event.device.type == device.type]
-    return result, _at_the_peak(on_device, resident, held_before)
+    peak.breakdown = _at_the_peak(on_device, resident, held_before)
 
 
 def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Label]:

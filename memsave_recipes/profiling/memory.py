@@ -62,7 +62,8 @@ def peak_rss_bytes() -> int:
 
 def instrumented_peak_bytes(step: Callable[[], None]) -> int:
     """Run ``step`` once; the most that its allocations held at one time, beyond what was there before."""
-    _, events = record_allocations(step)
+    with record_allocations() as events:
+        step()
     return max(accumulate((event.num_bytes for event in events if isinstance(event, Allocation)), initial=0))
 
 

@@ -129,7 +129,8 @@ class _LabelMeter:
 
 def _read_profile(step: Callable[[Meter], None]) -> list[Reading]:
     meter = _LabelMeter()
-    _, events = record_allocations(lambda: step(meter), meter.labels)
+    with record_allocations(meter.labels) as events:
+        step(meter)
     return list(_readings(events))
 
 

@@ -7,9 +7,8 @@ Before them comes a checkpoint of the last step, so that a full disk costs nothi
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,7 @@ from torch import nn
 from memsave_recipes.checkpoints import (
     Checkpoints,
     Resumed,
-    RunLock,
-    StoppedBySignal,
-    StopSignals,
     TrainState,
-    locked_run_folder,
 )
 from memsave_recipes.checkpoints.commit import (
     TEMPORARY,
@@ -34,32 +29,20 @@ from memsave_recipes.checkpoints.commit import (
     make_whole,
 )
 from memsave_recipes.checkpoints.resume import (
-    check_same_environment,
-    check_same_flags,
     committed,
-    read_earlier,
-    with_previous_plan,
 )
-from memsave_recipes.distributed import missing_ranks_end_the_run, on_main_process
+from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
-from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import check_state
 from memsave_recipes.run.trackers import NAME as METRICS
-from memsave_recipes.run.trackers import cut_back, finish_trackers, resolve_trackers, start_trackers
+from memsave_recipes.run.trackers import cut_back, start_trackers
 from memsave_recipes.text import printable
-from memsave_recipes.training.arguments import CheckpointArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.environment import (
     describe_environment,
-    deterministic_kernels,
-    let_segments_grow,
-    matmul_precision,
 )
-from memsave_recipes.training.launch import start_accelerator
-from memsave_recipes.training.non_finite import NotFinite
 
 CONFIG, PLAN, RESULTS, FINAL, CHECKPOINTS = "config.json", "plan.json", "results.json", "final", "checkpoints"
 OURS = (CONFIG, PLAN, METRICS, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
@@ -67,92 +50,19 @@ LEFTOVERS = (f"{TEMPORARY}{FINAL}", f"{TRASH}{FINAL}")
 OUR_SNAPSHOTS = "memory_snapshot*.pickle"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenRun:
-    """A run that has its folder to itself.
-
-    Args:
-        safety: the flags that keep work from being lost.
-        flags: all of them, by name.
-        earlier: ``config.json`` of the run that it goes on with; ``None`` where it begins.
-        signals: that ask it to stop.
-        lock: of its folder.
-    """
-
-    accelerator: Accelerator
-    folder: Path
-    checkpointing: CheckpointArguments
-    flags: dict[str, Any]
-    earlier: dict[str, Any] | None
-    signals: StopSignals
-    lock: RunLock
-
-    def checkpoints(self, training: TrainState, batches: GlobalBatches, data: Fingerprint) -> Checkpoints:
-        """Those of this run, saved as its flags say.
-
-        Raises:
-            InputError: the disk has no room for what the run is to leave.
-        """
-        on_main_process(self.accelerator, lambda: self._check_room(training))
-        folder = self.folder / CHECKPOINTS
-        return Checkpoints.from_args(
-            self.checkpointing, self.accelerator, folder, training, batches, data, signals=self.signals, lock=self.lock
-        )
-
-    def _check_room(self, training: TrainState) -> None:
-        """For ``final/`` and the checkpoint before it, so that the lack of it is not found when all is trained."""
-        flags = self.flags
-        check_space(
-            self.folder,
-            training.num_bytes_in_the_end(flags["optimizer"], flags["momentum"])
-            + training.num_bytes_of_weights(merged=flags.get("lora_merge", False)),
-            f"{FINAL}/ and the checkpoint before it take",
-            freed_bytes=sum(_num_bytes(self.folder / name) for name in OURS) if flags["overwrite"] else 0,
-        )
-
-    def planned(self, run: RunArguments) -> RunArguments:
-        """``run`` with the plan and the micro-batch that an earlier life of it searched and found."""
-        if self.earlier is None:
-            return run
-        return with_previous_plan(
-            run, self.earlier, plan=self.folder / PLAN, num_processes=self.accelerator.num_processes
-        )
-
-
-@contextmanager
-def open_run(run: RunArguments, checkpointing: CheckpointArguments, flags: dict[str, Any]) -> Iterator[OpenRun]:
-    """Start Accelerate and keep the run's folder, and the signals that ask to stop, until the block ends.
+def check_room(folder: Path, train_state: TrainState, flags: dict[str, Any]) -> None:
+    """Whether the disk has room for ``final/`` and the checkpoint before it, before anything is trained.
 
     Raises:
-        InputError: the folder holds another run, or is in use, or cannot be written, or this run cannot go on with
-            what it holds; or the launch is not what was asked for.
+        InputError: it has not.
     """
-    folder = check_run_folder(run.output_dir, overwrite=run.overwrite, resume=checkpointing.resume)
-    earlier = read_earlier(folder / CONFIG, folder / CHECKPOINTS) if checkpointing.resume else None
-    notices = check_same_flags(earlier, flags) if earlier else []
-    with ExitStack() as stack:
-        stack.enter_context(deterministic_kernels(run.full_determinism, later=run.verify != "off"))
-        stack.enter_context(matmul_precision(run.matmul_precision))
-        let_segments_grow()
-        limit_s = 60 * checkpointing.collective_timeout_minutes
-        accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=resolve_trackers(run.report_to, folder))
-        notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
-        lock = stack.enter_context(locked_run_folder(accelerator, folder))
-        try:
-            with missing_ranks_end_the_run(limit_s), StopSignals(limit_s) as signals:
-                _tell(accelerator, *notices)
-                yield OpenRun(
-                    accelerator=accelerator,
-                    folder=folder,
-                    checkpointing=checkpointing,
-                    flags=flags,
-                    earlier=earlier,
-                    signals=signals,
-                    lock=lock,
-                )
-        except (StoppedBySignal, NotFinite):  # which all ranks know of
-            finish_trackers(accelerator, {})
-            raise
+    check_space(
+        folder,
+        train_state.num_bytes_in_the_end(flags["optimizer"], flags["momentum"])
+        + train_state.num_bytes_of_weights(merged=flags.get("lora_merge", False)),
+        f"{FINAL}/ and the checkpoint before it take",
+        freed_bytes=sum(_num_bytes(folder / name) for name in OURS) if flags["overwrite"] else 0,
+    )
 
 
 def begin_run(
@@ -189,13 +99,15 @@ def begin_run(
         check_state(resumed.state)
         earlier, step = resumed.state["trackers"], resumed.step
         name = earlier["name"]
-        _tell(accelerator, *resumed.notices, f"going on after {step} steps")
+        print_lines(accelerator, *resumed.notices, f"going on after {step} steps")
     elif flags.get("resume"):
-        _tell(accelerator, f"note: --resume finds no checkpoint in {folder}, so the run begins")
+        print_lines(accelerator, f"note: --resume finds no checkpoint in {folder}, so the run begins")
     sizes = {**asdict(layout), "accumulation_steps": layout.accumulation_steps}
     about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
-    _tell(accelerator, *on_main_process(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed)))
+    print_lines(
+        accelerator, *on_main_process(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed))
+    )
     start_trackers(
         accelerator,
         project=project,
@@ -272,8 +184,8 @@ def _exists(folder: Path) -> bool:
         raise InputError(f"--output_dir {folder} cannot be a folder ({error.strerror}): name another one") from error
 
 
-def _tell(accelerator: Accelerator, *lines: str) -> None:
-    """They may hold names of files, and what a checkpoint says."""
+def print_lines(accelerator: Accelerator, *lines: str) -> None:
+    """Print them on the main process, printable: they may hold names of files, and text of a checkpoint."""
     for line in lines:
         accelerator.print(printable(line))
 

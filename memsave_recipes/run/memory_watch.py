@@ -10,8 +10,8 @@ Under a plan that compiles the first step also compiles; what that takes is no f
 A step that finds no memory left ends with a page that explains it (``memsave_recipes.run.out_of_memory``).
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,20 @@ class MemoryWatch:
         """The one whose allocations are recorded."""
         return min(self.metered_step + 1, self.steps.stop - 1)
 
-    def run(self, step: int, train_step: Callable[[], Any]) -> Any:
-        """``train_step()``, instrumented if it is its turn.
+    @contextmanager
+    def measured(self, step: int) -> Iterator[None]:
+        """The training step ``step`` goes inside; it is instrumented if it is one of the first two.
 
         Raises:
             torch.OutOfMemoryError: there is no memory left; its message is the page that explains it.
         """
         try:
-            with self.forward_meter if step == self.metered_step else nullcontext():
-                return self._run_recorded(train_step) if step == self.instrumented_step else train_step()
+            with ExitStack() as observers:
+                if step == self.metered_step:
+                    observers.enter_context(self.forward_meter)
+                if step == self.instrumented_step:
+                    observers.enter_context(self._recorded())
+                yield
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise torch.OutOfMemoryError(self._failure(step, error).page()) from error
@@ -154,11 +159,13 @@ class MemoryWatch:
         error = 100 * (predicted - peak_bytes) / peak_bytes
         return {"predicted_peak_gib": to_gib(predicted), "prediction_error_pct": error}
 
-    def _run_recorded(self, train_step: Callable[[], Any]) -> Any:
-        result, self.breakdown = break_down_peak(train_step, self.model, self.optimizer, self.accelerator.device)
-        if self.on_cpu:
-            self._keep_largest("peak_allocated", self.breakdown.total_bytes)
-        return result
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        with break_down_peak(self.model, self.optimizer, self.accelerator.device) as peak:
+            yield
+        self.breakdown = peak.breakdown
+        if self.on_cpu and peak.breakdown is not None:
+            self._keep_largest("peak_allocated", peak.breakdown.total_bytes)
 
     def _read_device(self) -> dict[str, int]:
         device = read_device_memory(self.accelerator.device)

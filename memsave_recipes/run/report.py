@@ -3,7 +3,8 @@
 Keys are those of ``docs/architecture.md``; the part before the ``/`` becomes a section of a dashboard.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 
@@ -110,16 +111,17 @@ class RunReport:
         samples = self._samples_in_first_micro_batch(batch.step)
         self.flops_per_sample = {precision: flops / samples for precision, flops in counted.by_precision.items()}
 
-    def run(self, step: int, train_step: Callable[[], Any]) -> Any:
-        """``train_step()``, with its memory measured.
+    @contextmanager
+    def measured(self, step: int) -> Iterator[None]:
+        """The training step ``step`` (from 0) goes inside; its memory is measured.
 
         Raises:
             torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
         """
-        result = self.memory.run(step, train_step)
+        with self.memory.measured(step):
+            yield
         with self.clock.paused():
             self.memory.end_step(step)
-        return result
 
     def count(self, batch: GlobalBatch, grad_norm: Tensor | None = None) -> None:
         """Take in a finished step. Reads nothing from the device."""

@@ -239,6 +239,19 @@ class OptimizerArguments:
         require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
 
 
+@dataclass(kw_only=True)
+class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
+    """The flags that all recipes share; a recipe's own are mixed in: ``class Arguments(RecipeArguments, MyArguments)``.
+
+    Every group of flags is checked by its own ``__post_init__``, those of the recipe first.
+    """
+
+    def __post_init__(self) -> None:
+        own = [group for group in type(self).__bases__ if group is not RecipeArguments]
+        for group in (*reversed(own), *reversed(RecipeArguments.__bases__)):
+            group.__post_init__(self)  # type: ignore[attr-defined]
+
+
 def require(holds: bool, flag: str, value: Any, rule: str) -> None:
     """Refuse a flag's value.
 

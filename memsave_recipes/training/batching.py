@@ -203,7 +203,8 @@ def evaluation_batches(
         micro_batch_size=micro_batch_size,
         num_processes=num_processes,
     )
-    order = SampleOrder(num_samples=num_samples or len(dataset), global_batch_size=layout.global_batch_size, seed=None)
+    num_samples = min(num_samples or len(dataset), len(dataset))
+    order = SampleOrder(num_samples=num_samples, global_batch_size=layout.global_batch_size, seed=None)
     sampler = MicroBatchSampler(
         order=order,
         layout=layout,

@@ -79,7 +79,7 @@ def test_a_recipe_that_fake_tensors_cannot_run_trains_all_the_same():
 def test_a_task_takes_no_memory_for_weights():
     flags = ["--model_type", "gpt2", "--config_overrides", "n_layer=48,n_embd=1600,n_head=25"]
     task = read_task(RECIPES / "language_modeling.py", flags)
-    model = fake_model(task.build_model)
+    model = fake_model(task.planned_model)
     assert sum(parameter.numel() for parameter in model.parameters()) > 1.4e9
     assert all(isinstance(parameter, torch._subclasses.FakeTensor) for parameter in model.parameters())
 

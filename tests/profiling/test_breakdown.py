@@ -46,8 +46,9 @@ def stepping(model, optimizer, rows=ROWS, forward=None):
 
 
 def measure(model, optimizer, step):
-    _, breakdown = break_down_peak(step, model, optimizer, CPU)
-    return breakdown
+    with break_down_peak(model, optimizer, CPU) as peak:
+        step()
+    return peak.breakdown
 
 
 def about(breakdown, **expected):
@@ -207,7 +208,8 @@ def test_nothing_is_left_hooked_by_a_step_that_fails():
     with pytest.raises(torch.OutOfMemoryError):
         measure(model, optimizer, step)
     assert not model[0].weight._post_accumulate_grad_hooks
-    record_allocations(lambda: None)  # the profiler is free again
+    with record_allocations():  # the profiler is free again
+        pass
 
 
 def test_an_empty_step():
@@ -229,6 +231,8 @@ def test_on_cuda_the_sum_is_the_allocators_peak():
 
     step()
     torch.cuda.reset_peak_memory_stats(device)
-    _, breakdown = break_down_peak(step, model, optimizer, device)
+    with break_down_peak(model, optimizer, device) as peak:
+        step()
+    breakdown = peak.breakdown
     assert breakdown.total_bytes == torch.cuda.max_memory_allocated(device)
     assert breakdown.optimizer_state_bytes >= 4 * WEIGHT

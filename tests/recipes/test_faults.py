@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_costs_no_checkpoint(recipe, monkeypatch, limit_file
 def test_a_folder_that_cannot_be_written_is_found_before_there_is_a_model(recipe, monkeypatch, tmp_path, capsys, place):
     (tmp_path / "a_file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    monkeypatch.setattr(recipe, "build_model", lambda *args, **options: pytest.fail("a model was built"))
+    monkeypatch.setattr(recipe, "build_image_classifier", lambda *args, **options: pytest.fail("a model was built"))
     monkeypatch.setattr(recipe, "load_images", lambda *args, **options: pytest.fail("data was loaded"))
     assert end_of(recipe, tmp_path / place) == 2
     assert f"--output_dir {tmp_path / place}: run.lock cannot be written" in the_line(capsys)

@@ -12,6 +12,7 @@ from lives import FLAGS, IMAGES, assert_the_same_run
 
 from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.checkpoints.resume import find_newest
+from memsave_recipes.run import run as run_module
 from memsave_recipes.run.failures import run_recipe
 
 RECIPES = list(FLAGS)
@@ -77,7 +78,7 @@ def test_what_a_run_leaves_is_whole_or_can_be_written_later(
     recipe, train, line_of, full_disk, more_room, straight, monkeypatch, tmp_path, writer, named
 ):
     with monkeypatch.context() as patch:
-        before(patch, recipe, writer, full_disk)
+        before(patch, run_module, writer, full_disk)
         line = line_of()
     more_room()
     run = tmp_path / "run"
@@ -115,7 +116,7 @@ def test_an_evaluation_that_fails_at_the_end_costs_nothing(recipe, train, straig
 @pytest.mark.parametrize("recipe", RECIPES[:1], indirect=True)
 @pytest.mark.parametrize("flags", [[], ["--resume"]])
 def test_a_disk_that_is_full_at_the_beginning(recipe, line_of, full_disk, monkeypatch, tmp_path, flags):
-    before(monkeypatch, recipe, "begin_run", full_disk)
+    before(monkeypatch, run_module, "begin_run", full_disk)
     line = line_of(*flags)
     assert "plan.json or config.json cannot be written or deleted, a file would be larger than" in line
 
@@ -123,12 +124,12 @@ def test_a_disk_that_is_full_at_the_beginning(recipe, line_of, full_disk, monkey
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
 def test_room_for_what_a_run_leaves_is_looked_for_before_it_begins(recipe, line_of, straight, monkeypatch, tmp_path):
     weights = (straight / "final" / "model.safetensors").stat().st_size
-    monkeypatch.setattr(recipe, "begin_run", lambda *args, **options: pytest.fail("it began"))
+    monkeypatch.setattr(run_module, "begin_run", lambda *args, **options: pytest.fail("it began"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3.8 * weights + 2**20))  # with AdamW's state
     line = line_of()
     assert "left and final/ and the checkpoint before it take" in line
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(recipe, "begin_run", begin)
+    monkeypatch.setattr(run_module, "begin_run", begin)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 4.2 * weights + 2**20))
     with pytest.raises(BeganError):
         line_of()
@@ -137,7 +138,7 @@ def test_room_for_what_a_run_leaves_is_looked_for_before_it_begins(recipe, line_
 @pytest.mark.parametrize("recipe", RECIPES[:1], indirect=True)
 def test_room_that_an_overwritten_run_takes_is_free(recipe, line_of, train, monkeypatch, tmp_path):
     train(*IMAGES, "--save_every", "5")
-    monkeypatch.setattr(recipe, "begin_run", begin)
+    monkeypatch.setattr(run_module, "begin_run", begin)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2**20))
     with pytest.raises(BeganError):
         line_of("--overwrite")
@@ -153,7 +154,7 @@ def test_a_real_disk_that_fills_up(recipe, train, line_of, straight, monkeypatch
     try:
         fill = disk / "of_another_run"
         with monkeypatch.context() as patch:
-            before(patch, recipe, "save_final", lambda: fill_up(fill))
+            before(patch, run_module, "save_final", lambda: fill_up(fill))
             assert "final/ cannot be written or deleted, the disk is full" in line_of(folder=disk / "run")
         fill.unlink()
         train(*IMAGES, "--resume", output="disk/run")

@@ -4,12 +4,14 @@ Which kernels a mode on torch's dispatch stack brings, and whether they round ot
 that a mode is seen on all of them, the loss and its gradient are made to depend on how many stand around the training.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from lives import FLAGS, assert_the_same_run, assert_the_same_weights, rows_of
 from torch.overrides import _len_torch_function_stack
 
-from memsave_recipes.profiling.breakdown import MemoryBreakdown
+from memsave_recipes.profiling.breakdown import MemoryBreakdown, PeakOfStep
 from memsave_recipes.run import memory_watch
 from memsave_recipes.run.report import RunReport
 
@@ -46,7 +48,7 @@ def train_unobserved(train):
     def run(*flags, output):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RunReport, "count_flops", lambda *_: None)
-            patch.setattr(memory_watch, "break_down_peak", lambda step, *_: (step(), MemoryBreakdown()))
+            patch.setattr(memory_watch, "break_down_peak", lambda *_: nullcontext(PeakOfStep(MemoryBreakdown())))
             patch.setattr(memory_watch.ForwardMeter, "__enter__", lambda self: self)
             return train(*flags, output=output)
 
@@ -91,13 +93,7 @@ def test_a_mode_would_be_felt(train, tmp_path, monkeypatch):
     """The negative control: the counter around the training step itself."""
     flags = [*FLAGS[RECIPE], *SHORT]
     train(*flags, output="bare")
-    run = RunReport.run
-
-    def counted(self, step, train_step):
-        with torch.utils.flop_counter.FlopCounterMode(display=False):
-            return run(self, step, train_step)
-
-    monkeypatch.setattr(RunReport, "run", counted)
+    monkeypatch.setattr(RunReport, "measured", lambda *_: torch.utils.flop_counter.FlopCounterMode(display=False))
     train(*flags, output="observed")
     with pytest.raises(AssertionError):
         assert_the_same_weights(tmp_path / "observed" / "final", tmp_path / "bare" / "final")

@@ -96,10 +96,11 @@ def fail_in(accelerator, *, step, budget, flags=FLAGS, inference_first=False):
 
     for batch in batches:
         if batch.step < step:
-            report.run(batch.step, partial(train_step, batch))
+            with report.measured(batch.step):
+                train_step(batch)
             continue
-        with pytest.raises(torch.OutOfMemoryError) as failure, Budget(budget):
-            report.run(batch.step, partial(train_step, batch))
+        with pytest.raises(torch.OutOfMemoryError) as failure, Budget(budget), report.measured(batch.step):
+            train_step(batch)
         return str(failure.value), type(failure.value.__cause__).__name__
     return None
 
@@ -159,12 +160,9 @@ def other_errors(accelerator):
     )
     model = nn.Linear(1, 1)
     report = RunReport(accelerator, batches, model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def fail():
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as failure:
-        report.run(0, fail)
+    words = "mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match=words) as failure, report.measured(0):
+        raise RuntimeError(words)
     return type(failure.value).__name__
 
 

@@ -67,7 +67,8 @@ def train(hungry_rank, accelerator):
         optimizer.zero_grad()
 
     for batch in batches:
-        report.memory.run(batch.step, partial(train_step, batch))
+        with report.memory.measured(batch.step):
+            train_step(batch)
         report.count(batch, torch.tensor(1.0))
         if batch.step + 1 in (WARMUP_STEPS, NUM_STEPS):
             report.log_window(batch.step + 1, learning_rate=0.1)

@@ -1,0 +1,375 @@
+"""A run of a recipe: Accelerator, folder, plan, checkpoints, trackers and figures. The training step is the recipe's.
+
+NOTE [ the order of a run ]
+
+1. ``Run.open`` checks flags and folder, starts Accelerate and locks the folder. Nothing is written or deleted yet, so a
+   mistake beside ``--overwrite`` costs nothing.
+2. ``train_on``, ``prepare``, ``apply_plan``: the data, the model, then the plan, which is measured on the model as
+   prepared. ``--verify`` proves it here.
+3. ``begin`` restores the newest checkpoint or clears the folder. From here on files are written.
+4. A step is finished with ``log_step``, ``evaluate_if_due``, ``save_if_due``, in that order. The last step is saved
+   before its evaluation: whatever fails from then on costs nothing, ``--resume`` writes the rest.
+5. ``finish`` writes ``final/`` and ``results.json``; the end of ``open`` prints the summary and closes the trackers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from tqdm import tqdm
+
+from memsave_recipes.activations import apply_plan
+from memsave_recipes.checkpoints import Checkpoints, Resumed, RunLock, TrainState, locked_run_folder
+from memsave_recipes.checkpoints.resume import (
+    check_same_environment,
+    check_same_flags,
+    read_earlier,
+    with_previous_plan,
+)
+from memsave_recipes.compare.compare import compare
+from memsave_recipes.compare.runs import read_run
+from memsave_recipes.distributed import missing_ranks_end_the_run, on_main_process
+from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.planner.run_plan import plan_run
+from memsave_recipes.planner.task import Task
+from memsave_recipes.processes import StoppedBySignal, StopSignals, num_workers
+from memsave_recipes.render.choice import show_choice
+from memsave_recipes.render.run_table import show
+from memsave_recipes.run.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    PLAN,
+    begin_run,
+    check_room,
+    check_run_folder,
+    print_lines,
+    save_final,
+    save_model,
+    write_results,
+)
+from memsave_recipes.run.report import RunReport
+from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.run.verification import settle_kernels, verify_plan
+from memsave_recipes.training.arguments import AUTO, RecipeArguments
+from memsave_recipes.training.batch_layout import SampleOrder
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches
+from memsave_recipes.training.environment import deterministic_kernels, let_segments_grow, matmul_precision
+from memsave_recipes.training.launch import batchnorm_notice, start_accelerator
+from memsave_recipes.training.non_finite import NonFiniteGuard, NotFinite
+from memsave_recipes.training.optimizers import check_in_backward, make_optimizer, make_scheduler
+from memsave_recipes.training.parsing import flag_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """The folder that an open run has to itself.
+
+    Args:
+        earlier: ``config.json`` of the run that is resumed; ``None`` where none is.
+        signals: those that ask the run to stop.
+    """
+
+    path: Path
+    earlier: dict[str, Any] | None
+    signals: StopSignals
+    lock: RunLock
+
+
+class Run:
+    """A run, as ``Run.open`` gives it; see NOTE [ the order of a run ]. All methods are for all ranks.
+
+    Attributes:
+        args: the recipe's flags; on a resumed run with the plan and micro-batch size that were found before.
+        accelerator: Accelerate's.
+    """
+
+    def __init__(self, args: Any, recipe: str, accelerator: Accelerator, folder: RunFolder) -> None:
+        self.recipe = recipe
+        self.accelerator = accelerator
+        self.folder = folder
+        self.flags = flag_values((args,))
+        self.args = args
+        if folder.earlier is not None:
+            plan, num_processes = folder.path / PLAN, accelerator.num_processes
+            self.args = with_previous_plan(args, folder.earlier, plan=plan, num_processes=num_processes)
+        self.num_workers = num_workers(args.dataloader_num_workers, accelerator)
+        self.step = 0
+        self.results: dict[str, Any] | None = None
+        layout = self.args.layout(accelerator.num_processes)
+        check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
+
+    @classmethod
+    @contextmanager
+    def open(cls, args: RecipeArguments, *, recipe: str) -> Iterator["Run"]:
+        """Start Accelerate, seed, and keep the run's folder and the signals that ask to stop until the block ends.
+
+        Args:
+            recipe: its name, such as ``image_classification``.
+
+        Raises:
+            InputError: the folder holds another run, or is in use, or cannot be written, or this run cannot go on with
+                what it holds; or the launch is not what was asked for.
+        """
+        path = check_run_folder(args.output_dir, overwrite=args.overwrite, resume=args.resume)
+        earlier = read_earlier(path / CONFIG, path / CHECKPOINTS) if args.resume else None
+        notices = check_same_flags(earlier, flag_values((args,))) if earlier else []
+        limit_s = 60 * args.collective_timeout_minutes
+        with ExitStack() as stack:
+            stack.enter_context(deterministic_kernels(args.full_determinism, later=args.verify != "off"))
+            stack.enter_context(matmul_precision(args.matmul_precision))
+            let_segments_grow()
+            log_with = resolve_trackers(args.report_to, path)
+            accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=log_with)
+            notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
+            lock = stack.enter_context(locked_run_folder(accelerator, path))
+            try:
+                with missing_ranks_end_the_run(limit_s), StopSignals(limit_s) as signals:
+                    print_lines(accelerator, *notices)
+                    folder = RunFolder(path=path, earlier=earlier, signals=signals, lock=lock)
+                    set_seed(args.seed)
+                    run = cls(args, recipe, accelerator, folder)
+                    yield run
+                    run._close()
+            except (StoppedBySignal, NotFinite):  # which all ranks know of
+                finish_trackers(accelerator, {})
+                raise
+
+    def train_on(self, dataset: Any, **options: Any) -> None:
+        """Take the samples to train on, in global batches: one for each optimizer step.
+
+        Args:
+            options: ``count_valid`` and ``collate_fn`` of ``GlobalBatches``.
+        """
+        args = self.args
+        order = SampleOrder(
+            num_samples=len(dataset), global_batch_size=args.global_batch_size, seed=args.seed, drop_last=args.drop_last
+        )
+        self._batches = GlobalBatches(
+            self.accelerator,
+            dataset,
+            order=order,
+            layout=args.layout(self.accelerator.num_processes),
+            num_steps=args.max_steps or ceil(args.num_epochs * order.steps_per_epoch),
+            seed=args.seed,
+            num_workers=self.num_workers,
+            **options,
+        )
+
+    def prepare(self, model: nn.Module, trained: nn.Module | None = None) -> tuple[nn.Module, Optimizer, LRScheduler]:
+        """The model as Accelerate prepares it, with the optimizer and the schedule of the flags.
+
+        The schedule is not prepared: Accelerate's would move it once for every rank.
+
+        Args:
+            model: the one with the blocks; all its parameters that require gradients are trained.
+            trained: the module around it that is trained, where that is another one.
+        """
+        optimizer = make_optimizer(self.args, model)
+        self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
+        self._bare = model
+        self._model, self._optimizer = self.accelerator.prepare(model if trained is None else trained, optimizer)
+        return self._model, self._optimizer, self._scheduler
+
+    def apply_plan(self, task: Task) -> None:
+        """Apply the activation plan that the flags name, or the fastest that fits ``--memory_budget_gib``; verify it.
+
+        Args:
+            task: with the loss of a micro-batch by the prepared model.
+
+        Raises:
+            InputError: no such strategy, or nothing fits.
+            VerificationFailed: ``--verify`` found that the plan changes the step.
+        """
+        args, accelerator, batches, model = self.args, self.accelerator, self._batches, self._model
+        loss_of = self._loss_of = partial(task.loss_of, model)
+        self.planned = plan_run(
+            args, args, accelerator, self._bare, batches, model, loss_of, task=lambda: task, show=show_choice
+        )
+        self._handle = apply_plan(self._bare, self.planned.plan)
+        self._equivalence = verify_plan(args.verify, accelerator, model, self._handle, batches, loss_of)
+        settle_kernels(args.full_determinism, accelerator, model, batches, loss_of)
+
+    def begin(
+        self, *, data: Fingerprint, work: str, saved: nn.Module | None = None, notices: tuple[str | None, ...] = ()
+    ) -> None:
+        """Restore the newest checkpoint with ``--resume``, else clear the folder; then start the trackers.
+
+        Args:
+            data: the digest of the data.
+            work: a name such as ``vgg16-gbs64-224px``; runs of the same work are compared with one another.
+            saved: writes the weights with ``--save_best``, where that is not the model; such as peft's.
+            notices: lines to print, about the data or the model.
+
+        Raises:
+            InputError: no checkpoint fits, the disk has no room, or the folder cannot be written.
+        """
+        self._saved = self._bare if saved is None else saved
+        train_state = TrainState(self.accelerator, self._model, self._optimizer, self._scheduler)
+        self._checkpoints = self._make_checkpoints(train_state, data)
+        resumed = self._checkpoints.resume_into(self._batches) if self.args.resume else None
+        settings = begin_run(
+            self.accelerator,
+            self.folder.path,
+            project=f"memsave-{self.recipe.replace('_', '-')}",
+            work=work,
+            flags=self.flags,
+            planned=self.planned,
+            layout=self._batches.layout,
+            resumed=resumed,
+        )
+        self._count_parameters()
+        self._count_parameters()
+        layout, order = self._batches.layout, self._batches.order
+        lines = (layout.describe(), self.planned.plan.describe(), *notices, order.notice)
+        self.accelerator.print(*filter(None, (*lines, batchnorm_notice(self._bare, layout))), sep="\n")
+        self._guard = NonFiniteGuard(self.accelerator, self._model, self._optimizer, skips=self.args.skip_nonfinite)
+        self._report = RunReport(self.accelerator, self._batches, self._model, self._optimizer, settings)
+        if resumed is not None:
+            self._go_on(resumed)
+
+    def steps(self) -> Iterator[GlobalBatch]:
+        """The global batches that are left, with a progress bar on a terminal. FLOPs are counted beside the first."""
+        off_terminal = None if self.accelerator.is_main_process else True  # tqdm: only where stderr is a terminal
+        self._progress = tqdm(self._batches, disable=off_terminal, unit="step")
+        for batch in self._report.clock.loading(self._progress):
+            self._learning_rate = float(self._scheduler.get_last_lr()[0])
+            self._report.count_flops(batch, self._loss_of)
+            yield batch
+
+    def measured(self, batch: GlobalBatch) -> AbstractContextManager[None]:
+        """The training step goes inside; its memory is measured.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
+        """
+        return self._report.measured(batch.step)
+
+    def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
+        """Whether the optimizer may step: ``False`` where loss or gradient is not finite and ``--skip_nonfinite``."""
+        return self._guard.should_step(batch, grad_norm)
+
+    def log_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
+        """Count a finished step, log the window that it ends, and save the last step of the run.
+
+        Raises:
+            NotFinite: more steps of the window than allowed are not finite.
+        """
+        self._report.count(batch, grad_norm)
+        self._handle.check_first_step(self.accelerator.print)
+        self.step = batch.step + 1
+        is_last = self.step == self._batches.steps.stop
+        if self.step % self.args.logging_steps == 0 or is_last:
+            figures = self._report.log_window(self.step, learning_rate=self._learning_rate)
+            self._progress.set_postfix_str(figures)
+            if self._progress.disable:
+                self.accelerator.print(f"step {self.step}/{self._batches.steps.stop}: {figures}", flush=True)
+        if is_last:
+            with self._report.clock.paused():
+                self._checkpoints.save(self.step, self._report.state_dict())
+
+    def evaluate_if_due(
+        self, evaluate: Callable[[Iterator[Batch]], dict[str, float]], dataset: Any, **options: Any
+    ) -> None:
+        """Log ``evaluate(batches)`` after ``--eval_steps`` or an epoch, and keep the best weights with ``--save_best``.
+
+        Before the first step it is due where a signal has ended the evaluation of the run that is resumed.
+
+        Args:
+            evaluate: figures of this rank's batches, with a ``loss``.
+            options: ``num_samples`` and ``collate_fn`` of ``evaluation_batches``.
+        """
+        if not self.step or not self._report.evaluation_is_due(self.step, every=self.args.eval_steps):
+            return
+        with self._report.clock.paused(synchronize=True):
+            size = self._batches.layout.micro_batch_size
+            batches = evaluation_batches(self.accelerator, dataset, size, num_workers=self.num_workers, **options)
+            figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._report.state_dict))
+            if self._report.log_evaluation(self.step, figures) and self.args.save_best:
+                self._checkpoints.save_best(self.step, partial(save_model, self.accelerator, self._saved))
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint if it is time, or a signal asks for it.
+
+        Raises:
+            StoppedBySignal: a rank received a signal; the checkpoint has been saved.
+        """
+        with self._report.clock.paused():
+            self._checkpoints.after_step(self.step, self._report.state_dict)
+
+    def finish(
+        self,
+        trained: nn.Module,
+        *writers: Callable[[Path], Any],
+        evaluated: dict[str, Any] | None = None,
+        **figures: Any,
+    ) -> dict[str, Any]:
+        """Take the plan off, write ``final/`` and ``results.json``; returns what the latter holds.
+
+        Args:
+            trained: the model whose weights are written.
+            writers: write other files of ``final/``, such as a tokenizer's, into the folder that they are given.
+            evaluated: figures beside those of the last evaluation.
+            figures: entries of ``results.json``.
+
+        Raises:
+            InputError: the disk does not take them; ``--resume`` writes them later.
+        """
+        self._handle.remove()
+        save_final(self.accelerator, self.folder.path, partial(save_model, self.accelerator, trained), *writers)
+        self.results = {
+            "recipe": self.recipe,
+            **figures,
+            "num_parameters": self.num_parameters,
+            "plan": self.planned.plan.strategy,
+            "eval": {**self._report.evaluated, **(evaluated or {})},
+            **self._equivalence,
+            **self._report.results(),
+        }
+        write_results(self.accelerator, self.folder.path, self.results, self._checkpoints)
+        return self.results
+
+    def _make_checkpoints(self, train_state: TrainState, data: Fingerprint) -> Checkpoints:
+        on_main_process(self.accelerator, lambda: check_room(self.folder.path, train_state, self.flags))
+        return Checkpoints.from_args(
+            self.args,
+            self.accelerator,
+            self.folder.path / CHECKPOINTS,
+            train_state,
+            self._batches,
+            data,
+            signals=self.folder.signals,
+            lock=self.folder.lock,
+        )
+
+    @property
+    def smallest_micro_batch(self) -> int:
+        """The fewest samples that a forward of the run is given: one, where the planner is to choose the size."""
+        return 1 if self.args.micro_batch_size == AUTO else self._batches.smallest_micro_batch
+
+    def _count_parameters(self) -> None:
+        self.num_parameters = sum(parameter.numel() for parameter in self._bare.parameters())
+        self.num_trained = sum(p.numel() for p in self._bare.parameters() if p.requires_grad)
+        if self.num_trained < self.num_parameters:
+            words = f"{self.num_trained:,} of {self.num_parameters:,} parameters train"
+            self.accelerator.print(words)
+
+    def _go_on(self, resumed: Resumed) -> None:
+        self.step = resumed.step
+        self._report.load_state_dict(resumed.state)
+
+    def _close(self) -> None:
+        """Print the summary and close the trackers of a run that is done."""
+        if self.results is None:
+            return
+        if self.accelerator.is_main_process:
+            show(compare([read_run(self.folder.path)]))
+        finish_trackers(self.accelerator, self.results)
