@@ -24,7 +24,7 @@ from planned.works import ROOT, WORKS, build, task_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.estimate.estimate import fake_model, measure_on_paper
+from memsave_recipes.estimate.estimate import estimate_on_target, fake_model
 from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate, SearchSpace
@@ -83,7 +83,7 @@ def predict(case: Case, device: str) -> Candidate:
     model = fake_model(task.planned_model)
     workload = workload_on_paper(task, launch, model, case.micro_batch_size, task.losses[0])
     plans = plans_to_measure(case.strategy, workload, device_type=device, compiles=False)
-    measured = measure_on_paper(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
+    measured = estimate_on_target(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
     layout = BatchLayout.of(case.micro_batch_size, case.micro_batch_size, 1)
     static = static_memory_of(task.optim, model, layout)
     space = partial(SearchSpace, static=lambda _: static, plan_of=partial(plan_blocks, model))

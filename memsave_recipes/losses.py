@@ -23,6 +23,7 @@ The same idea is in Liger Kernel's fused linear cross-entropy (https://arxiv.org
 kernels. Limits: no second derivative; the head is one whole tensor, neither quantized nor sharded.
 """
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -96,7 +97,8 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         matmul_dtype=torch.get_autocast_dtype(hidden.device.type) if autocasts else None,
     )
-    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, settings, torch.is_grad_enabled())
+    apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
+    return apply(hidden, weight, bias, labels, settings, torch.is_grad_enabled())
 
 
 def full_cross_entropy(

@@ -186,14 +186,15 @@ class _FirstRun(TorchDispatchMode):
         return True
 
     def __init__(self, caching: Any, policy: _Policy) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.caching = caching
         self.policy = policy
         self.is_on = False
 
     def __enter__(self) -> "_FirstRun":
         self.is_on = True
-        return super().__enter__()
+        TorchDispatchMode.__enter__(self)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -204,7 +205,7 @@ class _FirstRun(TorchDispatchMode):
         """For good. After an error torch 2.11 leaves a mode only when nobody holds the traceback any more."""
         if self.is_on:
             self.is_on = False
-            super().__exit__(None, None, None)
+            TorchDispatchMode.__exit__(self, None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -258,7 +259,7 @@ def _refusal(block: str, reason_and_way_out: str) -> InputError:
 
 def _is_mutable(op: Any) -> bool:
     schema = getattr(op, "_schema", None)  # higher-order operators have none
-    return schema is not None and schema.is_mutable
+    return schema is not None and bool(schema.is_mutable)
 
 
 def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -267,7 +268,7 @@ def draws(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for position, argument in enumerate(schema.arguments if schema else ()):
         if argument.name == "dropout_p":
             dropout = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return dropout != 0
+            return bool(dropout != 0)
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
 
 

@@ -264,12 +264,16 @@ class SpannedBlocks:
 
     def __call__(self, *state: Tensor) -> tuple[Tensor, ...]:
         """State in, state out, keeping what the action keeps."""
-        return self.run(*state) if self.watch is None else self.watch(self.blocks[0].name, self.run, state)
+        if self.watch is None:
+            return self.run(*state)
+        state = self.watch(self.blocks[0].name, self.run, state)
+        return state
 
     def run(self, *state: Tensor) -> tuple[Tensor, ...]:
         """The same without anyone watching."""
         forward = self.runs.noted(self.forward, *(block.name for block in self.blocks))
-        return RUN[self.action](forward, *state, modules=[m for block in self.blocks for m in block.modules])
+        state = RUN[self.action](forward, *state, modules=[m for block in self.blocks for m in block.modules])
+        return state
 
     def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
         """The blocks, one after the other."""
@@ -288,7 +292,8 @@ class SpannedSequence:
     def __call__(self, x: Tensor) -> Tensor:
         """What the root's own forward gives."""
         if not torch.is_grad_enabled():
-            return type(self.sequence.root).forward(self.sequence.root, x)
+            x = type(self.sequence.root).forward(self.sequence.root, x)
+            return x
         state: tuple[Tensor, ...] = (x,)
         for span in self.spans:
             state = span(*state)

@@ -5,7 +5,7 @@ clock forward to its end. So rises and added seconds of a block that offloads co
 
 A step on paper: models without weights, batches without values, and what their blocks cost on a target.
 
-``fake_model`` and ``paper_batch`` make fake tensors: shapes, dtypes and storages with no memory behind them, which
+``fake_model`` and ``fake_batch`` make fake tensors: shapes, dtypes and storages with no memory behind them, which
 autograd and every operator work on as if they were real. They say that they are on the CPU, whatever the target is, as
 a torch that was built without CUDA knows nothing else; ``kernels.py`` puts the target's kernels in place of the CPU's.
 """
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
@@ -29,13 +29,13 @@ from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 
 
 @contextmanager
-def offloading_on_paper(target: Target, clock: SimulatedClock) -> Iterator[None]:
+def simulated_offloading(target: Target, clock: SimulatedClock) -> Iterator[None]:
     """Blocks under ``OFFLOAD`` move what they save to the host of a CUDA target; on a CPU they keep it, as ever."""
     if target.device_type == "cpu":
         yield
         return
     before = RUN[Action.OFFLOAD]
-    RUN[Action.OFFLOAD] = OffloadEngine(torch.device("cpu"), PaperCopies(clock, target.host_bytes_per_s)).run
+    RUN[Action.OFFLOAD] = OffloadEngine(torch.device("cpu"), SimulatedCopies(clock, target.host_bytes_per_s)).run
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def offloading_on_paper(target: Target, clock: SimulatedClock) -> Iterator[None]
 
 
 @dataclass
-class PaperCopies:
+class SimulatedCopies:
     """``Copies`` that take the time of the link; the event that ``wait`` takes is the second at which they end."""
 
     clock: SimulatedClock
@@ -81,27 +81,27 @@ def fake_model(build: Callable[[], M]) -> M:
     """
     with torch.device("meta"):
         model = build()
-    paper = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a loss, say
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # constants of a loss, say
     made: dict[int, Tensor] = {}
     for module in model.modules():
         places: list[dict[str, Any]] = [module._parameters, module._buffers, module.__dict__]
         for place in places:
             for name, tensor in place.items():
                 if isinstance(tensor, Tensor):
-                    place[name] = made.setdefault(id(tensor), _on_paper(tensor, paper))
+                    place[name] = made.setdefault(id(tensor), _as_fake(tensor, mode))
     return model
 
 
-def paper_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fake_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Fake tensors of the shapes and dtypes of ``batch``, for a model that ``fake_model`` made.
 
     Args:
         batch: real tensors or those of the ``meta`` device; their values do not count.
     """
-    return {name: _on_paper(tensor, _paper_of(model)) for name, tensor in batch.items()}
+    return {name: _as_fake(tensor, _fake_mode_of(model)) for name, tensor in batch.items()}
 
 
-def measure_on_paper(
+def estimate_on_target(
     workload: Workload, plans: Sequence[Plan], target: Target, *, autocast_dtype: torch.dtype | None = None
 ) -> Measurement:
     """``measure`` on paper: one run under each plan, which gives its bytes and its seconds at once.
@@ -109,7 +109,7 @@ def measure_on_paper(
     ``offload`` is among the plans that a CUDA target can be asked for.
 
     Args:
-        workload: of a model from ``fake_model`` and a batch from ``paper_batch``, ``device`` the CPU; its forward
+        workload: of a model from ``fake_model`` and a batch from ``fake_batch``, ``device`` the CPU; its forward
             needs no autocast of its own.
         plans: as for ``measure``.
         autocast_dtype: of mixed precision (``torch.bfloat16`` for ``bf16``); ``None`` for none.
@@ -132,18 +132,20 @@ def measure_on_paper(
         target.allocation_bytes,
         clock := SimulatedClock(),
     )
-    with _paper_of(workload.model), cuda_kernels(target), offloading_on_paper(target, clock):
+    with _fake_mode_of(workload.model), cuda_kernels(target), simulated_offloading(target, clock):
         measured = measure(replace(workload, forward=forward, device=CPU), plans, instruments=instruments)
     return Measurement(replace(workload, device=target.device), measured.traces)
 
 
-def _on_paper(tensor: Tensor, paper: FakeTensorMode) -> Tensor:
-    with paper:
+def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def _paper_of(model: nn.Module) -> FakeTensorMode:
-    return next(model.parameters()).fake_mode  # type: ignore[attr-defined]
+def _fake_mode_of(model: nn.Module) -> FakeTensorMode:
+    parameter = next(model.parameters())
+    assert isinstance(parameter, FakeTensor), "a model that fake_model made"
+    return parameter.fake_mode

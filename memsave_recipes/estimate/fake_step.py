@@ -80,7 +80,8 @@ def bytes_moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return _bytes(_tensors((args[1:], kwargs))) + 2 * _bytes(written)
     if operation in PUTS:
         others = _tensors((args[1:], kwargs))
-        return _bytes(others) + 2 * args[0].itemsize * max(tensor.numel() for tensor in others)
+        target: Tensor = args[0]
+        return _bytes(others) + 2 * target.itemsize * max(tensor.numel() for tensor in others)
     unread = UNREAD.get(operation) if operation else None
     read = _tensors(([arg for position, arg in enumerate(args) if position != unread], {**kwargs, "out": None}))
     return _bytes(read) + _bytes(written)
@@ -214,7 +215,8 @@ class FakeInstruments:
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """Bytes of the tensors that are alive, above those at the first boundary, and seconds by the roofline."""
-        with _Operators(self) as operators:
+        operators = _Operators(self)
+        with operators:
             step(operators)
         return operators.readings
 
@@ -227,7 +229,7 @@ class _Operators(TorchDispatchMode):
     """Adds up what the operators make, release and take."""
 
     def __init__(self, paper: FakeInstruments) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.paper = paper
         self.live_bytes = 0
         self.peak_bytes = 0

@@ -128,9 +128,9 @@ def _backward(loss: Tensor) -> None:
 
 def _under_autocast(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if name in FLOAT32_UNDER_AUTOCAST:
-        return tree_map_only(Tensor, _in_float32, (args, kwargs))
-    if name in FLOAT32_RESULT_UNDER_AUTOCAST and isinstance(args[0], Tensor) and args[0].dtype in HALF:
-        return args, kwargs if kwargs.get("dtype") else {**kwargs, "dtype": torch.float32}
+        args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+    elif name in FLOAT32_RESULT_UNDER_AUTOCAST and isinstance(args[0], Tensor) and args[0].dtype in HALF:
+        kwargs = kwargs if kwargs.get("dtype") else {**kwargs, "dtype": torch.float32}
     return args, kwargs
 
 
@@ -174,12 +174,15 @@ def attention(
             return _flash(query, key, value, dropout_p, is_causal, scale)
         if _efficient_can(query, key, value):
             mask = None if attn_mask is None else _aligned(attn_mask, query, key)
-            return aten._scaled_dot_product_efficient_attention(
+            outputs = aten._scaled_dot_product_efficient_attention(
                 query, key, value, mask, query.requires_grad, dropout_p, is_causal, scale=scale
-            )[0]
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+            )
+        else:
+            outputs = aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+    attended: Tensor = outputs[0]
+    return attended
 
 
 def _flash_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -192,7 +195,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causa
     scale = head_size**-0.5 if scale is None else scale
     if missing := -head_size % 8:
         query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
-    out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    out: Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     return out[..., :head_size] if missing else out
 
 

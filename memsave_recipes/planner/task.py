@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
+from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimate.targets import Target, find_target
 from memsave_recipes.planner.budget import overheads_of_target, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search
@@ -160,7 +160,7 @@ def choose_for_target(
         on_size(layout)
         workload = workload_on_paper(task, launch, model, layout.micro_batch_size, loss)
         plans = plans_to_measure(strategy, workload, device_type=launch.target.device_type, compiles=False)
-        measured = measure_on_paper(
+        measured = estimate_on_target(
             workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[launch.mixed_precision]
         )
         return candidates(space, measured, layout, loss)
@@ -173,7 +173,7 @@ def workload_on_paper(
 ) -> Workload:
     """One micro-batch of a recipe as fake tensors."""
     trained = task.trained(model, loss, launch.target.device)
-    batch = paper_batch(model, task.micro_batch(micro_batch_size))
+    batch = fake_batch(model, task.micro_batch(micro_batch_size))
     return Workload(
         model=model,
         forward=lambda: task.loss_of(trained, batch),

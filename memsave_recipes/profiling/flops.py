@@ -172,7 +172,7 @@ class ModelFlops(TorchDispatchMode):
     supports_higher_order_operators = True  # flex attention
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self.by_precision: Counter[str] = Counter()
 
     @property

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from memsave_recipes.profiling.preserve_state import swap_contents
 Key = tuple[str, str]
 """Kind and name: ``("gradient", "features.0.weight")``."""
 
+T = TypeVar("T")
 KINDS = ("loss", "gradient", "buffer", "parameter", "RNG")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LARGEST = torch.iinfo(torch.int64).max
@@ -276,10 +277,11 @@ def out_of_step(model: nn.Module, shared: dict[Key, Tensor]) -> Difference | Non
 
 def _between_ranks(key: Key, tensor: Tensor | None, other: int) -> Difference:
     tensors = _gather(None if tensor is None else dense(tensor).cpu())
+    first, second = tensors[0], tensors[other]
     kind = f"{key[0]} over ranks"
-    if tensors[0] is None or tensors[other] is None:
+    if first is None or second is None:
         return Difference(kind=kind, name=key[1], words=f"rank 0 and rank {other}: only one of them has it")
-    found = measure(key, tensors[0], tensors[other])
+    found = measure(key, first, second)
     # Bytes may differ where values do not, as in 0 and -0.
     words = f"rank 0 and rank {other}: {found.words if found else 'other signs of zero'}"
     return replace(found, kind=kind, words=words) if found else Difference(kind=kind, name=key[1], words=words)
@@ -292,10 +294,10 @@ def _is_broadcast(model: nn.Module, name: str) -> bool:
     return bool(model.broadcast_buffers) and name not in model.parameters_to_ignore
 
 
-def _gather(value: Any) -> list[Any]:
+def _gather(value: T) -> list[T]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size()  # gathered in place
     dist.all_gather_object(values, value)
     return values
 

@@ -1,4 +1,4 @@
-"""Steps on paper: models without weights, and what CUDA's kernels would save and allocate, by hand."""
+"""Steps on fake tensors: models without weights, and what CUDA's kernels would save and allocate, by hand."""
 
 import copy
 import subprocess
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
-from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
+from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimate.kernels import CudaWorkspaces, cuda_kernels
 from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
@@ -152,7 +152,7 @@ def token_loss(model, batch):
 
 def tokens_for(model, length):
     tokens = torch.empty(2, length, dtype=torch.long, device="meta")
-    return paper_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
+    return fake_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
 
 
 def causal_lm(config):
@@ -171,7 +171,7 @@ def test_a_layer_of_gpt2_under_bf16_by_hand():
     model = fake_model(causal_lm(config))
     batch = tokens_for(model, length)
     workload = workload_of(model, batch, token_loss)
-    measured = measure_on_paper(workload, [plan_blocks(model, "none")], A100, autocast_dtype=torch.bfloat16)
+    measured = estimate_on_target(workload, [plan_blocks(model, "none")], A100, autocast_dtype=torch.bfloat16)
     block = measured.chain().blocks[2]
     by_hand = {
         "weights, cast": (3 + 1 + 4 + 4) * width * width * BF16,
@@ -215,11 +215,11 @@ def test_on_this_cpu_the_peaks_are_those_of_the_profiler(make_case, name, bf16):
     model = fake_model(lambda: make_case(name).model)
     if name == "gpt2":
         model.config.use_cache = False
-    batch = paper_batch(model, {"batch": case.batch})
+    batch = fake_batch(model, {"batch": case.batch})
     workload = workload_of(model, batch, lambda model, batch: case.loss_of(model, batch["batch"]), stacks)
     plans = [plan_blocks(case.model, strategy) for strategy in ("none", "selective")]
     autocast = torch.bfloat16 if bf16 else None
-    chain = measure_on_paper(workload, plans, find_target("cpu"), autocast_dtype=autocast).chain()
+    chain = estimate_on_target(workload, plans, find_target("cpu"), autocast_dtype=autocast).chain()
     random_states = {"none": 0, "full": 0, "selective": 5056 * len(plans[0].blocks)}  # which fake tensors do not show
     for strategy, unseen in random_states.items():
         predicted = simulate(chain, plan_blocks(case.model, strategy)).peak_bytes - chain.resident_bytes
@@ -235,9 +235,9 @@ def test_a_model_without_weights_costs_what_the_real_one_does(make_case, name):
         copied, images = copy.deepcopy(case.model), copy.deepcopy(case.batch)
     without = fake_model(lambda: make_case(name).model)
     chains = []
-    for model, batch in ((copied, {"batch": images}), (without, paper_batch(without, {"batch": case.batch}))):
+    for model, batch in ((copied, {"batch": images}), (without, fake_batch(without, {"batch": case.batch}))):
         workload = workload_of(model, batch, lambda model, batch: case.loss_of(model, batch["batch"]))
-        chains.append(measure_on_paper(workload, [plan_blocks(model, "none")], A100).chain())
+        chains.append(estimate_on_target(workload, [plan_blocks(model, "none")], A100).chain())
     assert chains[0] == chains[1]
 
 
@@ -253,7 +253,7 @@ def test_ties_buffers_and_adapters_survive():
         ours, theirs = ({name: (t.shape, t.dtype, t.requires_grad) for name, t in of(m)} for m in (model, real))
         assert ours == theirs
     workload = workload_of(model, tokens_for(model, 16), token_loss)
-    chain = measure_on_paper(workload, [plan_blocks(model, "none")], A100).chain()
+    chain = estimate_on_target(workload, [plan_blocks(model, "none")], A100).chain()
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     assert chain.all_gradients_bytes == trained
 
@@ -261,9 +261,9 @@ def test_ties_buffers_and_adapters_survive():
 def test_gradients_of_a_tied_weight_are_summed_in_place():
     """As autograd's engine does it with real tensors: never three of them."""
     model = fake_model(lambda: TiedSum(50_000, 8))
-    batch = paper_batch(model, {"tokens": torch.empty(4, dtype=torch.long)})
+    batch = fake_batch(model, {"tokens": torch.empty(4, dtype=torch.long)})
     workload = workload_of(model, batch, lambda model, batch: model(batch["tokens"]), [["layer"]])
-    measured = measure_on_paper(workload, [plan_for("none", [["layer"]])], A100)
+    measured = estimate_on_target(workload, [plan_for("none", [["layer"]])], A100)
     peak = max(reading.peak_bytes for reading in measured.traces[0][1].memory)
     assert peak == pytest.approx(2 * model.weight.nbytes, rel=0.01)
 
@@ -295,11 +295,11 @@ class Summed(torch.autograd.Function):
 
 def offloaded(host_bytes_per_s):
     model = fake_model(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))))
-    batch = paper_batch(model, {"x": torch.empty(1024, 512)})
+    batch = fake_batch(model, {"x": torch.empty(1024, 512)})
     workload = workload_of(model, batch, lambda model, batch: model(batch["x"]).sum())
     plans = [plan_blocks(model, strategy) for strategy in ("none", "offload")]
     target = replace(A100, host_bytes_per_s=host_bytes_per_s)
-    return measure_on_paper(workload, plans, target)
+    return estimate_on_target(workload, plans, target)
 
 
 def test_offloading_waits_for_the_link():
@@ -365,9 +365,9 @@ def loss_of(model, batch):
 def test_what_offloading_pins_on_the_host_is_predicted(name, monkeypatch):
     build, batch_of = MOVING[name]
     model = fake_model(build)
-    workload = workload_of(model, paper_batch(model, batch_of()), loss_of)
+    workload = workload_of(model, fake_batch(model, batch_of()), loss_of)
     plain, offload = (plan_blocks(model, strategy) for strategy in ("none", "offload"))
-    chain = measure_on_paper(workload, [plain, offload], A100).chain(offload=True)
+    chain = estimate_on_target(workload, [plain, offload], A100).chain(offload=True)
     copies = CountedCopies()
     monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, copies).run)
     real = build()
@@ -384,7 +384,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.estimate.estimate import measure_on_paper, paper_batch, fake_model
+from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimate.targets import find_target
 
 sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
@@ -392,10 +392,10 @@ config = LlamaConfig(**sizes, num_hidden_layers=32, vocab_size=128256, use_cache
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 model = fake_model(lambda: LlamaForCausalLM(config).train())
 tokens = torch.empty(1, 8192, dtype=torch.long, device="meta")
-batch = paper_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
+batch = fake_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
 workload = Workload(model=model, forward=lambda: model(**batch).loss, batch=list(batch.values()),
     device=torch.device("cpu"), stacks=block_names(find_stacks(model)))
-chain = measure_on_paper(workload, [plan_blocks(model, "none")], find_target("a100")).chain()
+chain = estimate_on_target(workload, [plan_blocks(model, "none")], find_target("a100")).chain()
 print(chain.resident_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

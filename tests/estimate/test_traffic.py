@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.estimate import fake_step
-from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
+from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimate.fake_step import bytes_moved
 from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.profiling.block_costs import Workload
@@ -43,7 +43,7 @@ def computes(func, leaves, out):
 def test_what_computes_nothing_takes_no_time(make_case, priced, name):
     case = make_case(name)
     model = fake_model(lambda: make_case(name).model)
-    batch = paper_batch(model, {"batch": case.batch})
+    batch = fake_batch(model, {"batch": case.batch})
     workload = Workload(
         model=model,
         forward=lambda: case.loss_of(model, batch["batch"]),
@@ -51,7 +51,7 @@ def test_what_computes_nothing_takes_no_time(make_case, priced, name):
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),
     )
-    measure_on_paper(workload, [plan_blocks(model, "none")], find_target("a100"), autocast_dtype=torch.bfloat16)
+    estimate_on_target(workload, [plan_blocks(model, "none")], find_target("a100"), autocast_dtype=torch.bfloat16)
     assert {name for name, computes, seconds in priced if seconds and not computes} == set()
     assert {name for name, computes, seconds in priced if computes and not seconds} == set()
 
