@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
-from memsave_recipes.profiling.memory import instrumented_peak_bytes, read_device_memory, reset_peaks, storage_bytes
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.run.folder import write_json
 from memsave_recipes.text import to_mib
 from memsave_recipes.training.environment import device_name
@@ -142,12 +142,13 @@ class Bench:
 
     def peak_bytes(self, loss_of: Loss) -> int:
         """The peak of one call beyond its gradients."""
-        if self.device.type == "cpu":
-            return instrumented_peak_bytes(partial(self.run, loss_of)) - storage_bytes(self.leaves)
-        before = torch.accelerator.memory_allocated(self.device)
-        reset_peaks(self.device)
-        self.run(loss_of)
-        return read_device_memory(self.device).peak_allocated_bytes - before - storage_bytes(self.leaves)
+
+        def step(meter: Meter) -> None:
+            self.run(loss_of)
+            meter.note()
+
+        peak = DeviceInstruments(self.device).read_memory(step)[-1].peak_bytes
+        return peak - sum(leaf.nbytes for leaf in self.leaves)
 
     def seconds(self, loss_of: Loss) -> float:
         """Of one call, on a device that is at rest before and after it."""

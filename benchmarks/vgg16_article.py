@@ -55,13 +55,12 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.models import MODELS
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.memory import (
-    instrumented_peak_bytes,
     read_device_memory,
     reset_peaks,
     resident_bytes,
-    storage_bytes,
 )
 from memsave_recipes.profiling.saved_tensors import SavedTensors
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.folder import write_json
 from memsave_recipes.text import to_mib
@@ -187,13 +186,15 @@ class Bench:
         """The peaks since the warm-up, after one more step, which leaves its gradients."""
         batch = self.batch(self.warmup_steps + self.steps)
 
-        def closing_step() -> None:
+        def closing_step(meter: Meter) -> None:
             step(*batch)
+            meter.note()
 
         if self.on_cpu:
-            resident = resident_bytes(model, optimizer) + storage_bytes(batch)
-            return {"peak_allocated_bytes": resident + instrumented_peak_bytes(closing_step)}
-        closing_step()
+            resident = resident_bytes(model, optimizer) + sum(tensor.nbytes for tensor in batch)
+            peak = DeviceInstruments(self.device).read_memory(closing_step)[-1].peak_bytes
+            return {"peak_allocated_bytes": resident + peak}
+        step(*batch)
         wait_for_device()
         return asdict(read_device_memory(self.device))
 

@@ -26,14 +26,10 @@ NOTE [ what the figures of a chain mean ]
    other's.
 """
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from memsave_recipes.errors import InputError
 from memsave_recipes.plans.plan import Action
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,30 +168,6 @@ class Chain:
     def all_gradients_bytes(self) -> int:
         """The parameter gradients of all blocks."""
         return sum(block.gradient_bytes for block in self.blocks)
-
-    def to_json(self) -> str:
-        """The chain as text."""
-        return json.dumps({"version": FORMAT_VERSION, **asdict(self)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Chain":
-        """The chain that ``to_json`` wrote.
-
-        Raises:
-            InputError: the text is no such chain.
-        """
-        try:
-            data = json.loads(text)
-            if (version := data.pop("version")) != FORMAT_VERSION:
-                raise ValueError(f"its version is {version}, this software reads {FORMAT_VERSION}")
-            return cls(**{**data, "blocks": tuple(_block_from(block) for block in data["blocks"])})
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"this is no chain of block costs: {error}") from error
-
-
-def _block_from(data: dict) -> BlockCosts:
-    options = tuple(BlockOption(**{**option, "action": Action(option["action"])}) for option in data["options"])
-    return BlockCosts(**{**data, "options": options})
 
 
 def _check_not_negative(costs: object, *names: str) -> None:

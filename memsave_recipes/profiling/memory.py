@@ -14,16 +14,14 @@ Device memory as the allocator and the driver report it, for any accelerator tha
 import errno
 import resource
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from memsave_recipes.profiling.breakdown import Allocation, persistent_tensors, record_allocations, storages_of
+from memsave_recipes.profiling.breakdown import persistent_tensors
 
 SAYINGS = (
     "out of memory",  # torch's allocators, the driver (pinned memory too), Triton, NCCL
@@ -60,21 +58,9 @@ def peak_rss_bytes() -> int:
     return largest if sys.platform == "darwin" else largest * 1024  # getrusage(2): KiB everywhere else
 
 
-def instrumented_peak_bytes(step: Callable[[], None]) -> int:
-    """Run ``step`` once; the most that its allocations held at one time, beyond what was there before."""
-    with record_allocations() as events:
-        step()
-    return max(accumulate((event.num_bytes for event in events if isinstance(event, Allocation)), initial=0))
-
-
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Parameters, buffers, gradients and optimizer state: what outlives a step. Shared storages count once."""
     return sum(sum(label.storages.values()) for label in persistent_tensors(model, optimizer))
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind ``tensors``, each storage once."""
-    return sum(storages_of(tensors).values())
 
 
 HISTORY_ENTRIES = 1_000_000  # allocations and releases that are remembered, several hundred bytes each
