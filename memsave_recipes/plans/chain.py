@@ -1,29 +1,30 @@
-"""A chain: what every block of a model costs in seconds and bytes, as frozen data with JSON both ways.
+"""A chain: the seconds and bytes of every block of a model, the input of the simulator and the solver.
 
-It is all that ``simulate`` and the solver know of a model, a device and a batch; ``profiling``, ``estimate`` fill it.
+The name is that of Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains"
+(https://arxiv.org/abs/1911.13214). ``profiling`` makes a chain from a measured step, ``estimate`` from a simulated one.
 
-NOTE [ what the figures of a chain mean ]
-1. The blocks stand in the order in which they run and cover the *whole* forward, the loss included. What no plan
-   decides about (embeddings before the layers, pooling between two stacks, head and loss) is a block with
+NOTE [ the figures of a chain ]
+1. The blocks stand in the order in which they run and cover the *whole* forward, the loss included. Parts that no plan
+   decides about (embeddings before the layers, pooling between two stacks, head and loss) are blocks with
    ``stack=None``. So the input of a block is the output of the block before, and the input of the first is the batch.
 2. Bytes are those of storages, each counted once. Parameters, buffers, optimizer state and the batch are
    ``resident_bytes`` and appear nowhere else, also where a block saves them or hands them on.
-3. ``output_bytes``: what leaves the block and is no storage of its input. A view has 0 and ``passes_input``; a layer of
-   a dense block has its one new feature map and ``passes_input``, as the older maps leave it too.
-4. ``saved_bytes``: what autograd holds of the block between its forward and its backward *besides* input and output.
-   Whether it holds these is ``saves_input`` (a convolution does) and ``saves_output`` (a ReLU does). So a map that one
-   block saves as its output and the next as its input counts once.
+3. ``output_bytes``: the storages that leave the block and are not among its inputs. A view has 0 and ``passes_input``;
+   a layer of a dense block has its one new feature map and ``passes_input``, as the older maps leave it too.
+4. ``saved_bytes``: saved for backward *besides* input and output. Whether it saves these is ``saves_input`` (a
+   convolution does) and ``saves_output`` (a ReLU does). So a map that one block saves as its output and the next as its
+   input counts once.
 5. ``forward_transient_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it
    began (its input lives then). Output, saved bytes and workspaces are in it.
 6. ``backward_transient_bytes``: the highest live bytes in its backward less the live bytes when that began. Live then:
-   what it saved, and the gradient of its output, taken to be as large as all that leaves the block. In the rise are the
-   gradient of its input, the gradients of its parameters (as if there were none before), their temporaries,
-   workspaces, and what an option brings back.
+   its saved tensors, and the gradient of its output, taken to be as large as all that leaves the block. The transient
+   includes the gradient of its input, the gradients of its parameters (as if there were none before), their
+   temporaries, workspaces, and the tensors that an option brings back.
 7. ``gradient_bytes``: the parameter gradients that are there after its backward and were not before. A tied weight
    counts where its gradient is born: in the later of its blocks. ``tied_gradient_bytes`` of them wait there for the
    gradient of the earlier use, even where the gradients of an earlier micro-batch are there already.
-8. What several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and in no
-   other's.
+8. A storage that several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and
+   in no other's.
 """
 
 import math
@@ -34,11 +35,11 @@ from memsave_recipes.plans.plan import Action
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOption:
-    """One way to run a block by itself; rules 4 to 6 of the NOTE say what the bytes are.
+    """One way to run a block by itself; rules 4 to 6 of the NOTE define the bytes.
 
     Args:
         action: ``KEEP``, or another one that a plan may give to a single block.
-        added_s: seconds that a step takes longer than with ``KEEP``; below 0 for what makes it faster.
+        added_s: seconds that a step takes longer than with ``KEEP``; below 0 where it is faster.
         saved_bytes: saved on the device besides input and output.
         saves_input, saves_output: whether it holds its input, its output.
         forward_transient_bytes, backward_transient_bytes: the peaks of its forward and backward above their start.
@@ -69,11 +70,11 @@ class BlockCosts:
 
     Args:
         name: as in ``Plan.blocks``; of a block without a stack, any name that people understand.
-        stack: the number of its stack, which no span leaves; ``None`` for what is always kept.
+        stack: the number of its stack, which no span leaves; ``None`` if it is always kept.
         forward_s, backward_s: seconds of its forward and its backward when kept.
         output_bytes, passes_input: rule 3 of the NOTE.
         gradient_bytes, tied_gradient_bytes: rule 7 of the NOTE.
-        options: ``KEEP``, and what else it can do by itself. ``RECOMPUTE`` it can where it has a stack.
+        options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
 
     Raises:
         ValueError: a figure that no measurement gives, no ``KEEP``, or two options with one action.
@@ -111,16 +112,16 @@ class BlockCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """A model's blocks with their costs, and what lives besides.
+    """A model's blocks with their costs, and the memory that no block accounts for.
 
     Args:
         blocks: in the order of the forward; rule 1 of the NOTE.
         resident_bytes: parameters, buffers, optimizer state, batch: there all the time.
         gradients_resident: whether the parameter gradients of an earlier micro-batch are there from the start, as
             under accumulation. They are not in ``resident_bytes`` in either case.
-        optimizer_bytes: what the optimizer's update needs besides parameters, gradients and its state.
-        span_bytes: what each span that recomputes holds besides its input until its backward is done: the state of the
-            random numbers, 5,056 bytes where the CPU is the device and 0 elsewhere, as it stays on the host.
+        optimizer_bytes: temporaries of the optimizer's update, besides parameters, gradients and its state.
+        span_bytes: held by each span that recomputes besides its input until its backward is done: the state of the
+            random number generator, 5,056 bytes where the CPU is the device and 0 elsewhere, as it stays on the host.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
 
     Raises:
@@ -159,7 +160,7 @@ class Chain:
         return self.resident_bytes + (self.all_gradients_bytes if self.gradients_resident else 0)
 
     def new_gradients_bytes(self, *blocks: BlockCosts) -> int:
-        """What the backward of ``blocks`` leaves behind of parameter gradients: rule 7 of the NOTE."""
+        """The parameter gradients that the backward of ``blocks`` leaves behind: rule 7 of the NOTE."""
         if self.gradients_resident:
             return sum(block.tied_gradient_bytes for block in blocks)
         return sum(block.gradient_bytes for block in blocks)

@@ -1,24 +1,26 @@
-"""What a plan costs on a chain: the peak, where it is, the added time, and what it moves to the host.
+"""Simulate a step under a plan: its memory timeline and peak, the added time, and the host memory that it pins.
 
-The definition that the solver agrees with.
+This defines the costs that the solver minimises.
 
 NOTE [ the memory of one forward and backward ]
-1. Forward: a block runs beside what the blocks before it hold, and its input. Under ``KEEP`` it then holds what it
-   saves; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone.
-2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again, beside the gradient of
-   its output, and now every block of it holds what it saves; what the span held stays until the span is done.
-3. The backward of a block runs beside what is held before it, what it saved, and the gradient of its output. What it
-   saved is freed with it; the gradients of its parameters stay.
-4. At last the optimizer's update runs beside all gradients; no plan changes that.
-5. Storages count once, however many blocks hold them (NOTE [ what the figures of a chain mean ]).
+1. Forward: while a block runs, its input and everything that the blocks before it hold is live. Under ``KEEP`` it then
+   holds its saved tensors; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone.
+2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again, with the gradient of
+   its output live, and now every block of it holds its saved tensors; the input of the span stays until the span is
+   done.
+3. In the backward of a block, everything held before it, its own saved tensors and the gradient of its output are live.
+   The saved tensors are freed with it; the gradients of its parameters stay.
+4. At last the optimizer's update runs with all gradients live; no plan changes that.
+5. Storages count once, however many blocks hold them (NOTE [ the figures of a chain ]).
 Not modelled: fragmentation of the allocator; the little that torch saves by ending a recomputation early.
 
 NOTE [ the memory of the host ]
-1. A block under ``OFFLOAD`` moves what it saves under ``KEEP`` and not under ``OFFLOAD``, its input included.
-2. The last of them never moves, as its backward comes at once.
+1. A block under ``OFFLOAD`` copies to the host the tensors that it saves under ``KEEP`` and not under ``OFFLOAD``, its
+   input included.
+2. The last of them is never copied, as its backward comes at once.
 3. Copies are pinned in pieces that take at most an eighth more than the bytes in them (``activations/offload.py``).
-So it is the most that is pinned; small storages, which stay, count where they are inputs of blocks. Not modelled: an
-output that its own block saves and the next one does not.
+So it is the most that is pinned; small storages, which are not copied, count where they are inputs of blocks. Not
+modelled: an output that its own block saves and the next one does not.
 """
 
 from collections.abc import Iterator
@@ -27,18 +29,18 @@ from dataclasses import dataclass
 from memsave_recipes.plans.chain import BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, Span
 
-PINNING = 8  # the part of what is moved that pinning may waste
+PINNING = 8  # pinning wastes at most one part in so many
 Storages = dict[str, int]
 """Bytes by the name of the storage; ``|`` joins two sets of them, each storage once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimelinePoint:
-    """What lives while one block runs.
+    """The live bytes while one block runs.
 
     ``resident_bytes`` are those of the chain; ``gradients_bytes`` the parameter gradients made so far;
-    ``held_bytes`` what other blocks hold until their backward; ``own_bytes`` all that is there for this block, of
-    which ``temporary_bytes`` are neither its input nor its output nor saved by it.
+    ``held_bytes`` are held by other blocks until their backward; ``own_bytes`` are live for this block, of which
+    ``temporary_bytes`` are neither its input nor its output nor saved by it.
     """
 
     phase: str  # forward, recomputation, backward, optimizer
@@ -57,7 +59,7 @@ class TimelinePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The highest moment of a step under a plan, the seconds that it adds to plain's step, and ``host_bytes``."""
+    """The peak of a step under a plan, the seconds that it adds to the baseline's step, and ``host_bytes``."""
 
     peak: TimelinePoint
     added_s: float
@@ -65,15 +67,15 @@ class Simulation:
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes of the highest moment."""
+        """The bytes at the peak."""
         return self.peak.total_bytes
 
 
 @dataclass(frozen=True)
 class SpanCosts:
-    """What a span adds to the bytes held when the forward ends, and to the seconds of plain's step.
+    """The bytes that a span adds to those held when the forward ends, and the seconds that it adds to the step.
 
-    What two spans hold counts in the first of them.
+    A storage that two spans hold counts in the first of them.
     """
 
     held_bytes: int
@@ -81,33 +83,33 @@ class SpanCosts:
 
 
 def simulate(chain: Chain, plan: Plan) -> Simulation:
-    """Run ``plan`` on paper.
+    """Simulate a step of ``chain`` under ``plan``.
 
     Raises:
         ValueError: the plan was made for other blocks, joins blocks of two stacks, or needs costs that the chain lacks.
     """
     return Simulation(
-        peak=max(moments(chain, plan), key=lambda moment: moment.total_bytes),
+        peak=max(timeline(chain, plan), key=lambda point: point.total_bytes),
         added_s=sum(_added_s(chain, span) for span in _spans(chain, plan)),
         host_bytes=host_bytes(chain, plan),
     )
 
 
 def host_bytes(chain: Chain, plan: Plan) -> int:
-    """The bytes of the host that ``plan`` pins at most. See NOTE [ the memory of the host ].
+    """The most bytes of the host that ``plan`` pins. See NOTE [ the memory of the host ].
 
     Raises:
         ValueError: as ``simulate``.
     """
     states = _states(chain)
     offloaded = [span.start for span in _spans(chain, plan) if span.action is Action.OFFLOAD]
-    moved: Storages = {}
+    copied: Storages = {}
     for position in offloaded[:-1]:
         keeps, stays = (chain.blocks[position].option(action) for action in (Action.KEEP, Action.OFFLOAD))
-        moved[f"inside {position}"] = max(0, keeps.saved_bytes - stays.saved_bytes)
+        copied[f"inside {position}"] = max(0, keeps.saved_bytes - stays.saved_bytes)
         if keeps.saves_input and not stays.saves_input:
-            moved |= states[position]
-    return with_pinning(_total(moved))
+            copied |= states[position]
+    return with_pinning(_total(copied))
 
 
 def with_pinning(num_bytes: int) -> int:
@@ -121,7 +123,7 @@ def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
     Raises:
         ValueError: as ``simulate``.
     """
-    costs = {position: SpanCosts(0, 0.0) for position in chain.decided}  # by the first block of what runs as one
+    costs = {position: SpanCosts(0, 0.0) for position in chain.decided}  # by the first block that runs as one
     states = _states(chain)
     held: Storages = {}
     for span in _spans(chain, plan):
@@ -158,8 +160,8 @@ def _added_s(chain: Chain, span: Span) -> float:
     return blocks[0].option(span.action).added_s
 
 
-def moments(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
-    """The moments of a step under ``plan``, in order: every block's forward and backward, then the optimizer.
+def timeline(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
+    """The live bytes of a step under ``plan``, in order: every block's forward and backward, then the optimizer.
 
     Raises:
         ValueError: as ``simulate``.
@@ -171,44 +173,44 @@ def moments(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
     for span in spans:
         held_before.append(held)
         if span.action is Action.RECOMPUTE:
-            # Its forward is never the peak: it saves nothing, and the recomputation runs beside more.
+            # Its forward is never the peak: it saves nothing, and more is live when it runs again.
             held = held | _held_by_span(chain, span, states)
         else:
             option = chain.blocks[span.start].option(span.action)
-            yield _moment(chain, "forward", span.start, held, 0, states[span.start], option.forward_transient_bytes)
+            yield _point(chain, "forward", span.start, held, 0, states[span.start], option.forward_transient_bytes)
             held = held | _saved(chain, span.start, option, states)
     gradients_bytes = 0
     for span, held in zip(reversed(spans), reversed(held_before), strict=True):
         yield from _backward(chain, span, held, gradients_bytes, states)
         gradients_bytes += chain.new_gradients_bytes(*chain.blocks[span.start : span.stop])
     made_bytes = 0 if chain.gradients_resident else gradients_bytes
-    yield _moment(chain, "optimizer", None, {}, made_bytes, {}, chain.optimizer_bytes)
+    yield _point(chain, "optimizer", None, {}, made_bytes, {}, chain.optimizer_bytes)
 
 
 def _backward(
     chain: Chain, span: Span, held: Storages, gradients_bytes: int, states: list[Storages]
 ) -> Iterator[TimelinePoint]:
-    own: list[Storages] = []  # what lives in the span when the backward of its first, second ... block begins
+    own: list[Storages] = []  # live in the span when the backward of its first, second ... block begins
     rebuilt = _held_by_span(chain, span, states) if span.action is Action.RECOMPUTE else {}
     option_action = Action.KEEP if span.action is Action.RECOMPUTE else span.action
     gradient_bytes = _total(states[span.stop])
     for position in range(span.start, span.stop):
         option = chain.blocks[position].option(option_action)
         if span.action is Action.RECOMPUTE:
-            rise = gradient_bytes + option.forward_transient_bytes
+            transient_bytes = gradient_bytes + option.forward_transient_bytes
             alive = rebuilt | states[position]
-            yield _moment(chain, "recomputation", position, held, gradients_bytes, alive, rise)
+            yield _point(chain, "recomputation", position, held, gradients_bytes, alive, transient_bytes)
         rebuilt = rebuilt | _saved(chain, position, option, states)
         own.append(rebuilt)
     for position in reversed(range(span.start, span.stop)):
         block = chain.blocks[position]
-        rise = _total(states[position + 1]) + block.option(option_action).backward_transient_bytes
-        yield _moment(chain, "backward", position, held, gradients_bytes, own[position - span.start], rise)
+        transient_bytes = _total(states[position + 1]) + block.option(option_action).backward_transient_bytes
+        yield _point(chain, "backward", position, held, gradients_bytes, own[position - span.start], transient_bytes)
         gradients_bytes += chain.new_gradients_bytes(block)
 
 
 def _states(chain: Chain) -> list[Storages]:
-    """What flows into every block, and at last out of the last one. The batch is resident, so the first is empty."""
+    """The input of every block, and the output of the last one. The batch is resident, so the first is empty."""
     states: list[Storages] = [{}]
     for position, block in enumerate(chain.blocks):
         passed = states[-1] if block.passes_input else {}
@@ -217,12 +219,12 @@ def _states(chain: Chain) -> list[Storages]:
 
 
 def _held_by_span(chain: Chain, span: Span, states: list[Storages]) -> Storages:
-    """What a span that recomputes holds between its forward and its backward."""
+    """Held by a span that recomputes between its forward and its backward."""
     return {**states[span.start], f"span from {span.start}": chain.span_bytes}
 
 
 def _saved(chain: Chain, position: int, option: BlockOption, states: list[Storages]) -> Storages:
-    """What a block holds between its forward and its backward."""
+    """Held by a block between its forward and its backward."""
     saved = {f"inside {position}": option.saved_bytes}
     if option.saves_input:
         saved |= states[position]
@@ -231,8 +233,14 @@ def _saved(chain: Chain, position: int, option: BlockOption, states: list[Storag
     return saved
 
 
-def _moment(
-    chain: Chain, phase: str, position: int | None, held: Storages, gradients_bytes: int, own: Storages, rise_bytes: int
+def _point(
+    chain: Chain,
+    phase: str,
+    position: int | None,
+    held: Storages,
+    gradients_bytes: int,
+    own: Storages,
+    transient_bytes: int,
 ) -> TimelinePoint:
     held_bytes = _total(held)
     return TimelinePoint(
@@ -241,8 +249,8 @@ def _moment(
         resident_bytes=chain.static_bytes,
         gradients_bytes=gradients_bytes,
         held_bytes=held_bytes,
-        own_bytes=_total(held | own) - held_bytes + rise_bytes,
-        temporary_bytes=rise_bytes,
+        own_bytes=_total(held | own) - held_bytes + transient_bytes,
+        temporary_bytes=transient_bytes,
     )
 
 

@@ -1,33 +1,29 @@
-"""The path of moves that adds the least time and never needs too much: exact, and fast thanks to lower bounds.
+"""The plan that adds the least time under a byte budget: an exact shortest path search over the plans of a chain.
 
-This is the constrained shortest path problem. Paths grow block by block as *labels* (ticks added, load), and a label
-that another one at its block beats in all figures is dropped (NOTE [ all that the future needs to know ], rule 3). That
-alone is exact but keeps too many labels on long chains, so two more kinds are left out, without loss:
-
-* labels that no continuation fits any more;
-* labels that cannot beat the best path found so far, by the bounds of ``lower_bounds``.
-
-The first pass keeps a few labels a block and finds a good path; later passes keep more. The path is optimal as soon as
-a pass drops no label for lack of room that might still have won. The problem contains the knapsack problem, so chains
-can be made up for which the last pass still drops some: then ``gap`` says what that can cost at most.
-
-The plan that adds the least time under a byte budget: which blocks to keep, which to recompute together.
-
-The method. Recomputing runs of blocks from what enters them is Chen et al. 2016, "Training Deep Nets with Sublinear
-Memory Cost" (https://arxiv.org/abs/1604.06174); choosing the runs for blocks of unequal time and size by dynamic
-programming is Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous
-chains" (https://arxiv.org/abs/1911.13214). Theirs recomputes within recomputations and rounds bytes to slots. Ours
-stays with the plans that ``apply_plan`` can obey, and rounds no bytes.
+The problem. Recomputing runs of blocks from their input is Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Cost" (https://arxiv.org/abs/1604.06174); choosing the runs for blocks of unequal time and size by dynamic programming
+is Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous chains"
+(https://arxiv.org/abs/1911.13214). Theirs recomputes within recomputations and rounds bytes to slots. Ours stays with
+the plans that ``apply_plan`` can apply, and rounds no bytes.
 
 The guarantee. Of all plans (every split of the stacks into spans, every action per block that the chain has costs for)
-none whose simulated peak fits adds less time than ``solve``'s: plans are paths by NOTE [ all that the future needs to
-know ], and ``cheapest_path`` proves its path the cheapest, or says how far from it. Peaks are those of ``simulate``,
-so the plan is as good as the costs are.
+none whose simulated peak fits adds less time than ``solve``'s: plans are paths by NOTE [ resources ], and
+``shortest_path`` proves its path optimal, or bounds the gap. Peaks are those of ``simulate``, so the plan is as good as
+the costs are.
 
 One level. A recomputation keeps all that it rebuilds until its backward is through. Recomputing again inside of it goes
-lower: measured, the nested optimum is the same as this one down to 35 % of plain's activations on ResNet-50 and 20 % on
-DenseNet-121; below that it alone goes on, to 29 % at x1.36 of plain's time and to 12 % at x1.57. A smaller micro-batch
-goes further and costs less, so nested plans are left out.
+lower: measured, the nested optimum is the same as this one down to 35 % of the baseline's activations on ResNet-50 and
+20 % on DenseNet-121; below that it alone goes on, to 29 % at x1.36 of the baseline's time and to 12 % at x1.57. A
+smaller micro-batch goes further and costs less, so nested plans are left out.
+
+NOTE [ label setting ]
+1. Paths grow block by block as *labels* (cost, resources). A label that another one at its block dominates is dropped.
+   That alone is exact but keeps too many labels on long chains, so two more kinds are pruned, without loss: labels
+   without a feasible continuation, and labels whose completion bound reaches the best path found so far.
+2. The first pass keeps a few labels a block and finds a good path; later passes keep more. The path is optimal as soon
+   as a pass truncates no label that might still have led to a better one.
+3. The problem contains the knapsack problem, so there are chains for which the last pass still truncates some: then
+   ``gap`` is the most by which another path may be better.
 """
 
 import math
@@ -43,216 +39,29 @@ from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import TimelinePoint, simulate
 from memsave_recipes.text import format_bytes, gib_that_suffice, to_gib
 
-WIDTHS = (8, 128, 4096)
-"""Labels that a block may have in each pass."""
-
-Label: TypeAlias = tuple[float, Resources, Any, Edge | None]
-"""``(added, load, the label before, the move from there)``. A plain tuple: there are millions of them."""
-
-
-class CheapestPath(NamedTuple):
-    """The moves, and by how many ticks another path that fits might still be cheaper: 0 where proven."""
-
-    edges: list[Edge]
-    gap: float
-
-
-def cheapest_path(edges: Edges, free_bytes: int) -> CheapestPath | None:
-    """The path over all blocks that adds the fewest ticks; ``None`` where none fits.
-
-    Args:
-        moves: as ``edges_of`` gives them.
-        free_bytes: no move may need more together with its load.
-    """
-    rooms = resource_bounds(edges, free_bytes)
-    if not rooms[0]:
-        return None
-    search = _Search(_that_fit(edges, free_bytes, rooms), free_bytes, rooms)
-    proven = -math.inf
-    for width in WIDTHS:
-        proven = max(proven, search.run(width))
-        if proven >= search.to_beat:
-            return CheapestPath(_moves_to(search.best), 0.0)
-    return CheapestPath(_moves_to(search.best), search.best[0] - proven)
-
-
-def resource_bounds(edges: Edges, free_bytes: int) -> list[list[Resources]]:
-    """For each block the largest loads with which some continuation fits; none where nothing does, however empty."""
-    rooms: list[list[Resources]] = [[] for _ in edges] + [[(free_bytes, sys.maxsize)]]
-    for position in reversed(range(len(edges))):
-        found = {_bound_before(edge, room, free_bytes) for edge in edges[position] for room in rooms[edge.stop]}
-        rooms[position] = [
-            room
-            for room in found
-            if room[HELD] >= 0
-            and not any(
-                other != room and other[HELD] >= room[HELD] and other[WITH_STATE] >= room[WITH_STATE] for other in found
-            )
-        ]
-    return rooms
-
-
-def _bound_before(edge: Edge, room: Resources, free_bytes: int) -> Resources:
-    """The largest load with which ``edge`` fits and leaves no more than ``room``."""
-    most = [free_bytes - edge.beside_held_bytes, free_bytes - edge.beside_state_bytes]
-    most[edge.held_from] = min(most[edge.held_from], room[HELD] - edge.held_bytes)
-    most[edge.with_state_from] = min(most[edge.with_state_from], room[WITH_STATE] - edge.with_state_bytes)
-    return min(most), most[WITH_STATE]
-
-
-def _that_fit(edges: Edges, free_bytes: int, rooms: list[list[Resources]]) -> Edges:
-    """Without moves that no path with room contains, judged by the least of either figure that can be reached."""
-    least: list[Resources | None] = [None] * len(rooms)
-    least[0] = EMPTY
-    fitting: Edges = [[] for _ in edges]
-    for position, leaving in enumerate(edges):
-        resources = least[position]
-        if resources is None:
-            continue
-        for edge in leaving:
-            after = edge.after(resources)
-            if edge.peak_bytes(resources) <= free_bytes and _has_room(after, rooms[edge.stop]):
-                fitting[position].append(edge)
-                reached = least[edge.stop] or after
-                least[edge.stop] = (min(reached[HELD], after[HELD]), min(reached[WITH_STATE], after[WITH_STATE]))
-    return fitting
-
-
-def _has_room(resources: Resources, rooms: list[Resources]) -> bool:
-    return any(resources[HELD] <= room[HELD] and resources[WITH_STATE] <= room[WITH_STATE] for room in rooms)
-
-
-class _Search:
-    """Passes over the blocks in the order of the forward; ``best`` is the best path of all passes so far."""
-
-    def __init__(self, edges: Edges, free_bytes: int, rooms: list[list[Resources]]) -> None:
-        self.edges, self.free_bytes, self.rooms = edges, free_bytes, rooms
-        self.bounds = lower_bounds(edges, free_bytes)
-        self.best: Label = (math.inf, EMPTY, None, None)
-
-    @property
-    def to_beat(self) -> float:
-        """What a path has to stay under to be better than the best: ticks are whole, bounds carry rounding."""
-        return self.best[0] - 0.5
-
-    def run(self, width: int) -> float:
-        """Grow at most ``width`` labels a block; what no path that was dropped for lack of room can fall below."""
-        dropped = math.inf
-        candidates: list[list[Label]] = [[] for _ in self.rooms]
-        candidates[0].append((0, EMPTY, None, None))
-        for position, leaving in enumerate(self.edges):
-            promising = self._promising(position, _undominated(candidates[position]))
-            candidates[position] = []
-            if len(promising) > width:
-                promising, best_left_out = _spread(promising, width)
-                dropped = min(dropped, best_left_out)
-            labels = [label for _, label in promising]
-            for edge in leaving:
-                candidates[edge.stop] += self._extend(labels, edge)
-        self.best = min([self.best, *candidates[-1]], key=itemgetter(0))
-        return dropped
-
-    def _promising(self, position: int, labels: list[Label]) -> list[tuple[float, Label]]:
-        """The labels that fit and may beat the best path, each with the least that it can end at."""
-        promising = []
-        for label in labels:
-            added, resources, *_ = label
-            at_least = added + max([bound.rest_at_least(position, resources) for bound in self.bounds])
-            if at_least < self.to_beat and _has_room(resources, self.rooms[position]):
-                promising.append((at_least, label))
-        return promising
-
-    def _extend(self, labels: list[Label], edge: Edge) -> list[Label]:
-        """The labels behind ``edge`` where it fits and, by the best bound, may beat the best path."""
-        stop, _, added, held_from, held_bytes, with_state_from, with_state_bytes, _, _ = edge
-        most_held = self.free_bytes - edge.beside_held_bytes
-        most_with_state = self.free_bytes - edge.beside_state_bytes
-        # ``rest_at_least`` behind the move, written out: this decides about millions of labels.
-        price, (rest_held, rest_with_state) = self.bounds[0].price_at(stop), self.bounds[0].rest[stop]
-        below_held = self.to_beat - added - rest_held - price * held_bytes
-        below_with_state = self.to_beat - added - rest_with_state - price * with_state_bytes
-        return [
-            (
-                label[0] + added,
-                (label[1][held_from] + held_bytes, label[1][with_state_from] + with_state_bytes),
-                label,
-                edge,
-            )
-            for label in labels
-            if label[1][HELD] <= most_held
-            and label[1][WITH_STATE] <= most_with_state
-            and (
-                label[0] + price * label[1][held_from] < below_held
-                or label[0] + price * label[1][with_state_from] < below_with_state
-            )
-        ]
-
-
-def _spread(promising: list[tuple[float, Label]], width: int) -> tuple[list[tuple[float, Label]], float]:
-    """The most promising label of each of ``width`` equal ranges of held bytes, and the bound of the best one left out.
-
-    The bounds alone would prefer labels that hold much, and so leave a first pass with bad paths.
-    """
-    held = [resources[HELD] for _, (_, resources, _, _) in promising]
-    least, most = min(held), max(held)
-    ranges: dict[int, tuple[float, Label]] = {}
-    dropped = math.inf
-    for bounded in sorted(promising, key=itemgetter(0)):
-        at_least, (_, resources, _, _) = bounded
-        if ranges.setdefault((resources[HELD] - least) * width // (most - least + 1), bounded) is not bounded:
-            dropped = min(dropped, at_least)
-    return list(ranges.values()), dropped
-
-
-def _undominated(labels: list[Label]) -> list[Label]:
-    """Without those that another one beats in ticks and in both figures of the load."""
-    labels.sort(key=itemgetter(0, 1))
-    kept: list[Label] = []
-    held: list[int] = []  # of those kept so far, rising; ``with_state`` beside it falls
-    with_state: list[int] = []
-    for label in labels:
-        resources = label[1]
-        at = bisect_right(held, resources[HELD])
-        if at and with_state[at - 1] <= resources[WITH_STATE]:
-            continue
-        while at < len(held) and with_state[at] >= resources[WITH_STATE]:
-            del held[at], with_state[at]
-        held.insert(at, resources[HELD])
-        with_state.insert(at, resources[WITH_STATE])
-        kept.append(label)
-    return kept
-
-
-def _moves_to(label: Label) -> list[Edge]:
-    edges: list[Edge] = []
-    *_, before, edge = label
-    while edge is not None:
-        edges.append(edge)
-        *_, before, edge = before
-    return edges[::-1]
-
-
 STRATEGY = "budget"
+MAX_LABELS = (8, 128, 4096)
+"""Of a block, in each pass."""
 
 
 def solve(chain: Chain, budget_bytes: int) -> Plan:
     """The plan with the least added time whose simulated peak is at most ``budget_bytes``.
 
     Raises:
-        InputError: no plan fits; the message names the smallest budget that does and what needs it.
+        InputError: no plan fits; the message names the smallest budget that does and where its peak is.
     """
     return solve_with_gap(chain, budget_bytes)[0]
 
 
 def solve_with_gap(chain: Chain, budget_bytes: int) -> tuple[Plan, float]:
-    """``solve``'s plan, and the seconds by which one that fits might still be faster: 0.0 where it is proven the best.
+    """``solve``'s plan, and the seconds by which one that fits might still be faster: 0.0 where it is proven optimal.
 
     Raises:
         InputError: as ``solve``.
     """
     path = None
     if _floor_bytes(chain) <= budget_bytes:
-        path = cheapest_path(edges_of(chain), budget_bytes - chain.static_bytes)
+        path = shortest_path(edges_of(chain), budget_bytes - chain.static_bytes)
     if path is None:
         raise InputError(_too_small(chain, budget_bytes))
     return _plan_of(chain, path.edges), path.gap * tick_s(chain)
@@ -272,7 +81,7 @@ def smallest_feasible(chain: Chain) -> int:
 
 
 def _floor_bytes(chain: Chain) -> int:
-    """What the optimizer's update needs, whatever the plan."""
+    """The bytes of the optimizer's update, whatever the plan."""
     return chain.resident_bytes + chain.all_gradients_bytes + chain.optimizer_bytes
 
 
@@ -309,7 +118,7 @@ def _too_small(chain: Chain, budget_bytes: int) -> str:
 
 
 def _describe(peak: TimelinePoint) -> str:
-    """Where the peak is and what it is made of: ``the backward of conv1 (2 GiB for conv1 itself, ...)``."""
+    """Where the peak is and its parts: ``the backward of conv1 (2 GiB for conv1 itself, ...)``."""
     where = "the optimizer's update" if peak.phase == "optimizer" else f"the {peak.phase} of {peak.block}"
     parts = {
         "itself": peak.own_bytes,
@@ -319,3 +128,191 @@ def _describe(peak: TimelinePoint) -> str:
     }
     largest_first = sorted(parts.items(), key=lambda part: -part[1])
     return f"{where} ({', '.join(f'{name} {format_bytes(size)}' for name, size in largest_first if size)})"
+
+
+class ShortestPath(NamedTuple):
+    """Its edges, and the ticks by which another feasible path might still be shorter: 0 where it is proven optimal."""
+
+    edges: list[Edge]
+    gap: float
+
+
+def shortest_path(edges: Edges, free_bytes: int) -> ShortestPath | None:
+    """The path over all blocks with the least cost; ``None`` where none is feasible.
+
+    Args:
+        edges: as ``edges_of`` gives them.
+        free_bytes: the limit on the peak of every edge.
+    """
+    feasible = resource_bounds(edges, free_bytes)
+    if not feasible[0]:
+        return None
+    search = _Search(_feasible_edges(edges, free_bytes, feasible), free_bytes, feasible)
+    proven = -math.inf
+    for max_labels in MAX_LABELS:
+        proven = max(proven, search.run(max_labels))
+        if proven >= search.cutoff:
+            return ShortestPath(_edges_to(search.best), 0.0)
+    return ShortestPath(_edges_to(search.best), search.best[0] - proven)
+
+
+def resource_bounds(edges: Edges, free_bytes: int) -> list[list[Resources]]:
+    """For each block the largest resources with a feasible continuation; none where there is none, even from 0."""
+    bounds: list[list[Resources]] = [[] for _ in edges] + [[(free_bytes, sys.maxsize)]]
+    for position in reversed(range(len(edges))):
+        found = {_bound_before(edge, bound, free_bytes) for edge in edges[position] for bound in bounds[edge.stop]}
+        bounds[position] = [
+            bound
+            for bound in found
+            if bound[HELD] >= 0
+            and not any(
+                other != bound and other[HELD] >= bound[HELD] and other[WITH_STATE] >= bound[WITH_STATE]
+                for other in found
+            )
+        ]
+    return bounds
+
+
+def _bound_before(edge: Edge, bound: Resources, free_bytes: int) -> Resources:
+    """The largest resources with which ``edge`` is feasible and that it extends to at most ``bound``."""
+    most = [free_bytes - edge.peak_over_held_bytes, free_bytes - edge.peak_over_state_bytes]
+    most[edge.held_from] = min(most[edge.held_from], bound[HELD] - edge.held_bytes)
+    most[edge.with_state_from] = min(most[edge.with_state_from], bound[WITH_STATE] - edge.with_state_bytes)
+    return min(most), most[WITH_STATE]
+
+
+def _feasible_edges(edges: Edges, free_bytes: int, bounds: list[list[Resources]]) -> Edges:
+    """Without edges that no feasible path contains, judged by the least of either resource that can be reached."""
+    least: list[Resources | None] = [None] * len(bounds)
+    least[0] = EMPTY
+    feasible: Edges = [[] for _ in edges]
+    for position, leaving in enumerate(edges):
+        resources = least[position]
+        if resources is None:
+            continue
+        for edge in leaving:
+            extended = edge.extend(resources)
+            if edge.peak_bytes(resources) <= free_bytes and _is_within(extended, bounds[edge.stop]):
+                feasible[position].append(edge)
+                reached = least[edge.stop] or extended
+                least[edge.stop] = (min(reached[HELD], extended[HELD]), min(reached[WITH_STATE], extended[WITH_STATE]))
+    return feasible
+
+
+def _is_within(resources: Resources, bounds: list[Resources]) -> bool:
+    return any(resources[HELD] <= bound[HELD] and resources[WITH_STATE] <= bound[WITH_STATE] for bound in bounds)
+
+
+Label: TypeAlias = tuple[float, Resources, Any, Edge | None]
+"""``(cost, resources, the label before, the edge from there)``. A plain tuple: there are millions of them."""
+
+
+class _Search:
+    """Passes over the blocks in the order of the forward; ``best`` is the label of the best path so far."""
+
+    def __init__(self, edges: Edges, free_bytes: int, resource_bounds: list[list[Resources]]) -> None:
+        self.edges, self.free_bytes, self.resource_bounds = edges, free_bytes, resource_bounds
+        self.completion_bounds = lower_bounds(edges, free_bytes)
+        self.best: Label = (math.inf, EMPTY, None, None)
+
+    @property
+    def cutoff(self) -> float:
+        """The cost that a better path stays below: ticks are whole, bounds carry rounding."""
+        return self.best[0] - 0.5
+
+    def run(self, max_labels: int) -> float:
+        """Extend at most ``max_labels`` labels a block; a lower bound on the cost of every path truncated by that."""
+        truncated = math.inf
+        reached: list[list[Label]] = [[] for _ in self.resource_bounds]
+        reached[0].append((0, EMPTY, None, None))
+        for position, leaving in enumerate(self.edges):
+            bounded = self._prune(position, _nondominated(reached[position]))
+            reached[position] = []
+            if len(bounded) > max_labels:
+                bounded, least_truncated = _truncate(bounded, max_labels)
+                truncated = min(truncated, least_truncated)
+            labels = [label for _, label in bounded]
+            for edge in leaving:
+                reached[edge.stop] += self._extend(labels, edge)
+        self.best = min([self.best, *reached[-1]], key=itemgetter(0))
+        return truncated
+
+    def _prune(self, position: int, labels: list[Label]) -> list[tuple[float, Label]]:
+        """The feasible labels that may lead to a better path, each with its lower bound."""
+        bounded = []
+        for label in labels:
+            cost, resources, *_ = label
+            at_least = cost + max([bound.at_least(position, resources) for bound in self.completion_bounds])
+            if at_least < self.cutoff and _is_within(resources, self.resource_bounds[position]):
+                bounded.append((at_least, label))
+        return bounded
+
+    def _extend(self, labels: list[Label], edge: Edge) -> list[Label]:
+        """The labels behind ``edge`` where it is feasible and, by the best bound, may lead to a better path."""
+        stop, _, cost, held_from, held_bytes, with_state_from, with_state_bytes, _, _ = edge
+        most_held = self.free_bytes - edge.peak_over_held_bytes
+        most_with_state = self.free_bytes - edge.peak_over_state_bytes
+        # ``at_least`` behind the edge, written out: this decides about millions of labels.
+        bound = self.completion_bounds[0]
+        multiplier, (held_to_go, with_state_to_go) = bound.multiplier_at(stop), bound.cost_to_go[stop]
+        below_held = self.cutoff - cost - held_to_go - multiplier * held_bytes
+        below_with_state = self.cutoff - cost - with_state_to_go - multiplier * with_state_bytes
+        return [
+            (
+                label[0] + cost,
+                (label[1][held_from] + held_bytes, label[1][with_state_from] + with_state_bytes),
+                label,
+                edge,
+            )
+            for label in labels
+            if label[1][HELD] <= most_held
+            and label[1][WITH_STATE] <= most_with_state
+            and (
+                label[0] + multiplier * label[1][held_from] < below_held
+                or label[0] + multiplier * label[1][with_state_from] < below_with_state
+            )
+        ]
+
+
+def _truncate(bounded: list[tuple[float, Label]], max_labels: int) -> tuple[list[tuple[float, Label]], float]:
+    """The label with the least bound of each of ``max_labels`` equal ranges of held bytes; the least bound truncated.
+
+    The bounds alone would prefer labels that hold much, and so leave a first pass with bad paths.
+    """
+    held = [resources[HELD] for _, (_, resources, _, _) in bounded]
+    least, most = min(held), max(held)
+    ranges: dict[int, tuple[float, Label]] = {}
+    truncated = math.inf
+    for candidate in sorted(bounded, key=itemgetter(0)):
+        at_least, (_, resources, _, _) = candidate
+        if ranges.setdefault((resources[HELD] - least) * max_labels // (most - least + 1), candidate) is not candidate:
+            truncated = min(truncated, at_least)
+    return list(ranges.values()), truncated
+
+
+def _nondominated(labels: list[Label]) -> list[Label]:
+    """Without those that another one dominates in cost and both resources."""
+    labels.sort(key=itemgetter(0, 1))
+    kept: list[Label] = []
+    held: list[int] = []  # of those kept so far, ascending; their ``with_state`` descends
+    with_state: list[int] = []
+    for label in labels:
+        resources = label[1]
+        at = bisect_right(held, resources[HELD])
+        if at and with_state[at - 1] <= resources[WITH_STATE]:
+            continue
+        while at < len(held) and with_state[at] >= resources[WITH_STATE]:
+            del held[at], with_state[at]
+        held.insert(at, resources[HELD])
+        with_state.insert(at, resources[WITH_STATE])
+        kept.append(label)
+    return kept
+
+
+def _edges_to(label: Label) -> list[Edge]:
+    edges: list[Edge] = []
+    *_, before, edge = label
+    while edge is not None:
+        edges.append(edge)
+        *_, before, edge = before
+    return edges[::-1]

@@ -20,8 +20,9 @@ from statistics import median
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import Action, Plan, all_under
-from memsave_recipes.plans.simulate import moments, with_pinning
+from memsave_recipes.plans.plan import Action, Plan
+from memsave_recipes.plans.simulate import timeline, with_pinning
+from memsave_recipes.plans.strategies import all_under
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator; every checkpoint keeps it, on the host whatever the device is
@@ -196,7 +197,7 @@ def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | N
 
 def _with_rises(chain: Chain, traces: StepTrace) -> Chain:
     keep_all = Plan(strategy="none", blocks=chain.decided_names, spans=all_under([chain.decided_names], Action.KEEP))
-    on_paper = [moment.total_bytes for moment in moments(chain, keep_all)]
+    on_paper = [point.total_bytes for point in timeline(chain, keep_all)]
     num_parts = len(traces.parts)
     forward = [
         max(0, _peak(traces.memory, start, stop) - there)

@@ -158,7 +158,7 @@ def test_a_search_cut_short_says_how_far_the_optimum_may_be(monkeypatch):
     chain = deep_chain(40)
     budget = between(chain, 0.3)
     best_s = simulate(chain, solve(chain, budget)).added_s
-    monkeypatch.setattr("memsave_recipes.plans.solver.WIDTHS", (1,))
+    monkeypatch.setattr("memsave_recipes.plans.solver.MAX_LABELS", (1,))
     plan, gap_s = solve_with_gap(chain, budget)
     found = simulate(chain, plan)
     assert found.peak_bytes <= budget
