@@ -13,7 +13,7 @@ One verdict for all ranks, and what has to be the same on all of them.
 import copy
 import hashlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from memsave_recipes.profiling.preserve_state import swap_contents
 
 Key = tuple[str, str]
 """Kind and name: ``("gradient", "features.0.weight")``."""
@@ -235,6 +233,19 @@ def reducer_of_its_own(model: nn.Module) -> AbstractContextManager[None]:
     if not isinstance(model, DistributedDataParallel):
         return nullcontext()
     return swap_contents(model, dict(vars(copy.copy(model))))
+
+
+@contextmanager
+def swap_contents(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
+    """Inside, ``module`` has the attributes of another one."""
+    own = dict(vars(module))
+    try:
+        vars(module).clear()
+        vars(module).update(attributes)
+        yield
+    finally:
+        vars(module).clear()
+        vars(module).update(own)
 
 
 def agree(verdict: Verdict) -> Verdict:

@@ -6,15 +6,15 @@ NOTE [ the proof ]
    again. What equal means stands in ``outcomes.py``.
 2. It costs two global batches. On a difference plain runs a second time: a model that does not repeat itself (it counts
    calls outside of its own state, or uses an operator without a fixed order) says nothing about the plan.
-3. Everything is put back (``kept_state.py``). Plain's results wait on the host; the device needs what plain training
-   needs, and under DDP the memory of one more set of gradients.
+3. Everything is put back (``preserve_state``). The baseline's results wait on the host; the device needs the memory of
+   training without a plan, and under DDP that of one more set of gradients.
 4. DDP sorts its buckets after its first backward, which changes the order of sums over three ranks and more. So each
    run gets a reducer of its own, and the one that trains has seen nothing.
 5. A plan that compiles is as exact as plain or not, which takes a third global batch, in float64 on a copy of the
    model (8 bytes a parameter, as much for the gradients, and activations of twice the size). Dropout draws other masks
    in float64: it is off in all three runs, so whether a compiled one drops the same is not seen.
 6. A device that adds in any order would make plain differ from plain: see NOTE [ a fixed order ].
-7. Not seen: state that a model keeps elsewhere, such as numpy's generator. It has to repeat itself without it.
+7. Not seen: state that a model keeps elsewhere, such as a global variable. It has to repeat itself without it.
 """
 
 import copy
@@ -31,7 +31,7 @@ from memsave_recipes.activations.recompute import batchnorm_layers
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
-from memsave_recipes.profiling.preserve_state import StateCopy, read_rng, swap_contents, training_mode
+from memsave_recipes.profiling.preserve_state import SavedState, device_of, preserve_state, read_rng
 from memsave_recipes.verify.outcomes import (
     Key,
     Outcome,
@@ -42,6 +42,7 @@ from memsave_recipes.verify.outcomes import (
     reducer_of_its_own,
     shared_after,
     shared_at_the_start,
+    swap_contents,
     without_wrapper,
 )
 from memsave_recipes.verify.reference import (
@@ -70,26 +71,15 @@ def verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
     plan = handle.plan
     if plan.blocks_under(Action.KEEP) == plan.blocks:
         return Verdict(status="nothing to verify", note="the plan keeps everything")
-    with training_mode(without_wrapper(model)):
-        return _verify(model, handle, step)
-
-
-def _verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
-    state = StateCopy(without_wrapper(model))
-    proof = _Proof(model, handle, step, state)
+    inner = without_wrapper(model)
     try:
-        with in_fixed_order() if _adds_in_any_order(state.device) else nullcontext():
-            if first := out_of_step(model, shared_at_the_start(model)):
-                return Verdict(status="not synchronised", first=first)
-            verdict = proof.check_bitwise() if handle.plan.is_bitwise else proof.that_it_is_as_exact()
-        notes = [f"{operator} adds in any order" for operator in proof.unordered]
-        return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
+        with preserve_state(inner, everything=True) as state:
+            return _Proof(model, handle, step, state).check()
     finally:
-        state.put_back()
-        empty_cache(state.device)  # plain's activations, which training need not hold
+        empty_cache(device_of(inner))  # the baseline's activations, which training need not hold
 
 
-def capture(model: nn.Module, loss: Tensor, state: StateCopy) -> Outcome:
+def capture(model: nn.Module, loss: Tensor, state: SavedState) -> Outcome:
     """What a step has left behind, where it lies: no copies."""
     inner = without_wrapper(model)
     tensors: dict[Key, Tensor] = {("loss", ""): loss.detach()}
@@ -105,8 +95,16 @@ class _Proof:
     model: nn.Module
     handle: PlanHandle
     step: Step
-    state: StateCopy
+    state: SavedState
     unordered: list[str] = field(default_factory=list)
+
+    def check(self) -> Verdict:
+        with in_fixed_order() if _adds_in_any_order(self.state.device) else nullcontext():
+            if first := out_of_step(self.model, shared_at_the_start(self.model)):
+                return Verdict(status="not synchronised", first=first)
+            verdict = self.check_bitwise() if self.handle.plan.is_bitwise else self.check_within_rounding()
+        notes = [f"{operator} adds in any order" for operator in self.unordered]
+        return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
 
     def check_bitwise(self) -> Verdict:
         """Rules 1 and 2."""
@@ -123,7 +121,7 @@ class _Proof:
         again = agree(compare_runs(plain, self.run_plain()))
         return replace(again, status="not repeatable") if again.status == "different" else verdict
 
-    def that_it_is_as_exact(self) -> Verdict:
+    def check_within_rounding(self) -> Verdict:
         """Rule 5."""
         plain = self.run_plain().on_host()
         self.state.restart()
@@ -202,7 +200,7 @@ def _adds_in_any_order(device: torch.device) -> bool:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Evaluation, but for BatchNorm. ``StateCopy`` puts it back."""
+    """Evaluation, but for BatchNorm. ``SavedState`` puts it back."""
     model.eval()
     for layer in batchnorm_layers([model]):
         layer.train()

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from memsave_recipes.activations import block_names, find_bottlenecks, find_stacks
 from memsave_recipes.activations.blocks import Block
 from memsave_recipes.plans import Plan
-from memsave_recipes.profiling.preserve_state import StateCopy
+from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.verify.outcomes import (
     Difference,
     Key,
@@ -184,10 +184,9 @@ def take_fixed_order(model: nn.Module, trial: Callable[[], Any]) -> str | None:
     Returns:
         That operator; torch then warns of it and of all others. ``None`` where every operator has a kernel.
     """
-    state = StateCopy(without_wrapper(model))
     torch.use_deterministic_algorithms(True)
     try:
-        with reducer_of_its_own(model):
+        with preserve_state(without_wrapper(model), everything=True), reducer_of_its_own(model):
             trial()
         return None
     except RuntimeError as error:
@@ -196,5 +195,3 @@ def take_fixed_order(model: nn.Module, trial: Callable[[], Any]) -> str | None:
             raise
         only_warn()
         return operator
-    finally:
-        state.put_back()
