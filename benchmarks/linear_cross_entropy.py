@@ -145,7 +145,7 @@ class Bench:
 
         def step(meter: Meter) -> None:
             self.run(loss_of)
-            meter.note()
+            meter.mark()
 
         peak = DeviceInstruments(self.device).read_memory(step)[-1].peak_bytes
         return peak - sum(leaf.nbytes for leaf in self.leaves)

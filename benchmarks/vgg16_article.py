@@ -188,7 +188,7 @@ class Bench:
 
         def closing_step(meter: Meter) -> None:
             step(*batch)
-            meter.note()
+            meter.mark()
 
         if self.on_cpu:
             resident = resident_bytes(model, optimizer) + sum(tensor.nbytes for tensor in batch)

@@ -1,4 +1,4 @@
-"""The loss of a language model's head that never keeps the logits.
+"""The cross-entropy of a language model's head in chunks of rows, without the full logits.
 
 With 32k to 256k words the logits (N, V), the log-softmax made of them and their gradient are often the largest tensors
 of a training step. Nothing needs more than a few rows of them at a time, if the gradient of those rows is computed at
@@ -44,7 +44,7 @@ def default_chunk_bytes(device: torch.device) -> int:
     A chunk costs a pass over the head's gradient whatever its rows, so it must be tall enough for its products to
     outweigh that. Measured on a CPU (float32, width 512, vocabulary 128k, against the full path's time): 16 rows x1.6,
     32 rows x1.1, 64 rows, which are 32 MiB, x1.0, 128 rows x0.85. An accelerator computes far more for every byte that
-    it moves and takes about a thousand rows: reckoned from an H200's 790 TFLOP/s and 4.8 TB/s, not measured.
+    it moves and takes about a thousand rows: computed from an H200's 790 TFLOP/s and 4.8 TB/s, not measured.
     """
     return 32 * MIB if device.type == "cpu" else 512 * MIB
 
@@ -72,7 +72,7 @@ def linear_cross_entropy(
     its dtype, all else in float32. Never waits for the device.
 
     Args:
-        hidden: (N, D), what the last layer gives.
+        hidden: (N, D), the output of the last layer.
         weight: (V, D), the head; it may also be the embedding (tied weights).
         labels: (N,) already shifted; -100 counts for nothing.
         bias: (V,).
@@ -110,7 +110,7 @@ def full_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    """What ``linear_cross_entropy`` returns, on all logits at once."""
+    """``linear_cross_entropy`` on all logits at once."""
     _check_shapes(hidden, labels)
     logits = F.linear(hidden, weight, bias)  # (N, V)
     logits = logits.to(_precise(logits.dtype))
@@ -128,7 +128,7 @@ def _check_shapes(hidden: Tensor, labels: Tensor) -> None:
 
 
 class _Settings(NamedTuple):
-    """What a call is told beside its tensors; ``matmul_dtype`` is autocast's."""
+    """The arguments of a call besides its tensors; ``matmul_dtype`` is autocast's."""
 
     rows: int
     softcap: float | None
@@ -223,7 +223,7 @@ def _transform(logits: Tensor, settings: _Settings, *, wanted: bool) -> Tensor |
 def _add_gradients(
     gradients: list[Tensor | None], grad_logits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
 ) -> None:
-    """What the rows of ``chunk`` add to the gradients for hidden, weight and bias."""
+    """Add the part of the rows of ``chunk`` to the gradients for hidden, weight and bias."""
     grad_hidden, grad_weight, grad_bias = gradients
     rounded = grad_logits.to(weight.dtype)
     if grad_hidden is not None:

@@ -32,7 +32,7 @@ def peak_bytes(step) -> int:
 
     def marked(meter):
         step()
-        meter.note()
+        meter.mark()
 
     return DeviceInstruments(CPU).read_memory(marked)[-1].peak_bytes
 

@@ -131,7 +131,7 @@ class Bench:
 
         def step(meter: Meter) -> None:
             self._step(entry)
-            meter.note()
+            meter.mark()
 
         entry.peak_bytes = DeviceInstruments(self.work.device).read_memory(step)[-1].peak_bytes
         gradients = [parameter.grad for parameter in self.work.model.parameters() if parameter.grad is not None]

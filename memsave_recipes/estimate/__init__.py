@@ -1,1 +1,1 @@
-"""What the blocks of a model cost on a device that need not be here: fake tensors and a roofline."""
+"""Estimate the block costs of a step on a device that need not be here: fake tensors and a roofline."""

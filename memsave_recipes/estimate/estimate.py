@@ -1,13 +1,12 @@
-"""Offloading on paper: the mover of ``activations/offload.py`` with copies that only take time.
-
-They travel one after the other at the rate of the link to the host, beside the operators; who waits for one sets the
-clock forward to its end. So rises and added seconds of a block that offloads come from the code that a device runs.
-
-A step on paper: models without weights, batches without values, and what their blocks cost on a target.
+"""Estimate a step on a target device: a model without weights, a batch without values, simulated copies to the host.
 
 ``fake_model`` and ``fake_batch`` make fake tensors: shapes, dtypes and storages with no memory behind them, which
-autograd and every operator work on as if they were real. They say that they are on the CPU, whatever the target is, as
-a torch that was built without CUDA knows nothing else; ``kernels.py`` puts the target's kernels in place of the CPU's.
+autograd and every operator work on as if they were real. They report the CPU as their device, whatever the target is,
+as a torch that was built without CUDA knows no other; ``kernels.py`` puts the target's kernels in place of the CPU's.
+
+Offloading runs the engine of ``activations/offload.py``, with copies that only take time. They travel one after the
+other at the rate of the link to the host, in parallel with the operators; waiting for one sets the clock forward to its
+end. So transients and added seconds of a block that offloads come from the code that a device runs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,50 +26,12 @@ from memsave_recipes.estimate.targets import Target
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 
-
-@contextmanager
-def simulated_offloading(target: Target, clock: SimulatedClock) -> Iterator[None]:
-    """Blocks under ``OFFLOAD`` move what they save to the host of a CUDA target; on a CPU they keep it, as ever."""
-    if target.device_type == "cpu":
-        yield
-        return
-    before = RUN[Action.OFFLOAD]
-    RUN[Action.OFFLOAD] = OffloadEngine(torch.device("cpu"), SimulatedCopies(clock, target.host_bytes_per_s)).run
-    try:
-        yield
-    finally:
-        RUN[Action.OFFLOAD] = before
-
-
-@dataclass
-class SimulatedCopies:
-    """``Copies`` that take the time of the link; the event that ``wait`` takes is the second at which they end."""
-
-    clock: SimulatedClock
-    bytes_per_s: float
-    busy_until: float = 0.0
-
-    def empty_on_host(self, num_bytes: int) -> Any:
-        """Host memory, which nobody counts: all that is asked of it is its length."""
-        return range(num_bytes)
-
-    def start(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
-        """After the copies before them, and what was computed so far."""
-        num_bytes = sum(len(target) for target, _ in pairs)
-        self.busy_until = max(self.busy_until, self.clock.now) + num_bytes / self.bytes_per_s
-        return self.busy_until
-
-    def wait(self, event: float) -> None:
-        """The computation goes on when they are done."""
-        self.clock.now = max(self.clock.now, event)
-
-
 M = TypeVar("M", bound=nn.Module)
 CPU = torch.device("cpu")
 
 
 def fake_model(build: Callable[[], M]) -> M:
-    """What ``build()`` makes, with fake tensors for parameters and buffers; takes no memory and no time for weights.
+    """The model of ``build()``, with fake tensors for parameters and buffers; takes no memory and no time for weights.
 
     Tied weights stay tied, and each tensor keeps its dtype, layout and ``requires_grad``. The model is in the mode that
     ``build`` leaves it in.
@@ -104,7 +65,7 @@ def fake_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tenso
 def estimate_on_target(
     workload: Workload, plans: Sequence[Plan], target: Target, *, autocast_dtype: torch.dtype | None = None
 ) -> Measurement:
-    """``measure`` on paper: one run under each plan, which gives its bytes and its seconds at once.
+    """``measure`` by simulation: one run under each plan, which gives its bytes and its seconds at once.
 
     ``offload`` is among the plans that a CUDA target can be asked for.
 
@@ -122,7 +83,7 @@ def estimate_on_target(
     """
 
     def forward() -> Tensor:
-        # Whatever the target: on paper all tensors are the CPU's. No cache of weights, as in a run.
+        # All fake tensors are the CPU's, whatever the target. No cache of weights, as in a run.
         with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None, cache_enabled=False):
             return workload.forward()
 
@@ -135,6 +96,43 @@ def estimate_on_target(
     with _fake_mode_of(workload.model), cuda_kernels(target), simulated_offloading(target, clock):
         measured = measure(replace(workload, forward=forward, device=CPU), plans, instruments=instruments)
     return Measurement(replace(workload, device=target.device), measured.traces)
+
+
+@contextmanager
+def simulated_offloading(target: Target, clock: SimulatedClock) -> Iterator[None]:
+    """Inside, blocks under ``OFFLOAD`` copy to the host of a CUDA target; on a CPU they keep everything, as ever."""
+    if target.device_type == "cpu":
+        yield
+        return
+    before = RUN[Action.OFFLOAD]
+    RUN[Action.OFFLOAD] = OffloadEngine(torch.device("cpu"), SimulatedCopies(clock, target.host_bytes_per_s)).run
+    try:
+        yield
+    finally:
+        RUN[Action.OFFLOAD] = before
+
+
+@dataclass
+class SimulatedCopies:
+    """``Copies`` that take the time of the link; their event is the second at which they end."""
+
+    clock: SimulatedClock
+    bytes_per_s: float
+    busy_until: float = 0.0
+
+    def empty_on_host(self, num_bytes: int) -> Any:
+        """Host memory, which is not counted: only its length is read."""
+        return range(num_bytes)
+
+    def start(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
+        """After the copies before them, and the computation so far."""
+        num_bytes = sum(len(target) for target, _ in pairs)
+        self.busy_until = max(self.busy_until, self.clock.now) + num_bytes / self.bytes_per_s
+        return self.busy_until
+
+    def wait(self, event: float) -> None:
+        """The computation goes on when they are done."""
+        self.clock.now = max(self.clock.now, event)
 
 
 def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -1,18 +1,14 @@
-"""What an operator moves through the memory of a device: the bytes that its kernel, if it has one, reads and writes.
-
-What the kernels of this CPU allocate for themselves, measured on each operator alone.
-
-oneDNN brings images and weights into layouts of its own, products in bfloat16 pack their operands, sums of two dtypes
-cast first: none of that is seen in the tensors that go in and come out. So each operator runs once for every shape that
-it is given, on zeros, under torch's profiler.
-
-Read a step without running it: bytes and seconds from the operators that fake tensors go through.
+"""Read a step without running it: bytes and seconds from the operators that fake tensors go through.
 
 For a device that is not there, or a model that does not fit. Every operator takes the longer of its FLOPs at the
 device's rate and its bytes at the device's bandwidth (Williams, Waterman and Patterson 2009, "Roofline",
 https://doi.org/10.1145/1498765.1498785), and no less than any kernel does. Time is ideal: the ratios of blocks and
-plans mean something, seconds of a real run do not. What kernels take for themselves is only as well known as the
-``workspaces`` that are given.
+plans mean something, seconds of a real run do not.
+
+``bytes_moved`` counts the bytes that the kernel of an operator reads and writes. ``Workspaces`` measures the memory
+that the kernels of this CPU allocate for themselves: oneDNN brings images and weights into layouts of its own, products
+in bfloat16 pack their operands, sums of two dtypes cast first, and neither inputs nor results show any of that. So each
+operator runs once for every shape, on zeros, under torch's profiler. Workspaces of other devices have to be given.
 """
 
 import weakref
@@ -40,17 +36,17 @@ NO_KERNEL = {
     *(aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided),
     *(aten.set_, aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk),
 }
-"""Operators that compute nothing, besides those that say so: memory without values, and views in disguise."""
+"""Operators that compute nothing, besides those tagged as views: empty memory, and views without the tag."""
 
 UNREAD = {
     **dict.fromkeys((aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like), 0),
     **dict.fromkeys((aten.new_zeros, aten.new_ones, aten.new_full, aten.copy_, aten.fill_, aten.zero_), 0),
     aten.nll_loss_backward: 1,
 }
-"""The argument that gives no more than its shape, or the place for the result."""
+"""The argument of which only the shape is read, or that takes the result."""
 
 PICKS = {aten.index, aten.gather, aten.index_select, aten.embedding, aten.nll_loss_forward}
-"""Operators that read of their first argument as much as they return."""
+"""Operators that read as much of their first argument as they return."""
 
 PUTS = {aten.index_put_, aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_copy_}
 """Operators that change as many elements of their first argument as the largest of the others has."""
@@ -68,7 +64,7 @@ def has_kernel(func: Any) -> bool:
 
 
 def bytes_moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """What the kernel of ``func`` reads and writes.
+    """The bytes that the kernel of ``func`` reads and writes.
 
     Args:
         args, kwargs: of the call.
@@ -92,7 +88,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Of an expanded tensor what there is of it in memory."""
+    """In memory: an expanded tensor counts once."""
     return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
@@ -101,9 +97,9 @@ LARGEST_BYTES = 2**30  # of an operator's tensors: a larger one is not run for i
 
 @dataclass(frozen=True)
 class KernelRun:
-    """What an operator's kernel did: the most that it allocated, results included, and the results as meta tensors.
+    """A run of an operator's kernel: its peak of allocated bytes, results included, and the results as meta tensors.
 
-    Without ``results`` these are what fake tensors promise.
+    Without ``results`` these are those of the fake tensors.
     """
 
     peak_bytes: int
@@ -117,7 +113,7 @@ class Workspaces:
         self._measured: dict[Any, KernelRun | None] = {}
 
     def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
-        """What ``func`` does with tensors like these; ``None`` for one that is too large to try.
+        """The run of ``func`` with tensors like these; ``None`` if they are too large to try.
 
         Args:
             args, kwargs: as fake tensors.
@@ -155,18 +151,18 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 TAKES_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
 FLOPS = FORMULAS | flop_registry | {aten.addmm: FORMULAS[aten.addmm]}
-"""Of what runs, the scores that a fused attention computes a second time included."""
+"""Of all that runs, the scores that a fused attention computes a second time included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device does in a second.
+    """The rates of a device.
 
     Args:
         flops_per_s: in any precision that is not in ``by_precision``.
-        bytes_per_s: that its memory gives or takes.
+        bytes_per_s: of its memory, read or written.
         by_precision: FLOP/s by dtype; ``tf32`` is that of float32 convolutions.
-        kernel_s: what any operator takes at least.
+        kernel_s: the least time of any operator.
     """
 
     flops_per_s: float
@@ -175,7 +171,7 @@ class Rates:
     kernel_s: float = 0.0
 
     def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int) -> float:
-        """What an operator takes, by the roofline."""
+        """The time of an operator, by the roofline."""
         precision = str(dtype).removeprefix("torch.")
         if operation in CONVOLUTIONS and dtype == torch.float32 and "tf32" in self.by_precision:
             precision = "tf32"
@@ -184,15 +180,15 @@ class Rates:
 
 
 class KernelWorkspaces(Protocol):
-    """What knows what the kernels of a device do besides what fake tensors show."""
+    """The workspaces of a device's kernels, which fake tensors do not show."""
 
     def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
-        """What the kernel of ``func`` does with such tensors; ``None`` where it is what fake tensors show."""
+        """The run of ``func``'s kernel with such tensors; ``None`` where it has no workspace."""
 
 
 @dataclass
 class SimulatedClock:
-    """The time on paper, in seconds since the reading began; who waits for something may set it forward."""
+    """Simulated time, in seconds since the reading began; waiting sets it forward."""
 
     now: float = 0.0
 
@@ -226,21 +222,21 @@ class FakeInstruments:
 
 
 class _Operators(TorchDispatchMode):
-    """Adds up what the operators make, release and take."""
+    """Adds up the bytes that operators allocate and release, and their time."""
 
-    def __init__(self, paper: FakeInstruments) -> None:
+    def __init__(self, instruments: FakeInstruments) -> None:
         TorchDispatchMode.__init__(self)
-        self.paper = paper
+        self.instruments = instruments
         self.live_bytes = 0
         self.peak_bytes = 0
         self.readings: list[Reading] = []
-        self._last_s = paper.clock.now
+        self._last_s = instruments.clock.now
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._seconds_of: dict[Any, float] = {}
 
-    def note(self) -> None:
+    def mark(self) -> None:
         """A boundary is here."""
-        now = self.paper.clock.now
+        now = self.instruments.clock.now
         self.readings.append(Reading(self.live_bytes, self.peak_bytes, now - self._last_s))
         self.peak_bytes, self._last_s = self.live_bytes, now
 
@@ -256,18 +252,18 @@ class _Operators(TorchDispatchMode):
             return out
         leaves = tree_leaves((args, kwargs))
         taken = {id(tensor.untyped_storage()) for tensor in leaves if isinstance(tensor, Tensor)}
-        workspaces = self.paper.workspaces
+        workspaces = self.instruments.workspaces
         if workspaces and (run := workspaces.of(func, args, kwargs)):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + run.peak_bytes)
             out = _as_the_kernel_does(out, run, taken) if run.results else out
         for storage in _storages(out):
             if id(storage) not in taken and storage not in self._known:
                 self._add(storage)
-        self.paper.clock.now += self._seconds(func, args, kwargs, leaves, out)
+        self.instruments.clock.now += self._seconds(func, args, kwargs, leaves, out)
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        num_bytes = rounded_up(storage.nbytes(), self.paper.allocation_bytes)
+        num_bytes = rounded_up(storage.nbytes(), self.instruments.allocation_bytes)
         self._known.add(storage)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
@@ -289,8 +285,8 @@ class _Operators(TorchDispatchMode):
             return 0.0
         count = FLOPS.get(operation)
         flops = count(*args, **kwargs, out_val=out) if count else 0
-        factor = tensors[1] if operation is aten.addmm else tensors[0]  # the first of addmm is what is added
-        return self.paper.rates.seconds(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
+        factor = tensors[1] if operation is aten.addmm else tensors[0]  # the first of addmm is the summand
+        return self.instruments.rates.seconds(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
 
 
 def _engine_owns(total: Any) -> bool:
@@ -303,12 +299,12 @@ def _engine_owns(total: Any) -> bool:
     node = torch._C._current_autograd_node()
     if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled() or not isinstance(total, Tensor):
         return False
-    return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # by the tensor and by what asks
+    return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # by the tensor and by the caller
 
 
 @contextmanager
 def _no_cache(fake: FakeTensor) -> Iterator[None]:
-    """Fake tensors remember what operators did by their arguments, and would keep a storage among these alive."""
+    """Inside, fake tensors cache no operator by its arguments, as that would keep a storage among these alive."""
     before = fake.fake_mode.cache_enabled
     fake.fake_mode.cache_enabled = False
     try:
@@ -323,7 +319,7 @@ def rounded_up(num_bytes: int, multiple: int) -> int:
 
 
 def _as_the_kernel_does(out: Any, run: KernelRun, taken: set[int]) -> Any:
-    """``out`` in the layouts and types of the kernel's own results, where those are not what the fake one promised."""
+    """``out`` in the layouts and dtypes of the kernel's own results, where the fake ones differ."""
     leaves, form = tree_flatten(out)
     for position, (leaf, real) in enumerate(zip(leaves, run.results, strict=True)):
         if isinstance(leaf, Tensor) and _form(leaf) != _form(real) and id(leaf.untyped_storage()) not in taken:

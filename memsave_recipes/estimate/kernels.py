@@ -1,4 +1,4 @@
-"""The kernels of CUDA in place of the CPU's, for fake tensors: what they save for the backward and allocate.
+"""CUDA's kernels in place of the CPU's, for fake tensors: the tensors that they save for backward and allocate.
 
 NOTE [ where CUDA differs ]
 1. Attention: torch takes its flash kernel for half precision without a mask (from Ampere on), the memory-efficient one
@@ -10,9 +10,9 @@ NOTE [ where CUDA differs ]
 2. Autocast: CUDA casts the inputs of norms, losses, powers and softmax to float32 (``AT_FORALL_FP32`` in
    ATen/autocast_mode.h), the CPU leaves most of them in bfloat16.
 3. Dropout saves a mask of one byte an element, the CPU's one of the input's dtype.
-4. Code that asks a tensor whether it is on CUDA hears yes.
-Not known without the device, and so left out: what cuDNN's convolutions take for themselves while they run (it chooses
-among algorithms; 0 to some hundred MiB), and the scratch of sorts and reductions.
+4. ``tensor.is_cuda`` is true.
+Not known without the device, and so left out: the workspaces of cuDNN's convolutions (it chooses among algorithms; 0 to
+some hundred MiB), and the scratch of sorts and reductions.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ FLOAT32_UNDER_AUTOCAST = frozenset({
     "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
     "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "interpolate", "upsample",
 })
-"""Of AT_FORALL_FP32, by the names that people call them by. Losses that are made of others are cast at once."""
+"""Of AT_FORALL_FP32, by the names of the Python functions. Losses that are made of others are cast at once."""
 # fmt: on
 
 FLOAT32_RESULT_UNDER_AUTOCAST = frozenset({"prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum"})
@@ -52,7 +52,7 @@ FLOAT32_RESULT_UNDER_AUTOCAST = frozenset({"prod", "softmax", "log_softmax", "cu
 
 @contextmanager
 def cuda_kernels(target: Target) -> Iterator[None]:
-    """Inside, the fake tensors of the CPU go through what a CUDA target would run; nothing changes for a CPU."""
+    """Inside, the fake tensors of the CPU go through the kernels of a CUDA target; nothing changes for a CPU."""
     if target.device_type == "cpu":
         yield
     else:
@@ -61,7 +61,7 @@ def cuda_kernels(target: Target) -> Iterator[None]:
 
 
 class CudaWorkspaces:
-    """What the backward of fused attention allocates for itself, by flash_api.cpp and attention_backward.cu."""
+    """The workspaces of fused attention's backward, by flash_api.cpp and attention_backward.cu."""
 
     def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
         """Its workspace and its results; ``None`` for other operators."""
@@ -105,7 +105,7 @@ class _CudaKernels(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return attention(*args, **kwargs, flash=self.has_flash_attention)
         if func is Tensor.backward:
-            with self:  # what runs again there does so in the same way
+            with self:  # a recomputation runs in the same way
                 return _backward(args[0])
         if func is F.dropout:
             return _dropout(*args, **kwargs)

@@ -1,7 +1,7 @@
 """The device that a step is planned for, which need not be here: its rates, its memory, its allocator.
 
 Rates are the vendors' own: FLOP/s from ``profiling/flops.py``, bandwidths below. So a time made of them is the
-shortest that the device could take: what it says of two plans beside each other means more than its seconds do.
+shortest that the device could take: compare two plans by it, and do not expect the seconds.
 """
 
 import os
@@ -18,32 +18,32 @@ from memsave_recipes.profiling.flops import PEAK_TFLOPS, peak_flops
 from memsave_recipes.text import GIB, MIB
 
 GENERIC = "a100-80gb"
-"""What ``cuda`` means where no CUDA device is."""
+"""The target ``cuda`` where there is no CUDA device."""
 
 NO_DEVICE = "no CUDA device is here: an A100 with 80 GB stands for one"
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 KERNEL_S = 3e-6
-"""That a CUDA kernel takes at least, and the gap before the next one: an assumption, of the order that is measured for
+"""The least time of a CUDA kernel with the gap before the next one: an assumption, of the order that is measured for
 kernels that do nothing."""
 
 ALLOCATION_BYTES = 512
-"""What CUDA's caching allocator rounds every request up to (``kMinBlockSize``, c10/cuda/CUDACachingAllocator.h)."""
+"""CUDA's caching allocator rounds requests up to multiples of it (``kMinBlockSize``, CUDACachingAllocator.h)."""
 
 WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 HOPPER_WORKSPACE_BYTES = 32 * MIB
-"""What cuBLAS gets from torch's allocator with the first product, for good: ``:4096:2:16:8`` of its documentation, and
+"""cuBLAS takes it from torch's allocator with the first product, for good: ``:4096:2:16:8`` of its documentation, and
 32 MiB from Hopper on (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 CONTEXT_BYTES = 500 * MIB
-"""That the driver holds for a process with torch's kernels, which torch does not count: an assumption; 300 to 700 MiB
-are usual, and the driver's version decides."""
+"""Held by the driver for a process with torch's kernels, not counted by torch: an assumption; 300 to 700 MiB are usual,
+and the driver's version decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a prediction has to know of a device.
+    """The properties of a device that an estimate needs.
 
     Args:
         word: as ``--target`` names it.
@@ -53,12 +53,12 @@ class Target:
         bytes_per_s: of its memory.
         host_bytes_per_s: between it and the host's memory, one way.
         memory_bytes: that it has.
-        kernel_s: what any kernel takes at least.
+        kernel_s: the least time of any kernel.
         allocation_bytes: every allocation is a multiple of these.
-        context_bytes: what the driver holds beside torch's memory.
-        cublas_workspace_bytes: that the first matrix product allocates, for good.
+        context_bytes: held by the driver besides torch's memory.
+        cublas_workspace_bytes: allocated by the first matrix product, for good.
         has_flash_attention: whether torch's flash kernel runs on it: from Ampere on.
-        remark: how it was found, where that is not plain from the word.
+        remark: how it was found, where the word does not tell.
     """
 
     word: str
@@ -77,8 +77,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """For what depends on the kind of device alone, as ``losses.default_chunk_bytes`` does; nothing can be put
-        on it."""
+        """For functions of the device type alone, such as ``losses.default_chunk_bytes``; nothing can be put on it."""
         return torch.device(self.device_type)
 
     @property
@@ -105,7 +104,7 @@ class _Sheet:
 PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # GB/s of 16 lanes one way: 8, 16, 32 GT/s, 128 of 130 bits
 
 # Rates as the vendors state them, to be checked against the data sheets that ``profiling/flops.py`` names. Sizes are
-# what torch finds of them, from the total capacity in public reports of its out-of-memory errors, rounded down.
+# those that torch finds: the total capacity in public reports of its out-of-memory errors, rounded down.
 SHEETS: dict[str, _Sheet] = {
     "v100": _Sheet("Tesla V100-SXM2-32GB", 900, PCIE_3, 31.7),
     "t4": _Sheet("Tesla T4", 320, PCIE_3, 14.5),
@@ -222,7 +221,7 @@ def _copy_rate(num_bytes: int = 32 * MIB) -> float:
 
 
 def _operator_s(count: int = 200) -> float:
-    """What an operator takes that has nothing to compute, autograd's part and that of its backward included."""
+    """The time of an operator that has nothing to compute, with autograd's part and that of its backward."""
 
     def chain() -> None:
         value = torch.ones(1, requires_grad=True)

@@ -149,9 +149,9 @@ def _micro_batch_s(
     candidate: Candidate, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
 ) -> float:
     def step(meter: Meter) -> None:
-        meter.note()
+        meter.mark()
         forward().backward()
-        meter.note()
+        meter.mark()
         clear_gradients(model)
 
     with apply_plan(model, candidate.forecast.plan), preserve_state(model, device):

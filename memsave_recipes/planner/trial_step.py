@@ -152,7 +152,7 @@ def step_bytes(
         def step(meter: Meter) -> None:
             for _ in range(1 + static.gradients_resident):
                 forward().backward()
-            meter.note()
+            meter.mark()
             clear_gradients(model)
 
         forward().backward()  # compiles what compiles

@@ -19,7 +19,7 @@ STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show 
 
 
 class Action(str, Enum):
-    """What happens to the activations of a span between its forward and its backward."""
+    """On the activations of a span, between its forward and its backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -33,7 +33,7 @@ IN_WORDS = {
     Action.OFFLOAD: "offloaded to the host",
     Action.COMPILE: "compiled (equal to plain within rounding, not bitwise)",
 }
-"""What ``Plan.describe`` says of blocks under an action."""
+"""The words of ``Plan.describe`` for blocks under an action."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""Measure block costs: run a step plain, and once more under each other action, and read every run block by block.
+"""Measure block costs: run a step under the baseline and under each other action, and trace every run block by block.
 
-A run is read once for its bytes and several times for its seconds, in turns, so that a slow moment of the machine meets
-every action. ``step_trace.py`` makes the chain from the readings.
+A run is traced once for its bytes and several times for its seconds, in turns, so that a slow moment of the machine
+meets every action. ``step_trace.py`` makes the chain from the traces.
 
-A step that does not fit plain is measured in groups: the blocks of one group at a time, while all others recompute.
-What a block costs does not depend on how the others run, so the chains of the groups make one chain.
+The baseline keeps everything: no checkpointing. A step that does not fit that way is measured in groups: the blocks of
+one group at a time, while all others recompute. The costs of a block do not depend on how the others run, so the chains
+of the groups make one chain.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +29,12 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments, Instrument
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a model does with one micro-batch.
+    """A model with one micro-batch.
 
     Args:
         model: in training mode, on its device, without a plan.
         forward: one forward that ends in a loss, under the precision of the run.
-        batch: the tensors that it is given, on the device.
+        batch: its input tensors, on the device.
         device: of the model.
         stacks: the names of its blocks, stack by stack.
     """
@@ -51,13 +52,13 @@ class Workload:
 
     @property
     def resident_bytes(self) -> int:
-        """With the batch: what is there all the time."""
+        """With the batch: live all the time."""
         return _bytes_of([*self.model.parameters(), *self.model.buffers(), *self.batch])
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A step as it was seen under several plans."""
+    """A step as it was traced under several plans."""
 
     workload: Workload
     traces: list[tuple[Plan, StepTrace]]
@@ -74,7 +75,7 @@ class Measurement:
 
         Args:
             ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
-            offload: whether blocks may offload, for which twice the largest one is set aside, in ``resident_bytes``.
+            offload: whether blocks may offload; then ``resident_bytes`` includes the largest one twice.
         """
         traces = {
             action_of(plan): traces for plan, traces in self.traces if plan.compiled_memory_ratio in (None, ratio)
@@ -114,9 +115,9 @@ def measure(
 
     Args:
         plans: the first keeps everything; each of the others has all blocks under one other action.
-        instruments: what reads the steps; by default those of the device. ``FakeInstruments`` read a model of fake
-            tensors, made and run under ``torch._subclasses.FakeTensorMode``.
-        host_budget_bytes: of the host, for what offloading may move there; where that is more, it is no option.
+        instruments: by default those of the device. ``FakeInstruments`` read a model of fake tensors, which is made and
+            run under ``torch._subclasses.FakeTensorMode``.
+        host_budget_bytes: of the host, for offloaded tensors; where these take more, offloading is no option.
         on_run: is called after every run.
 
     Raises:
@@ -136,18 +137,18 @@ def measure(
                 if plan is plans[0]:
                     raise
         expected = _blocks_in_order(next(iter(traces.values())).running, workload.stacks)
-        for figures in traces.values():
-            _check_order(figures.parts, expected)
+        for trace in traces.values():
+            _check_order(trace.parts, expected)
         for _ in range(instruments.repetitions):
-            for run, figures in traces.items():
+            for run, trace in traces.items():
                 parts, seconds = run.timed()
                 _check_order(parts, expected)
-                figures.seconds.append(seconds)
-    return Measurement(workload, [(run.plan, figures) for run, figures in traces.items()])
+                trace.seconds.append(seconds)
+    return Measurement(workload, [(run.plan, trace) for run, trace in traces.items()])
 
 
 def _fits_host(traces: dict["_Run", StepTrace], host_budget_bytes: int | None) -> bool:
-    """Whether the host has memory for all that the first of the plans, which keeps it, was seen to save."""
+    """Whether the host has memory for all that is saved under the first of the plans, the baseline."""
     return host_budget_bytes is None or most_offloaded_bytes(next(iter(traces.values()))) <= host_budget_bytes
 
 
@@ -166,30 +167,30 @@ class _Run:
     on_run: Callable[[], Any]
 
     def trace(self) -> StepTrace:
-        """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile what compiles."""
+        """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile."""
         if self.instruments.repetitions:
             self.timed()
-        with self._parts(counting=True) as parts:
-            memory = self.instruments.read_memory(partial(self._step, parts))
+        with self._tracer(counting=True) as tracer:
+            memory = self.instruments.read_memory(partial(self._step, tracer))
         self.on_run()
         seconds = [reading.seconds for reading in memory[1:] if reading.seconds is not None]
-        return StepTrace(parts=parts.parts, ends=parts.ends, memory=memory, seconds=[seconds] if seconds else [])
+        return StepTrace(parts=tracer.parts, ends=tracer.ends, memory=memory, seconds=[seconds] if seconds else [])
 
     def timed(self) -> tuple[list[Part], list[float]]:
         """Its parts, and the seconds between their boundaries."""
-        with self._parts(counting=False) as parts:
-            seconds = self.instruments.read_clock(partial(self._step, parts))
+        with self._tracer(counting=False) as tracer:
+            seconds = self.instruments.read_clock(partial(self._step, tracer))
         self.on_run()
-        return parts.parts, seconds
+        return tracer.parts, seconds
 
     @contextmanager
-    def _parts(self, *, counting: bool) -> Iterator[StepTracer]:
-        parts = StepTracer(self.workload.model, self.workload.batch, counting=counting)
-        with apply_plan(self.workload.model, self.plan, watch=parts.watch):
-            yield parts
+    def _tracer(self, *, counting: bool) -> Iterator[StepTracer]:
+        tracer = StepTracer(self.workload.model, self.workload.batch, counting=counting)
+        with apply_plan(self.workload.model, self.plan, watch=tracer.watch):
+            yield tracer
 
-    def _step(self, parts: StepTracer, meter: Meter) -> None:
-        parts.run(self.workload.forward, meter)
+    def _step(self, tracer: StepTracer, meter: Meter) -> None:
+        tracer.run(self.workload.forward, meter)
         clear_gradients(self.workload.model)
 
 
@@ -209,13 +210,13 @@ def _check_order(parts: Sequence[Part], expected: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class MeasuredInGroups(Measurement):
-    """A step whose blocks were measured group by group; ``traces`` is what the first group was measured under."""
+    """A step whose blocks were measured group by group; ``traces`` are those of the first group."""
 
     groups: Sequence[frozenset[str]]
     of_groups: Sequence[Measurement]
 
     def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
-        """As ``Measurement.chain``: each block from its group, and what stands between blocks from the first one."""
+        """As ``Measurement.chain``: each block from its group, and the parts between blocks from the first one."""
         chains = [measured.chain(ratio=ratio, offload=offload) for measured in self.of_groups]
         group_of = {name: number for number, names in enumerate(self.groups) for name in names}
         columns = zip(*(chain.blocks for chain in chains), strict=True)

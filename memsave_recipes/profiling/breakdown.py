@@ -1,24 +1,21 @@
-"""What a step allocates and releases, in order, from torch's profiler.
+"""The memory at the peak of a training step by use: parameters, gradients, optimizer state, activations, temporaries.
 
-Its events list every block of torch's allocators, scratch buffers of the kernels included, nested in the operations
-that asked for them. That nesting says what a block is for (``Use``); what it cannot say, which blocks became gradients
-and optimizer state, is told by ``Labels``, whose marks stand among the events. A step that is recorded is slow: keep it
-out of timings.
+One step is recorded under torch's profiler. Its events list every block of torch's allocators, scratch buffers of the
+kernels included, nested in the operations that asked for them. That nesting tells activations from temporaries;
+``Labels`` among the events tell which blocks became gradients and optimizer state. A recorded step is slow: keep it out
+of timings.
 
-What fills the memory at the peak of a training step: parameters, gradients, optimizer state, activations, the rest.
-
-One step is recorded, allocation by allocation (``memsave_recipes.profiling.breakdown``), on top of what was there
-before it. The uses are those of ``torch.distributed._tools.mem_tracker``, with the scratch buffers inside kernels,
-which it does not see, among the temporaries:
+The uses are those of ``torch.distributed._tools.mem_tracker``, with the scratch buffers inside kernels, which it does
+not see, among the temporaries:
 
 * *parameters*: buffers included;
 * *gradients*: of parameters, and the buckets that DDP keeps them in;
 * *optimizer state*;
-* *activations*: all that forwards make, also those that run again in the backward, from the batch on the device on;
-* *temporaries*: what the backward, the clipping of gradients and the optimizer make beside.
+* *activations*: all that forwards make, also those that run again in the backward, and the batch on the device;
+* *temporaries*: of the backward, the clipping of gradients and the optimizer.
 
 The five add up to the peak. On a CPU, which has no allocator statistics, that is the sum of the tensors known before
-the step and of its own allocations; elsewhere it is the allocator's, and what it held before beside those tensors
+the step and of its own allocations. Elsewhere it is the allocator's, and anything else that it held before the step
 (workspaces, rounding) counts as temporary.
 """
 
@@ -44,7 +41,7 @@ MARK = "memsave label "
 
 
 class Use(Enum):
-    """What memory is for."""
+    """The use of a block of memory."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -55,7 +52,7 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class Allocation:
-    """A block came, or went: ``num_bytes`` is negative then."""
+    """A block was allocated, or released: ``num_bytes`` is negative then."""
 
     address: int
     num_bytes: int
@@ -65,7 +62,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Label:
-    """The storages that are known to have a use at this moment: address to bytes."""
+    """Storages that have a known use at this moment: address to bytes."""
 
     use: Use
     storages: dict[int, int]
@@ -76,14 +73,14 @@ Event = Allocation | Label
 
 @dataclass
 class Labels:
-    """Notes, while a step is recorded, what some storages are."""
+    """Labels among the events of a step that is being recorded."""
 
-    noted: list[Label] = field(default_factory=list)
+    added: list[Label] = field(default_factory=list)
 
-    def note(self, use: Use, tensors: Iterable[Tensor]) -> None:
+    def add(self, use: Use, tensors: Iterable[Tensor]) -> None:
         """From its allocation to its release, the storage of each of ``tensors`` is of this use."""
-        with record_function(f"{MARK}{len(self.noted)}"):
-            self.noted.append(Label(use, storages_of(tensors)))
+        with record_function(f"{MARK}{len(self.added)}"):
+            self.added.append(Label(use, storages_of(tensors)))
 
 
 @contextmanager
@@ -93,7 +90,7 @@ def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield events
     roots = profiler.profiler.kineto_results.experimental_event_tree()
-    found = _walk(roots, Use.ACTIVATIONS, labels.noted if labels else [])
+    found = _walk(roots, Use.ACTIVATIONS, labels.added if labels else [])
     events += [event for _, event in sorted(found, key=lambda timed: timed[0])]
 
 
@@ -103,19 +100,19 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
-def _walk(events: Iterable[Any], use: Use, noted: list[Label]) -> Iterator[tuple[int, Event]]:
+def _walk(events: Iterable[Any], use: Use, labels: list[Label]) -> Iterator[tuple[int, Event]]:
     for event in events:
         if event.tag == _EventType.Allocation:
             block = event.extra_fields
             yield event.start_time_ns, Allocation(block.ptr, block.alloc_size, block.device, use)
         elif event.name.startswith(MARK):
-            yield event.start_time_ns, noted[int(event.name.removeprefix(MARK))]
+            yield event.start_time_ns, labels[int(event.name.removeprefix(MARK))]
         else:
-            yield from _walk(event.children, _use_within(event, use), noted)
+            yield from _walk(event.children, _use_within(event, use), labels)
 
 
 def _use_within(event: Any, use: Use) -> Use:
-    """Activations are what forwards make, also those that run again inside a backward; the rest is temporary.
+    """Activations are made by forwards, also by those that run again inside a backward; the rest is temporary.
 
     While a backward runs, only a recomputation records history, and whatever records history has a sequence number.
     """
@@ -189,25 +186,25 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Labels) -> Iterator[None]:
-    """Note gradients when they have been accumulated, and the optimizer's state after it has moved.
+    """Label gradients when they have been accumulated, and the optimizer's state after its step.
 
-    An optimizer that steps inside the backward frees a gradient before any later hook sees it, so what is there when it
-    begins is noted as well.
+    An optimizer that steps inside the backward frees a gradient before any later hook sees it, so gradients are also
+    labelled when it begins.
     """
 
-    def note_gradient(parameter: Tensor) -> None:
+    def label_gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            labels.note(Use.GRADIENTS, [parameter.grad])
+            labels.add(Use.GRADIENTS, [parameter.grad])
 
-    def note_gradients(*_: object) -> None:
-        labels.note(Use.GRADIENTS, _gradients(model))
+    def label_gradients(*_: object) -> None:
+        labels.add(Use.GRADIENTS, _gradients(model))
 
-    def note_state(*_: object) -> None:
-        labels.note(Use.OPTIMIZER_STATE, _state(optimizer))
+    def label_state(*_: object) -> None:
+        labels.add(Use.OPTIMIZER_STATE, _state(optimizer))
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(note_gradient) for parameter in trained]
-    handles += [optimizer.register_step_pre_hook(note_gradients), optimizer.register_step_post_hook(note_state)]
+    handles = [parameter.register_post_accumulate_grad_hook(label_gradient) for parameter in trained]
+    handles += [optimizer.register_step_pre_hook(label_gradients), optimizer.register_step_post_hook(label_state)]
     try:
         yield
     finally:
@@ -225,7 +222,7 @@ class _Block:
 
 def _at_the_peak(events: list[Event], resident: list[Label], held_before: int | None) -> MemoryBreakdown:
     blocks = _lifetimes(events, resident)
-    peak = _peak_moment(blocks)
+    peak = _time_of_peak(blocks)
     totals = Counter(dict.fromkeys(Use, 0))
     for block in blocks:
         if block.born <= peak < block.freed:
@@ -259,12 +256,12 @@ def _lifetimes(events: list[Event], resident: list[Label]) -> list[_Block]:
     return blocks
 
 
-def _peak_moment(blocks: list[_Block]) -> float:
-    """The first moment at which the blocks that lived were largest."""
+def _time_of_peak(blocks: list[_Block]) -> float:
+    """The first event at which the live blocks took most."""
     change: Counter[float] = Counter()
     for block in blocks:
         change[block.born] += block.num_bytes
         change[block.freed] -= block.num_bytes
-    moments = sorted(change)
-    held = list(accumulate(change[moment] for moment in moments))
-    return moments[held.index(max(held))] if held else 0
+    times = sorted(change)
+    held = list(accumulate(change[time] for time in times))
+    return times[held.index(max(held))] if held else 0

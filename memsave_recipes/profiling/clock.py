@@ -1,8 +1,8 @@
-"""Throughput by the wall clock, without what is not training: warm-up, evaluation and saving stay outside.
+"""Throughput by the wall clock, of training alone: warm-up, evaluation and saving are excluded.
 
-Windows end where the loop reads a loss from the device, which waits for the device anyway, so no step is ever held up
-for the clock's sake and the time between two such reads is that of the work in it. CUDA events at the same two places
-would measure the same time.
+Windows end where the loop reads a loss from the device, which waits for the device anyway. So the clock makes no step
+wait, and the time between two such reads is that of the work in it. CUDA events at the same two places would measure
+the same time.
 """
 
 import time
@@ -41,7 +41,7 @@ class StepClock:
     """Counts steps, samples and seconds since the warm-up, and since the last window.
 
     Args:
-        warmup_steps: so many first steps are left out of every figure (compilation, caches, allocator growth).
+        warmup_steps: so many first steps are in no figure (compilation, caches, allocator growth).
         device: of the run; an accelerator still computes when a step has been queued.
     """
 
@@ -52,18 +52,18 @@ class StepClock:
         self._window = _Tally()
         self._started = time.perf_counter()
         self._window_started = self._started
-        self._left_out_seconds = 0.0
-        self._left_out_since: float | None = None
+        self._paused_seconds = 0.0
+        self._paused_since: float | None = None
         self._earlier_seconds = 0.0
 
     @property
     def train_time_s(self) -> float:
-        """Seconds since the clock was made, and before a resume; warm-up included, what was ``paused`` not."""
-        now = time.perf_counter() if self._left_out_since is None else self._left_out_since
-        return self._earlier_seconds + now - self._started - self._left_out_seconds
+        """Seconds since the clock was made, and before a resume; with the warm-up, without the time ``paused``."""
+        now = time.perf_counter() if self._paused_since is None else self._paused_since
+        return self._earlier_seconds + now - self._started - self._paused_seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run goes on from: the windows that have ended and the training time. Plain numbers."""
+        """For a resumed run: the windows that have ended and the training time, as Python numbers."""
         return {**asdict(self._total), "train_time_s": self.train_time_s}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,28 +115,28 @@ class StepClock:
             yield batch
 
     def synchronize(self) -> None:
-        """Wait for the steps that are queued. That is training time, also where time is left out."""
+        """Wait for the steps that are queued. That is training time, also while the clock is paused."""
         if self._device.type == "cpu":
             return
         began = time.perf_counter()
         torch.accelerator.synchronize(self._device)
-        if self._left_out_since is not None:
-            self._left_out_since += time.perf_counter() - began
+        if self._paused_since is not None:
+            self._paused_since += time.perf_counter() - began
 
     @contextmanager
     def paused(self, *, synchronize: bool = False) -> Iterator[None]:
-        """Time in here is no training time: evaluation, saving, an instrumented step.
+        """Inside, time does not count: evaluation, saving, an instrumented step.
 
         Args:
-            synchronize: whether what is in here waits for the device, such as an evaluation, and so for steps before.
+            synchronize: whether the code inside waits for the device, as an evaluation does, and so for earlier steps.
         """
         if synchronize:
             self.synchronize()
-        self._left_out_since = time.perf_counter()
+        self._paused_since = time.perf_counter()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - self._left_out_since
-            self._left_out_since = None
+            seconds = time.perf_counter() - self._paused_since
+            self._paused_since = None
             self._window_started += seconds
-            self._left_out_seconds += seconds
+            self._paused_seconds += seconds

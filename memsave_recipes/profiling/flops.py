@@ -1,20 +1,17 @@
-"""The rates that vendors state for their devices, in TFLOP/s, and how much of them a run uses.
-
-Dense rates: where a data sheet gives those for 2:4 sparse factors, their half. Products of half precision with sums in
-float32, as torch computes them. A device or precision that is not here has no figure: nothing is guessed from relatives
-(an A10G is slower than an A10, a MIG slice than its device).
-
-Model FLOPs: what the products of a forward and its backward cost, counted as they run, recomputation left out.
+"""Model FLOPs of a step, counted as they run, and the share of a device's peak that they use (MFU).
 
 The formulas are those of ``torch.utils.flop_counter``: matrix products, convolutions and attention, two operations a
 multiply-add; causal attention counts in full and everything else for nothing, as in the model FLOPs utilisation of PaLM
-(Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). What runs a second time to save memory is no work
-of the model: neither an activation checkpoint's second forward nor the scores that a fused attention computes again in
-its backward. So the count is the same under every plan.
+(Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). Recomputation is no work of the model: neither an
+activation checkpoint's second forward nor the scores that a fused attention computes again in its backward count. So
+the count is the same under every plan.
 
 Of flash-attn's own operators those of version 2 count, each document of a packed row by itself, as it is computed.
-
 Known limits: other kernels from outside torch (Triton) and grouped products count nothing.
+
+Peaks are the dense rates of the vendors: where a data sheet gives those for 2:4 sparse factors, their half. Products of
+half precision have sums in float32, as torch computes them. A device or precision that is not in the table has no
+figure: nothing is guessed from relatives (an A10G is slower than an A10, a MIG slice than its device).
 """
 
 import re
@@ -85,7 +82,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def utilization_pct(flops_per_sec: Mapping[str, float], device_name: str) -> float | None:
-    """The share of its time that a device at its peak would need, in per cent; ``None`` where a peak is unknown.
+    """The share of a device's peak that it reaches, in per cent; ``None`` where a peak is unknown.
 
     Args:
         flops_per_sec: of one device, by precision as ``ModelFlops.by_precision`` has them.
@@ -147,7 +144,7 @@ FORMULAS = _formulas()
 
 # flash-attn registers its operators when it is imported, which may be later than this. A backward takes, as that of
 # torch's kernels, four products without the scores that it makes again; it is given ``dout, q, k, v, out, softmax_lse,
-# dq, dk, dv`` and then what the forward is given after ``q, k, v``.
+# dq, dk, dv`` and then the arguments of the forward after ``q, k, v``.
 FORMULAS_BY_NAME: dict[str, Formula] = {
     "flash_attn._flash_attn_forward": _flash_attn,
     "flash_attn._flash_attn_varlen_forward": _flash_attn_varlen,
@@ -157,16 +154,15 @@ FORMULAS_BY_NAME: dict[str, Formula] = {
 
 
 def formula_of(operation: Any) -> Formula | None:
-    """What counts the FLOPs of an operator, called as it is with its result as ``out_val``."""
+    """The formula of an operator, which takes the operator's arguments and its result as ``out_val``."""
     return FORMULAS.get(operation) or FORMULAS_BY_NAME.get(str(operation))
 
 
 class ModelFlops(TorchDispatchMode):
     """``with ModelFlops() as counted: step()`` and then ``counted.by_precision``.
 
-    ``by_precision`` holds the FLOPs by what the device computes with: a dtype such as ``bfloat16``, or ``tf32`` where
-    torch's settings let the device round float32 factors to that. Slows down what runs in it; compiled code runs
-    uncompiled.
+    ``by_precision`` holds the FLOPs by the precision of the factors: a dtype such as ``bfloat16``, or ``tf32`` where
+    torch's settings let the device round float32 factors to that. Code runs slower in it, compiled code uncompiled.
     """
 
     supports_higher_order_operators = True  # flex attention

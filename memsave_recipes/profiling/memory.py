@@ -1,14 +1,9 @@
-"""Whether an error says that a device, or the host, had no memory left.
-
-Host memory: what the process holds, and the exact peak of one instrumented step on a CPU.
+"""Memory of the host and of any accelerator, as the system, torch's allocator and the driver report it.
 
 A CPU has no allocator statistics, and the resident set size moves with caches and fragmentation (6 % between identical
-runs). So one step is recorded, allocation by allocation; the running sum of its bytes, on top of the tensors that were
-there before it, is exact. ``memsave_recipes.profiling.breakdown`` says what they are for.
+runs). So its exact peaks are read from recorded steps, in ``trace_events.py`` and ``breakdown.py``.
 
-Device memory as the allocator and the driver report it, for any accelerator that ``torch.accelerator`` knows.
-
-``record_history`` and ``write_snapshot`` are for CUDA devices alone, where torch's allocator keeps a diary.
+``record_history`` and ``write_snapshot`` are for CUDA devices alone, where torch's allocator keeps a history.
 """
 
 import errno
@@ -23,7 +18,7 @@ from torch import nn
 
 from memsave_recipes.profiling.breakdown import persistent_tensors
 
-SAYINGS = (
+MESSAGES = (
     "out of memory",  # torch's allocators, the driver (pinned memory too), Triton, NCCL
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
@@ -39,12 +34,12 @@ SAYINGS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """By its type, or by its words: libraries and drivers have no type of their own for it."""
+    """Whether a device or the host had no memory left, by the type of the error or by its message."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(saying in str(error) for saying in SAYINGS)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
 
 
 def rss_bytes() -> int:
@@ -59,7 +54,7 @@ def peak_rss_bytes() -> int:
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Parameters, buffers, gradients and optimizer state: what outlives a step. Shared storages count once."""
+    """Parameters, buffers, gradients and optimizer state, which outlive a step. Shared storages count once."""
     return sum(sum(label.storages.values()) for label in persistent_tensors(model, optimizer))
 
 
@@ -72,8 +67,8 @@ class DeviceMemory:
 
     Args:
         peak_allocated_bytes: high-water mark of live tensors since the last reset.
-        peak_reserved_bytes: high-water mark of what the caching allocator took from the driver.
-        device_used_bytes: what the driver says the device holds now: context, libraries and other processes included.
+        peak_reserved_bytes: high-water mark of the memory that the caching allocator took from the driver.
+        device_used_bytes: in use now, by the driver: context, libraries and other processes included.
         num_alloc_retries: how often the allocator had to empty its cache and try again, since the process began.
         num_ooms: how often it failed even so.
     """
@@ -99,23 +94,23 @@ def read_device_memory(device: torch.device) -> DeviceMemory:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Begin a new window: the peaks fall to what is held now."""
+    """Begin a new window: the peaks fall to the present figures."""
     torch.accelerator.reset_peak_memory_stats(device)
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give the driver back what the allocator of ``device`` holds without need; that of a CPU holds nothing."""
+    """Give unused cached memory of ``device`` back to the driver; a CPU caches none."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
 
 def record_history() -> None:
-    """From now on the CUDA allocator notes what it gives and takes back, and for which line of the program."""
+    """From now on the CUDA allocator records allocations and releases, with the stack of each."""
     torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
 
 
 def write_snapshot(path: Path) -> None:
-    """Write what the CUDA allocator holds and what it has noted, for https://pytorch.org/memory_viz; note no more."""
+    """Write the blocks and the history of the CUDA allocator, for https://pytorch.org/memory_viz; stop recording."""
     path.parent.mkdir(parents=True, exist_ok=True)  # other machines have no run folder
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)

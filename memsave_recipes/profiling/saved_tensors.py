@@ -1,9 +1,9 @@
-"""How many bytes a forward keeps for its backward: the figure that activation checkpointing lowers.
+"""The bytes that a forward saves for backward: the figure that activation checkpointing lowers.
 
 Counted exactly with ``torch.autograd.graph.saved_tensors_hooks``
 (https://pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc): every storage that autograd saves, once,
-without those of the parameters, which live anyway. What a checkpointed span saves *inside* does not reach these hooks,
-and is not held; its inputs do. What a selective one keeps of the inside is told by its policy.
+without those of the parameters, which live anyway. Tensors *inside* a checkpointed span do not reach these hooks, as
+they are not held; its inputs do. Those that a selective span keeps are told by its policy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,20 +55,20 @@ class SavedTensors:
 
 
 class ForwardMeter:
-    """Counts what the first forward of ``model`` inside its context saves, and which of it in which block.
+    """Counts the bytes that the first forward of ``model`` inside its context saves, and in which blocks.
 
     Args:
         model: whose forward counts.
-        blocks: in the order of the forward (``find_blocks``). They must keep everything: what a recomputed block saves
-            is not seen.
+        blocks: in the order of the forward (``find_blocks``). They must keep everything: tensors inside a recomputed
+            block are not seen.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[Ends] = ()) -> None:
         self._model = model
         self._blocks = blocks
         self._saved = SavedTensors(model)
-        self._inputs: dict[int, int] = {}  # what enters the blocks: identity -> bytes
-        self._in_blocks: list[dict[int, int]] = []  # what each block was the first to save
+        self._inputs: dict[int, int] = {}  # of the blocks: identity -> bytes
+        self._in_blocks: list[dict[int, int]] = []  # storages that each block was the first to save
         self._before_block: set[int] = set()
         self._handles: list[Any] = []
         self._counting = False
@@ -76,15 +76,15 @@ class ForwardMeter:
 
     @property
     def num_bytes(self) -> int:
-        """What has been saved so far."""
+        """Bytes saved so far."""
         return self._saved.num_bytes
 
     @property
     def freed_by_recomputation_bytes(self) -> int | None:
         """How much less would be held with every block recomputed by itself; ``None`` while that is not known.
 
-        Then the inputs of all blocks are kept instead, and beside them what one block at a time makes again. Of a
-        forward that did not end, only the blocks that had passed are in the figure.
+        Then the inputs of all blocks are kept instead, and one block at a time is rebuilt. Of a forward that did not
+        end, only the blocks that had passed are in the figure.
         """
         if not self._in_blocks:
             return None

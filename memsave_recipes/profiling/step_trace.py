@@ -1,15 +1,16 @@
-"""From the readings of a step to a chain.
+"""The chain of a model from traces of its step.
 
 NOTE [ from readings to costs ]
-1. What a part saves is what autograd's saved tensors and a selective policy name, each storage once. What several
-   parts save (a mask, rotary tables) belongs to what stands between blocks before the first of them, since no plan
-   frees it.
-2. A rise is the highest reading in a part's forward or backward less what the chain says lives there. So on paper the
-   step peaks exactly as it was measured, and what a chain leaves out (a model's own variables, say) is in the rises.
+1. A part saves the tensors that autograd saves and those that a selective policy keeps, each storage once. A storage
+   that several parts save (a mask, rotary tables) belongs to the part between blocks before the first of them, since no
+   plan frees it.
+2. A transient is the highest reading in a part's forward or backward less the bytes that the simulator has live there.
+   So the simulated baseline peaks exactly as it was measured, and memory that the chain does not track (a model's own
+   variables, say) is in the transients.
 3. Times are medians over repetitions and over blocks of equal bytes, which are taken to be equal.
-4. What is offloaded passes no hook. Of a block that offloads, what ``activations/offload.py`` leaves where it is counts
-   as saved; what is under way is in the rises. The last block that offloads never moves and the one before it is not
-   waited for, whichever these are, so the largest block counts as resident, twice.
+4. Offloaded tensors pass no hook. Of a block that offloads, the storages that ``activations/offload.py`` leaves on the
+   device count as saved; copies under way are in the transients. The last block that offloads never copies and the one
+   before it is not waited for, whichever these are, so the largest block counts as resident, twice.
 """
 
 from collections import Counter, defaultdict
@@ -26,7 +27,7 @@ from memsave_recipes.plans.strategies import all_under
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator; every checkpoint keeps it, on the host whatever the device is
-MIN_ADDED = 0.01  # of a block's forward: what runs an operator twice is not faster, whatever the clock says
+MIN_ADDED = 0.01  # of a block's forward: running an operator twice is not faster, whatever the clock says
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ def chain_of(
     on_cpu: bool,
     compiled_memory_ratio: float | None,
 ) -> Chain:
-    """The chain of a step that was seen under ``KEEP`` and under other actions.
+    """The chain of a step that was traced under ``KEEP`` and under other actions.
 
     Args:
         stack_of: the number of the stack of every block.
         resident_bytes: there all the time.
-        on_cpu: whether the state of random numbers counts, which lives on the host.
-        compiled_memory_ratio: of the plan that was seen under ``COMPILE``, if one was.
+        on_cpu: whether the state of the random number generator counts, which lives on the host.
+        compiled_memory_ratio: of the plan that was traced under ``COMPILE``, if one was.
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
     if offloaded := traces.get(Action.OFFLOAD):
-        stays = list(_with_what_stays(offloaded.parts, traces[Action.KEEP].parts))
+        stays = list(_with_storages_left_on_device(offloaded.parts, traces[Action.KEEP].parts))
         traces = {**traces, Action.OFFLOAD: replace(offloaded, parts=stays)}
         resident_bytes += 2 * _largest_block_bytes(traces[Action.KEEP].parts)
     chains = {
@@ -87,31 +88,31 @@ def chain_of(
 
 
 def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> BlockOption:
-    """What was measured with all blocks under ``action``, as an option beside keeping."""
+    """The option ``action`` of a block, measured with all blocks under it."""
     added_s = block.forward_s + block.backward_s - kept.forward_s - kept.backward_s
     if action is not Action.COMPILE:
         added_s = max(added_s, MIN_ADDED * kept.forward_s)
     return replace(block.option(Action.KEEP), action=action, added_s=added_s)
 
 
-def _chain_under_one_action(traces: StepTrace, stack_of: dict[str, int], checkpoint_bytes: int) -> Chain:
+def _chain_under_one_action(trace: StepTrace, stack_of: dict[str, int], checkpoint_bytes: int) -> Chain:
     """As if the action were to keep: with no other option, and nothing resident.
 
     Args:
         checkpoint_bytes: that every block under it holds besides tensors.
     """
     described = zip(
-        traces.parts, _attributed(traces.parts), _names(traces.parts), _stacks(traces.parts, stack_of), strict=True
+        trace.parts, _attributed(trace.parts), _names(trace.parts), _stacks(trace.parts, stack_of), strict=True
     )
     blocks = tuple(
-        _without_rises(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
+        _without_transients(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
         for part, own, name, stack in described
     )
-    chain = _with_rises(Chain(blocks=blocks, resident_bytes=0), traces)
-    return replace(chain, blocks=tuple(_with_seconds(chain.blocks, traces)))
+    chain = _with_transients(Chain(blocks=blocks, resident_bytes=0), trace)
+    return replace(chain, blocks=tuple(_with_seconds(chain.blocks, trace)))
 
 
-def _without_rises(part: Part, saved_bytes: int, name: str, stack: int | None) -> BlockCosts:
+def _without_transients(part: Part, saved_bytes: int, name: str, stack: int | None) -> BlockCosts:
     new = part.outputs.keys() - part.inputs.keys()
     option = BlockOption(
         action=Action.KEEP,
@@ -134,19 +135,19 @@ def _without_rises(part: Part, saved_bytes: int, name: str, stack: int | None) -
     )
 
 
-def _with_what_stays(offloaded: Sequence[Part], kept: Sequence[Part]) -> Iterator[Part]:
+def _with_storages_left_on_device(offloaded: Sequence[Part], kept: Sequence[Part]) -> Iterator[Part]:
     """Rule 4 of the NOTE: small storages, and an output that the block saves itself."""
-    for part, plain, own in zip(offloaded, kept, _attributed(kept), strict=True):
+    for part, baseline, own in zip(offloaded, kept, _attributed(kept), strict=True):
         stays = {-storage: size for storage, size in own.items() if size < SMALLEST_BYTES}
-        if plain.saved.keys() & (plain.outputs.keys() - plain.inputs.keys()):
+        if baseline.saved.keys() & (baseline.outputs.keys() - baseline.inputs.keys()):
             stays |= part.outputs
         yield replace(part, saved=part.saved | stays) if part.block else part
 
 
-def most_offloaded_bytes(plain: StepTrace) -> int:
-    """What all blocks together may pin of the host's memory, by what they save when they keep it."""
-    moved = {storage: size for part in plain.parts if part.block for storage, size in part.saved.items()}
-    return with_pinning(sum(size for size in moved.values() if size >= SMALLEST_BYTES))
+def most_offloaded_bytes(baseline: StepTrace) -> int:
+    """The most of the host's memory that all blocks together may pin, by their saved tensors under ``KEEP``."""
+    copied = {storage: size for part in baseline.parts if part.block for storage, size in part.saved.items()}
+    return with_pinning(sum(size for size in copied.values() if size >= SMALLEST_BYTES))
 
 
 def _largest_block_bytes(parts: Sequence[Part]) -> int:
@@ -155,7 +156,7 @@ def _largest_block_bytes(parts: Sequence[Part]) -> int:
 
 
 def _attributed(parts: Sequence[Part]) -> list[Storages]:
-    """What each part saves besides its input and output, by rule 1 of the NOTE."""
+    """The storages that each part saves besides its input and output, by rule 1 of the NOTE."""
     own = [{s: size for s, size in p.saved.items() if s not in p.inputs and s not in p.outputs} for p in parts]
     savers = Counter(storage for saved in own for storage in saved)
     attributed: list[Storages] = [{} for _ in parts]
@@ -180,9 +181,9 @@ def _names(parts: Sequence[Part]) -> Iterator[str]:
         if name is not None:
             yield name
         elif position + 1 < len(blocks):
-            yield f"what precedes {blocks[position + 1]}"
+            yield f"the part before {blocks[position + 1]}"
         else:
-            yield f"what follows {blocks[position - 1]}" if position else "the model"
+            yield f"the part after {blocks[position - 1]}" if position else "the model"
 
 
 def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | None]:
@@ -195,17 +196,17 @@ def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | N
         before = current
 
 
-def _with_rises(chain: Chain, traces: StepTrace) -> Chain:
+def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
     keep_all = Plan(strategy="none", blocks=chain.decided_names, spans=all_under([chain.decided_names], Action.KEEP))
-    on_paper = [point.total_bytes for point in timeline(chain, keep_all)]
-    num_parts = len(traces.parts)
+    simulated = [point.total_bytes for point in timeline(chain, keep_all)]
+    num_parts = len(trace.parts)
     forward = [
-        max(0, _peak(traces.memory, start, stop) - there)
-        for (start, stop), there in zip(_forwards(traces), on_paper[:num_parts], strict=True)
+        max(0, _peak(trace.memory, start, stop) - there)
+        for (start, stop), there in zip(_forwards(trace), simulated[:num_parts], strict=True)
     ]
     backward = [
-        max(0, _peak(traces.memory, *moment) - there) if moment else 0
-        for moment, there in zip(_backwards(traces), reversed(on_paper[num_parts:-1]), strict=True)
+        max(0, _peak(trace.memory, *moment) - there) if moment else 0
+        for moment, there in zip(_backwards(trace), reversed(simulated[num_parts:-1]), strict=True)
     ]
     blocks = [
         replace(b, options=(replace(b.options[0], forward_transient_bytes=up, backward_transient_bytes=down),))
@@ -218,28 +219,28 @@ def _peak(memory: Sequence[Reading], start: int, stop: int) -> int:
     return max((reading.peak_bytes for reading in memory[start + 1 : stop + 1]), default=0)
 
 
-def _forwards(traces: StepTrace) -> Iterator[tuple[int, int]]:
+def _forwards(trace: StepTrace) -> Iterator[tuple[int, int]]:
     """The boundaries of the parts' forwards."""
-    yield from pairwise([*(part.forward for part in traces.parts), traces.ends.forward])
+    yield from pairwise([*(part.forward for part in trace.parts), trace.ends.forward])
 
 
-def _backwards(traces: StepTrace) -> list[tuple[int, int] | None]:
+def _backwards(trace: StepTrace) -> list[tuple[int, int] | None]:
     """The boundaries of the parts' backwards, where they have one."""
-    begins = sorted(part.backward for part in traces.parts if part.backward is not None)
-    ends = dict(pairwise([*begins, traces.ends.backward]))
-    return [None if part.backward is None else (part.backward, ends[part.backward]) for part in traces.parts]
+    begins = sorted(part.backward for part in trace.parts if part.backward is not None)
+    ends = dict(pairwise([*begins, trace.ends.backward]))
+    return [None if part.backward is None else (part.backward, ends[part.backward]) for part in trace.parts]
 
 
-def _with_seconds(blocks: Sequence[BlockCosts], traces: StepTrace) -> Iterator[BlockCosts]:
-    forward = _pooled(blocks, [_seconds(traces, moment) for moment in _forwards(traces)])
-    backward = _pooled(blocks, [_seconds(traces, moment) if moment else [0.0] for moment in _backwards(traces)])
+def _with_seconds(blocks: Sequence[BlockCosts], trace: StepTrace) -> Iterator[BlockCosts]:
+    forward = _pooled(blocks, [_seconds(trace, moment) for moment in _forwards(trace)])
+    backward = _pooled(blocks, [_seconds(trace, moment) if moment else [0.0] for moment in _backwards(trace)])
     for position, block in enumerate(blocks):
         yield replace(block, forward_s=forward[position], backward_s=backward[position])
 
 
-def _seconds(traces: StepTrace, moment: tuple[int, int]) -> list[float]:
+def _seconds(trace: StepTrace, moment: tuple[int, int]) -> list[float]:
     start, stop = moment
-    return [sum(run[start:stop]) for run in traces.seconds]
+    return [sum(run[start:stop]) for run in trace.seconds]
 
 
 def _pooled(blocks: Sequence[BlockCosts], seconds: Sequence[Iterable[float]]) -> list[float]:

@@ -1,18 +1,17 @@
-"""Read a step at its boundaries: the bytes that live there, the most that lived since the boundary before, the time.
+"""Trace a forward and backward block by block: storages, bytes and times at the boundaries of blocks.
 
-A *boundary* is a place in a step that its caller names by calling ``note()`` there. Where the bytes come from depends
-on the device: an allocator that keeps statistics is asked at every boundary; on a CPU, whose allocator keeps none,
-torch's profiler tells afterwards.
-
-One forward and backward, seen block by block: which storages each block takes, gives and saves, and where it begins.
+A *boundary* is a place in a step at which its caller calls ``mark()`` of a meter. A ``Reading`` has the bytes that are
+live there, the peak since the boundary before, and the time. Bytes come from the statistics of the device's allocator;
+on a CPU, whose allocator keeps none, from torch's profiler. ``StepTracer`` marks the boundaries of blocks and tells
+which storages each block takes, returns and saves.
 
 NOTE [ the parts of a step ]
-1. A *part* is a block of a plan, or what stands between two of them: the embedding before the first layer, a transition
+1. A *part* is a block of a plan, or everything between two of them: the embedding before the first layer, a transition
    between two stacks, the head and the loss. The parts cover the forward without a gap.
 2. The forward of a part ends where the next one begins. Its backward begins when the gradient of its output is there
    and ends where that of the part before begins, so the parts cover the backward as well. A part whose output needs no
    gradient has none.
-3. What a block hands on ends with the first tensor that it has made. Layers return more than their hidden states
+3. The output of a block ends with the first tensor that it has made. Layers return more than their hidden states
    (attention weights that nobody takes, a position bias that all of them share), whose gradients, if there are any,
    come at other times.
 4. Storages are told apart by weak references, which keep an address from being used again: fake tensors, too, have
@@ -40,10 +39,10 @@ from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, 
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes at a boundary, above those at the first one.
+    """Bytes at a boundary, above those at the beginning of the step.
 
-    ``peak_bytes`` is the most between the boundary before and this one, ``seconds`` the time since that one, where the
-    run that gives the bytes gives the time as well.
+    ``peak_bytes`` is the peak since the boundary before, ``seconds`` the time since then, where the run that gives the
+    bytes gives the time as well.
     """
 
     live_bytes: int
@@ -52,19 +51,19 @@ class Reading:
 
 
 class Meter(Protocol):
-    """What a step is read with."""
+    """Reads a step at its boundaries."""
 
-    def note(self) -> None:
+    def mark(self) -> None:
         """A boundary is here."""
 
 
 class Instruments(Protocol):
-    """What reads a step; the step gets a meter, and each reading is of the boundaries that it notes."""
+    """Read the steps that are passed to them; a step gets a meter, on which it marks its boundaries."""
 
     @property
     def repetitions(self) -> int:
-        """How often a clock has to be read for its readings to mean something; 0 where the readings of memory have
-        the seconds, and nothing has to warm up."""
+        """Timed runs that a median takes; 0 where the readings of memory have the seconds, and nothing has to warm
+        up."""
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """A reading for each boundary; bytes are counted from where the step begins."""
@@ -95,7 +94,7 @@ class _HostClock:
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def note(self) -> None:
+    def mark(self) -> None:
         self.times.append(perf_counter())
 
     def intervals_s(self) -> list[float]:
@@ -107,7 +106,7 @@ class _DeviceClock:
         self.device = device
         self.events: list[torch.Event] = []
 
-    def note(self) -> None:
+    def mark(self) -> None:
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         self.events.append(event)
@@ -118,13 +117,13 @@ class _DeviceClock:
 
 
 class _LabelMeter:
-    """Boundaries as labels of nothing, which stand among the allocations of the profile."""
+    """Boundaries as labels of no storages among the allocations of the profile."""
 
     def __init__(self) -> None:
         self.labels = Labels()
 
-    def note(self) -> None:
-        self.labels.note(Use.TEMPORARIES, ())
+    def mark(self) -> None:
+        self.labels.add(Use.TEMPORARIES, ())
 
 
 def _read_profile(step: Callable[[Meter], None]) -> list[Reading]:
@@ -152,7 +151,7 @@ class _AllocatorMeter:
         self.readings: list[Reading] = []
         torch.accelerator.reset_peak_memory_stats(device)
 
-    def note(self) -> None:
+    def mark(self) -> None:
         live = torch.accelerator.memory_allocated(self.device) - self.begin_bytes
         peak = torch.accelerator.max_memory_allocated(self.device) - self.begin_bytes
         self.readings.append(Reading(live, peak))
@@ -198,7 +197,7 @@ class StepTracer:
 
     Args:
         model: with a plan applied whose watch is ``self.watch``.
-        batch: what the forward is given; with the parameters and buffers it is there all the time.
+        batch: the input of the forward; with the parameters and buffers it is resident.
         counting: storages too; else only the boundaries, which costs the step next to nothing.
     """
 
@@ -211,7 +210,7 @@ class StepTracer:
         self._resident: Storages = {}
         self._resident = self._storages([*model.parameters(), *model.buffers(), *batch])
         self._num_boundaries = 0
-        self._flowing: list[weakref.ref[Tensor]] = []  # what the current part was given
+        self._flowing: list[weakref.ref[Tensor]] = []  # the input of the current part
         self._in_backward: Part | None = None
 
     def run(self, forward: Callable[[], Tensor], meter: Meter) -> None:
@@ -223,7 +222,7 @@ class StepTracer:
         self.parts[-1].outputs = self._storages([loss])
         forward_end = self._boundary()
         self._begin_backward(self.parts[-1])
-        with self._noting_gradients() if self.counting else nullcontext():
+        with self._counting_gradients() if self.counting else nullcontext():
             loss.backward()
         self.ends = Ends(forward_end, self._boundary())
 
@@ -234,7 +233,7 @@ class StepTracer:
         with kept_by_policy() as kept:
             outputs = run(*inputs)
         self.parts[-1].saved |= kept
-        given = _handed_on(_tensors(outputs), taken)
+        given = _output_of(_tensors(outputs), taken)
         self._begin(Part(None, self._storages(given)), given)
         return outputs
 
@@ -247,11 +246,11 @@ class StepTracer:
             self.parts[-1] = part  # nothing stands between two blocks, or before the first
         else:
             current.outputs = part.inputs
-            self._note_backward(current, new)
+            self._mark_backward(current, new)
             self.parts.append(part)
         self._flowing = [weakref.ref(tensor) for tensor in flowing]
 
-    def _note_backward(self, part: Part, outputs: list[Tensor]) -> None:
+    def _mark_backward(self, part: Part, outputs: list[Tensor]) -> None:
         """Its backward begins with the gradient of the newest of its outputs."""
         trained = [tensor for tensor in outputs if tensor.requires_grad]
         if trained:
@@ -262,8 +261,8 @@ class StepTracer:
         self._in_backward = part
 
     @contextmanager
-    def _noting_gradients(self) -> Iterator[None]:
-        def note(parameter: Tensor) -> None:
+    def _counting_gradients(self) -> Iterator[None]:
+        def count(parameter: Tensor) -> None:
             # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
             part = self.parts[-1] if parameter in tied else self._in_backward
             if part is not None and parameter.grad is not None:
@@ -273,7 +272,7 @@ class StepTracer:
 
         tied = _tied_parameters(self.model)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
+        handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
         try:
             yield
         finally:
@@ -281,7 +280,7 @@ class StepTracer:
                 handle.remove()
 
     def _boundary(self) -> int:
-        self._meter.note()
+        self._meter.mark()
         self._num_boundaries += 1
         return self._num_boundaries - 1
 
@@ -291,7 +290,7 @@ class StepTracer:
         return tensor.detach()
 
     def _storages(self, tensors: Iterable[Tensor]) -> Storages:
-        """Those that are not there all the time."""
+        """Those that are not resident."""
         found: Storages = {}
         for storage in [tensor.untyped_storage() for tensor in tensors] if self.counting else ():
             self._references.append(StorageWeakRef(storage))
@@ -304,7 +303,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _handed_on(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def _output_of(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
     """Rule 3 of the NOTE: of a dense layer all features, of a layer's tuple the hidden states."""
     made = (number for number, tensor in enumerate(outputs) if not any(tensor is given for given in inputs))
     return outputs[: next(made, len(outputs)) + 1]

@@ -204,7 +204,7 @@ def test_on_this_cpu_the_peaks_are_those_of_the_profiler(make_case, name, bf16):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16, cache_enabled=False):
                 loss = case.loss_of(case.model, case.batch)
             loss.backward()
-            meter.note()
+            meter.mark()
 
         with apply_plan(case.model, plan_blocks(case.model, strategy)):
             for _ in range(2):  # the first one warms up

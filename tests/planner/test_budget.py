@@ -82,7 +82,7 @@ def peak_bytes(costed):
 
     def measured(meter):
         costed.workload.forward().backward()
-        meter.note()
+        meter.mark()
 
     return DeviceInstruments(torch.device("cpu")).read_memory(measured)[-1].peak_bytes
 

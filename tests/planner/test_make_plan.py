@@ -34,7 +34,7 @@ def step_bytes(model, batch):
     def step(meter=None):
         model(**batch).loss.backward()
         if meter:
-            meter.note()
+            meter.mark()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -96,7 +96,7 @@ def keeps_more():
 def tensors_at_the_peak(model, batch):
     def step(meter):
         model(batch).sum().backward()
-        meter.note()
+        meter.mark()
 
     rise = DeviceInstruments(torch.device("cpu")).read_memory(step)[-1].peak_bytes
     model.zero_grad()

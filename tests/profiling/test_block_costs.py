@@ -55,7 +55,7 @@ def workload_of(model, loss_of, batch, stacks=None):
 def measured_peak_bytes(workload, plan):
     def step(meter):
         workload.forward().backward()
-        meter.note()
+        meter.mark()
 
     with apply_plan(workload.model, plan):
         for _ in range(2):  # the first one warms up

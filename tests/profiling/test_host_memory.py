@@ -21,7 +21,7 @@ def peak_bytes(step) -> int:
 
     def marked(meter):
         step()
-        meter.note()
+        meter.mark()
 
     return DeviceInstruments(torch.device("cpu")).read_memory(marked)[-1].peak_bytes
 
