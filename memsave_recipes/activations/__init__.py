@@ -1,4 +1,4 @@
-"""OBEY: make a model follow an activation plan, with the gradients of the plain model."""
+"""Apply an activation plan to a model and remove it; gradients are those without checkpointing."""
 
 from memsave_recipes.activations.apply import PlanHandle, apply_plan, plan_blocks
 from memsave_recipes.activations.blocks import block_names, find_bottlenecks, find_stacks

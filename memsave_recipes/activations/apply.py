@@ -1,7 +1,7 @@
-"""Make a model obey a plan, and take it back: ``handle = apply_plan(model, plan); ...; handle.remove()``.
+"""Apply a plan to a model and remove it: ``handle = apply_plan(model, plan); ...; handle.remove()``.
 
 Only the ``forward`` of single module *instances* is replaced, so parameters, buffers, hooks and state-dict keys stay as
-they are. What takes its place is in ``spans.py``.
+they are. The replacements are in ``spans.py``.
 """
 
 import warnings
@@ -44,8 +44,8 @@ def plan_blocks(model: nn.Module, strategy: str, running: Collection[str] | None
         model: anything in which ``find_stacks`` finds blocks.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``bottleneck`` (DenseNets), or the path of a
             ``plan.json``.
-        running: the names of the blocks that run, if that is known. A stack of which none does (the tower for images of
-            a model that is given text) is left out.
+        running: the names of the blocks that run, if known. A stack without any (the tower for images of a model
+            that is given text) is left out.
 
     Raises:
         InputError: no such strategy or file, K out of range, or the model has no blocks for it.
@@ -65,11 +65,11 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
     Apply it before the model is wrapped or compiled.
 
     Args:
-        watch: sees every span of a sequence and every layer run, also those that keep everything.
+        watch: is called in place of every span of a sequence and every layer, also those that keep everything.
 
     Raises:
-        InputError: the plan was made for other blocks, a span reaches over the end of a stack, or an action is one that
-            this model or machine cannot do.
+        InputError: the plan was made for other blocks, a span reaches over the end of a stack, or this model or
+            machine cannot do an action.
     """
     handle = PlanHandle(plan)
     stacks = _stacks_of(model, plan)
@@ -92,7 +92,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
 
 @dataclass
 class PlanHandle:
-    """A plan in force. ``remove()`` sets the model back exactly; also a context manager."""
+    """An applied plan. ``remove()`` sets the model back exactly; also a context manager."""
 
     plan: Plan
     replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
@@ -100,18 +100,18 @@ class PlanHandle:
     checked: bool = False
 
     def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
-        """Set an attribute of a module instance and remember what stood in its ``__dict__``, if anything."""
+        """Set an attribute of a module instance and remember its entry in ``__dict__``, if there is one."""
         self.replaced.append((module, attribute, module.__dict__.get(attribute, _ABSENT)))
         setattr(module, attribute, value)
 
     def check_first_step(self, warn: Callable[[str], Any] = warnings.warn) -> None:
-        """After a step: one line if the plan had little effect, because few of its blocks ran again. Only once."""
+        """Call it after a step: warns once if the plan had little effect, because few of its blocks ran again."""
         if not self.checked and (objection := self.runs.objection(self.plan)):
             warn(objection)
         self.checked = True
 
     def remove(self) -> None:
-        """Take the plan off; a second call does nothing."""
+        """Remove the plan; a second call does nothing."""
         while self.replaced:
             module, attribute, before = self.replaced.pop()
             if before is _ABSENT:
@@ -156,7 +156,7 @@ def _stacks_of(model: nn.Module, plan: Plan) -> list[Stack]:
 
 
 def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, ratio: float) -> None:
-    """Compile the forwards of the layers under ``COMPILE``; what runs them afterwards keeps them as they are."""
+    """Compile the forwards of the layers under ``COMPILE``; the wrappers around them then keep everything."""
     names = handle.plan.blocks_under(Action.COMPILE)
     if any(block.name in names for stack in stacks if isinstance(stack, SequentialStack) for block in stack.blocks):
         raise InputError(
@@ -172,7 +172,7 @@ def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, r
 
 
 def _runs(spans: list[Span]) -> Iterator[Span]:
-    """What runs as one: a span that recomputes; of all others, each block by itself."""
+    """Spans that recompute as a whole; of all others, each block by itself."""
     for span in spans:
         step = span.stop - span.start if span.action is Action.RECOMPUTE else 1
         for start in range(span.start, span.stop, step):
@@ -217,7 +217,7 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
 
 
 def _set_out_of_place(modules: list[nn.Module], handle: PlanHandle) -> None:
-    """For blocks that keep what some of their operators give, and so must not overwrite it."""
+    """For blocks that keep the outputs of some operators, and so must not overwrite them."""
     below = dict.fromkeys(child for module in modules for child in module.modules())
     for module in filter(begins_in_place, below):
         handle.replace(module, "inplace", False)

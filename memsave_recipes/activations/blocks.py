@@ -1,15 +1,11 @@
-"""Stacks: blocks that feed one another. A plan's spans stay inside a stack.
+"""Find the blocks of a model: the smallest parts that a plan decides about, in stacks.
 
-There are two kinds:
+The blocks of a stack feed one another; no span of a plan leaves its stack. There are two kinds of stacks:
 
 * ``SequentialStack``: an ``nn.Sequential``. We run its children ourselves, so neighbours can recompute together.
   The dense blocks of a DenseNet are opened up into their layers.
 * ``CalledLayers``: modules that the model's own code calls one after the other: the layers of a transformers model,
   or the children of an ``nn.Sequential`` or ``nn.ModuleList`` that its parent goes through in a loop.
-
-The blocks of models whose layers stand in an ``nn.Sequential`` or in an ``nn.ModuleList``.
-
-Find the blocks of a model: the smallest parts that a plan decides about, in stacks.
 
 Nothing here changes a model; ``memsave_recipes.activations.apply`` does.
 """
@@ -26,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 State = tuple[Tensor, ...]
-"""What flows from block to block: one tensor, or the list of feature maps inside a dense block."""
+"""The input and output of blocks: one tensor, or the list of feature maps inside a dense block."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class CalledLayers:
-    """Neighbouring blocks that the model calls itself, each with what the one before returned."""
+    """Neighbouring blocks that the model calls itself, each on the output of the one before."""
 
     blocks: tuple[Layer, ...]
 
@@ -70,7 +66,75 @@ def begins_in_place(module: nn.Module) -> bool:
     return getattr(module, "inplace", False) is True
 
 
-def stacks_of_containers(model: nn.Module) -> list[Stack]:
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """The stacks of ``model``, in the order in which its modules are registered.
+
+    Looks, in this order, for the ``nn.Sequential`` modules that the model names in a class attribute
+    ``activation_stacks``, for the ``GradientCheckpointingLayer`` modules of transformers, and for every outermost
+    ``nn.Sequential`` and ``nn.ModuleList`` of layers alike, with the stems before them. A model with none of them has
+    no stacks.
+    """
+    if declared := getattr(model, "activation_stacks", None):
+        return [sequence_of(name, model.get_submodule(name)) for name in declared]
+    return _transformer_layers(model) or _stacks_of_containers(model)
+
+
+def named_stack(model: nn.Module, names: Sequence[str]) -> CalledLayers:
+    """Modules of ``model`` as one stack of blocks, in the order in which the model calls them.
+
+    Raises:
+        AttributeError: it has no module of such a name.
+    """
+    return CalledLayers(tuple(Layer(name, model.get_submodule(name)) for name in names))
+
+
+def find_bottlenecks(model: nn.Module) -> list[Stack]:
+    """The ``bottleneck`` functions of a DenseNet's layers, each a stack of its own.
+
+    Recomputing just them is what torchvision calls ``memory_efficient=True`` (Pleiss et al. 2017,
+    "Memory-Efficient Implementation of DenseNets", https://arxiv.org/abs/1707.06990).
+    """
+    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "bottleneck")]
+    return [CalledLayers((Layer(f"{name}.bottleneck", module, "bottleneck"),)) for name, module in layers]
+
+
+def block_names(stacks: list[Stack]) -> list[list[str]]:
+    """The names of the blocks of every stack, as the strategies in ``memsave_recipes.plans`` take them."""
+    return [[block.name for block in stack.blocks] for stack in stacks]
+
+
+def _transformer_layers(model: nn.Module) -> list[Stack]:
+    # A model that is no transformers model can hold transformers layers, so the class decides, not the model.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [
+        Layer(name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        and not any(isinstance(child, GradientCheckpointingLayer) for child in module.modules() if child is not module)
+    ]
+    return [
+        CalledLayers(group) for _, siblings in groupby(layers, key=_parent_name) for group in _joinable(list(siblings))
+    ]
+
+
+def _parent_name(layer: Layer) -> str:
+    return layer.name.rpartition(".")[0]
+
+
+def _joinable(siblings: list[Layer]) -> Iterator[tuple[Layer, ...]]:
+    """Siblings that return a bare tensor can recompute together; the others stand alone."""
+    if all(_returns_tensor(layer.module) for layer in siblings):
+        yield tuple(siblings)
+    else:
+        yield from ((layer,) for layer in siblings)
+
+
+def _returns_tensor(module: nn.Module) -> bool:
+    return inspect.signature(module.forward).return_annotation in (Tensor, "torch.Tensor", "Tensor")
+
+
+def _stacks_of_containers(model: nn.Module) -> list[Stack]:
     """The stacks of the outermost containers of ``model``, and of the stems before them, as they are registered."""
     containers = _containers(model)
     stacks: list[Stack] = []
@@ -85,7 +149,7 @@ def stacks_of_containers(model: nn.Module) -> list[Stack]:
 
 
 def _stacks_in(model: nn.Module, name: str, container: nn.Module) -> list[Stack]:
-    """Layers of a ModuleList stand alone: nothing says that each takes what the one before returned, and that alone."""
+    """Each layer of a ModuleList is a stack of its own: its input need not be the output of the one before."""
     if not _is_looped_over(model, name):
         return [sequence_of(name, container)]
     layers = _layers_in(name, container)
@@ -197,7 +261,7 @@ def sequence_of(name: str, root: nn.Module) -> SequentialStack:
 def _belongs_to_the_block_before(child: nn.Module) -> bool:
     """A convolution, its BatchNorm and its in-place ReLU are one block.
 
-    Keeping what stands between the first two would save nothing, and writing in place is safe only inside a block.
+    Keeping the output of the first would save nothing, and writing in place is safe only inside a block.
     """
     return isinstance(child, _BatchNorm) or begins_in_place(child)
 
@@ -232,71 +296,3 @@ class _RunDense:
     def __call__(self, *features: Tensor) -> State:
         features = (*features, self.layer(list(features)))
         return (torch.cat(features, dim=1),) if self.is_last else features
-
-
-def find_stacks(model: nn.Module) -> list[Stack]:
-    """The stacks of ``model``, in the order in which its modules are registered.
-
-    Looks, in this order, for the ``nn.Sequential`` modules that the model names in a class attribute
-    ``activation_stacks``, for the ``GradientCheckpointingLayer`` modules of transformers, and for every outermost
-    ``nn.Sequential`` and ``nn.ModuleList`` of layers alike, with the stems before them. A model with none of them has
-    no stacks.
-    """
-    if declared := getattr(model, "activation_stacks", None):
-        return [sequence_of(name, model.get_submodule(name)) for name in declared]
-    return _transformer_layers(model) or stacks_of_containers(model)
-
-
-def named_stack(model: nn.Module, names: Sequence[str]) -> CalledLayers:
-    """Modules of ``model`` as one stack of blocks, in the order in which the model calls them.
-
-    Raises:
-        AttributeError: it has no module of such a name.
-    """
-    return CalledLayers(tuple(Layer(name, model.get_submodule(name)) for name in names))
-
-
-def find_bottlenecks(model: nn.Module) -> list[Stack]:
-    """The ``bottleneck`` functions of a DenseNet's layers, each a stack of its own.
-
-    Recomputing just them is what torchvision calls ``memory_efficient=True`` (Pleiss et al. 2017,
-    "Memory-Efficient Implementation of DenseNets", https://arxiv.org/abs/1707.06990).
-    """
-    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "bottleneck")]
-    return [CalledLayers((Layer(f"{name}.bottleneck", module, "bottleneck"),)) for name, module in layers]
-
-
-def block_names(stacks: list[Stack]) -> list[list[str]]:
-    """The names of the blocks of every stack, as the strategies in ``memsave_recipes.plans`` take them."""
-    return [[block.name for block in stack.blocks] for stack in stacks]
-
-
-def _transformer_layers(model: nn.Module) -> list[Stack]:
-    # A model that is no transformers model can hold transformers layers, so the class decides, not the model.
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [
-        Layer(name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, GradientCheckpointingLayer)
-        and not any(isinstance(child, GradientCheckpointingLayer) for child in module.modules() if child is not module)
-    ]
-    return [
-        CalledLayers(group) for _, siblings in groupby(layers, key=_parent_name) for group in _joinable(list(siblings))
-    ]
-
-
-def _parent_name(layer: Layer) -> str:
-    return layer.name.rpartition(".")[0]
-
-
-def _joinable(siblings: list[Layer]) -> Iterator[tuple[Layer, ...]]:
-    """Siblings that return a bare tensor can recompute together; the others stand alone."""
-    if all(_returns_tensor(layer.module) for layer in siblings):
-        yield tuple(siblings)
-    else:
-        yield from ((layer,) for layer in siblings)
-
-
-def _returns_tensor(module: nn.Module) -> bool:
-    return inspect.signature(module.forward).return_annotation in (Tensor, "torch.Tensor", "Tensor")

@@ -1,32 +1,32 @@
-"""Compile the layers that a model repeats, once for all of them, with a budget for what each keeps for its backward.
+"""Compile the layers that a model repeats, once for all of them, with a budget for the tensors that each saves.
 
 Regional compilation (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html) takes seconds where a whole
-model takes a minute. Inside the compiled layer torch's partitioner chooses what to keep and what to compute again so
-that a given part of the bytes is enough (``torch._functorch.config.activation_memory_budget``: 1 keeps what makes the
-fastest backward, 0 the layer's inputs only). Fused kernels round at other places than the plain layer, so gradients are
+model takes a minute. Inside the compiled layer torch's partitioner chooses tensors to save and to recompute so that
+a given part of the bytes is enough (``torch._functorch.config.activation_memory_budget``: 1 is the fastest
+backward, 0 saves the layer's inputs only). Fused kernels round at other places than the eager layer, so gradients are
 equal within rounding, not bit for bit.
 
 NOTE [ one graph, one ratio ]
 1. torch reads the ratio while it makes a graph, and none of a graph's guards knows it: the same code under another
    ratio would go on with the first one's graphs. Graphs belong to a code object, so every plan has one of its own. Its
-   name is its own too, because what torch has learned about changing shapes goes by the name of the code. A second
+   name is its own too, because torch stores its knowledge of dynamic shapes under the name of the code. A second
    plan with the same ratio finds its kernels in torch's cache on disk, in less than a second.
 2. A graph is made in the first call, and more of them in later calls: for other kinds of layers of a model, for a
    micro-batch of another size (the second size makes one for all sizes), for a single sample. So the settings hold
    around every call, and nowhere else.
 3. ``optimize_ddp`` would cut a layer where DDP's buckets end, and each piece would have a budget of its own.
-4. torch gives up after 8 graphs of one code and runs the plain layer, with the plain layer's memory. Here it may be
-   ``MAX_GRAPHS``, and what cannot be compiled in one piece is an error.
+4. torch gives up after 8 graphs of one code and runs the eager layer, with the eager layer's memory. Here it may be
+   ``MAX_GRAPHS``, and a layer that cannot be compiled as one graph is an error.
 5. An observer that sees every operation (a ``TorchDispatchMode``: FLOP counters, memory trackers) sees nothing inside a
-   compiled layer, and torch would run the plain one for it, with the plain one's memory. Here it sees the layer
+   compiled layer, and torch would run the eager one for it, with the eager one's memory. Here it sees the layer
    recomputed: the same operations, in about the memory of a small ratio.
 
 NOTE [ dropout once ]
 1. Under a ratio below 1 torch 2.13 draws random numbers a second time in the backward, other ones: gradients of another
-   mask than the loss had, without a word (https://github.com/pytorch/pytorch/issues/190758). So what draws is marked as
-   to be kept, or something after it, such as the mask. A ratio of 0 leaves no room for that: torch gets the smallest
-   ratio instead.
-2. ``fallback_random`` draws the numbers of the plain layer, so dropout drops the same.
+   mask than the loss had, silently (https://github.com/pytorch/pytorch/issues/190758). So operators that draw are
+   marked to be saved, or something after them, such as the mask. A ratio of 0 does not allow for that: torch gets the
+   smallest ratio instead.
+2. ``fallback_random`` draws the numbers of the eager layer, so dropout drops the same.
 """
 
 import os
@@ -64,7 +64,7 @@ class Region:
     """Compiles layers under one ratio; those that are alike share a graph.
 
     Args:
-        ratio: of what a layer would keep for the fastest backward, the part that it may keep, from 0 to 1.
+        ratio: the part of the bytes that a layer saves for the fastest backward that it may save, from 0 to 1.
     """
 
     def __init__(self, ratio: float) -> None:
@@ -104,14 +104,14 @@ def _refusal(method: Callable[..., Any], reason: str) -> InputError:
 
 @dataclass(frozen=True)
 class CompiledLayer:
-    """A layer's forward, compiled where gradients are wanted; evaluation and generation run the plain one."""
+    """A layer's forward, compiled where gradients are wanted; evaluation and generation run the eager one."""
 
     method: Callable[..., Any]
     module: nn.Module
     region: Region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``method`` gives."""
+        """The output of ``method``."""
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         # A key-value cache asks for the number of the layer: one graph each. GPT-2 hands it on by position.
@@ -122,7 +122,7 @@ class CompiledLayer:
 
 
 def check_compiler(model: nn.Module) -> None:
-    """Whether torch finds what it compiles with for the devices of ``model``.
+    """Whether torch finds its compilers for the devices of ``model``.
 
     Raises:
         InputError: something is missing.
@@ -154,7 +154,7 @@ def _finds_cpp_compiler() -> bool:
 
 
 class _DrawOnce(CustomGraphPass):
-    """Marks what draws random numbers as not to be drawn again."""
+    """Marks operators that draw random numbers to be saved, not drawn again."""
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.nodes:

@@ -1,25 +1,26 @@
-"""Saved tensors wait for the backward in pinned host memory, and come back one block ahead of it.
+"""Offload saved tensors to pinned host memory, and copy them back one block ahead of the backward.
 
-Copies run on a stream of their own, beside the computation; gradients are those of the plain run, bit for bit. It pays
-where a block computes for longer than its bytes travel: long sequences, wide layers. The way back is the idea of vDNN
-(Rhu et al. 2016, https://arxiv.org/abs/1602.08124), the hooks are those of ``torch.autograd.graph``.
+Copies run on a stream of their own, in parallel with the computation; gradients are bit for bit those of the baseline.
+It pays where a block computes for longer than its bytes travel: long sequences, wide layers. The prefetch is the idea
+of vDNN (Rhu et al. 2016, https://arxiv.org/abs/1602.08124), the hooks are those of ``torch.autograd.graph``.
 
-NOTE [ what moves ]
-1. Storages move, not tensors: all views of one, saved by whichever block, share one copy. Small ones stay.
-2. What lives anyway stays: parameters, buffers, and inputs that nobody computed (the batch).
-3. What a block returns belongs to the block that takes it: if that one is offloaded too, it moves it, else it stays.
-4. A block moves when the next offloaded one begins. So the last one never does: its backward comes at once.
+NOTE [ offloaded storages ]
+1. Storages are copied, not tensors: all views of one, saved by whichever block, share one copy. Small ones stay.
+2. Tensors that live anyway stay: parameters, buffers, and inputs that nobody computed (the batch).
+3. The output of a block belongs to the block that takes it: if that one is offloaded too, it copies it, else it stays.
+4. The storages of a block are copied when the next offloaded one begins. So those of the last one never are: its
+   backward comes at once.
 
 NOTE [ two blocks at a time ]
-1. Forward: while block k runs, block k - 1 leaves. Block k + 1 begins when that is done, and only then is the memory of
-   k - 1 free: an allocator that ran ahead of the copies would need all of it at once.
-2. Backward: the first tensor of block k that is asked for waits for all of k, and sends for k - 1.
-3. ``Mover.under_way`` holds both ends of every copy until the computing stream has waited for it, so that memory of an
-   aborted step is not given away while something is still written there.
-4. A copy belongs to what autograd saved: it goes when autograd lets go, and with ``retain_graph`` it stays.
-5. Torch pins powers of two of bytes, up to twice what was asked for. So a storage leaves in pieces of such sizes, and
-   takes at most an eighth more of the host's memory than of the device's.
-6. Known limit: tensors of subclasses stay, and parameters that FSDP gathers for one forward are not for this.
+1. Forward: while block k runs, the storages of block k - 1 are copied. Block k + 1 begins when that is done, and only
+   then are they freed: an allocator that ran ahead of the copies would need all of them at once.
+2. Backward: the first tensor of block k that is unpacked waits for all of k, and prefetches k - 1.
+3. ``OffloadEngine.in_flight`` holds both ends of every copy until the computing stream has waited for it, so that
+   memory of an aborted step is not reused while it is still written.
+4. A copy belongs to autograd's saved tensors: it is freed with them, and with ``retain_graph`` it stays.
+5. Torch pins powers of two of bytes, up to twice the request. So a storage is copied in pieces of such sizes, and takes
+   at most an eighth more of the host's memory than of the device's.
+6. Known limit: tensors of subclasses stay, and parameters that FSDP gathers for one forward are not supported.
 """
 
 import warnings
@@ -41,43 +42,43 @@ SMALLEST_BYTES = 1024**2
 
 
 def offload(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
-    """``function(*inputs)``, with what it saves for the backward moved to the host. See NOTE [ what moves ].
+    """``function(*inputs)``, with the tensors that it saves for backward on the host. See NOTE [ offloaded storages ].
 
-    Where the inputs are on a CPU there is nowhere to move to: it runs as it is, and a warning says so once.
+    Where the inputs are on a CPU it runs as it is, and a warning says so once.
 
     Args:
         function: runs once.
-        inputs: tensors among them are told apart from what ``function`` makes.
-        modules: what ``function`` runs; their parameters and buffers stay.
+        inputs: tensors among them are told apart from those that ``function`` makes.
+        modules: run by ``function``; their parameters and buffers stay.
     """
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta"):
-            return _mover_for(leaf.device).run(function, *inputs, modules=modules)
-    _say_once_that_nothing_moves()
+            return _engine_for(leaf.device).run(function, *inputs, modules=modules)
+    _warn_once_on_cpu()
     return function(*inputs)
 
 
 @cache
-def _say_once_that_nothing_moves() -> None:
+def _warn_once_on_cpu() -> None:
     warnings.warn("offload: the model runs on a CPU, so its saved tensors stay where they are", stacklevel=3)
 
 
 @cache
-def _mover_for(device: torch.device) -> "OffloadEngine":
+def _engine_for(device: torch.device) -> "OffloadEngine":
     return OffloadEngine(device, SideStream(device))
 
 
 class Copies(Protocol):
-    """Copies that run beside the computation."""
+    """Copies in parallel with the computation."""
 
     def empty_on_host(self, num_bytes: int) -> Tensor:
         """Host memory, (num_bytes,) uint8, that copies can use while the computation goes on."""
 
     def start(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-        """Copy each (target, source) once what was computed so far is done; gives an event that ``wait`` takes."""
+        """Copy each (target, source) after the computation so far; returns an event for ``wait``."""
 
     def wait(self, event: Any) -> None:
-        """What is computed from now on waits for these copies."""
+        """The computation from now on waits for these copies."""
 
 
 class SideStream:
@@ -92,7 +93,7 @@ class SideStream:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, pairs: list[tuple[Tensor, Tensor]]) -> torch.Event:
-        """All of them after what the computing stream was given so far."""
+        """All of them after the work that is queued on the computing stream."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             for target, source in pairs:
@@ -115,11 +116,11 @@ class _Storage:
 
 @dataclass(eq=False)
 class _BlockStorages:
-    """What one run of a block saved. Autograd alone keeps it alive, and its parcels."""
+    """The storages that one run of a block saved. Autograd alone keeps it and its records alive."""
 
     before: "weakref.ref[_BlockStorages] | None"
     stays: set[StorageWeakRef]
-    storage_records: "weakref.WeakValueDictionary[StorageWeakRef, _Storage]" = field(
+    records: "weakref.WeakValueDictionary[StorageWeakRef, _Storage]" = field(
         default_factory=weakref.WeakValueDictionary
     )
     returned: set[StorageWeakRef] = field(default_factory=set)
@@ -129,23 +130,23 @@ class _BlockStorages:
 class _Packed:
     """A saved tensor: which view of which storage."""
 
-    load: _BlockStorages
-    storage_record: _Storage
+    block: _BlockStorages
+    record: _Storage
     dtype: torch.dtype
     layout: tuple[Any, ...]  # offset, size, stride
 
 
 @dataclass(frozen=True)
-class _UnderWay:
-    """Copies that were started, both their ends, and the parcels that leave the device by them."""
+class _InFlight:
+    """Copies that were started, both their ends, and the storages to be freed on the device when they are done."""
 
     event: Any
     pairs: list[tuple[Tensor, Tensor]]
-    leaving: list[_Storage]
+    to_free: list[_Storage]
 
 
 class OffloadEngine:
-    """Moves what blocks on ``device`` save to the host and back, by ``copies``; storages under a size stay."""
+    """Copies the saved tensors of blocks on ``device`` to the host and back; small storages stay."""
 
     def __init__(self, device: torch.device, copies: Copies, smallest_bytes: int = SMALLEST_BYTES) -> None:
         self.device = device
@@ -154,99 +155,89 @@ class OffloadEngine:
         self.known: weakref.WeakValueDictionary[StorageWeakRef, _Storage] = weakref.WeakValueDictionary()
         self.last: weakref.ref[_BlockStorages] | None = None
         self.in_backward: weakref.ref[_BlockStorages] | None = None
-        self.under_way: _UnderWay | None = None
+        self.in_flight: _InFlight | None = None
 
     def run(self, function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
         """``function(*inputs)``, as ``offload`` does it."""
-        load = self._begin(inputs, modules)
-        with saved_tensors_hooks(partial(self._pack, load), self._unpack):
+        block = self._begin(inputs, modules)
+        with saved_tensors_hooks(partial(self._pack, block), self._unpack):
             outputs = function(*inputs)
-        load.returned = _keys(outputs)
-        if load.storage_records:
-            self.last = weakref.ref(load)
+        block.returned = _keys(outputs)
+        if block.records:
+            self.last = weakref.ref(block)
         return outputs
 
     def _begin(self, inputs: tuple[Any, ...], modules: Iterable[nn.Module]) -> _BlockStorages:
-        """Send off what the block before saved, and take over what it returned. See NOTE [ what moves ]."""
+        """Copy the storages of the block before, and take over its outputs. See NOTE [ offloaded storages ]."""
         self._finish()
         self.in_backward = None
-        load = _BlockStorages(self.last, stays=_living_anyway(inputs, modules))
+        block = _BlockStorages(self.last, stays=_live_anyway(inputs, modules))
         if before := self.last and self.last():
-            here = [
-                storage_record
-                for storage_record in before.storage_records.values()
-                if storage_record.storage is not None
-            ]
-            self._copy_to_host([storage_record for storage_record in here if storage_record.key not in before.returned])
+            here = [record for record in before.records.values() if record.storage is not None]
+            self._copy_to_host([record for record in here if record.key not in before.returned])
             taken = before.returned & _keys(inputs)
-            load.storage_records.update(
-                {storage_record.key: storage_record for storage_record in here if storage_record.key in taken}
-            )
-        return load
+            block.records.update({record.key: record for record in here if record.key in taken})
+        return block
 
-    def _pack(self, load: _BlockStorages, tensor: Tensor) -> Tensor | _Packed:
+    def _pack(self, block: _BlockStorages, tensor: Tensor) -> Tensor | _Packed:
         tensor = tensor.detach()  # a saved output would otherwise hold its own graph
         if tensor.device != self.device or not _is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
         key = StorageWeakRef(storage)
-        if storage.nbytes() < self.smallest_bytes or key in load.stays:
+        if storage.nbytes() < self.smallest_bytes or key in block.stays:
             return tensor
-        storage_record = self.known.setdefault(key, _Storage(key, storage))
-        load.storage_records[key] = storage_record
-        return _Packed(load, storage_record, tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride()))
+        record = self.known.setdefault(key, _Storage(key, storage))
+        block.records[key] = record
+        return _Packed(block, record, tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride()))
 
     def _unpack(self, packed: Tensor | _Packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if self.in_backward is None or self.in_backward() is not packed.load:
-            self._prefetch(packed.load)
-        assert packed.storage_record.storage is not None
-        return torch.empty(0, dtype=packed.dtype, device=self.device).set_(
-            packed.storage_record.storage, *packed.layout
-        )
+        if self.in_backward is None or self.in_backward() is not packed.block:
+            self._prefetch(packed.block)
+        assert packed.record.storage is not None
+        return torch.empty(0, dtype=packed.dtype, device=self.device).set_(packed.record.storage, *packed.layout)
 
-    def _prefetch(self, load: _BlockStorages) -> None:
-        """All of ``load`` is on the device, and the load before it is on its way."""
+    def _prefetch(self, block: _BlockStorages) -> None:
+        """Wait until all of ``block`` is on the device, and start to copy the block before it."""
         self._finish(stay=True)
-        self._fetch(load)
+        self._fetch(block)
         self._finish()
-        self.in_backward = weakref.ref(load)
-        if before := load.before and load.before():
+        self.in_backward = weakref.ref(block)
+        if before := block.before and block.before():
             self._fetch(before)
 
-    def _copy_to_host(self, storage_records: list[_Storage]) -> None:
+    def _copy_to_host(self, records: list[_Storage]) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
-        for storage_record in storage_records:
-            assert storage_record.storage is not None
-            source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage_record.storage)
+        for record in records:
+            assert record.storage is not None
+            source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(record.storage)
             sizes = pinned_sizes(len(source))
-            storage_record.host = [self.copies.empty_on_host(size) for size in sizes]
-            pairs += zip(storage_record.host, source.split(sizes), strict=True)
+            record.host = [self.copies.empty_on_host(size) for size in sizes]
+            pairs += zip(record.host, source.split(sizes), strict=True)
         if pairs:
-            self.under_way = _UnderWay(self.copies.start(pairs), pairs, storage_records)
+            self.in_flight = _InFlight(self.copies.start(pairs), pairs, records)
 
-    def _fetch(self, load: _BlockStorages) -> None:
+    def _fetch(self, block: _BlockStorages) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
-        for storage_record in reversed(
-            list(load.storage_records.values())
-        ):  # the last one saved is the first one needed
-            if storage_record.storage is None:
-                sizes = [len(piece) for piece in storage_record.host]
+        for record in reversed(list(block.records.values())):  # the last one saved is the first one needed
+            if record.storage is None:
+                sizes = [len(piece) for piece in record.host]
                 target = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-                pairs += zip(target.split(sizes), storage_record.host, strict=True)
-                storage_record.storage, storage_record.host = target.untyped_storage(), []
+                pairs += zip(target.split(sizes), record.host, strict=True)
+                record.storage, record.host = target.untyped_storage(), []
         if pairs:
-            self.under_way = _UnderWay(self.copies.start(pairs), pairs, [])
+            self.in_flight = _InFlight(self.copies.start(pairs), pairs, [])
 
     def _finish(self, *, stay: bool = False) -> None:
-        """Wait for what is under way; with ``stay``, what was about to leave stays: the backward has come for it."""
-        if self.under_way is None:
+        """Wait for copies in flight; with ``stay``, storages copied to the host stay on the device as well."""
+        if self.in_flight is None:
             return
-        self.copies.wait(self.under_way.event)
-        for storage_record in () if stay else self.under_way.leaving:
-            storage_record.storage = None
-        self.under_way = None
+        self.copies.wait(self.in_flight.event)
+        for record in () if stay else self.in_flight.to_free:
+            record.storage = None
+        self.in_flight = None
 
 
 def pinned_sizes(num_bytes: int) -> list[int]:
@@ -264,7 +255,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_own_kind and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _living_anyway(inputs: tuple[Any, ...], modules: Iterable[nn.Module]) -> set[StorageWeakRef]:
+def _live_anyway(inputs: tuple[Any, ...], modules: Iterable[nn.Module]) -> set[StorageWeakRef]:
     state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_leaf]
     return _keys([*state, *leaves])

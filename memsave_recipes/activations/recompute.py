@@ -1,4 +1,8 @@
-"""BatchNorm under recomputation: the second forward must not count the batch a second time.
+"""Recompute a function in the backward from its inputs, with its random numbers restored and BatchNorm counted once.
+
+A thin layer over ``torch.utils.checkpoint.checkpoint``, always non-reentrant (the reentrant form leaves parameters
+without a gradient when the input needs none, and breaks DDP). Gradients are bit for bit those of the baseline, a run
+without checkpointing.
 
 NOTE [ statistics once ]
 1. A training forward of BatchNorm moves ``running_mean``, ``running_var`` and ``num_batches_tracked``. Under activation
@@ -9,12 +13,6 @@ NOTE [ statistics once ]
    are set back afterwards, also when the recomputation raises (it does so by design: torch stops it early once the last
    tensor it needs is there).
 3. ``track_running_stats = False`` is no way out: BatchNorm then saves fewer tensors, and the checkpoint raises.
-
-Run a function now, keep only its inputs, and run it again in the backward.
-
-A thin layer over ``torch.utils.checkpoint.checkpoint``, always non-reentrant (the reentrant form leaves parameters
-without a gradient when the input needs none, and breaks DDP), with the RNG state restored for dropout and with
-BatchNorm counted once. Gradients are those of the plain run, bit for bit.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,6 +27,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from memsave_recipes.plans import Action, Plan
+
+
+def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
+    """``function(*inputs)``, of which only the inputs are saved for backward.
+
+    Args:
+        function: runs once now and once in the backward; must do the same both times.
+        inputs: tensors among them are saved for backward; pass them here rather than by closure so that they count as
+            saved tensors.
+        modules: run by ``function``; their BatchNorm layers record nothing the second time.
+
+    Raises:
+        torch.utils.checkpoint.CheckpointError: in the backward, if the second run saves other tensors than the first.
+    """
+    layers = batchnorm_layers(modules)
+    context_fn = partial(_contexts, layers) if layers else noop_context_fn
+    return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
+
+
+def _contexts(layers: Iterable[nn.Module]) -> tuple[nullcontext[None], "FrozenStatistics"]:
+    return nullcontext(), FrozenStatistics(layers)
 
 
 class FrozenStatistics:
@@ -65,48 +84,27 @@ def batchnorm_layers(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
 TWICE = (Action.RECOMPUTE, Action.SELECT_OPS)
 
 
-def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
-    """``function(*inputs)`` without keeping what happens inside.
-
-    Args:
-        function: runs once now and once in the backward; must do the same both times.
-        inputs: tensors among them are kept for the backward; pass them here rather than by closure so that they count
-            as saved tensors.
-        modules: what ``function`` runs; their BatchNorm layers record nothing the second time.
-
-    Raises:
-        torch.utils.checkpoint.CheckpointError: in the backward, if the second run saves other tensors than the first.
-    """
-    layers = batchnorm_layers(modules)
-    context_fn = partial(_contexts, layers) if layers else noop_context_fn
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
-
-
-def _contexts(layers: Iterable[nn.Module]) -> tuple[nullcontext[None], FrozenStatistics]:
-    return nullcontext(), FrozenStatistics(layers)
-
-
 @dataclass
 class BlockRuns:
-    """The names of the blocks that ran since a plan was applied. Noting them costs a step nothing that could round."""
+    """The names of the blocks that ran since a plan was applied. Recording them changes no result."""
 
     first: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
 
-    def noted(self, function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    def recorded(self, function: Callable[..., Any], *names: str) -> Callable[..., Any]:
         """``function``, which runs the blocks ``names``; a run after the first is one in the backward."""
-        seen = self.first
+        runs = self.first
 
         def run(*state: Any) -> Any:
-            nonlocal seen
-            seen.update(names)
-            seen = self.again
+            nonlocal runs
+            runs.update(names)
+            runs = self.again
             return function(*state)
 
         return run
 
     def objection(self, plan: Plan) -> str | None:
-        """What is wrong with a plan of whose blocks fewer than half did what it says; ``None`` if nothing is."""
+        """The objection to a plan of which fewer than half of the blocks ran again; ``None`` without one."""
         planned = [name for action in TWICE for name in plan.blocks_under(action)]
         idle = [name for name in planned if name not in self.again]
         if 2 * len(idle) <= len(planned):

@@ -1,22 +1,23 @@
-"""Run a function now, keep what its expensive operators give, and run the cheap ones again in the backward.
+"""Selective checkpointing: save the outputs of expensive operators, and recompute the cheap ones in the backward.
 
-What checkpointing costs is nearly all in a few kinds of operators, and what plain training keeps is mostly the rest:
-normalisations, activations, dropout, casts. A thin layer over ``create_selective_checkpoint_contexts`` (non-reentrant
-checkpoint, https://pytorch.org/docs/stable/checkpoint.html), with BatchNorm counted once. Gradients are those of the
-plain run, bit for bit, but for one product: under any dispatch mode torch computes ``(B, n, m) @ (1, m, k)``, of which
-the second factor needs no gradient, as one ``mm`` and not as a ``bmm``, which rounds otherwise on some CPUs.
+Nearly all the time of a forward is in a few kinds of operators, and most of the bytes that the baseline saves are of
+the others: normalisations, activations, dropout, casts. A thin layer over ``create_selective_checkpoint_contexts``
+(non-reentrant checkpoint, https://pytorch.org/docs/stable/checkpoint.html), with BatchNorm counted once. Gradients are
+bit for bit those of the baseline, but for one product: under any dispatch mode torch computes ``(B, n, m) @ (1, m,
+k)``, of which the second factor needs no gradient, as one ``mm`` and not as a ``bmm``, which rounds otherwise on some
+CPUs.
 
 NOTE [ random numbers ]
-1. The second run begins with the generator where the first one began. So whatever draws has to draw again, in the same
-   order: were one drawing operator kept, every mask after it would be another one.
+1. The second run begins with the generator where the first one began. So every operator that draws has to draw again,
+   in the same order: were one of them kept, every mask after it would be another one.
 2. Attention draws where its ``dropout_p`` is not 0, and is kept where it is 0. Its tag alone does not tell the two
    apart, and attention of other packages carries no tag.
 
 NOTE [ writing in place ]
-1. What is kept must stay as it was, and the second run starts from the inputs: nothing may write on either. Both are
-   known while the function runs, and end in one line then instead of an error of autograd's in the backward.
+1. Kept outputs must not change, and the second run starts from the inputs: nothing may write on either in place. Such a
+   write is found while the function runs, and raises there instead of in autograd's backward.
 2. ``inplace=True`` of the modules inside is no concern of the user: ``apply_plan`` sets them out of place. That costs
-   no memory, because what they give is not kept.
+   no memory, because their outputs are not kept.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -62,14 +63,14 @@ KEPT_OPERATORS = frozenset(
         "aten::_scaled_dot_product_fused_attention_overrideable",  # XPU and devices outside torch
         "aten::_scaled_dot_product_attention_math_for_mps",  # Apple
         "aten::_triton_scaled_dot_attention",  # written in Triton
-        "aten::_flash_attention_forward",  # what the CUDA kernels are called by for nested tensors
+        "aten::_flash_attention_forward",  # CUDA, of nested tensors
         "aten::_efficient_attention_forward",  # the same, any mask
         "aten::_cudnn_attention_forward",  # the same, cuDNN
         "torch_attn::_varlen_attn",  # sequences of many lengths in one row
         "flash_attn::_flash_attn_forward",  # the flash-attn package, as transformers calls it
         "flash_attn::_flash_attn_varlen_forward",  # the same, sequences of many lengths
-        "flex_attention",  # not compiled by itself; what is compiled is not seen, and runs again
-        # Communication: slow, and all ranks have to meet for it. What writes in place is not among it.
+        "flex_attention",  # eager; a compiled one is not seen, and runs again
+        # Communication: slow, and all ranks have to meet for it. Operators that write in place are not among it.
         "_c10d_functional::all_gather_into_tensor",  # tensor and sequence parallel layers
         "_c10d_functional::all_reduce",  # tensor parallel layers
         "_c10d_functional::reduce_scatter_tensor",  # sequence parallel layers
@@ -79,26 +80,26 @@ KEPT_OPERATORS = frozenset(
         "aten::topk",  # which experts take a token: small, slow to find, and ties must break the same way again
     }
 )
-"""What ``select_ops`` keeps, by name, in all overloads; a name that this torch does not have matches nothing.
+"""The operators whose outputs ``select_ops`` keeps, in all overloads; names that this torch lacks match nothing.
 
-Everything else runs again: it costs about one pass over memory, as reading what was kept would. That holds for the
+Everything else runs again: it costs about one pass over memory, as reading a kept output would. That holds for the
 embeddings, the casts of autocast and the unpacking of 4-bit weights too, whose outputs are large.
 """
 
 
 def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
-    """``function(*inputs)``, of which only the inputs and what ``KEPT_OPERATORS`` give are kept.
+    """``function(*inputs)``, of which only the inputs and the outputs of ``KEPT_OPERATORS`` are saved for backward.
 
     One backward only: a second one through the same graph raises, also with ``retain_graph=True``.
 
     Args:
         function: runs once now and once, without those operators, in the backward; must do the same both times.
-        inputs: tensors among them are kept for the backward; pass them here rather than by closure so that they count
-            as saved tensors.
-        modules: what ``function`` runs; their BatchNorm layers record nothing the second time.
+        inputs: tensors among them are saved for backward; pass them here rather than by closure so that they count as
+            saved tensors.
+        modules: run by ``function``; their BatchNorm layers record nothing the second time.
 
     Raises:
-        InputError: an operator writes in place on an input or on what is kept; in the backward, if that was done after
+        InputError: an operator writes in place on an input or on a kept output; in the backward, if that was done after
             ``function`` ended, or if the second run uses other operators than the first (torch 2.11 sees that of kept
             ones alone). Under autocast it does where the first one found weights cast already, because another block
             has the same or ran twice: known limit.
@@ -118,10 +119,10 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
 
 @contextmanager
 def kept_by_policy() -> Iterator[dict[int, int]]:
-    """Notes what every ``select_ops`` inside keeps: identity to bytes of the storages, each once.
+    """Collects the storages that every ``select_ops`` inside keeps: identity to bytes, each once.
 
-    This memory does not pass through the hooks of saved tensors. Together with what does (``SavedTensors.storages`` has
-    the same form, and may hold some of the same storages) it is what a forward keeps. As there, leave the context
+    They do not pass through the hooks of saved tensors. Together with those that do (``SavedTensors.storages`` has the
+    same form, and may hold some of the same storages) they are saved for backward. As there, leave the context
     before the backward, which frees them.
     """
     _WATCHING.append({})
@@ -135,7 +136,7 @@ _WATCHING: list[dict[int, int]] = []
 
 
 def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether ``select_ops`` keeps what this call of an operator gives. See NOTE [ random numbers ]."""
+    """Whether ``select_ops`` keeps the output of this call of an operator. See NOTE [ random numbers ]."""
     name = op.name().partition(".")[0]
     return name in KEPT_OPERATORS and not _is_mutable(op) and not draws(op, args, kwargs)
 
@@ -154,14 +155,14 @@ class _Policy:
         self.protected = dict.fromkeys(_storages(inputs), "an input of the block")
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if _is_mutable(op) and not context.is_recompute:  # what is kept is given up there, and its address used again
+        if _is_mutable(op) and not context.is_recompute:  # kept outputs are released there, addresses reused
             self._check(op, args, kwargs)
         return CheckpointPolicy.MUST_SAVE if is_kept(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def note(self, op: Any, output: Any) -> None:
-        """What is kept."""
+    def add_kept(self, op: Any, output: Any) -> None:
+        """The output of ``op`` is kept."""
         storages = _storages(output)
-        self.protected |= dict.fromkeys(storages, f"what {op.name()} gave")
+        self.protected |= dict.fromkeys(storages, f"the output of {op.name()}")
         for kept in _WATCHING:
             kept |= storages
 
@@ -171,12 +172,12 @@ class _Policy:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 written = args[position] if position < len(args) else kwargs.get(argument.name)
                 for storage in _storages(written):
-                    if what := self.protected.get(storage):
-                        raise _refusal(self.block, f"{op.name()} writes in place on {what}: write it out of place")
+                    if target := self.protected.get(storage):
+                        raise _refusal(self.block, f"{op.name()} writes in place on {target}: write it out of place")
 
 
 class _FirstRun(TorchDispatchMode):
-    """Torch's mode for the run in the forward, and a note of what it keeps (torch 2.11 does not tell the policy)."""
+    """Torch's mode for the run in the forward; tells the policy which outputs it keeps (torch 2.11 does not)."""
 
     supports_higher_order_operators = True
 
@@ -213,7 +214,7 @@ class _FirstRun(TorchDispatchMode):
         kwargs = kwargs or {}
         output = self.caching.__torch_dispatch__(func, types, args, kwargs)
         if is_kept(func, args, kwargs):
-            self.policy.note(func, output)
+            self.policy.add_kept(func, output)
         return output
 
 
@@ -235,19 +236,19 @@ class _SecondRun:
         self.cached.__exit__(kind, error, trace)
         self.frozen.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError):
-            for words, reason in _IN_OUR_WORDS.items():
+            for words, reason in _EXPLANATIONS.items():
                 if words in str(error):
                     raise _refusal(self.block, reason) from error
 
 
-_IN_OUR_WORDS = {
-    "has been mutated": "what it keeps was written on in place after it ran: write it out of place",
+_EXPLANATIONS = {
+    "has been mutated": "a tensor that it keeps was written on in place after it ran: write it out of place",
     "not found in storage": (
         "its second run uses other operators than its first: leave contexts and remove the plan after the backward, "
         "use no weight twice under one autocast"
     ),
 }
-"""What torch's errors of the second run mean, and the way out."""
+"""The meaning of torch's errors of the second run, and the way out."""
 
 
 def _refusal(block: str, reason_and_way_out: str) -> InputError:

@@ -1,30 +1,26 @@
-"""A model's call of one of its layers, taken apart: the state that goes from layer to layer, and all the rest.
+"""The forwards that replace a model's own while a plan is applied.
+
+They are objects that hold the modules they run, so that a deep copy of the model (an EMA, say) runs the copy's own
+modules. Without gradients (evaluation, generation) the model runs as if there were no plan.
 
 NOTE [ caches ]
 1. A second run would fill a key-value cache a second time, so every run gets a copy of it, as empty or as filled (with
-   a prefix, say) as it was. Leaving it out would do for most layers; but keys that went through a cache lie otherwise
-   in memory, and attention may round otherwise.
-2. A cache of states that a layer computes with, as those of Mamba, is another matter: with it the same layer takes
-   another path, which rounds otherwise. It is refused by name.
-
-Layers that the model calls one by one, and that recompute together.
+   a prefix, say) as it was. Leaving it out would do for most layers; but keys that went through a cache have another
+   memory layout, and attention may round otherwise.
+2. Caches of states that a layer computes with, as those of Mamba, are refused by name: with one the same layer takes
+   another path, which rounds otherwise.
 
 NOTE [ one checkpoint for several calls ]
 1. torch's checkpoint takes one function. Here it is given one that does nothing in its first run, and the hooks that it
    puts around it, which keep a place in line instead of a tensor, are put around every layer of the span in turn. In
-   the backward the function runs again: now all the layers, each on what the one before gave.
-2. So every layer runs when the model calls it, and returns a tensor of plain training's own graph. Whoever reads it
+   the backward the function runs again: now all the layers, each on the output of the one before.
+2. So every layer runs when the model calls it, and returns a tensor of the ordinary autograd graph. Whoever reads it
    (hidden states in a loss, the features of a tower) has the right values and gradients, and layers may be left out.
-3. The second run hands each layer what the one before returned. Only a call that is given that very tensor, unchanged,
+3. The second run passes each layer the output of the one before. Only a call that is given that very tensor, unchanged,
    and that comes later in the span joins the calls before it; any other one begins a span of its own.
 4. Where the model draws random numbers between two layers, the second run begins the later one where it began.
-5. Autograd alone keeps a span alive. Known limit: a layer that is given what an earlier one of its span returned,
-   besides the state, makes a cycle with the graph, which a backward opens and nothing else does.
-
-What runs in place of a model's own forwards while a plan is in force.
-
-These are objects that hold the modules they run, so that a deep copy of the model (an EMA, say) runs the copy's own
-modules. Without gradients (evaluation, generation) the model runs as if there were no plan.
+5. Autograd alone keeps a span alive. Known limit: a layer that takes the output of an earlier one of its span besides
+   the state makes a cycle with the graph, which a backward opens and nothing else does.
 """
 
 import copy
@@ -54,7 +50,7 @@ CACHE_NAMES = ("past_key_values", "layer_past")
 
 @dataclass(frozen=True)
 class LayerCall:
-    """``method`` with all that the model gave it but the state, which it gave by position or as ``keyword``."""
+    """``method`` with its arguments but the state, which is passed by position or as ``keyword``."""
 
     method: Callable[..., Any]
     args: tuple[Any, ...]
@@ -63,7 +59,7 @@ class LayerCall:
     takes_list: bool = False
 
     def __call__(self, *state: Any) -> Any:
-        """What the layer gives for a state: one tensor, or several, which a dense layer takes as a list."""
+        """The output of the layer for a state: one tensor, or several, which a dense layer takes as a list."""
         flowing = (list(state),) if self.takes_list else state
         args = map(_own_copy, self.args)
         kwargs = {name: _own_copy(value) for name, value in self.kwargs.items()}
@@ -72,7 +68,7 @@ class LayerCall:
         return self.method(*args, **{self.keyword: flowing[0]}, **kwargs)
 
 
-def taken_apart(
+def split_call(
     module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[LayerCall, tuple[Any, ...]]:
     """The call ``method(*args, **kwargs)`` of a layer, and the state that goes through it.
@@ -151,7 +147,7 @@ class JointLayers:
         if calls is None or hooks is None:
             calls = _Calls(len(self.modules))
             recompute(calls, *state, modules=self.modules)
-            hooks = calls.let_go_of_hooks()
+            hooks = calls.release_hooks()
         self.last = weakref.ref(calls)
         return calls.run(hooks, position, call, *state)
 
@@ -169,11 +165,11 @@ class _Calls:
     position: int = -1  # of the last one
     hooks: tuple[Any, ...] = ()  # of the checkpoint, by weak references once there is a call
     returned: "weakref.ref[Tensor] | None" = None
-    version: int = 0  # of what was returned
+    version: int = 0  # of the returned tensor
     random_state: "_RandomState | None" = None  # after the last one, if another one may follow
 
     def __call__(self, *state: Any) -> None:
-        """What the checkpoint runs: nothing the first time, then all calls."""
+        """The function of the checkpoint: nothing the first time, then all calls."""
         if not self.calls:
             self.hooks = _top_saved_tensors_default_hooks(True) or ()
             return
@@ -182,7 +178,7 @@ class _Calls:
                 random_state.restore()
             state = (call(*state),)
 
-    def let_go_of_hooks(self) -> Hooks:
+    def release_hooks(self) -> Hooks:
         """They hold the checkpoint, which holds this object."""
         pack, unpack = self.hooks
         self.hooks = (weakref.ref(pack), weakref.ref(unpack))
@@ -195,7 +191,7 @@ class _Calls:
         return (pack, unpack) if follows and state._version == self.version and pack and unpack else None
 
     def run(self, hooks: Hooks, position: int, call: Callable[..., Any], state: Tensor) -> Any:
-        """Run the layer at ``position``, and note what a second run has to know."""
+        """Run the layer at ``position``, and record it for the second run."""
         began = _RandomState.now(state)
         moved = self.random_state is not None and not began.equals(self.random_state)
         self.calls.append((call, began if moved else None))
@@ -228,7 +224,7 @@ class _RandomState:
         set_device_states(self.devices, self.on_devices, device_type=self.device_type)
 
     def equals(self, other: "_RandomState") -> bool:
-        """No observer is asked: these are no tensors of the model, nor fake ones where it is made of those."""
+        """Outside of dispatch modes: these are no tensors of the model, nor fake where it is."""
         with _disable_current_modes():
             ours, theirs = [self.on_cpu, *self.on_devices], [other.on_cpu, *other.on_devices]
             return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
@@ -250,7 +246,7 @@ RUN: dict[Action, Callable[..., Any]] = {
     Action.OFFLOAD: offload,
     Action.COMPILE: keep,
 }
-"""How each action runs a function: ``RUN[action](function, *inputs, modules=...)``. What is compiled is so already."""
+"""How each action runs a function: ``RUN[action](function, *inputs, modules=...)``. ``COMPILE`` compiled it before."""
 
 
 @dataclass
@@ -263,15 +259,15 @@ class SpannedBlocks:
     watch: Watch | None = None
 
     def __call__(self, *state: Tensor) -> tuple[Tensor, ...]:
-        """State in, state out, keeping what the action keeps."""
+        """State in, state out, under the action."""
         if self.watch is None:
             return self.run(*state)
         state = self.watch(self.blocks[0].name, self.run, state)
         return state
 
     def run(self, *state: Tensor) -> tuple[Tensor, ...]:
-        """The same without anyone watching."""
-        forward = self.runs.noted(self.forward, *(block.name for block in self.blocks))
+        """The same without the watch."""
+        forward = self.runs.recorded(self.forward, *(block.name for block in self.blocks))
         state = RUN[self.action](forward, *state, modules=[m for block in self.blocks for m in block.modules])
         return state
 
@@ -290,7 +286,7 @@ class SpannedSequence:
     spans: list[SpannedBlocks]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the root's own forward gives."""
+        """The output of the root's own forward."""
         if not torch.is_grad_enabled():
             x = type(self.sequence.root).forward(self.sequence.root, x)
             return x
@@ -312,11 +308,11 @@ class SpannedLayer:
     watch: Watch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer's own forward gives."""
+        """The output of the layer's own forward."""
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
-        call, state = taken_apart(self.module, self.method, args, kwargs)
-        run = partial(RUN[self.action], self.runs.noted(call, self.name), modules=[self.module])
+        call, state = split_call(self.module, self.method, args, kwargs)
+        run = partial(RUN[self.action], self.runs.recorded(call, self.name), modules=[self.module])
         return run(*state) if self.watch is None else self.watch(self.name, run, state)
 
 
@@ -333,9 +329,9 @@ class LayerInSpan:
     watch: Watch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer's own forward gives."""
+        """The output of the layer's own forward."""
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
-        call, state = taken_apart(self.module, self.method, args, kwargs)
-        run = partial(self.span.run, self.position, self.runs.noted(call, self.name))
+        call, state = split_call(self.module, self.method, args, kwargs)
+        run = partial(self.span.run, self.position, self.runs.recorded(call, self.name))
         return run(*state) if self.watch is None else self.watch(self.name, run, state)

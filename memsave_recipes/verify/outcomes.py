@@ -1,13 +1,11 @@
-"""What a global batch leaves behind, and the first thing in which two of them differ.
+"""Outcomes of a global batch, the first difference of two of them, and one verdict for all ranks.
 
-NOTE [ what equal means ]
+NOTE [ equality ]
 1. Values are equal bit for bit; 0 and -0 are equal, and so are two NaN at the same place. A NaN beside a number, or NaN
    at other places, is a difference.
 2. A distance in ulp counts the floating-point numbers between two values of one dtype: 0 for equal ones, 1 for
    neighbours (Goldberg 1991, https://doi.org/10.1145/103162.103163). It has no meaning where one of them is not finite.
 3. A NaN or an infinity in loss or gradients, equal or not, is no result that training could begin with.
-
-One verdict for all ranks, and what has to be the same on all of them.
 """
 
 import copy
@@ -33,12 +31,12 @@ _LARGEST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one global batch did.
+    """The results of one global batch.
 
     Args:
         tensors: by kind and name, in the order of ``KINDS``, on whichever device they are.
         block_runs: how often the modules of a block were called; empty where nobody counted.
-        error: in one line, where the run broke off.
+        error: in one line, if the run was aborted.
     """
 
     tensors: dict[Key, Tensor]
@@ -57,8 +55,8 @@ class Difference:
     """Where two outcomes differ first.
 
     Args:
-        kind: one of ``KINDS``, ``block``, ``run`` (it broke off), or one of them ``over ranks``.
-        words: what is different.
+        kind: one of ``KINDS``, ``block``, ``run`` (it was aborted), or one of them ``over ranks``.
+        words: a description.
         ulp, absolute: the largest of the tensor, where both numbers are finite.
     """
 
@@ -82,11 +80,11 @@ class Verdict:
 
     Args:
         status: ``identical``, ``as exact as plain`` (a plan that compiles), ``nothing to verify``; or ``different``,
-            ``not repeatable`` (plain differs from plain), ``not synchronised``, ``not finite``, ``unproven``.
+            ``not repeatable`` (two baseline runs differ), ``not synchronised``, ``not finite``, ``unproven``.
         num_compared, num_different: tensors of this rank.
         first: the first difference, in the order of a step: loss, gradients, buffers, parameters, RNG.
         rank: which rank found it.
-        note: what else there is to know.
+        note: a remark.
     """
 
     status: str
@@ -113,14 +111,14 @@ class Verdict:
         return "; ".join([*parts, *filter(None, [self.note])])
 
     def to_dict(self) -> dict[str, object]:
-        """What ``results.json`` holds: nothing that is unknown."""
+        """The entry of ``results.json``, without unknown values."""
         first = {f"first_{name}": value for name, value in asdict(self.first).items()} if self.first else {}
         entries = {**{k: v for k, v in asdict(self).items() if k not in ("status", "first")}, **first}
         return {"verdict": self.status, **{name: value for name, value in entries.items() if value not in (None, "")}}
 
 
 def compare_runs(plain: Outcome, planned: Outcome, *, kept_blocks: tuple[str, ...] = ()) -> Verdict:
-    """NOTE [ what equal means ].
+    """The verdict on a baseline and a planned run, by NOTE [ equality ].
 
     Args:
         kept_blocks: must have run as often in one as in the other.
@@ -129,7 +127,7 @@ def compare_runs(plain: Outcome, planned: Outcome, *, kept_blocks: tuple[str, ..
     return verdict_of("identical", differences, len(plain.tensors), planned)
 
 
-def measure(key: Key, one: Tensor, other: Tensor) -> Difference | None:
+def difference_in_values(key: Key, one: Tensor, other: Tensor) -> Difference | None:
     """The difference of two tensors; ``None`` where rule 1 calls them equal."""
     kind, name = key
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -160,8 +158,8 @@ def distance_in_ulp(one: Tensor, other: Tensor) -> Tensor:
     mask = _LARGEST >> (64 - 8 * one.element_size())
     magnitudes = [b & mask for b in bits]  # without the sign; neighbours of one sign are neighbours as integers
     near = (magnitudes[0] - magnitudes[1]).abs()
-    room = _LARGEST - magnitudes[1]
-    far = torch.where(magnitudes[0] > room, _LARGEST, magnitudes[0] + magnitudes[1])
+    headroom = _LARGEST - magnitudes[1]
+    far = torch.where(magnitudes[0] > headroom, _LARGEST, magnitudes[0] + magnitudes[1])
     return torch.where(one.signbit() == other.signbit(), near, far)
 
 
@@ -192,7 +190,7 @@ def difference_of(key: Key, plain: Tensor | None, planned: Tensor | None) -> lis
         which = "planned" if plain is None else "plain"
         words = f"only the {which} run {'changed it' if key[0] == 'parameter' else 'has one'}"
         return [Difference(kind=key[0], name=key[1], words=words)]
-    found = measure(key, plain.cpu(), planned.cpu())
+    found = difference_in_values(key, plain.cpu(), planned.cpu())
     return [found] if found else []
 
 
@@ -224,7 +222,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """What DDP wraps."""
+    """The module inside DDP."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -258,14 +256,14 @@ def agree(verdict: Verdict) -> Verdict:
 
 
 def shared_at_the_start(model: nn.Module) -> dict[Key, Tensor]:
-    """What has to be the same on all ranks before a step: what trains, and buffers that DDP leaves alone."""
+    """Tensors that must be equal on all ranks before a step: parameters that train, buffers that DDP leaves alone."""
     inner = without_wrapper(model)
     parameters = {("parameter", name): p.detach() for name, p in inner.named_parameters() if p.requires_grad}
     return parameters | {("buffer", name): b for name, b in inner.named_buffers() if not _is_broadcast(model, name)}
 
 
 def shared_after(model: nn.Module, outcome: Outcome) -> dict[Key, Tensor]:
-    """And after it: gradients, and buffers that DDP leaves alone. The others follow rank 0 at the next forward."""
+    """And after it: gradients, buffers that DDP leaves alone. The other buffers follow rank 0 at the next forward."""
     return {
         (kind, name): tensor
         for (kind, name), tensor in outcome.tensors.items()
@@ -292,7 +290,7 @@ def _between_ranks(key: Key, tensor: Tensor | None, other: int) -> Difference:
     kind = f"{key[0]} over ranks"
     if first is None or second is None:
         return Difference(kind=kind, name=key[1], words=f"rank 0 and rank {other}: only one of them has it")
-    found = measure(key, first, second)
+    found = difference_in_values(key, first, second)
     # Bytes may differ where values do not, as in 0 and -0.
     words = f"rank 0 and rank {other}: {found.words if found else 'other signs of zero'}"
     return replace(found, kind=kind, words=words) if found else Difference(kind=kind, name=key[1], words=words)

@@ -1,19 +1,21 @@
-"""One global batch plain and planned, from one state, and no trace of it afterwards.
+"""Run one global batch as baseline and under the plan from one state, compare the two, and put everything back.
+
+The baseline is the model without checkpointing. Verdicts and tables call it *plain*.
 
 NOTE [ the proof ]
-1. The same global batch runs forward and backward plain (the plan lifted) and planned, both from one state, without an
-   optimizer. What it leaves behind is compared: loss, every gradient, buffers, parameters, RNG, and which blocks ran
-   again. What equal means stands in ``outcomes.py``.
-2. It costs two global batches. On a difference plain runs a second time: a model that does not repeat itself (it counts
-   calls outside of its own state, or uses an operator without a fixed order) says nothing about the plan.
+1. The same global batch runs forward and backward without the plan and with it, both from one state, without an
+   optimizer. Compared are loss, every gradient, buffers, parameters, RNG, and which blocks ran again; equality is
+   defined in ``outcomes.py``.
+2. It costs two global batches. On a difference the baseline runs a second time: a model that does not repeat itself (it
+   counts calls outside of its own state, or uses a nondeterministic operator) says nothing about the plan.
 3. Everything is put back (``preserve_state``). The baseline's results wait on the host; the device needs the memory of
    training without a plan, and under DDP that of one more set of gradients.
 4. DDP sorts its buckets after its first backward, which changes the order of sums over three ranks and more. So each
    run gets a reducer of its own, and the one that trains has seen nothing.
-5. A plan that compiles is as exact as plain or not, which takes a third global batch, in float64 on a copy of the
-   model (8 bytes a parameter, as much for the gradients, and activations of twice the size). Dropout draws other masks
-   in float64: it is off in all three runs, so whether a compiled one drops the same is not seen.
-6. A device that adds in any order would make plain differ from plain: see NOTE [ a fixed order ].
+5. A plan that compiles is as exact as the baseline or not, which takes a third global batch, in float64 on a copy of
+   the model (8 bytes a parameter, as much for the gradients, and activations of twice the size). Dropout draws other
+   masks in float64: it is off in all three runs, so whether a compiled one drops the same is not seen.
+6. Nondeterministic operators would make two baseline runs differ: see NOTE [ deterministic kernels ].
 7. Not seen: state that a model keeps elsewhere, such as a global variable. It has to repeat itself without it.
 """
 
@@ -48,9 +50,9 @@ from memsave_recipes.verify.outcomes import (
 from memsave_recipes.verify.reference import (
     compare_by_reference,
     count_block_runs,
-    in_fixed_order,
+    deterministic_kernels,
+    nondeterministic_operator,
     only_warn,
-    unordered_operator,
 )
 
 Step = Callable[[], Tensor]
@@ -58,15 +60,15 @@ Step = Callable[[], Tensor]
 
 
 def verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
-    """Whether ``step`` leaves the same behind with the plan and without, by NOTE [ the proof ]; the same on all ranks.
+    """Whether ``step`` has the same results with and without the plan (NOTE [ the proof ]); one verdict for all ranks.
 
     Args:
-        model: what ``step`` runs, as wrapped for training; one that is in evaluation mode trains meanwhile.
-        handle: of the plan in force on it.
+        model: run by ``step``, as wrapped for training; one that is in evaluation mode trains meanwhile.
+        handle: of the plan applied to it.
         step: may be called two or three times.
 
     Raises:
-        torch.OutOfMemoryError: a run found no memory, most likely the plain one.
+        torch.OutOfMemoryError: a run found no memory, most likely the baseline.
     """
     plan = handle.plan
     if plan.blocks_under(Action.KEEP) == plan.blocks:
@@ -80,7 +82,7 @@ def verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
 
 
 def capture(model: nn.Module, loss: Tensor, state: SavedState) -> Outcome:
-    """What a step has left behind, where it lies: no copies."""
+    """The results of a step, without copies."""
     inner = without_wrapper(model)
     tensors: dict[Key, Tensor] = {("loss", ""): loss.detach()}
     tensors |= {("gradient", name): p.grad for name, p in inner.named_parameters() if p.grad is not None}
@@ -96,14 +98,14 @@ class _Proof:
     handle: PlanHandle
     step: Step
     state: SavedState
-    unordered: list[str] = field(default_factory=list)
+    nondeterministic: list[str] = field(default_factory=list)
 
     def check(self) -> Verdict:
-        with in_fixed_order() if _adds_in_any_order(self.state.device) else nullcontext():
+        with deterministic_kernels() if _has_nondeterministic_kernels(self.state.device) else nullcontext():
             if first := out_of_step(self.model, shared_at_the_start(self.model)):
                 return Verdict(status="not synchronised", first=first)
             verdict = self.check_bitwise() if self.handle.plan.is_bitwise else self.check_within_rounding()
-        notes = [f"{operator} adds in any order" for operator in self.unordered]
+        notes = [f"{operator} adds in any order" for operator in self.nondeterministic]
         return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
 
     def check_bitwise(self) -> Verdict:
@@ -139,7 +141,7 @@ class _Proof:
             return self._run()
 
     def run_planned(self) -> Outcome:
-        """A plan that breaks the run off has changed something, unless it says itself what the user should do."""
+        """An error under the plan is a difference, unless it tells the user what to do."""
         try:
             return self._run()
         except Exception as error:
@@ -148,7 +150,7 @@ class _Proof:
             return Outcome(tensors={}, error=_in_one_line(error))
 
     def run_plain_in_float64(self) -> Outcome:
-        """There is none without the memory for it, or where an operator does not know float64."""
+        """Fails without the memory for it, or where an operator does not support float64."""
         try:
             with _plan_removed(self.handle):
                 inner = without_wrapper(self.model)
@@ -160,14 +162,14 @@ class _Proof:
             return Outcome(tensors={}, error=_in_one_line(error))
 
     def _run(self) -> Outcome:
-        """A run that an operator without a fixed order broke off begins again: rule 6."""
+        """Begins again where a nondeterministic operator raised: rule 6."""
         try:
             return self._run_once()
         except RuntimeError as error:
-            operator = unordered_operator(error)
+            operator = nondeterministic_operator(error)
             if operator is None:
                 raise
-        self.unordered.append(operator)
+        self.nondeterministic.append(operator)
         only_warn()
         self.state.restart()
         return self._run_once()
@@ -184,23 +186,23 @@ class _Proof:
 
 @contextmanager
 def _plan_removed(handle: PlanHandle) -> Iterator[None]:
-    """The model without its plan, for a while."""
-    in_force = [(module, attribute, module.__dict__[attribute]) for module, attribute, _ in handle.replaced]
+    """Inside, the model has no plan."""
+    applied = [(module, attribute, module.__dict__[attribute]) for module, attribute, _ in handle.replaced]
     handle.remove()
     try:
         yield
     finally:
-        for module, attribute, value in in_force:
+        for module, attribute, value in applied:
             handle.replace(module, attribute, value)
 
 
-def _adds_in_any_order(device: torch.device) -> bool:
-    """Whether it has operators that do, unless torch is told otherwise."""
+def _has_nondeterministic_kernels(device: torch.device) -> bool:
+    """Whether it has such operators."""
     return device.type != "cpu"
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Evaluation, but for BatchNorm. ``SavedState`` puts it back."""
+    """Evaluation mode, but for BatchNorm; ``SavedState`` puts it back."""
     model.eval()
     for layer in batchnorm_layers([model]):
         layer.train()

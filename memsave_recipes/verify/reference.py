@@ -1,20 +1,17 @@
-"""Count how often the blocks of a plan run: a block that the plan keeps runs once, whatever its gradients say.
-
-Two computations of the same in another order: is the one as near to the truth as the other?
+"""Tools of the proof: count block runs, compare with a float64 reference, and run with deterministic kernels.
 
 NOTE [ as exact as plain ]
-A plan that compiles rounds at other places, so it has to be as near as plain to what plain gives in float64, in the
-root mean square of each tensor. Two computations of equal quality are nearer to it by turns (measured: up to 1.4 times;
-a loss, which is one number, 21 times). Hence SLACK times plain's own error, plus, relative to the size of the tensor,
-plain's error over all gradients or ROUNDING ulp. What is no floating-point number has to be equal.
+A plan that compiles rounds at other places, so its distance to the baseline in float64 has to be as small as the
+baseline's own, in the root mean square of each tensor. Two computations of equal quality are nearer to it by turns
+(measured: up to 1.4 times; a loss, which is one number, 21 times). Hence SLACK times the baseline's error, plus,
+relative to the size of the tensor, the baseline's error over all gradients or ROUNDING ulp. Tensors that are not of
+floating point have to be equal.
 
-Kernels that add in a fixed order, and the operators that have none.
-
-NOTE [ a fixed order ]
+NOTE [ deterministic kernels ]
 1. Torch can be told to raise at an operator that has no deterministic kernel, or to warn. On CUDA the backward of flash
    and of memory-efficient attention has one, but takes it only where torch would raise: told to warn, it warns as well
    and adds in any order (ATen/native/transformers/cuda/attention_backward.cu of torch 2.11 to 2.13).
-2. So torch is told to raise. Where an operator does, what was begun begins again with warnings, and it is named.
+2. So torch is told to raise. Where an operator does, the run begins again with warnings, and the operator is named.
 3. The flash-attn package takes its deterministic backward where transformers is asked for it by a variable.
 """
 
@@ -50,7 +47,7 @@ from memsave_recipes.verify.outcomes import (
 
 @contextmanager
 def count_block_runs(model: nn.Module, plan: Plan | None) -> Iterator[Counter[str]]:
-    """How often the modules at the bottom of each block are called, in first runs and in repeated ones."""
+    """How often the innermost modules of each block are called, in the forward and in recomputations."""
     runs: Counter[str] = Counter()
     leaves = _leaves_of_blocks(model, plan) if plan else {}
     handles = [leaf.register_forward_pre_hook(_Count(runs, name)) for leaf, name in leaves.items()]
@@ -96,7 +93,7 @@ ROUNDING = 4.0
 
 
 def compare_by_reference(plain: Outcome, planned: Outcome, reference: Outcome) -> Verdict:
-    """NOTE [ as exact as plain ]; ``reference`` is plain in float64."""
+    """The verdict by NOTE [ as exact as plain ]; ``reference`` is the baseline in float64."""
     differences: list[Difference] = []
     # Compiled code may draw from a generator of its own.
     keys = [key for key in keys_of(plain, planned) if key[0] != "RNG"]
@@ -143,7 +140,7 @@ FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 
 
 @contextmanager
-def in_fixed_order() -> Iterator[None]:
+def deterministic_kernels() -> Iterator[None]:
     """All operators take their deterministic kernels; torch raises at one that has none."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, variable = torch.backends.cudnn.benchmark, os.environ.get(FLASH_ATTENTION)
@@ -161,7 +158,7 @@ def in_fixed_order() -> Iterator[None]:
         os.environ.update({} if variable is None else {FLASH_ATTENTION: variable})
 
 
-def unordered_operator(error: RuntimeError) -> str | None:
+def nondeterministic_operator(error: RuntimeError) -> str | None:
     """The operator without a deterministic kernel that raised ``error``, if one did."""
     name, words, _ = str(error).partition(" does not have a deterministic implementation")
     if words:
@@ -176,10 +173,10 @@ def only_warn() -> None:
 
 
 def take_fixed_order(model: nn.Module, trial: Callable[[], Any]) -> str | None:
-    """From now on torch raises at an operator that has no deterministic kernel, unless ``trial()`` meets one.
+    """From now on torch raises at an operator without a deterministic kernel, unless ``trial()`` meets one.
 
     Args:
-        model: what ``trial`` runs forward and backward, as wrapped for training. It is left as it was.
+        model: run forward and backward by ``trial``, as wrapped for training. Its state is preserved.
 
     Returns:
         That operator; torch then warns of it and of all others. ``None`` where every operator has a kernel.
@@ -190,7 +187,7 @@ def take_fixed_order(model: nn.Module, trial: Callable[[], Any]) -> str | None:
             trial()
         return None
     except RuntimeError as error:
-        operator = unordered_operator(error)
+        operator = nondeterministic_operator(error)
         if operator is None:
             raise
         only_warn()

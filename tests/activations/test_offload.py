@@ -12,7 +12,7 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.offload import (
     SMALLEST_BYTES,
     OffloadEngine,
-    _say_once_that_nothing_moves,
+    _warn_once_on_cpu,
     offload,
     pinned_sizes,
 )
@@ -193,7 +193,7 @@ def test_after_the_backward_nothing_is_held(engine):
     del output
     gc.collect()
     assert not engine.known
-    assert engine.under_way is None
+    assert engine.in_flight is None
     assert all(reference() is None for reference in engine.copies.host)
     assert engine.last() is None
     assert all(block.weight.grad is not None for block in blocks)
@@ -315,7 +315,7 @@ def test_tensors_that_are_more_than_their_storage_stay(engine):
 
 
 def test_on_a_cpu_nothing_moves_and_one_warning_says_so(make_case):
-    _say_once_that_nothing_moves.cache_clear()
+    _warn_once_on_cpu.cache_clear()
     expected, case = train_step(make_case("vgg_small")), make_case("vgg_small")
     with apply_plan(case.model, plan_blocks(case.model, "offload")):
         with pytest.warns(UserWarning, match="offload: the model runs on a CPU") as caught:

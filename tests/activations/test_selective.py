@@ -264,8 +264,8 @@ def writes_on_a_view_of_its_input(x, weight):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (writes_on_what_is_kept, "aten::relu_ writes in place on what aten::mm gave"),
-        (adds_to_a_view_of_what_is_kept, "aten::add_.Tensor writes in place on what aten::mm gave"),
+        (writes_on_what_is_kept, "aten::relu_ writes in place on the output of aten::mm"),
+        (adds_to_a_view_of_what_is_kept, "aten::add_.Tensor writes in place on the output of aten::mm"),
         (writes_on_a_view_of_its_input, "aten::mul_.Tensor writes in place on an input of the block"),
     ],
 )

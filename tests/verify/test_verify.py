@@ -21,7 +21,7 @@ from memsave_recipes.training.optimizers import step_in_backward
 from memsave_recipes.verify import Outcome, compare_runs, proof, take_fixed_order, verify
 from memsave_recipes.verify.outcomes import distance_in_ulp
 from memsave_recipes.verify.proof import _plan_removed
-from memsave_recipes.verify.reference import FLASH_ATTENTION, unordered_operator
+from memsave_recipes.verify.reference import FLASH_ATTENTION, nondeterministic_operator
 
 STRATEGIES = {
     "vgg_bn": ["full", "every:2", "segments:2"],
@@ -121,7 +121,7 @@ def unpooling_step(model):
 
 @pytest.fixture
 def like_a_gpu(monkeypatch):
-    monkeypatch.setattr(proof, "_adds_in_any_order", lambda device: True)
+    monkeypatch.setattr(proof, "_has_nondeterministic_kernels", lambda device: True)
 
 
 def kernels():
@@ -187,7 +187,7 @@ def test_cublas_without_its_workspace_is_named():
         "`at::Context::setDeterministicAlgorithms(true)`, but this operation is not deterministic because it uses "
         "CuBLAS and you have CUDA >= 10.2."
     )
-    assert unordered_operator(error) == "cuBLAS without CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    assert nondeterministic_operator(error) == "cuBLAS without CUBLAS_WORKSPACE_CONFIG=:4096:8"
 
 
 # The faults
