@@ -31,12 +31,15 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import LOST, SECOND_RANK_S, WAY_ON, end_now, tell_ranks
 
 T = TypeVar("T")
+Failure = tuple[bool, str]
+"""Whether it is the user's mistake, and its message: not every exception can be pickled for the other ranks."""
 
 POLL_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
@@ -52,8 +55,9 @@ def on_main_process(accelerator: Accelerator, action: Callable[[], T]) -> T:
     """
     result, error = _attempt(action) if accelerator.is_main_process else (None, None)
     _wait_for_rank_0(accelerator)
-    [(result_of_0, told)] = broadcast_object_list([(result, _told(error))])
-    _raise(error, [told])
+    broadcast: list[tuple[T, Failure | None]] = broadcast_object_list([(result, _failure(error))])
+    [(result_of_0, failure)] = broadcast
+    _raise(error, [failure])
     return result_of_0
 
 
@@ -87,7 +91,7 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
         error = caught
     if accelerator.is_main_process:
         _wait_for_rank_0(accelerator)
-        _raise(error, broadcast_object_list([_told(error)]))
+        _raise(error, broadcast_object_list([_failure(error)]))
     fail_together(error)
 
 
@@ -98,7 +102,7 @@ def fail_together(error: Exception | None) -> None:
         InputError: on every rank, where one raised it.
         RuntimeError: on the other ranks, where one raised something else.
     """
-    _raise(error, gather_object([_told(error)]))
+    _raise(error, gather_object([_failure(error)]))
 
 
 class RankPoll:
@@ -138,7 +142,8 @@ class RankPoll:
 
     def _largest(self, *numbers: int) -> list[int]:
         mine = torch.tensor([numbers], device=self.accelerator.device)  # (1, N)
-        return self.accelerator.gather(mine).amax(dim=0).tolist()  # (ranks, N) -> (N)
+        of_ranks: Tensor = self.accelerator.gather(mine)  # (ranks, N)
+        return of_ranks.amax(dim=0).tolist()
 
 
 def _wait_for_rank_0(accelerator: Accelerator) -> None:
@@ -162,18 +167,18 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _told(error: Exception | None) -> tuple[bool, str] | None:
-    """A failure as other ranks hear of it: whether it is the user's, and its words. Not every exception can travel."""
+def _failure(error: Exception | None) -> Failure | None:
+    """``error`` as it is sent to other ranks."""
     if error is None:
         return None
     return isinstance(error, InputError), str(error) or type(error).__name__
 
 
-def _raise(own: Exception | None, told: list[tuple[bool, str] | None]) -> None:
-    failures = [failure for failure in told if failure]
-    for is_input_error, words in failures:
+def _raise(own: Exception | None, of_ranks: list[Failure | None]) -> None:
+    failures = [failure for failure in of_ranks if failure]
+    for is_input_error, message in failures:
         if is_input_error:
-            raise InputError(words) from own
+            raise InputError(message) from own
     if own is not None:
         raise own
     if failures:
@@ -289,6 +294,7 @@ class _RankWatch:
 
 def _collectives_begun() -> int:
     try:
-        return _get_default_group()._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        count: int = _get_default_group()._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return count
     except ValueError:  # it is no more
         return 0

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import datasets
-from huggingface_hub import constants
+from huggingface_hub import constants, get_session
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
-from huggingface_hub.utils import get_session
 
 from memsave_recipes.errors import InputError
 

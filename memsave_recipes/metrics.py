@@ -15,7 +15,7 @@ all classes that occur, each counting the same, as ``f1_macro``; with ``None``, 
 _INPUTS = "predictions and references: class indices, equally many; average: None (default), binary or macro"
 
 
-class Classification(evaluate.Metric):
+class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # evaluate has no types
     """Exact matches, and scikit-learn's F1, in which a class that is never right has 0."""
 
     def _info(self) -> evaluate.MetricInfo:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.text import format_bytes
@@ -38,6 +38,14 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Counts up when an older checkpoint can no longer be read."""
 HASHING_THREADS = 4  # SHA-256 is slower than a fast disk
+
+
+class Entry(TypedDict):
+    """A file of the manifest, by its path below the folder."""
+
+    path: str
+    size: int
+    sha256: str
 
 
 class Damaged(Exception):
@@ -100,7 +108,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
 
 
-def _entry(folder: Path, path: Path, digest: str) -> dict[str, Any]:
+def _entry(folder: Path, path: Path, digest: str) -> Entry:
     return {"path": path.relative_to(folder).as_posix(), "size": path.stat().st_size, "sha256": digest}
 
 
@@ -109,19 +117,20 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _text(entries: list[dict[str, Any]]) -> str:
+def _text(entries: list[Entry]) -> str:
     digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
     return json.dumps({"format": FORMAT, "sha256_of_files": digest, "files": entries}, indent=1) + "\n"
 
 
-def _read_entries(folder: Path) -> list[dict[str, Any]]:
+def _read_entries(folder: Path) -> list[Entry]:
     path = folder / MANIFEST
     if not path.is_file():
         raise Damaged(f"{MANIFEST} is missing")
     content = path.read_bytes()
     try:
         manifest = json.loads(content)
-        written_by, entries = manifest["format"], manifest["files"]
+        written_by: object = manifest["format"]
+        entries: list[Entry] = manifest["files"]
         is_canonical = _text(entries).encode() == content and all(map(_is_entry, entries))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is not what was written") from error
@@ -131,7 +140,7 @@ def _read_entries(folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _is_entry(entry: Any) -> bool:
+def _is_entry(entry: object) -> bool:
     match entry:
         case {"path": str(), "size": int(), "sha256": str()}:
             return True
@@ -148,7 +157,7 @@ def _check_sizes(expected: dict[str, int], found: dict[str, int]) -> None:
             raise Damaged(f"{name} has {found[name]} of {expected[name]} bytes")
 
 
-def _check_digest(entry: dict[str, Any], digest: str) -> None:
+def _check_digest(entry: Entry, digest: str) -> None:
     if digest != entry["sha256"]:
         raise Damaged(f"{entry['path']} has other bytes than were written")
 

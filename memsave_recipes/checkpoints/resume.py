@@ -177,7 +177,7 @@ def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
         return None
     way_out = "put it back, or begin anew with --overwrite"
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"--resume: {config} cannot be read: {way_out}") from error
     if not _is_whole(content):

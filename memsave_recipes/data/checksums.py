@@ -130,8 +130,9 @@ def _digests_of(images: list[dict[str, Any]], labels: list[int]) -> dict[str, li
 
 def _content(image: dict[str, Any]) -> bytes:
     """The bytes of one that is stored in the data set; of one that is a file, its name and size."""
-    if image["bytes"] is not None:
-        return image["bytes"]
+    stored: bytes | None = image["bytes"]
+    if stored is not None:
+        return stored
     return f"{os.path.basename(image['path'])} {_stat(image['path']).st_size}".encode()
 
 
@@ -158,7 +159,8 @@ def _digests(rows: datasets.Dataset) -> list[str]:
     hashed = rows.map(
         _hash, batched=True, input_columns="image", remove_columns=rows.column_names, desc="hashing images"
     )
-    return hashed["sha256"][:]
+    digests: list[str] = hashed["sha256"][:]
+    return digests
 
 
 def _hash(images: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -136,9 +136,10 @@ def _read_folder(root: Path) -> Splits:
         # One pattern per class, because ``**`` follows a link only where it starts.
         patterns[split] = [f"{glob.escape(str(path))}/**" for path in classes]
     try:
-        return datasets.load_dataset("imagefolder", data_files=patterns, drop_labels=False)
+        splits: Splits = datasets.load_dataset("imagefolder", data_files=patterns, drop_labels=False)
     except LOADING_ERRORS as error:
         raise InputError(f"--data_dir {root} cannot be read: {reason(error)}") from error
+    return splits
 
 
 def _check_names(root: Path, split: str) -> None:
@@ -219,7 +220,7 @@ IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ImageDataset(torch.utils.data.Dataset):
+class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """One split, decoded sample by sample.
 
     A key is an ``int`` (a counted sample of epoch 0) or has ``index``, ``epoch`` and ``counted``. A sample is what
@@ -343,7 +344,7 @@ def _is_readable(stored: dict[str, Any]) -> bool:
 
 def _decode(stored: dict[str, Any]) -> Image.Image:
     """Upright and RGB. Pillow's plugins raise nearly any exception, so all of them mean a broken image."""
-    image = datasets.Image().decode_example(stored)
+    image: Image.Image = datasets.Image().decode_example(stored)
     if image.mode.startswith("I;16"):  # Pillow would turn every value above 255 white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):

@@ -78,7 +78,7 @@ def _cache_key() -> str:
     return hashlib.sha256(Path(__file__).read_bytes() + repr(versions).encode()).hexdigest()
 
 
-def _rows(cache_key: str) -> Iterator[dict]:
+def _rows(cache_key: str) -> Iterator[dict[str, object]]:
     """The texts library by library; ``datasets`` caches them by ``cache_key``."""
     openings: set[str] = set()
     for label, library in enumerate(LIBRARIES):

@@ -39,7 +39,7 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PackedDataset(Dataset):
+class PackedDataset(Dataset[Batch]):
     """Rows of exactly T tokens: rules 1 to 5 of NOTE [ packing ].
 
     A key is an ``int`` (a row that counts) or has ``index`` and ``counted``. A row gives ``input_ids``,
@@ -87,11 +87,12 @@ class PackedDataset(Dataset):
         """How far each token is from the beginning of its document in this row, int64 (stop - start,)."""
         places = np.arange(start, stop)
         documents = np.searchsorted(self.tokens.document_starts, places, side="right") - 1
-        return places - np.maximum(self.tokens.document_starts[documents], start)
+        positions: np.ndarray = places - np.maximum(self.tokens.document_starts[documents], start)
+        return positions
 
     def collate(self, rows: list[Batch]) -> Batch:
         """Rows as a batch (B, T), or (1, B * T) and ``document_ends`` with ``one_row``."""
-        batch = default_collate(rows)
+        batch: Batch = default_collate(rows)
         if not self.one_row:
             return batch
         batch = {name: values.view(1, -1) for name, values in batch.items()}
@@ -99,7 +100,7 @@ class PackedDataset(Dataset):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PaddedDataset(Dataset):
+class PaddedDataset(Dataset[Batch]):
     """A document a sample, in as many samples of at most T tokens as it needs.
 
     A key is an ``int`` (a sample that counts) or has ``index`` and ``counted``. A sample gives ``input_ids`` and
@@ -123,7 +124,8 @@ class PaddedDataset(Dataset):
 
     def longest(self, count: int) -> list[int]:
         """The ``count`` samples with most tokens."""
-        return np.argsort(self.starts - self.stops, kind="stable")[:count].tolist()
+        order: list[int] = np.argsort(self.starts - self.stops, kind="stable").tolist()
+        return order[:count]
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -158,7 +160,7 @@ def pack(
     """
     _check_block_size(block_size)
     tokens = tokenize(documents, tokenizer)
-    return PackedDataset(tokens=tokens, block_size=block_size, pad_token_id=_filling(tokenizer), one_row=one_row)
+    return PackedDataset(tokens=tokens, block_size=block_size, pad_token_id=_pad_token_id(tokenizer), one_row=one_row)
 
 
 def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PaddedDataset:
@@ -174,7 +176,7 @@ def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_s
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each sample in its document
     starts = np.repeat(tokens.document_starts[:-1], counts) + number * block_size
     stops = np.minimum(starts + block_size, np.repeat(ends, counts))
-    return PaddedDataset(tokens=tokens, starts=starts, stops=stops, pad_token_id=_filling(tokenizer))
+    return PaddedDataset(tokens=tokens, starts=starts, stops=stops, pad_token_id=_pad_token_id(tokenizer))
 
 
 def fingerprint_of(
@@ -232,7 +234,7 @@ def keeps_documents_apart(model: nn.Module, *, one_row: bool = False) -> bool:
         if one_row:
             batches = [{name: values.view(1, -1) for name, values in batch.items()} for batch in batches]
         first, second = (model(**batch, use_cache=False).logits.view(2, 8, -1)[is_second] for batch in batches)
-        return (first - second).abs().max().item()
+        return float((first - second).abs().max())
 
     was_training = model.training
     model.eval()
@@ -247,5 +249,6 @@ def _check_block_size(block_size: int) -> None:
         raise InputError(f"--block_size {block_size} leaves nothing to predict: raise it to at least 2")
 
 
-def _filling(tokenizer: PreTrainedTokenizerBase) -> int:
-    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    token: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return token

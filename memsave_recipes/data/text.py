@@ -396,7 +396,8 @@ def _hashes(documents: datasets.Dataset) -> np.ndarray:
     told_apart_by = "path" if "path" in documents.column_names else "text"
     others = documents.column_names
     hashed = documents.map(_hash, batched=True, input_columns=told_apart_by, remove_columns=others)
-    return hashed.with_format("numpy")["hash"][:]
+    hashes: np.ndarray = hashed.with_format("numpy")["hash"][:]
+    return hashes
 
 
 def _hash(names: list[str]) -> dict[str, list[int]]:

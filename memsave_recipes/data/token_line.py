@@ -10,6 +10,7 @@ merged otherwise than in one piece, and a tokenizer that puts a space before eve
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import datasets
 import numpy as np
@@ -110,9 +111,9 @@ def tokenize(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) ->
     )
 
 
-def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
+def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
     """The pieces of whole documents; ``document_bytes`` is 0 where a piece goes on with the document before it."""
-    rows: dict[str, list] = {name: [] for name in PIECES}
+    rows: dict[str, list[Any]] = {name: [] for name in PIECES}
     for text, tokens in zip(texts, _encode(texts, tokenizer), strict=True):
         for start in range(0, len(tokens), PIECE_TOKENS):
             piece = tokens[start : start + PIECE_TOKENS]

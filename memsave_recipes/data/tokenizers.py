@@ -150,7 +150,7 @@ BOUNDARY = "<|boundary|>"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TokenizedText(torch.utils.data.Dataset):
+class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
     """One split, as what ``collate`` takes.
 
     A key is an ``int`` (a counted sample) or has ``index`` and ``counted``. A sample is ``input_ids``, whatever else
@@ -170,7 +170,7 @@ class TokenizedText(torch.utils.data.Dataset):
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
-        sample = self.rows[index]
+        sample: dict[str, Any] = self.rows[index]
         return sample if counted else sample | {"label": IGNORED_LABEL}
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -144,7 +144,8 @@ class LigerHead(Head):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # optional, and needs CUDA
 
         fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", softcap=self.softcap)
-        return fused(self.linear.weight, hidden, targets, self.linear.bias)
+        loss: Tensor = fused(self.linear.weight, hidden, targets, self.linear.bias)
+        return loss
 
 
 @torch.no_grad()

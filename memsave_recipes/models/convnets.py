@@ -66,7 +66,8 @@ class VGG(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) to logits (B, num_classes)."""
         maps = self.avgpool(self.features(images))  # (B, C, 7, 7)
-        return self.classifier(torch.flatten(maps, 1))
+        logits: Tensor = self.classifier(torch.flatten(maps, 1))
+        return logits
 
 
 def build_vgg(name: str, *, num_classes: int = 1000) -> VGG:
@@ -128,11 +129,13 @@ class DenseLayer(nn.Module):
 
     def bottleneck(self, features: list[Tensor]) -> Tensor:
         """The memory-hungry half: concatenate, normalise, squeeze to (B, 4 * growth_rate, H, W)."""
-        return self.conv1(self.relu1(self.norm1(torch.cat(features, dim=1))))
+        squeezed: Tensor = self.conv1(self.relu1(self.norm1(torch.cat(features, dim=1))))
+        return squeezed
 
     def forward(self, features: list[Tensor]) -> Tensor:
         """Feature maps, each (B, c_i, H, W), to one of (B, growth_rate, H, W)."""
-        return self.conv2(self.relu2(self.norm2(self.bottleneck(features))))
+        added: Tensor = self.conv2(self.relu2(self.norm2(self.bottleneck(features))))
+        return added
 
 
 class DenseBlock(nn.ModuleDict):
@@ -176,7 +179,8 @@ class DenseNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 3, H, W) to logits (B, num_classes)."""
         maps = F.relu(self.features(images), inplace=True)  # (B, C, H / 32, W / 32)
-        return self.classifier(torch.flatten(F.adaptive_avg_pool2d(maps, 1), 1))
+        logits: Tensor = self.classifier(torch.flatten(F.adaptive_avg_pool2d(maps, 1), 1))
+        return logits
 
 
 def build_densenet(name: str, *, num_classes: int = 1000) -> DenseNet:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -83,15 +82,16 @@ def build_transformer(
     Raises:
         InputError: no such model, overrides that it does not know, or code of its own without ``--trust_remote_code``.
     """
-    if flags.model_name_or_path is None:
-        if in_4bit:
-            raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
-        model: nn.Module = _naming_the_model(flags, lambda: _from_scratch(auto_class, flags, config_changes))
-        return model.to(dtype)  # type: ignore[return-value]
-    if not with_weights:
-        outline: nn.Module = _naming_the_model(flags, lambda: _from_configuration(auto_class, flags, config_changes))
-        return outline.to(dtype).train()  # type: ignore[return-value]
-    return _naming_the_model(flags, lambda: _from_pretrained(auto_class, flags, dtype, in_4bit, config_changes)).train()
+    if flags.model_name_or_path is None and in_4bit:
+        raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
+    if flags.model_name_or_path is not None and with_weights:
+        model = _naming_the_model(flags, lambda: _from_pretrained(auto_class, flags, dtype, in_4bit, config_changes))
+    else:
+        make = _from_scratch if flags.model_name_or_path is None else _from_configuration
+        model = _naming_the_model(flags, lambda: make(auto_class, flags, config_changes))
+        model.to(dtype)  # type: ignore[arg-type]  # a decorator of transformers hides the type of its ``to``
+    model.train()
+    return model
 
 
 def build_text_classifier(
@@ -125,9 +125,8 @@ def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: 
     config_changes = _sides_of_an_image(str(flags.model_type), config_changes)
     config = AutoConfig.for_model(str(flags.model_type), **config_changes)
     if flags.config_overrides is not None:
-        config.allow_global_per_layer_attribute_access = (
-            True  # Gemma 4 refuses to read what layers may have their own of
-        )
+        # Gemma 4 otherwise refuses to read an entry that layers may override.
+        config.allow_global_per_layer_attribute_access = True
         config.update_from_string(flags.config_overrides)
         # Made anew, because what is derived from an entry (the types of the layers, say) is derived only at the start.
         names = [pair.partition("=")[0] for pair in flags.config_overrides.split(",")]
@@ -136,10 +135,9 @@ def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: 
         config = AutoConfig.for_model(str(flags.model_type), **config_changes | overrides)
     _set_dropout(config, flags.dropout)
     _drop_padding_outside_the_vocabulary(config)
-    config.architectures = (
-        config.architectures or []
-    )  # DeiT and LeViT have two classes, which transformers looks up here
-    return auto_class.from_config(config, attn_implementation=flags.attn_implementation)
+    config.architectures = config.architectures or []  # transformers chooses by it between two classes (DeiT, LeViT)
+    model: PreTrainedModel = auto_class.from_config(config, attn_implementation=flags.attn_implementation)
+    return model
 
 
 def _sides_of_an_image(model_type: str, config_changes: dict[str, Any]) -> dict[str, Any]:
@@ -171,17 +169,21 @@ def _check_overrides(overrides: dict[str, Any], config_changes: dict[str, Any]) 
             raise ValueError(f"{name}={value} is negative")
 
 
-def _from_configuration(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> Any:
+def _from_configuration(
+    auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]
+) -> PreTrainedModel:
     config = _pretrained_config(flags, config_changes)
-    source = {"trust_remote_code": flags.trust_remote_code}
-    return auto_class.from_config(config, attn_implementation=flags.attn_implementation, **source)
+    model: PreTrainedModel = auto_class.from_config(
+        config, attn_implementation=flags.attn_implementation, trust_remote_code=flags.trust_remote_code
+    )
+    return model
 
 
 def _pretrained_config(flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedConfig:
     of_a_tokenizer = {name for name in config_changes if name == "vocab_size" or name.endswith("_token_id")}
     changes = {name: value for name, value in config_changes.items() if name not in of_a_tokenizer}
     source = {"trust_remote_code": flags.trust_remote_code}
-    config = AutoConfig.from_pretrained(str(flags.model_name_or_path), **source, **changes)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(str(flags.model_name_or_path), **source, **changes)
     _set_dropout(config, flags.dropout)
     return config
 
@@ -193,7 +195,7 @@ def _from_pretrained(
     packing: dict[str, Any] = {}
     if in_4bit:
         packing = {"quantization_config": nf4(), "device_map": {"": torch.cuda.current_device()}}
-    return auto_class.from_pretrained(
+    model: PreTrainedModel = auto_class.from_pretrained(
         flags.model_name_or_path,
         config=config,
         dtype=dtype,
@@ -203,6 +205,7 @@ def _from_pretrained(
         trust_remote_code=flags.trust_remote_code,
         **packing,
     )
+    return model
 
 
 def image_processor_config(name_or_path: str) -> dict[str, Any]:

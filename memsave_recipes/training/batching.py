@@ -115,9 +115,10 @@ class GlobalBatches:
         count = min(size, self.order.num_samples)
         longest = self.dataset.longest(count) if hasattr(self.dataset, "longest") else range(count)
         samples = [self.dataset[SampleKey(index)] for index in longest]
-        return send_to_device(self.collate_fn(samples), self.accelerator.device)
+        batch: Batch = send_to_device(self.collate_fn(samples), self.accelerator.device)
+        return batch
 
-    def _make_loader(self) -> DataLoader:
+    def _make_loader(self) -> DataLoader[Any]:
         """Of this rank's micro-batches, step after step."""
         sampler = MicroBatchSampler(
             order=self.order,
@@ -133,7 +134,9 @@ class GlobalBatches:
         if self.count_valid is None:
             return torch.full((), num_samples, device=self.accelerator.device)
         of_this_rank = sum(int(self.count_valid(micro_batch)) for micro_batch in mine)
-        return self.accelerator.reduce(torch.full((), of_this_rank, device=self.accelerator.device), "sum")
+        count = torch.full((), of_this_rank, device=self.accelerator.device)
+        of_all_ranks: Tensor = self.accelerator.reduce(count, "sum")
+        return of_all_ranks
 
 
 @dataclass(kw_only=True)
@@ -231,7 +234,7 @@ def make_loader(
     sampler: MicroBatchSampler,
     collate_fn: Callable[[list[Any]], Batch],
     num_workers: int,
-) -> DataLoader:
+) -> DataLoader[Any]:
     """A plain torch loader: Accelerate's own would shard and pad it again."""
     end_workers_at_exit()
     return DataLoader(

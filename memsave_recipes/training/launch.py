@@ -80,7 +80,8 @@ def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """
     if device.type == "cpu":
         raise InputError("--sync_batchnorm works on GPUs only: leave it out on a CPU")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return synchronized
 
 
 TIMEOUT_OF_THE_GROUP_S = 30 * 60.0
@@ -124,7 +125,7 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
         _check_kind_of_device()
         _check_enough_devices(world.world_size, world.local_world_size)
     undivided = GradientAccumulationPlugin(num_steps=1)
-    accelerator = _SettlingAccelerator(
+    accelerator = _Accelerator(
         cpu=on_cpu,
         gradient_accumulation_plugin=undivided,
         kwargs_handlers=_handlers(timedelta(seconds=collective_timeout_s + TIMEOUT_OF_THE_GROUP_S)),
@@ -237,11 +238,11 @@ def _handlers(timeout: timedelta) -> list[KwargsHandler]:
     ]
 
 
-class _SettlingAccelerator(Accelerator):
+class _Accelerator(Accelerator):  # type: ignore[misc, unused-ignore]  # accelerate has no types
     """Fixes the buckets of DDP, and lets gloo settle before ``end_training`` destroys the process group."""
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-        model = super().prepare_model(*args, **kwargs)
+        model: nn.Module = super().prepare_model(*args, **kwargs)
         if isinstance(model, DistributedDataParallel):
             fix_buckets(model)
         return model

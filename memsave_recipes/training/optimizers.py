@@ -122,7 +122,7 @@ def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _adamw_8bit(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> Optimizer:
     if find_spec("bitsandbytes") is None:
         raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes")
-    from bitsandbytes.optim import AdamW8bit  # optional, and slow to import
+    from bitsandbytes.optim.adamw import AdamW8bit  # optional, and slow to import
 
     return AdamW8bit(parameters, lr=lr, weight_decay=weight_decay)
 
@@ -131,13 +131,15 @@ def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: n
     """The norm of the global batch's gradient, now clipped; ``None`` where no gradient has been left to look at."""
     if optim.optimizer_in_backward:
         return None
-    return accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
+    norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
+    return norm
 
 
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
     """Linear warm-up, then the named schedule over ``num_steps`` optimizer steps."""
     length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by what follows the warm-up
-    return get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length)
+    scheduler: LRScheduler = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length)
+    return scheduler
 
 
 def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:

@@ -93,7 +93,8 @@ def named_flags(args: Sequence[str]) -> dict[str, str]:
 def wants_traceback(args: Sequence[str]) -> bool:
     """``--debug``, of a command line or its preset, also where it is they that cannot be read."""
     with suppress(InputError, ArgumentTypeError):
-        return string_to_bool(named_flags(args).get("debug", "no") or "yes")
+        wanted: bool = string_to_bool(named_flags(args).get("debug", "no") or "yes")
+        return wanted
     return "--debug" in args
 
 
