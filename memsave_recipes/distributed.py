@@ -1,16 +1,14 @@
-"""Ranks that act as one: what one finds, all do, so that none waits for a collective that another never joins.
+"""Ranks that act as one: a result or failure of one is that of all, so that none waits in a collective for the others.
 
 What rank 0 alone does may take an hour, and a collective has a limit. So the others wait for it in the store of the
-process group, and all meet in the collective that tells them its end.
-
-Ranks that the others wait for in vain end the run, by name.
+process group, and all meet in the collective that sends them the result. Ranks that never come end the run, by name.
 
 NOTE [ missing ranks ]
 1. A thread of each rank reports to the store of the process group, which the launcher keeps: how often it has reported,
    and how many collectives the rank has begun. That is what the group itself counts, so nothing is called in a step.
 2. A rank is missing that for longer than the limit has not reported, since its process is stopped or its machine gone,
    or is behind the furthest rank and begins nothing, since it sleeps, loads, writes or hangs, and the others wait.
-3. While ranks wait for what rank 0 alone does (``agreement.py``) they are in no collective and nobody is behind, so
+3. While ranks wait for what rank 0 alone does (``on_main_process``) they are in no collective and nobody is behind, so
    that may take any time.
 4. All ranks find out and end; the lowest one that is not missing says so.
 5. A rank's own ticks are the clock: one that was stopped and goes on, maybe with all others, blames nobody for it.
@@ -40,10 +38,16 @@ from memsave_recipes.processes import LOST, SECOND_RANK_S, WAY_ON, end_now, tell
 T = TypeVar("T")
 Failure = tuple[bool, str]
 """Whether it is the user's mistake, and its message: not every exception can be pickled for the other ranks."""
-
 POLL_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 _turns = itertools.count()
+
+REPORT = "memsave_recipes/report"
+DONE = "done"
+TICKS_IN_LIMIT = 20
+LONGEST_TICK_S = 10.0
+SILENT = "does not answer"
+BEHIND = "has not come to the collective that others wait in"
 
 
 def on_main_process(accelerator: Accelerator, action: Callable[[], T]) -> T:
@@ -185,12 +189,18 @@ def _raise(own: Exception | None, of_ranks: list[Failure | None]) -> None:
         raise RuntimeError(f"another rank failed: {failures[0][1]}")
 
 
-REPORT = "memsave_recipes/report"
-DONE = "done"
-TICKS_IN_LIMIT = 20
-LONGEST_TICK_S = 10.0
-SILENT = "does not answer"
-BEHIND = "has not come to the collective that others wait in"
+@contextmanager
+def missing_ranks_end_the_run(limit_s: float) -> Iterator[None]:
+    """Inside, NOTE [ missing ranks ] holds; for all ranks, after their process group has been made."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    watch = _RankWatch(limit_s)
+    try:
+        yield
+    finally:
+        watch.stop()
+    watch.report(DONE)
 
 
 @dataclass(kw_only=True)
@@ -227,20 +237,6 @@ def report_of(count: int, begun: int) -> str:
 
 def _begun(report: str) -> int:
     return int(report.split()[1])
-
-
-@contextmanager
-def missing_ranks_end_the_run(limit_s: float) -> Iterator[None]:
-    """Inside, NOTE [ missing ranks ] holds; for all ranks, after their process group has been made."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        yield
-        return
-    watch = _RankWatch(limit_s)
-    try:
-        yield
-    finally:
-        watch.stop()
-    watch.report(DONE)
 
 
 class _RankWatch:

@@ -1,17 +1,16 @@
-"""The end of a process that cannot come to one by itself.
+"""How processes end: at a signal, with their launcher or parent, or by force.
 
-Word that a rank leaves of its end, for those that wait for it in a collective.
+A signal asks a run to stop: it finishes the step, saves and ends with the signal's exit code. The handlers only record
+the signal; the ranks agree on it at the end of a step. SIGUSR1 is what SLURM sends some time before the limit
+(``#SBATCH --signal=B:USR1@120``).
 
-A process that hears of the end of the one that started it, and a rank that ends with its launcher.
+A rank ends with its launcher. Before it ends with an error it leaves its exit code in the store of the process group,
+for the ranks that wait for it in a collective.
 
-Data workers leave signals to their parent, and never outlive it.
-
-A signal to the process group, which is how torchrun passes one on, or a scheduler's to every process of a job, would
-end the workers first, and with them the step that the parent wants to finish. A parent that is killed takes no leave of
-its workers: torch lets each look for itself every five seconds, and some live on. At its own end Python asks those that
-are left by SIGTERM, which they do not hear, and would wait for them forever.
-
-A run that was asked to stop and does not is ended, whatever it waits for.
+Data workers ignore these signals and never outlive their parent. A signal to the whole process group, as torchrun and
+schedulers send it, would otherwise end the workers first, and with them the step that the parent wants to finish. A
+parent that is killed cannot end its workers: torch lets each look for it every five seconds, and some live on. At its
+own end Python sends those that are left a SIGTERM, which they ignore, and would wait for them forever.
 
 NOTE [ forced end ]
 1. Python runs a handler between two instructions of the main thread, and one that waits in a collective comes to none.
@@ -21,11 +20,6 @@ NOTE [ forced end ]
    not: schedulers send it some time after a SIGUSR1, and the process may be saving.
 3. What comes within a second is the same keystroke, or the same SIGTERM, which a launcher has passed on.
 4. A step that has not ended, and been saved, within the limit after the first signal is ended as well.
-
-A signal asks a run to stop: it finishes the step, saves and ends with the signal's exit code.
-
-The handlers only take a note; what is done about it is agreed among the ranks at the end of a step. SIGUSR1 is what
-SLURM sends some time before the limit (``#SBATCH --signal=B:USR1@120``).
 """
 
 import atexit
@@ -52,157 +46,27 @@ from torch.distributed.distributed_c10d import _get_default_store
 LOST = 6
 """The exit code where a rank or a data worker is lost, or a step has no end."""
 WAY_ON = "in the middle of a step; the last checkpoint is as it was, go on with --resume"
-
-
-def end_now(message: str, code: int) -> NoReturn:
-    """End from any thread, in the middle of whatever the others do: no handler runs, and no file is flushed."""
-    os.write(sys.stderr.fileno(), f"\n{message}\n".encode())  # a progress bar may be in the line
-    os._exit(code)
-
-
-ENDED_WITH = "memsave_recipes/ended_with"
 SECOND_RANK_S = 2.0
 """The others let the rank that speaks end first: with it the launcher ends them, and nothing is said twice."""
+ENDED_WITH = "memsave_recipes/ended_with"
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
+EXIT_CODES = {number: 130 if number == signal.SIGINT else 143 for number in STOPPING}
+"""128 and the signal's number, as shells have it; what comes before a time limit counts as a termination."""
 
-
-def tell_ranks(code: int) -> None:
-    """Leave word of the code that this one ends with."""
-    if dist.is_initialized():
-        _get_default_store().set(ENDED_WITH, str(code))
-
-
-def code_of_another_rank() -> int | None:
-    """The code that one of them has left; ``None`` where none did. Ask when a collective has failed."""
-    try:
-        if dist.is_initialized() and _get_default_store().check([ENDED_WITH]):
-            return int(_get_default_store().get(ENDED_WITH))
-    except RuntimeError:  # the process that kept the word has ended as well
-        pass
-    return None
-
+SAME_KEYSTROKE_S = 1.0
+REMOVED = 0
+"""In the pipe, in place of a signal's number: there is nothing more to wait for."""
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 END_OF_LAUNCHER = signal.SIGUSR1
 """It asks to save and to stop; unlike a second SIGTERM, it never ends a rank in the middle of that."""
 TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
 
-
-def signal_at_end_of_parent(number: signal.Signals, parent: int) -> None:
-    """Have Linux send ``number`` to this process when ``parent``, its process id, ends; other systems send nothing.
-
-    See prctl(2), PR_SET_PDEATHSIG: forks of this process do not inherit it.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before the kernel was told
-        os.kill(os.getpid(), number)
-
-
-def end_with_launcher() -> None:
-    """Have a rank stop, as a signal stops it, when the launcher that started it is gone.
-
-    A launcher is ``accelerate launch`` or torchrun, told by the command line of the parent process. The end of anything
-    else, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
-    """
-    try:
-        parent = psutil.Process().parent()
-        is_launchers = parent is not None and is_launcher(parent.cmdline())
-    except psutil.Error:
-        return
-    if parent is not None and is_launchers:
-        signal_at_end_of_parent(END_OF_LAUNCHER, parent.pid)
-
-
-def is_launcher(command: list[str]) -> bool:
-    """Whether a command line is that of ``accelerate launch`` or torchrun."""
-    return launch_arguments(command) is not None or any(TORCHRUN & {word, Path(word).stem} for word in command)
-
-
-def launch_arguments(command: list[str]) -> list[str] | None:
-    """Return what follows ``accelerate launch`` in a command line, or ``None`` where that is not in it."""
-    for position, word in enumerate(command):
-        names, rest = {word, Path(word).stem}, command[position + 1 :]
-        if names & {"accelerate-launch", "accelerate.commands.launch"}:
-            return rest
-        if names & {"accelerate", "accelerate.commands.accelerate_cli"} and rest[:1] == ["launch"]:
-            return rest[1:]
-    return None
-
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
 MAX_BY_DEFAULT = 4
-
 KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)")
 EXITED = re.compile(r"DataLoader worker \(pid(\(s\))? (?P<pid>[\d, ]+)\) exited unexpectedly")
 """What torch says of a worker; the former may be the cause of the latter."""
-
-
-@dataclass(frozen=True)
-class LostWorker:
-    """A data worker that has died, by ``words`` for the user; most likely because the host ``had_no_memory``."""
-
-    words: str
-    had_no_memory: bool
-
-
-def lost_worker(error: Exception) -> LostWorker | None:
-    """The one that an error of torch tells of; ``None`` where it tells of something else."""
-    death = KILLED.search(f"{error} {error.__cause__}") or EXITED.search(str(error))
-    if death is None:
-        return None
-    worker, by = f"data worker {death['pid']}", death.groupdict().get("signal")
-    if by == signal.strsignal(signal.SIGKILL):
-        why = "was killed by signal 9, most likely because the host had no memory left: give fewer"
-        return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
-    if by == signal.strsignal(signal.SIGBUS):
-        why = "was killed by signal 7, most likely because shared memory (/dev/shm) is full: enlarge it, or give fewer"
-        return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
-    why = f"was killed ({by})" if by else "ended unexpectedly"
-    return LostWorker(f"{worker} {why}: --dataloader_num_workers 0 loads in this process and shows why", False)
-
-
-def num_workers(asked: int | None, accelerator: Accelerator) -> int:
-    """As many as ``asked``; else none on a CPU, whose cores compute, and beside an accelerator what is said.
-
-    There the main process has one of a rank's cores, to stay ahead of the device; more than ``MAX_BY_DEFAULT`` workers
-    are rarely of use. No sample depends on them.
-    """
-    if asked is not None or accelerator.device.type == "cpu":
-        return asked or 0
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    chosen = max(0, min(MAX_BY_DEFAULT, cores // ranks_here - 1))
-    accelerator.print(f"{chosen} processes load data for each rank: --dataloader_num_workers takes another number")
-    return chosen
-
-
-def serve_parent_only(worker_id: int) -> None:
-    """The ``worker_init_fn`` of a ``DataLoader``."""
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)  # a fork has the parent's
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        signal_at_end_of_parent(signal.SIGKILL, parent.pid)
-
-
-@cache
-def end_workers_at_exit() -> None:
-    """Of this process; call it before there are any."""
-    atexit.register(_kill_workers)
-
-
-def _kill_workers() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call their end an error
-    for process in multiprocessing.active_children():
-        if process.daemon:  # those that multiprocessing would ask to end
-            process.kill()
-
-
-SAME_KEYSTROKE_S = 1.0
-REMOVED = 0
-"""In the pipe, in place of a signal's number: there is nothing more to wait for."""
 
 
 class Insistence:
@@ -270,10 +134,6 @@ class ForcedEnd:
         end_now(f"{words} {WAY_ON}", code)
 
 
-EXIT_CODES = {number: 130 if number == signal.SIGINT else 143 for number in STOPPING}
-"""128 and the signal's number, as shells have it; what comes before a time limit counts as a termination."""
-
-
 class StoppedBySignal(SystemExit):
     """The run has stopped with a checkpoint saved; the code is that of the signal, ``message`` one line for people."""
 
@@ -313,3 +173,129 @@ class StopSignals:
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
+
+
+def end_now(message: str, code: int) -> NoReturn:
+    """End from any thread, in the middle of whatever the others do: no handler runs, and no file is flushed."""
+    os.write(sys.stderr.fileno(), f"\n{message}\n".encode())  # a progress bar may be in the line
+    os._exit(code)
+
+
+def tell_ranks(code: int) -> None:
+    """Leave word of the code that this one ends with."""
+    if dist.is_initialized():
+        _get_default_store().set(ENDED_WITH, str(code))
+
+
+def code_of_another_rank() -> int | None:
+    """The code that one of them has left; ``None`` where none did. Ask when a collective has failed."""
+    try:
+        if dist.is_initialized() and _get_default_store().check([ENDED_WITH]):
+            return int(_get_default_store().get(ENDED_WITH))
+    except RuntimeError:  # the process that kept the word has ended as well
+        pass
+    return None
+
+
+def end_with_launcher() -> None:
+    """Have a rank stop, as a signal stops it, when the launcher that started it is gone.
+
+    A launcher is ``accelerate launch`` or torchrun, told by the command line of the parent process. The end of anything
+    else, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
+    """
+    try:
+        parent = psutil.Process().parent()
+        is_launchers = parent is not None and is_launcher(parent.cmdline())
+    except psutil.Error:
+        return
+    if parent is not None and is_launchers:
+        signal_at_end_of_parent(END_OF_LAUNCHER, parent.pid)
+
+
+def signal_at_end_of_parent(number: signal.Signals, parent: int) -> None:
+    """Have Linux send ``number`` to this process when ``parent``, its process id, ends; other systems send nothing.
+
+    See prctl(2), PR_SET_PDEATHSIG: forks of this process do not inherit it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os.kill(os.getpid(), number)
+
+
+def is_launcher(command: list[str]) -> bool:
+    """Whether a command line is that of ``accelerate launch`` or torchrun."""
+    return launch_arguments(command) is not None or any(TORCHRUN & {word, Path(word).stem} for word in command)
+
+
+def launch_arguments(command: list[str]) -> list[str] | None:
+    """Return what follows ``accelerate launch`` in a command line, or ``None`` where that is not in it."""
+    for position, word in enumerate(command):
+        names, rest = {word, Path(word).stem}, command[position + 1 :]
+        if names & {"accelerate-launch", "accelerate.commands.launch"}:
+            return rest
+        if names & {"accelerate", "accelerate.commands.accelerate_cli"} and rest[:1] == ["launch"]:
+            return rest[1:]
+    return None
+
+
+def num_workers(asked: int | None, accelerator: Accelerator) -> int:
+    """As many as ``asked``; else none on a CPU, whose cores compute, and beside an accelerator what is said.
+
+    There the main process has one of a rank's cores, to stay ahead of the device; more than ``MAX_BY_DEFAULT`` workers
+    are rarely of use. No sample depends on them.
+    """
+    if asked is not None or accelerator.device.type == "cpu":
+        return asked or 0
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    chosen = max(0, min(MAX_BY_DEFAULT, cores // ranks_here - 1))
+    accelerator.print(f"{chosen} processes load data for each rank: --dataloader_num_workers takes another number")
+    return chosen
+
+
+def serve_parent_only(worker_id: int) -> None:
+    """The ``worker_init_fn`` of a ``DataLoader``."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # a fork has the parent's
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        signal_at_end_of_parent(signal.SIGKILL, parent.pid)
+
+
+@cache
+def end_workers_at_exit() -> None:
+    """Of this process; call it before there are any."""
+    atexit.register(_kill_workers)
+
+
+def _kill_workers() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would call their end an error
+    for process in multiprocessing.active_children():
+        if process.daemon:  # those that multiprocessing would ask to end
+            process.kill()
+
+
+@dataclass(frozen=True)
+class LostWorker:
+    """A data worker that has died, by ``words`` for the user; most likely because the host ``had_no_memory``."""
+
+    words: str
+    had_no_memory: bool
+
+
+def lost_worker(error: Exception) -> LostWorker | None:
+    """The one that an error of torch tells of; ``None`` where it tells of something else."""
+    death = KILLED.search(f"{error} {error.__cause__}") or EXITED.search(str(error))
+    if death is None:
+        return None
+    worker, by = f"data worker {death['pid']}", death.groupdict().get("signal")
+    if by == signal.strsignal(signal.SIGKILL):
+        why = "was killed by signal 9, most likely because the host had no memory left: give fewer"
+        return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
+    if by == signal.strsignal(signal.SIGBUS):
+        why = "was killed by signal 7, most likely because shared memory (/dev/shm) is full: enlarge it, or give fewer"
+        return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
+    why = f"was killed ({by})" if by else "ended unexpectedly"
+    return LostWorker(f"{worker} {why}: --dataloader_num_workers 0 loads in this process and shows why", False)

@@ -1,4 +1,4 @@
-"""Nothing is lost: checkpoints that are whole or not there, resume, signals, and one run a folder."""
+"""Checkpoints that are whole or not there, resume, and the lock that allows one run a folder."""
 
 from memsave_recipes.checkpoints.run_lock import RunLock, locked_run_folder
 from memsave_recipes.checkpoints.saver import Checkpoints, Resumed

@@ -1,6 +1,7 @@
-"""The newest checkpoint that is whole; damaged ones are named, and never a reason to start from zero.
+"""Find the newest whole checkpoint, and check that the run which goes on is the one that was saved.
 
-A run that goes on is the same run: its samples in their order, its flags, its plan; on other ranks if need be.
+Damaged checkpoints are named and skipped, and are never a reason to begin from zero. The same run has the same samples
+in the same order, the same flags and the same plan; the number of ranks may be another one.
 """
 
 import json
@@ -21,6 +22,40 @@ from memsave_recipes.training.environment import describe_environment
 
 STEP = "step"
 BEST = "best"
+FLAGS = {
+    "num_samples": "the number of training samples",
+    "global_batch_size": "--global_batch_size",
+    "seed": "--seed",
+    "drop_last": "--drop_last",
+}
+"""What decides which samples a step trains, as the user knows it: the fields of ``SampleOrder``."""
+FREE = {
+    *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "prompt", "full_determinism"),
+    *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "skip_nonfinite"),
+    "collective_timeout_minutes",
+    *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
+    *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
+}
+"""The flags that change no weight, or no more than rounding does."""
+LENGTH = {"max_steps", "num_epochs"}
+SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
+SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
+"""What says that a plan is to be searched, and how."""
+PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights"}
+"""What may lie elsewhere now; that it is the same is taken on trust."""
+ANOTHER_VERSION = "another version may compute in another way"
+REASONS = {
+    "torch": ANOTHER_VERSION,
+    "accelerate": ANOTHER_VERSION,
+    "transformers": ANOTHER_VERSION,
+    "memsave-recipes": ANOTHER_VERSION,
+    "device": "another device rounds in another way",
+    "processor": "another processor, or other instructions of it, round in another way",
+    "num_threads": "a sum is cut up among the threads",
+    "deterministic_algorithms": "others add in no fixed order",
+}
+"""What of a run's environment has a say in its last bits, and why."""
+OF_A_CPU = {"processor", "num_threads"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +70,6 @@ class Found:
     def notices(self) -> list[str]:
         """What was skipped, a line each."""
         return [f"note: skipped the damaged checkpoint {path}: {reason}" for path, reason in self.damaged.items()]
-
-
-def committed(folder: Path, kind: str = STEP) -> list[tuple[int, Path]]:
-    """The checkpoints in ``folder``, whole or damaged, newest first; each with its step."""
-    matches = ((re.fullmatch(rf"{kind}-(\d+)", path.name), path) for path in folder.glob(f"{kind}-*"))
-    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
 def find_newest(folder: Path, kind: str = STEP) -> Found | None:
@@ -66,6 +95,12 @@ def find_newest(folder: Path, kind: str = STEP) -> Found | None:
     return None
 
 
+def committed(folder: Path, kind: str = STEP) -> list[tuple[int, Path]]:
+    """The checkpoints in ``folder``, whole or damaged, newest first; each with its step."""
+    matches = ((re.fullmatch(rf"{kind}-(\d+)", path.name), path) for path in folder.glob(f"{kind}-*"))
+    return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
+
+
 def prune(folder: Path, kind: str, *, newest: int, keep: int, damaged: Iterable[Path] = ()) -> None:
     """Keep ``keep`` checkpoints up to step ``newest``, which has just been committed; give up all others.
 
@@ -79,42 +114,52 @@ def prune(folder: Path, kind: str, *, newest: int, keep: int, damaged: Iterable[
             discard(path)
 
 
-FLAGS = {
-    "num_samples": "the number of training samples",
-    "global_batch_size": "--global_batch_size",
-    "seed": "--seed",
-    "drop_last": "--drop_last",
-}
-"""What decides which samples a step trains, as the user knows it: the fields of ``SampleOrder``."""
+def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
+    """What was written to ``config`` about the run that left ``checkpoints``; ``None`` without any of these.
 
-FREE = {
-    *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "prompt", "full_determinism"),
-    *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "skip_nonfinite"),
-    "collective_timeout_minutes",
-    *("logging_steps", "eval_steps", "max_eval_samples", "memory_snapshot", "verify", "dataloader_num_workers"),
-    *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
-}
-"""The flags that change no weight, or no more than rounding does."""
-LENGTH = {"max_steps", "num_epochs"}
-SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
-SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
-"""What says that a plan is to be searched, and how."""
-PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights"}
-"""What may lie elsewhere now; that it is the same is taken on trust."""
+    Raises:
+        InputError: it cannot be read.
+    """
+    if not committed(checkpoints):
+        return None
+    way_out = "put it back, or begin anew with --overwrite"
+    try:
+        content: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"--resume: {config} cannot be read: {way_out}") from error
+    if not _is_whole(content):
+        raise InputError(f"--resume: {config} is not what a run writes: {way_out}")
+    return content
 
-ANOTHER_VERSION = "another version may compute in another way"
-REASONS = {
-    "torch": ANOTHER_VERSION,
-    "accelerate": ANOTHER_VERSION,
-    "transformers": ANOTHER_VERSION,
-    "memsave-recipes": ANOTHER_VERSION,
-    "device": "another device rounds in another way",
-    "processor": "another processor, or other instructions of it, round in another way",
-    "num_threads": "a sum is cut up among the threads",
-    "deterministic_algorithms": "others add in no fixed order",
-}
-"""What of a run's environment has a say in its last bits, and why."""
-OF_A_CPU = {"processor", "num_threads"}
+
+def _is_whole(config: Any) -> bool:
+    """Whether it has what is read of it; a flag may be missing, because an earlier version did not know it."""
+    match config:
+        case {
+            "environment": {"versions": dict(), "mixed_precision": str()},
+            "geometry": {"micro_batch_size": int(), "num_processes": int()},
+            "lr_scheduler_type": str(),
+        }:
+            return True
+    return False
+
+
+def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
+    """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
+
+    A search depends on how fast things happened to be, and what else it finds would round in another way.
+    """
+    same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
+    layout = earlier["geometry"]
+    if not run.searches or not same_search or layout["num_processes"] != num_processes:
+        return run
+    return replace(
+        run,
+        micro_batch_size=layout["micro_batch_size"],
+        activation_checkpointing=str(plan),
+        gradient_checkpointing=False,
+        memory_budget_gib=None,
+    )
 
 
 def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
@@ -165,54 +210,6 @@ def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> l
         for name, reason in REASONS.items()
         if name in was and was[name] != now[name] and (on_cpu or name not in OF_A_CPU)
     ]
-
-
-def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
-    """What was written to ``config`` about the run that left ``checkpoints``; ``None`` without any of these.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    if not committed(checkpoints):
-        return None
-    way_out = "put it back, or begin anew with --overwrite"
-    try:
-        content: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"--resume: {config} cannot be read: {way_out}") from error
-    if not _is_whole(content):
-        raise InputError(f"--resume: {config} is not what a run writes: {way_out}")
-    return content
-
-
-def _is_whole(config: Any) -> bool:
-    """Whether it has what is read of it; a flag may be missing, because an earlier version did not know it."""
-    match config:
-        case {
-            "environment": {"versions": dict(), "mixed_precision": str()},
-            "geometry": {"micro_batch_size": int(), "num_processes": int()},
-            "lr_scheduler_type": str(),
-        }:
-            return True
-    return False
-
-
-def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
-    """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
-
-    A search depends on how fast things happened to be, and what else it finds would round in another way.
-    """
-    same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
-    layout = earlier["geometry"]
-    if not run.searches or not same_search or layout["num_processes"] != num_processes:
-        return run
-    return replace(
-        run,
-        micro_batch_size=layout["micro_batch_size"],
-        activation_checkpointing=str(plan),
-        gradient_checkpointing=False,
-        memory_budget_gib=None,
-    )
 
 
 def describe_run(order: SampleOrder, layout: BatchLayout, data: Fingerprint | None) -> dict[str, Any]:

@@ -1,11 +1,9 @@
-"""A tree of tensors and plain values as safetensors and JSON, exactly: no pickle is written, and none is ever read.
+"""The train state of a checkpoint: weights, optimizer, schedule, loss scaler and a record, exactly and without pickle.
 
-``state_dict`` of a model, an optimizer, a schedule or a loss scaler is such a tree. Tensors go to
-``STEM-K.safetensors`` under the path of their keys, everything else to ``STEM.json``. Tensors that are the same memory
-(tied weights, a table that all of an optimizer's parameters share) are written once. Floats keep every bit: JSON's text
-of a float is the shortest one that reads back the same.
-
-What a checkpoint holds: weights, optimizer, schedule, loss scaler, and a record beside them.
+Each of them is a pytree of tensors and plain values. Tensors go to ``STEM-K.safetensors`` under the path of their keys,
+everything else to ``STEM.json``. Tensors that are the same memory (tied weights, a table that all of an optimizer's
+parameters share) are written once. Floats keep every bit: JSON's text of a float is the shortest one that reads back
+the same.
 
 Not Accelerate's ``save_state``: it writes every rank's random state as a pickle, names the weights of a model after the
 DDP around it (so that they fit one kind of world), leaves out a schedule that it has not prepared, and keeps the
@@ -36,13 +34,179 @@ from memsave_recipes.training.optimizers import state_bytes
 
 PART_BYTES = 256 * MIB
 """Of a file, about: a device's tensors are copied to the host a file at a time, and digests are made of several."""
-
+RECORD, FROZEN = "record", "frozen"
 Tree = Any
 """Tensors, dicts with keys of text or whole numbers, lists, tuples, None, truth values, numbers and text."""
+Record = dict[str, Any]
 
 
 class Unreadable(Exception):
     """A file does not hold a tree; the message names it."""
+
+
+class TrainState:
+    """What moves while a model is trained.
+
+    Args:
+        accelerator: its loss scaler, if it has one, is part of it.
+        model: bare or prepared.
+        optimizer: bare or prepared; one that steps in the backward is like any other between two steps.
+        scheduler: any whose ``state_dict`` holds plain values, such as a ``LambdaLR``.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
+    ) -> None:
+        self.model = accelerator.unwrap_model(model)
+        self.parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
+        if accelerator.scaler is not None:
+            self.parts["scaler"] = accelerator.scaler
+        self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
+        self._frozen_digest: str | None = None
+
+    def num_bytes(self) -> int:
+        """Of the tensors of a checkpoint."""
+        return sum(num_bytes(tree) for tree in self._trees().values())
+
+    def num_bytes_in_the_end(self, optimizer: str, momentum: float) -> int:
+        """``num_bytes()`` after a step: before the first one, ``--optimizer`` has not made its state yet."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        state = state_bytes(optimizer, trained, momentum=momentum)
+        return self.num_bytes_of_weights() + max(state, num_bytes(self.parts["optimizer"].state_dict()))
+
+    def num_bytes_of_weights(self, *, merged: bool = False) -> int:
+        """Of those that are trained, or of all, into which adapters are ``merged``."""
+        weights = self.model.state_dict() if merged else self._trees()["model"]
+        return num_bytes(weights)
+
+    @torch.no_grad()
+    def is_finite(self) -> bool:
+        """Whether all weights that are trained are finite; makes no copy of any, and waits for the device once."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad and parameter.numel()]
+        extremes = [extreme.isfinite() for parameter in trained for extreme in parameter.aminmax()]  # NaN is extreme
+        return bool(torch.stack(extremes).all())
+
+    def write(self, folder: Path, record: Record) -> None:
+        """Write everything to ``folder``, with ``record`` beside it. For one rank."""
+        for stem, tree in self._trees().items():
+            write_tree(folder, stem, tree)
+        write_tree(folder, FROZEN, self._digest_of_frozen())
+        write_tree(folder, RECORD, record)
+
+    def read(self, folder: Path) -> None:
+        """Restore everything from ``folder``. For every rank.
+
+        Raises:
+            InputError: a file cannot be read, or does not fit this model, optimizer or schedule.
+        """
+        try:
+            if read_tree(folder, FROZEN) != self._digest_of_frozen():
+                raise ValueError("the frozen weights are others than those it was trained with")
+            trees = {stem: read_tree(folder, stem, mapped=not self._on_cpu) for stem in self.parts}
+            self._load_model(read_tree(folder, "model", mapped=True))
+            _check_groups(trees["optimizer"], self.parts["optimizer"].state_dict())
+            for stem, tree in trees.items():
+                _check_numbers(tree, self.parts[stem].state_dict(), stem)
+            for stem, tree in trees.items():
+                self.parts[stem].load_state_dict(tree)
+        except torch.OutOfMemoryError:  # a RuntimeError, but nothing that another flag of the model would mend
+            raise
+        except (Unreadable, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise InputError(_misfit(folder, error)) from error
+
+    def _trees(self) -> dict[str, Tree]:
+        frozen = self._frozen()
+        weights = {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
+        return {"model": weights, **{stem: part.state_dict() for stem, part in self.parts.items()}}
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """What ``state_dict`` holds of frozen parameters, the scales of quantized ones among it."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
+        if not frozen:
+            return {}
+        state = self.model.state_dict()
+        return {key: value for key, value in state.items() if any(_belongs(key, name) for name in frozen)}
+
+    def _digest_of_frozen(self) -> str:
+        if self._frozen_digest is None:
+            self._frozen_digest = _digest(self._frozen())
+        return self._frozen_digest
+
+    def _load_model(self, weights: dict[str, Tensor]) -> None:
+        outcome = self.model.load_state_dict(weights, strict=False)
+        wrong = [*outcome.unexpected_keys, *(set(outcome.missing_keys) - self._frozen().keys())]
+        if wrong:
+            raise ValueError(f"{sorted(wrong)[0]} is in one of them only")
+
+
+def _belongs(key: str, name: str) -> bool:
+    return key == name or key.startswith(f"{name}.")
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_groups(saved: Tree, present: Tree) -> None:
+    """An optimizer takes the state of another kind without a word, and fails at its next step."""
+    if [group.keys() for group in saved["param_groups"]] != [group.keys() for group in present["param_groups"]]:
+        raise ValueError("it holds the state of another optimizer")
+
+
+def _check_numbers(saved: Tree, present: Tree, path: str) -> None:
+    """A schedule and an optimizer take a word where they had a number, and fail at their next step."""
+    match present:
+        case bool():
+            return
+        case int() | float():
+            if not isinstance(saved, int | float):
+                raise ValueError(f"{path} is no number")
+        case dict():
+            for key in present.keys() & saved.keys():
+                _check_numbers(saved[key], present[key], f"{path}.{key}")
+        case list() | tuple():
+            for index, items in enumerate(zip(saved, present, strict=False)):
+                _check_numbers(*items, f"{path}.{index}")
+
+
+def read_record(folder: Path, keys: set[str]) -> Record:
+    """What ``Training.write`` was given beside the training.
+
+    Raises:
+        InputError: it cannot be read, or has other keys.
+    """
+    try:
+        record = read_tree(folder, RECORD)
+        if not isinstance(record, dict) or record.keys() != keys:
+            raise Unreadable(f"{RECORD}.json is none of ours")
+        return record
+    except Unreadable as error:
+        raise InputError(_misfit(folder, error)) from error
+
+
+@contextmanager
+def fitting(folder: Path) -> Iterator[None]:
+    """What a record in ``folder`` without its parts raises inside becomes one line.
+
+    Raises:
+        InputError: it is not what a run saves.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(_misfit(folder, error)) from error
+
+
+def _misfit(folder: Path, error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"--resume: {folder} does not fit this run ({words[:300]}): give the flags that it was started with"
 
 
 def write_tree(folder: Path, stem: str, tree: Tree) -> None:
@@ -161,172 +325,3 @@ def _identity(tensor: Tensor, path: str) -> Any:
     if not tensor.numel() or tensor.device.type == "meta":
         return path
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
-
-
-RECORD, FROZEN = "record", "frozen"
-Record = dict[str, Any]
-
-
-class TrainState:
-    """What moves while a model is trained.
-
-    Args:
-        accelerator: its loss scaler, if it has one, is part of it.
-        model: bare or prepared.
-        optimizer: bare or prepared; one that steps in the backward is like any other between two steps.
-        scheduler: any whose ``state_dict`` holds plain values, such as a ``LambdaLR``.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
-    ) -> None:
-        self.model = accelerator.unwrap_model(model)
-        self.parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
-        if accelerator.scaler is not None:
-            self.parts["scaler"] = accelerator.scaler
-        self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
-        self._frozen_digest: str | None = None
-
-    def num_bytes(self) -> int:
-        """Of the tensors of a checkpoint."""
-        return sum(num_bytes(tree) for tree in self._trees().values())
-
-    def num_bytes_in_the_end(self, optimizer: str, momentum: float) -> int:
-        """``num_bytes()`` after a step: before the first one, ``--optimizer`` has not made its state yet."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        state = state_bytes(optimizer, trained, momentum=momentum)
-        return self.num_bytes_of_weights() + max(state, num_bytes(self.parts["optimizer"].state_dict()))
-
-    def num_bytes_of_weights(self, *, merged: bool = False) -> int:
-        """Of those that are trained, or of all, into which adapters are ``merged``."""
-        weights = self.model.state_dict() if merged else self._trees()["model"]
-        return num_bytes(weights)
-
-    @torch.no_grad()
-    def is_finite(self) -> bool:
-        """Whether all weights that are trained are finite; makes no copy of any, and waits for the device once."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad and parameter.numel()]
-        extremes = [extreme.isfinite() for parameter in trained for extreme in parameter.aminmax()]  # NaN is extreme
-        return bool(torch.stack(extremes).all())
-
-    def write(self, folder: Path, record: Record) -> None:
-        """Write everything to ``folder``, with ``record`` beside it. For one rank."""
-        for stem, tree in self._trees().items():
-            write_tree(folder, stem, tree)
-        write_tree(folder, FROZEN, self._digest_of_frozen())
-        write_tree(folder, RECORD, record)
-
-    def read(self, folder: Path) -> None:
-        """Restore everything from ``folder``. For every rank.
-
-        Raises:
-            InputError: a file cannot be read, or does not fit this model, optimizer or schedule.
-        """
-        try:
-            if read_tree(folder, FROZEN) != self._digest_of_frozen():
-                raise ValueError("the frozen weights are others than those it was trained with")
-            trees = {stem: read_tree(folder, stem, mapped=not self._on_cpu) for stem in self.parts}
-            self._load_model(read_tree(folder, "model", mapped=True))
-            _check_groups(trees["optimizer"], self.parts["optimizer"].state_dict())
-            for stem, tree in trees.items():
-                _check_numbers(tree, self.parts[stem].state_dict(), stem)
-            for stem, tree in trees.items():
-                self.parts[stem].load_state_dict(tree)
-        except torch.OutOfMemoryError:  # a RuntimeError, but nothing that another flag of the model would mend
-            raise
-        except (Unreadable, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise InputError(_misfit(folder, error)) from error
-
-    def _trees(self) -> dict[str, Tree]:
-        frozen = self._frozen()
-        weights = {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
-        return {"model": weights, **{stem: part.state_dict() for stem, part in self.parts.items()}}
-
-    def _frozen(self) -> dict[str, Tensor]:
-        """What ``state_dict`` holds of frozen parameters, the scales of quantized ones among it."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        frozen = {name for name, parameter in named if not parameter.requires_grad}
-        if not frozen:
-            return {}
-        state = self.model.state_dict()
-        return {key: value for key, value in state.items() if any(_belongs(key, name) for name in frozen)}
-
-    def _digest_of_frozen(self) -> str:
-        if self._frozen_digest is None:
-            self._frozen_digest = _digest(self._frozen())
-        return self._frozen_digest
-
-    def _load_model(self, weights: dict[str, Tensor]) -> None:
-        outcome = self.model.load_state_dict(weights, strict=False)
-        wrong = [*outcome.unexpected_keys, *(set(outcome.missing_keys) - self._frozen().keys())]
-        if wrong:
-            raise ValueError(f"{sorted(wrong)[0]} is in one of them only")
-
-
-def read_record(folder: Path, keys: set[str]) -> Record:
-    """What ``Training.write`` was given beside the training.
-
-    Raises:
-        InputError: it cannot be read, or has other keys.
-    """
-    try:
-        record = read_tree(folder, RECORD)
-        if not isinstance(record, dict) or record.keys() != keys:
-            raise Unreadable(f"{RECORD}.json is none of ours")
-        return record
-    except Unreadable as error:
-        raise InputError(_misfit(folder, error)) from error
-
-
-@contextmanager
-def fitting(folder: Path) -> Iterator[None]:
-    """What a record in ``folder`` without its parts raises inside becomes one line.
-
-    Raises:
-        InputError: it is not what a run saves.
-    """
-    try:
-        yield
-    except InputError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InputError(_misfit(folder, error)) from error
-
-
-def _belongs(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _check_groups(saved: Tree, present: Tree) -> None:
-    """An optimizer takes the state of another kind without a word, and fails at its next step."""
-    if [group.keys() for group in saved["param_groups"]] != [group.keys() for group in present["param_groups"]]:
-        raise ValueError("it holds the state of another optimizer")
-
-
-def _check_numbers(saved: Tree, present: Tree, path: str) -> None:
-    """A schedule and an optimizer take a word where they had a number, and fail at their next step."""
-    match present:
-        case bool():
-            return
-        case int() | float():
-            if not isinstance(saved, int | float):
-                raise ValueError(f"{path} is no number")
-        case dict():
-            for key in present.keys() & saved.keys():
-                _check_numbers(saved[key], present[key], f"{path}.{key}")
-        case list() | tuple():
-            for index, items in enumerate(zip(saved, present, strict=False)):
-                _check_numbers(*items, f"{path}.{index}")
-
-
-def _misfit(folder: Path, error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"--resume: {folder} does not fit this run ({words[:300]}): give the flags that it was started with"

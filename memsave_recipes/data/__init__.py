@@ -1,0 +1,1 @@
+"""Data sets: images and their augmentation, documents as tokens, labelled texts."""

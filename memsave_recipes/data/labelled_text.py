@@ -1,14 +1,12 @@
-"""Real text that every installation has: docstrings, and the library that each comes from as its class.
-
-The source files of the installed libraries are parsed, never imported. A model cannot just look for a library's name:
-wherever any of the names stands, it is masked. Files are held out whole, so what one author wrote around one thing
-stays on one side, and of all docstrings that open with the same words only the first is kept. Which docstrings there
-are depends on the installed versions and on nothing else.
-
-Labelled texts, alone or in pairs, through ``datasets``: the docstrings at hand, files, or a data set of the Hub.
+"""Labelled texts, alone or in pairs: the docstrings of installed libraries, files, or a data set of the Hub.
 
 Columns are found by the names that GLUE and most other sets give them, or are named by flags. The classes are those of
 the training texts; a label that is none of them is refused with its row, never counted as a class of its own.
+
+The built-in data set needs no network: each docstring's class is the library that it comes from. The source files are
+parsed, never imported. Library names are masked in all texts, because a model could just look for them. Files are held
+out whole, so that similar docstrings of one file stay on one side, and of all docstrings that open with the same words
+only the first is kept. The texts depend on the installed versions and on nothing else.
 """
 
 import ast
@@ -33,6 +31,20 @@ from memsave_recipes.data.text import LOADING_ERRORS, VALIDATION_NAMES, progress
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import loading_by_name, reason
 
+BUILT_IN = "docstrings"
+FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+OLD_HUB_IDS = {"glue": "nyu-mll/glue"}
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation_matched", *VALIDATION_NAMES)}
+PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+)
+TEXTS = ("text", "sentence", "content", "review")
+LABELS = ("label", "labels", "class", "category")
+
 # Each package with its distribution: the standard library, and requirements of setup.cfg with enough to read.
 LIBRARIES = {
     "python": None,
@@ -53,103 +65,6 @@ COLUMNS = {
     "label": datasets.ClassLabel(names=list(LIBRARIES)),
     "held_out": datasets.Value("bool"),
 }
-
-
-def load_docstrings() -> dict[str, datasets.Dataset]:
-    """The splits ``train`` and ``validation`` with the columns ``text`` and ``label``: some seconds, then cached.
-
-    Raises:
-        InputError: a library came without its source files.
-    """
-    for library in LIBRARIES:
-        if not any(_folder(library).rglob("*.py")):
-            raise InputError(f"--dataset docstrings finds no source files of {library}: pass --train_file or a Hub id")
-    rows = datasets.Dataset.from_generator(
-        _rows, features=datasets.Features(COLUMNS), gen_kwargs={"cache_key": _cache_key()}
-    )
-    train = rows.filter(lambda held_out: not held_out, input_columns="held_out")
-    validation = rows.filter(lambda held_out: held_out, input_columns="held_out")
-    return {"train": train.remove_columns("held_out"), "validation": validation.remove_columns("held_out")}
-
-
-def _cache_key() -> str:
-    """What the texts depend on: this file and the libraries' versions."""
-    versions = [version(distribution) if distribution else python_version() for distribution in LIBRARIES.values()]
-    return hashlib.sha256(Path(__file__).read_bytes() + repr(versions).encode()).hexdigest()
-
-
-def _rows(cache_key: str) -> Iterator[dict[str, object]]:
-    """The texts library by library; ``datasets`` caches them by ``cache_key``."""
-    openings: set[str] = set()
-    for label, library in enumerate(LIBRARIES):
-        wanted = {False: MAX_TRAIN, True: MAX_VALIDATION}
-        for held_out, path in _files(library):
-            if not wanted[held_out]:
-                continue
-            texts = _new_texts(path, openings)[: min(MAX_OF_A_FILE, wanted[held_out])]
-            wanted[held_out] -= len(texts)
-            yield from ({"text": text, "label": label, "held_out": held_out} for text in texts)
-
-
-def _files(library: str) -> Iterator[tuple[bool, Path]]:
-    """Whether it is held out (3 of 16 are), and the path, of each source file, in an order without meaning."""
-    root = _folder(library)
-    files = {}
-    for path in root.rglob("*.py"):
-        inside = path.relative_to(root)
-        if not NOT_ITS_OWN & set(inside.parts):
-            files[hashlib.sha256(f"{library}/{inside.as_posix()}".encode()).hexdigest()] = path
-    for digest in sorted(files):
-        yield digest[-1] in "012", files[digest]
-
-
-def _folder(library: str) -> Path:
-    """Where the library's source files lie; nothing is imported for it."""
-    if LIBRARIES[library] is None:
-        return Path(sysconfig.get_path("stdlib"))
-    specification = find_spec(library)
-    folders = (specification.submodule_search_locations if specification else None) or ["no such folder"]
-    return Path(folders[0])
-
-
-def _new_texts(path: Path, openings: set[str]) -> list[str]:
-    """The docstrings of a file's functions and classes that open like none in ``openings``, which they join."""
-    texts = []
-    for node in ast.walk(_parse(path)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        text = NAMES.sub(MASK, ast.get_docstring(node) or "")
-        words = re.findall(r"\w+", text.lower())
-        opening = " ".join(words[:FEWEST_WORDS])
-        if len(words) >= FEWEST_WORDS and opening not in openings:
-            openings.add(opening)
-            texts.append(text)
-    return texts
-
-
-def _parse(path: Path) -> ast.Module:
-    """Empty where this Python cannot read the file: templates, and code for other versions."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about escapes that a future Python refuses
-            return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
-
-
-BUILT_IN = "docstrings"
-FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-OLD_HUB_IDS = {"glue": "nyu-mll/glue"}
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation_matched", *VALIDATION_NAMES)}
-
-PAIRS = (
-    ("text", "text_pair"),
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("question", "sentence"),
-)
-TEXTS = ("text", "sentence", "content", "review")
-LABELS = ("label", "labels", "class", "category")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,3 +251,84 @@ def _listed(names: Iterable[object]) -> str:
     """All of a few names, the first of many."""
     words = [str(name) for name in names]
     return ", ".join(words if len(words) <= 12 else [*words[:12], "..."])
+
+
+def load_docstrings() -> dict[str, datasets.Dataset]:
+    """The splits ``train`` and ``validation`` with the columns ``text`` and ``label``: some seconds, then cached.
+
+    Raises:
+        InputError: a library came without its source files.
+    """
+    for library in LIBRARIES:
+        if not any(_folder(library).rglob("*.py")):
+            raise InputError(f"--dataset docstrings finds no source files of {library}: pass --train_file or a Hub id")
+    rows = datasets.Dataset.from_generator(
+        _rows, features=datasets.Features(COLUMNS), gen_kwargs={"cache_key": _cache_key()}
+    )
+    train = rows.filter(lambda held_out: not held_out, input_columns="held_out")
+    validation = rows.filter(lambda held_out: held_out, input_columns="held_out")
+    return {"train": train.remove_columns("held_out"), "validation": validation.remove_columns("held_out")}
+
+
+def _cache_key() -> str:
+    """What the texts depend on: this file and the libraries' versions."""
+    versions = [version(distribution) if distribution else python_version() for distribution in LIBRARIES.values()]
+    return hashlib.sha256(Path(__file__).read_bytes() + repr(versions).encode()).hexdigest()
+
+
+def _rows(cache_key: str) -> Iterator[dict[str, object]]:
+    """The texts library by library; ``datasets`` caches them by ``cache_key``."""
+    openings: set[str] = set()
+    for label, library in enumerate(LIBRARIES):
+        wanted = {False: MAX_TRAIN, True: MAX_VALIDATION}
+        for held_out, path in _files(library):
+            if not wanted[held_out]:
+                continue
+            texts = _new_texts(path, openings)[: min(MAX_OF_A_FILE, wanted[held_out])]
+            wanted[held_out] -= len(texts)
+            yield from ({"text": text, "label": label, "held_out": held_out} for text in texts)
+
+
+def _files(library: str) -> Iterator[tuple[bool, Path]]:
+    """Whether it is held out (3 of 16 are), and the path, of each source file, in an order without meaning."""
+    root = _folder(library)
+    files = {}
+    for path in root.rglob("*.py"):
+        inside = path.relative_to(root)
+        if not NOT_ITS_OWN & set(inside.parts):
+            files[hashlib.sha256(f"{library}/{inside.as_posix()}".encode()).hexdigest()] = path
+    for digest in sorted(files):
+        yield digest[-1] in "012", files[digest]
+
+
+def _folder(library: str) -> Path:
+    """Where the library's source files lie; nothing is imported for it."""
+    if LIBRARIES[library] is None:
+        return Path(sysconfig.get_path("stdlib"))
+    specification = find_spec(library)
+    folders = (specification.submodule_search_locations if specification else None) or ["no such folder"]
+    return Path(folders[0])
+
+
+def _new_texts(path: Path, openings: set[str]) -> list[str]:
+    """The docstrings of a file's functions and classes that open like none in ``openings``, which they join."""
+    texts = []
+    for node in ast.walk(_parse(path)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        text = NAMES.sub(MASK, ast.get_docstring(node) or "")
+        words = re.findall(r"\w+", text.lower())
+        opening = " ".join(words[:FEWEST_WORDS])
+        if len(words) >= FEWEST_WORDS and opening not in openings:
+            openings.add(opening)
+            texts.append(text)
+    return texts
+
+
+def _parse(path: Path) -> ast.Module:
+    """Empty where this Python cannot read the file: templates, and code for other versions."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about escapes that a future Python refuses
+            return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])

@@ -1,13 +1,9 @@
-"""VGG (Simonyan & Zisserman 2014, https://arxiv.org/abs/1409.1556), with torchvision's parameter names.
+"""VGG (Simonyan & Zisserman 2014, https://arxiv.org/abs/1409.1556) and DenseNet-BC (Huang et al. 2016,
+https://arxiv.org/abs/1608.06993), with torchvision's parameter names.
 
-``state_dict`` keys and shapes are those of ``torchvision.models.vgg``, so its weight files load. ``vgg_small`` is ours:
-the same shape of network, narrow enough for a CPU.
-
-DenseNet-BC (Huang et al. 2016, https://arxiv.org/abs/1608.06993), with torchvision's parameter names.
-
-``state_dict`` keys and shapes are those of ``torchvision.models.densenet``, so its weight files load. There is no
-``memory_efficient`` argument: ``--activation_checkpointing bottleneck`` does that, and counts BatchNorm once.
-``densenet_small`` is ours: the same shape of network, small enough for a CPU.
+``state_dict`` keys and shapes are those of ``torchvision.models``, so its weight files load. ``vgg_small`` and
+``densenet_small`` are ours: the same shapes of network, small enough for a CPU. DenseNet has no ``memory_efficient``
+argument: ``--activation_checkpointing bottleneck`` does that, and counts BatchNorm once.
 """
 
 from collections import OrderedDict
@@ -24,6 +20,14 @@ CONVOLUTIONS: dict[str, list[int | str]] = {
     "13": [64, 64, POOL, 128, 128, POOL, 256, 256, POOL, 512, 512, POOL, 512, 512, POOL],
     "16": [64, 64, POOL, 128, 128, POOL, 256, 256, 256, POOL, 512, 512, 512, POOL, 512, 512, 512, POOL],
     "19": [64, 64, POOL, 128, 128, POOL, *[256] * 4, POOL, *[512] * 4, POOL, *[512] * 4, POOL],
+}
+BOTTLENECK_WIDTH = 4
+"""Channels between the two convolutions of a dense layer, in growth rates."""
+SIZES: dict[str, tuple[int, int, tuple[int, ...]]] = {  # growth rate, channels of the stem, layers of each dense block
+    "densenet_small": (12, 24, (4, 4, 4)),
+    "densenet121": (32, 64, (6, 12, 24, 16)),
+    "densenet169": (32, 64, (6, 12, 32, 32)),
+    "densenet201": (32, 64, (6, 12, 48, 32)),
 }
 
 
@@ -101,17 +105,6 @@ def _initialize_vgg(module: nn.Module) -> None:
         nn.init.normal_(module.weight, 0, 0.01)
     if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-BOTTLENECK_WIDTH = 4
-"""Channels between the two convolutions of a dense layer, in growth rates."""
-
-SIZES: dict[str, tuple[int, int, tuple[int, ...]]] = {  # growth rate, channels of the stem, layers of each dense block
-    "densenet_small": (12, 24, (4, 4, 4)),
-    "densenet121": (32, 64, (6, 12, 24, 16)),
-    "densenet169": (32, 64, (6, 12, 32, 32)),
-    "densenet201": (32, 64, (6, 12, 48, 32)),
-}
 
 
 class DenseLayer(nn.Module):

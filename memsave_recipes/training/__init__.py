@@ -1,0 +1,1 @@
+"""Flags, launch, exact global batches, optimizers and the guard against losses that are not finite."""

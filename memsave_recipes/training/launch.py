@@ -1,13 +1,11 @@
-"""BatchNorm, the one layer that sees how a global batch is cut up: say so, or join the ranks.
+"""Build the ``Accelerator`` of a run, in the world that the launch asked for or not at all.
 
-It normalises by the statistics of what one rank forwards at once, so its loss is no mean over samples and rule 7 of
-NOTE [ the exact global batch ] in ``memsave_recipes/training/batching.py`` applies.
+``accelerate launch`` can start fewer processes than asked for, or processes that do not know of each other, and exit
+with 0: a run on the wrong number of devices that looks like any other. ``start_accelerator`` either returns the world
+that was asked for or raises one line that says how to get it.
 
-Start Accelerate, and refuse a world that is not the one that was asked for.
-
-``accelerate launch`` can start fewer processes than it was told, or processes that do not know of each other, and
-exit with 0: a run on the wrong number of devices that looks like any other. ``start_accelerator`` either returns the
-world that was asked for or raises one line that says how to get it.
+BatchNorm normalises by the statistics of one micro-batch of one rank, so its loss is no mean over samples: rule 7 of
+NOTE [ the exact global batch ] in ``memsave_recipes/training/batching.py``.
 
 NOTE [ silent launches ], as of Accelerate 1.15
 
@@ -56,33 +54,6 @@ from torch.nn.parallel import DistributedDataParallel
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
 from memsave_recipes.training.batch_layout import BatchLayout
-
-
-def batchnorm_notice(model: nn.Module, layout: BatchLayout) -> str | None:
-    """In one line, where it applies: a BatchNorm model whose global batch is not normalised as one."""
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
-    parts = layout.accumulation_steps * (1 if synchronised else layout.num_processes)
-    if not layers or parts == 1:
-        return None
-    advice = "" if synchronised or layout.num_processes == 1 else "; --sync_batchnorm joins the ranks"
-    return (
-        f"note: {len(layers)} BatchNorm layers normalise each of {parts} micro-batches by itself, so other numbers of "
-        f"ranks or accumulation steps give another curve{advice}"
-    )
-
-
-def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """``model`` with its BatchNorm layers normalising over all ranks.
-
-    Raises:
-        InputError: on a CPU, for which torch has no such layer.
-    """
-    if device.type == "cpu":
-        raise InputError("--sync_batchnorm works on GPUs only: leave it out on a CPU")
-    synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return synchronized
-
 
 TIMEOUT_OF_THE_GROUP_S = 30 * 60.0
 """So long after the limit at which missing ranks end the run by name, the process group gives up without a name."""
@@ -292,3 +263,29 @@ def drain_gloo() -> None:
     """
     if torch.distributed.is_initialized():
         time.sleep(0.2)
+
+
+def batchnorm_notice(model: nn.Module, layout: BatchLayout) -> str | None:
+    """In one line, where it applies: a BatchNorm model whose global batch is not normalised as one."""
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
+    parts = layout.accumulation_steps * (1 if synchronised else layout.num_processes)
+    if not layers or parts == 1:
+        return None
+    advice = "" if synchronised or layout.num_processes == 1 else "; --sync_batchnorm joins the ranks"
+    return (
+        f"note: {len(layers)} BatchNorm layers normalise each of {parts} micro-batches by itself, so other numbers of "
+        f"ranks or accumulation steps give another curve{advice}"
+    )
+
+
+def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
+    """``model`` with its BatchNorm layers normalising over all ranks.
+
+    Raises:
+        InputError: on a CPU, for which torch has no such layer.
+    """
+    if device.type == "cpu":
+        raise InputError("--sync_batchnorm works on GPUs only: leave it out on a CPU")
+    synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return synchronized

@@ -1,4 +1,4 @@
-"""Numbers that are not finite never reach the weights: such a step is left out, and the run hears of it later.
+"""Steps whose loss or gradient is not finite: they change no weight, and stop the run or are counted.
 
 NOTE [ not finite ]
 1. A loss that is NaN or infinite makes the gradient NaN (``GlobalBatch.backward``), DDP's all-reduce carries that to
@@ -14,10 +14,6 @@ NOTE [ not finite ]
 5. The running statistics of a BatchNorm are wrong as soon as the forward is, so they are put back where a run goes on.
 6. ``--optimizer_in_backward`` has changed the weights before there is anything to look at, and a finite gradient makes
    them infinite where the rate is large. So the weights themselves are looked at before they are saved.
-
-The loss of every step over all ranks, read from the device only where the run waits for it anyway.
-
-Rule 3 of NOTE [ not finite ]: here a step that is not finite stops the run, or is counted.
 """
 
 from collections.abc import Mapping
@@ -72,20 +68,6 @@ class NonFiniteGuard:
             self.optimizer.found_inf = is_bad.to(torch.float32)
             return True
         return not is_bad.item()
-
-
-def is_finite(loss: float, grad_norm: float, *, has_scaler: bool) -> bool:
-    """Whether a step counts: rule 4 of NOTE [ not finite ]."""
-    return isfinite(loss) and (has_scaler or isfinite(grad_norm))
-
-
-def describe_not_finite(order: SampleOrder, step: int, loss: float, grad_norm: float | None) -> str:
-    """What to say of a step, numbered from 0, whose samples are known by their places in the data set."""
-    _, samples = next(order.steps(step, step + 1))
-    more = f" and {len(samples) - SAMPLES_NAMED} more" if len(samples) > SAMPLES_NAMED else ""
-    named = ", ".join(map(str, samples[:SAMPLES_NAMED]))
-    norm = "" if grad_norm is None else f", gradient norm {grad_norm:g}"
-    return f"step {step + 1} is not finite (loss {loss:g}{norm}), its samples are {named}{more}"
 
 
 def _statistics(model: nn.Module) -> list[Tensor]:
@@ -158,6 +140,20 @@ class StepLosses:
         if self.skipped_steps > self.skips:
             raise NotFinite(f"{words}; {WAY_OUT}")
         self.accelerator.print(f"note: left out {words}: {self.skipped_steps} of {self.skips} that may be")
+
+
+def is_finite(loss: float, grad_norm: float, *, has_scaler: bool) -> bool:
+    """Whether a step counts: rule 4 of NOTE [ not finite ]."""
+    return isfinite(loss) and (has_scaler or isfinite(grad_norm))
+
+
+def describe_not_finite(order: SampleOrder, step: int, loss: float, grad_norm: float | None) -> str:
+    """What to say of a step, numbered from 0, whose samples are known by their places in the data set."""
+    _, samples = next(order.steps(step, step + 1))
+    more = f" and {len(samples) - SAMPLES_NAMED} more" if len(samples) > SAMPLES_NAMED else ""
+    named = ", ".join(map(str, samples[:SAMPLES_NAMED]))
+    norm = "" if grad_norm is None else f", gradient norm {grad_norm:g}"
+    return f"step {step + 1} is not finite (loss {loss:g}{norm}), its samples are {named}{more}"
 
 
 def gather_figures(accelerator: Accelerator, figures: Mapping[Any, float]) -> dict[Any, list[float]]:

@@ -1,13 +1,12 @@
-"""Step each parameter as soon as its gradient is there, and free the gradient: never all gradients at once.
+"""The optimizer and the learning-rate schedule that the flags name; the optimizer may step in the backward.
 
-The idea is LOMO's (Lv et al. 2023, https://arxiv.org/abs/2306.09782), for any optimizer that treats each parameter by
-itself. What it rules out: everything that has to know all gradients first (clipping by the global norm, accumulation,
-the average over ranks, loss scaling).
-
-The optimizer and the learning-rate schedule that the flags name.
-
-State beside each 32-bit parameter: AdamW 8 bytes, 8-bit AdamW 2, Adafactor a row and a column of each matrix, SGD 4
+State for each 32-bit parameter: AdamW 8 bytes, 8-bit AdamW 2, Adafactor a row and a column of each matrix, SGD 4
 (0 without momentum).
+
+``--optimizer_in_backward`` steps each parameter as soon as its gradient is there and frees the gradient, so that they
+never exist all at once. The idea is LOMO's (Lv et al. 2023, https://arxiv.org/abs/2306.09782), here for any optimizer
+that treats each parameter by itself. It rules out everything that needs all gradients first: clipping by the global
+norm, accumulation, the average over ranks, loss scaling.
 """
 
 from collections.abc import Iterable
@@ -24,55 +23,6 @@ from transformers import get_scheduler
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout
-
-
-def check_in_backward(
-    optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str, *, skip_nonfinite: int = 0
-) -> None:
-    """Refuse what needs all gradients at once.
-
-    Raises:
-        InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16 or steps left out.
-    """
-    if not optim.optimizer_in_backward:
-        return
-    reasons = {
-        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
-        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
-        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
-        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": optim.max_grad_norm > 0,
-        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
-        "a gradient that is not finite has been used before it is known: drop --skip_nonfinite": skip_nonfinite > 0,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
-
-
-def step_in_backward(optimizer: Optimizer) -> None:
-    """Make every backward step ``optimizer``, parameter by parameter; a later ``optimizer.step()`` finds nothing to do.
-
-    The optimizer looks at one parameter at a time, with the settings of its group as they are then, so schedules work.
-    """
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(_StepOne(optimizer, index))
-
-
-class _StepOne:
-    def __init__(self, optimizer: Optimizer, index_of_group: int) -> None:
-        self._optimizer = optimizer
-        self._index = index_of_group  # the group itself is another one after load_state_dict, which Accelerate calls
-
-    def __call__(self, parameter: Tensor) -> None:
-        groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [{**groups[self._index], "params": [parameter]}]
-        try:
-            type(self._optimizer).step(self._optimizer)  # not what a schedule has wrapped to count its steps
-        finally:
-            self._optimizer.param_groups = groups
-        parameter.grad = None
-
 
 MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
 BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
@@ -127,6 +77,13 @@ def _adamw_8bit(parameters: list[nn.Parameter], lr: float, weight_decay: float) 
     return AdamW8bit(parameters, lr=lr, weight_decay=weight_decay)
 
 
+def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
+    """Linear warm-up, then the named schedule over ``num_steps`` optimizer steps."""
+    length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by what follows the warm-up
+    scheduler: LRScheduler = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length)
+    return scheduler
+
+
 def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: nn.Module) -> Tensor | None:
     """The norm of the global batch's gradient, now clipped; ``None`` where no gradient has been left to look at."""
     if optim.optimizer_in_backward:
@@ -135,11 +92,52 @@ def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: n
     return norm
 
 
-def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
-    """Linear warm-up, then the named schedule over ``num_steps`` optimizer steps."""
-    length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by what follows the warm-up
-    scheduler: LRScheduler = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length)
-    return scheduler
+def check_in_backward(
+    optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str, *, skip_nonfinite: int = 0
+) -> None:
+    """Refuse what needs all gradients at once.
+
+    Raises:
+        InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16 or steps left out.
+    """
+    if not optim.optimizer_in_backward:
+        return
+    reasons = {
+        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
+        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
+        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
+        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": optim.max_grad_norm > 0,
+        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
+        "a gradient that is not finite has been used before it is known: drop --skip_nonfinite": skip_nonfinite > 0,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
+
+
+def step_in_backward(optimizer: Optimizer) -> None:
+    """Make every backward step ``optimizer``, parameter by parameter; a later ``optimizer.step()`` finds nothing to do.
+
+    The optimizer looks at one parameter at a time, with the settings of its group as they are then, so schedules work.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(_StepOne(optimizer, index))
+
+
+class _StepOne:
+    def __init__(self, optimizer: Optimizer, index_of_group: int) -> None:
+        self._optimizer = optimizer
+        self._index = index_of_group  # the group itself is another one after load_state_dict, which Accelerate calls
+
+    def __call__(self, parameter: Tensor) -> None:
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**groups[self._index], "params": [parameter]}]
+        try:
+            type(self._optimizer).step(self._optimizer)  # not what a schedule has wrapped to count its steps
+        finally:
+            self._optimizer.param_groups = groups
+        parameter.grad = None
 
 
 def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:
