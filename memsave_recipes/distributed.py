@@ -1,15 +1,15 @@
 """Ranks that act as one: a result or failure of one is that of all, so that none waits in a collective for the others.
 
-What rank 0 alone does may take an hour, and a collective has a limit. So the others wait for it in the store of the
-process group, and all meet in the collective that sends them the result. Ranks that never come end the run, by name.
+Work of rank 0 alone may take an hour, and a collective has a limit. So the others wait for it in the store of the
+process group, and all meet in the collective that sends the result. Ranks that never come end the run, by name.
 
 NOTE [ missing ranks ]
 1. A thread of each rank reports to the store of the process group, which the launcher keeps: how often it has reported,
-   and how many collectives the rank has begun. That is what the group itself counts, so nothing is called in a step.
+   and how many collectives the rank has begun. The group itself counts these, so nothing is called in a step.
 2. A rank is missing that for longer than the limit has not reported, since its process is stopped or its machine gone,
    or is behind the furthest rank and begins nothing, since it sleeps, loads, writes or hangs, and the others wait.
-3. While ranks wait for what rank 0 alone does (``on_main_process``) they are in no collective and nobody is behind, so
-   that may take any time.
+3. While ranks wait for rank 0 (``on_main_process``) they are in no collective and nobody is behind, so that may take
+   any time.
 4. All ranks find out and end; the lowest one that is not missing says so.
 5. A rank's own ticks are the clock: one that was stopped and goes on, maybe with all others, blames nobody for it.
 6. The limit of the process group itself is later. It names nobody, and where it is NCCL's it aborts.
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.processes import LOST, SECOND_RANK_S, WAY_ON, end_now, tell_ranks
+from memsave_recipes.processes import LOST, MID_STEP, SECOND_RANK_S, end_now, tell_ranks
 
 T = TypeVar("T")
 Failure = tuple[bool, str]
@@ -45,7 +45,7 @@ _turns = itertools.count()
 REPORT = "memsave_recipes/report"
 DONE = "done"
 TICKS_IN_LIMIT = 20
-LONGEST_TICK_S = 10.0
+MAX_TICK_S = 10.0
 SILENT = "does not answer"
 BEHIND = "has not come to the collective that others wait in"
 
@@ -79,7 +79,7 @@ def on_all_processes(accelerator: Accelerator, action: Callable[[], T]) -> T:
 
 @contextmanager
 def main_process_first(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, the other ranks come after rank 0 and find in caches what it has made; where one fails, all do.
+    """Inside, the other ranks come after rank 0 and find its results in caches; where one fails, all do.
 
     Raises:
         InputError: on every rank, where one raised it.
@@ -110,10 +110,10 @@ def fail_together(error: Exception | None) -> None:
 
 
 class RankPoll:
-    """Hears what any rank wishes, about once every ``POLL_EVERY_S`` seconds; every other step costs a comparison.
+    """The largest value of all ranks, asked about once every ``POLL_EVERY_S`` seconds; other steps cost a comparison.
 
     A collective each step would be cheap, but on a device reading its result waits for everything queued there, and the
-    host could no longer run ahead. So the ranks agree, with each answer, on how many steps the next one is away.
+    host could no longer run ahead. So each answer also says in how many steps the next one is due.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -122,19 +122,19 @@ class RankPoll:
         self._last_time = 0.0
         self._next_step = 0
 
-    def max(self, step: int, wish: int) -> int:
-        """The largest wish of all ranks after ``step``, 0 where there is none or it is not yet time to ask."""
+    def max(self, step: int, value: int) -> int:
+        """The largest ``value`` of all ranks after ``step``; 0 where all are 0 or it is not yet time to ask."""
         if self.accelerator.num_processes == 1:
-            return wish
+            return value
         if step < self._next_step:
             return 0
-        if wish:
+        if value:
             self.accelerator.set_trigger()
         if not self.accelerator.check_trigger():
-            wish = 0
-        wish, interval = self._largest(wish, self._steps_in_interval(step))
+            value = 0
+        largest, interval = self._largest(value, self._steps_in_interval(step))
         self._next_step = step + interval
-        return wish
+        return largest
 
     def _steps_in_interval(self, step: int) -> int:
         """By this rank's pace since the last answer; 1 where it is not known."""
@@ -231,7 +231,7 @@ class Lateness:
 
 
 def report_of(count: int, begun: int) -> str:
-    """What a rank reports: of its reports this is number ``count``, of collectives it has begun so many."""
+    """The report of a rank: its number among that rank's reports, and how many collectives the rank has begun."""
     return f"{count} {begun}"
 
 
@@ -242,7 +242,7 @@ def _begun(report: str) -> int:
 class _RankWatch:
     def __init__(self, limit_s: float) -> None:
         self.rank, self.num_ranks, self.limit_s = dist.get_rank(), dist.get_world_size(), limit_s
-        self.tick_s = min(limit_s / TICKS_IN_LIMIT, LONGEST_TICK_S)
+        self.tick_s = min(limit_s / TICKS_IN_LIMIT, MAX_TICK_S)
         self._store = _get_default_store()
         self._stopped = Event()
         self._thread = Thread(target=self._watch, name="rank watch", daemon=True)
@@ -250,7 +250,7 @@ class _RankWatch:
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(LONGEST_TICK_S)
+        self._thread.join(MAX_TICK_S)
 
     def report(self, report: str) -> None:
         with suppress(RuntimeError):  # rule 7
@@ -279,13 +279,13 @@ class _RankWatch:
         """Rule 4."""
         with suppress(RuntimeError):
             tell_ranks(LOST)
-        speaker = min(set(range(self.num_ranks)) - missing.keys(), default=self.rank)
-        if self.rank != speaker:
+        reporter = min(set(range(self.num_ranks)) - missing.keys(), default=self.rank)
+        if self.rank != reporter:
             time.sleep(SECOND_RANK_S)
             os._exit(LOST)
         named = ", ".join(f"rank {rank} of {self.num_ranks} {how}" for rank, how in sorted(missing.items()))
         minutes = f"{self.limit_s / 60:g} minutes (--collective_timeout_minutes)"
-        end_now(f"error: for more than {minutes} {named}: ended {WAY_ON}", LOST)
+        end_now(f"error: for more than {minutes} {named}: ended {MID_STEP}", LOST)
 
 
 def _collectives_begun() -> int:

@@ -1,4 +1,4 @@
-"""What a run trains on, as digests that fit into a checkpoint: is it the same, and where does it begin to differ?
+"""Digests of the training data that fit into a checkpoint: is it the same, and where does it begin to differ?
 
 NOTE [ the same data ]
 1. Each sample has a digest, in the order of the data set. Of more than 65,536 samples a few in a row share one, so that
@@ -9,7 +9,7 @@ NOTE [ the same data ]
 3. So an image in a folder that has the same name, size and label, but other pixels, passes. Where the folder has a
    ``SHA256SUMS``, its digests are compared as well. Other modification times are announced, not refused, because a
    copy of the same data has them too.
-4. What only one of two fingerprints has is not compared: a ``SHA256SUMS`` may have come later.
+4. Parts that only one of two fingerprints has are not compared: a ``SHA256SUMS`` may have been added later.
 """
 
 import hashlib
@@ -33,14 +33,14 @@ class Samples:
 
     Args:
         digests: of each sample, int64 (N,).
-        name_of: what people call the sample at a place, from 0.
+        name_of: a name for people of the sample at a place, from 0.
     """
 
     digests: np.ndarray
     name_of: Callable[[int], str]
 
     def record(self) -> Record:
-        """What is kept of them: their number, and digests of groups of equally many, int64 (G,)."""
+        """For a checkpoint: the number of samples, and digests of groups of equally many, int64 (G,)."""
         return {"count": len(self.digests), "digests": torch.from_numpy(self._of_groups())}
 
     def difference(self, saved: Record) -> str | None:
@@ -64,7 +64,7 @@ class Samples:
         return np.array([digest_of(group.tobytes()) for group in groups], dtype=np.int64)
 
     def _first_difference(self, saved: np.ndarray) -> int:
-        """The first group that is not what it was; their number where all are."""
+        """The first group that differs from ``saved``; the number of groups where none does."""
         groups = self._of_groups()
         common = min(len(groups), len(saved))
         differs = np.flatnonzero(groups[:common] != saved[:common])
@@ -90,13 +90,13 @@ class Fingerprint:
     tokenizer: str = ""
 
     def record(self) -> Record:
-        """What a checkpoint keeps."""
+        """All digests, for a checkpoint."""
         kinds = {"samples": self.samples, "contents": self.contents, "times": self.times}
         splits = {kind: {name: part.record() for name, part in parts.items()} for kind, parts in kinds.items()}
         return {**splits, "label_names": list(self.label_names), "tokenizer": self.tokenizer}
 
     def differences(self, saved: Record) -> list[str]:
-        """What is not as in an earlier ``record``, in a few words each."""
+        """The differences from an earlier ``record``, in a few words each."""
         found = []
         if saved["label_names"] != list(self.label_names):
             found.append(f"class names: {_change_of_names(saved['label_names'], list(self.label_names))}")

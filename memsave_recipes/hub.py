@@ -20,7 +20,7 @@ ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
 """That library's own variable for slow networks."""
 MISSING_WHILE_OFFLINE = (ConnectionError, LocalEntryNotFoundError)
 INVALID_CONFIGURATION = StrictDataclassError
-"""What transformers raises where an entry of a configuration contradicts its type or another one."""
+"""Raised by transformers where an entry of a configuration contradicts its type or another entry."""
 
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or every local file that it reads is counted on a server
 
@@ -55,7 +55,7 @@ def loading_by_name(name: str, source: str, way_out: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:  # what HTTP libraries raise is often no OSError
+    except Exception as error:  # those of HTTP libraries are often no OSError
         raise InputError(f"{source} cannot be loaded: {reason(error)}; {way_out}") from error
 
 
@@ -69,7 +69,7 @@ def reason(error: BaseException) -> str:
 
 
 def _ask(endpoint: str) -> str | None:
-    """What keeps the Hub from answering."""
+    """Why the Hub does not answer; ``None`` where it does."""
     try:
         status = get_session().head(endpoint, timeout=ANSWERS_WITHIN_S).status_code
     except Exception as error:  # of the HTTP library, which is not always the same one
@@ -78,7 +78,7 @@ def _ask(endpoint: str) -> str | None:
 
 
 def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """``error``, and what it was raised from or after."""
+    """``error`` and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

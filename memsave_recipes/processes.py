@@ -14,11 +14,11 @@ own end Python sends those that are left a SIGTERM, which they ignore, and would
 
 NOTE [ forced end ]
 1. Python runs a handler between two instructions of the main thread, and one that waits in a collective comes to none.
-   So what ends the process is a thread of its own. The interpreter wakes it: it writes the number of each signal that
+   So a thread of its own ends the process. The interpreter wakes it: it writes the number of each signal that
    has a handler to a pipe, at once (``signal.set_wakeup_fd``).
 2. The first signal asks. After it a Ctrl-C ends the process at once, and so does a second SIGTERM. A first SIGTERM does
    not: schedulers send it some time after a SIGUSR1, and the process may be saving.
-3. What comes within a second is the same keystroke, or the same SIGTERM, which a launcher has passed on.
+3. A second signal within a second is the same keystroke, or the same SIGTERM, which a launcher has passed on.
 4. A step that has not ended, and been saved, within the limit after the first signal is ended as well.
 """
 
@@ -45,14 +45,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 LOST = 6
 """The exit code where a rank or a data worker is lost, or a step has no end."""
-WAY_ON = "in the middle of a step; the last checkpoint is as it was, go on with --resume"
+MID_STEP = "in the middle of a step; the last checkpoint is as it was, go on with --resume"
 SECOND_RANK_S = 2.0
-"""The others let the rank that speaks end first: with it the launcher ends them, and nothing is said twice."""
+"""Other ranks wait this long before they report: the launcher ends them with the first, and nothing is said twice."""
 ENDED_WITH = "memsave_recipes/ended_with"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""What asks a run to stop: a keyboard, a launcher or scheduler, and SLURM some time before its limit."""
+"""The signals that ask a run to stop: of a keyboard, of a launcher or scheduler, of SLURM before its limit."""
 EXIT_CODES = {number: 130 if number == signal.SIGINT else 143 for number in STOPPING}
-"""128 and the signal's number, as shells have it; what comes before a time limit counts as a termination."""
+"""128 and the signal's number, as in shells; SIGUSR1, sent before a time limit, counts as SIGTERM."""
 
 SAME_KEYSTROKE_S = 1.0
 REMOVED = 0
@@ -63,21 +63,21 @@ END_OF_LAUNCHER = signal.SIGUSR1
 """It asks to save and to stop; unlike a second SIGTERM, it never ends a rank in the middle of that."""
 TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
 
-MAX_BY_DEFAULT = 4
+MAX_DEFAULT_WORKERS = 4
 KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)")
 EXITED = re.compile(r"DataLoader worker \(pid(\(s\))? (?P<pid>[\d, ]+)\) exited unexpectedly")
-"""What torch says of a worker; the former may be the cause of the latter."""
+"""torch's errors on a lost worker; the former may be the cause of the latter."""
 
 
-class Insistence:
-    """Tells what asks a run to stop from what means it a second time: rules 2 and 3 of NOTE [ forced end ]."""
+class SignalHistory:
+    """Tells a signal that asks a run to stop from one that ends it at once: rules 2 and 3 of NOTE [ forced end ]."""
 
     def __init__(self) -> None:
         self.first_at: dict[int, float] = {}
         """Signals, in the order in which they came, to seconds."""
 
-    def is_in(self, number: int, at: float) -> bool:
-        """Whether this one, which comes at so many seconds, is to end the process."""
+    def forces_end(self, number: int, at: float) -> bool:
+        """Whether this signal, received at ``at`` seconds, is to end the process."""
         self.first_at.setdefault(number, at)
         asked_at = {signal.SIGINT: next(iter(self.first_at.values())), signal.SIGTERM: self.first_at[number]}
         return at - asked_at.get(signal.Signals(number), at) >= SAME_KEYSTROKE_S
@@ -94,7 +94,7 @@ class ForcedEnd:
     def __init__(self, exit_codes: dict[signal.Signals, int], limit_s: float | None = None) -> None:
         self.exit_codes = exit_codes
         self.limit_s = limit_s
-        self._insistence = Insistence()
+        self._history = SignalHistory()
         self._numbers, self._wakeup = os.pipe()
         os.set_blocking(self._wakeup, False)
         self._before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -102,7 +102,7 @@ class ForcedEnd:
         self._thread.start()
 
     def remove(self) -> None:
-        """Put back what was there."""
+        """Restore the wakeup descriptor of before."""
         signal.set_wakeup_fd(self._before)
         os.write(self._wakeup, bytes([REMOVED]))  # closing it would not do: data workers hold it open
         self._thread.join()
@@ -115,23 +115,23 @@ class ForcedEnd:
             if REMOVED in numbers:
                 return
             for number in (one for one in self.exit_codes if one in numbers):
-                if self._insistence.is_in(number, time.monotonic()):
+                if self._history.forces_end(number, time.monotonic()):
                     self._end(f"{number.name} after {self._first}: ended at once,", self.exit_codes[number])
         self._end(f"error: {self.limit_s:g} s after {self._first} the run has not stopped: ended", LOST)
 
     def _left_s(self) -> float | None:
         """Until rule 4; ``None`` for ever."""
-        if self.limit_s is None or not self._insistence.first_at:
+        if self.limit_s is None or not self._history.first_at:
             return None
-        asked_at = next(iter(self._insistence.first_at.values()))
+        asked_at = next(iter(self._history.first_at.values()))
         return max(0.0, asked_at + self.limit_s - time.monotonic())
 
     @property
     def _first(self) -> str:
-        return signal.Signals(next(iter(self._insistence.first_at))).name
+        return signal.Signals(next(iter(self._history.first_at))).name
 
-    def _end(self, words: str, code: int) -> NoReturn:
-        end_now(f"{words} {WAY_ON}", code)
+    def _end(self, message: str, code: int) -> NoReturn:
+        end_now(f"{message} {MID_STEP}", code)
 
 
 class StoppedBySignal(SystemExit):
@@ -145,16 +145,15 @@ class StoppedBySignal(SystemExit):
 
 
 class StopSignals:
-    """Takes a note of the first signal that asks to stop, until ``remove()``. For the main thread.
+    """Records the first signal that asks to stop, until ``remove()``. For the main thread.
 
-    What insists after it, or does not stop within ``limit_s``, ends by NOTE [ forced end ] of
-    ``memsave_recipes.processes``.
+    Further signals, and a run that does not stop within ``limit_s``, end it by NOTE [ forced end ].
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
         self.received = 0
         """The signal's number, 0 for none."""
-        self._before: dict[int, Any] = {number: signal.signal(number, self._take_note) for number in EXIT_CODES}
+        self._before: dict[int, Any] = {number: signal.signal(number, self._record) for number in EXIT_CODES}
         self._forced_end = ForcedEnd(EXIT_CODES, limit_s)
 
     def remove(self) -> None:
@@ -171,7 +170,7 @@ class StopSignals:
     ) -> None:
         self.remove()
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
 
 
@@ -182,17 +181,17 @@ def end_now(message: str, code: int) -> NoReturn:
 
 
 def tell_ranks(code: int) -> None:
-    """Leave word of the code that this one ends with."""
+    """Leave the exit code of this rank for the others."""
     if dist.is_initialized():
         _get_default_store().set(ENDED_WITH, str(code))
 
 
 def code_of_another_rank() -> int | None:
-    """The code that one of them has left; ``None`` where none did. Ask when a collective has failed."""
+    """The exit code that another rank has left; ``None`` where none did. Ask when a collective has failed."""
     try:
         if dist.is_initialized() and _get_default_store().check([ENDED_WITH]):
             return int(_get_default_store().get(ENDED_WITH))
-    except RuntimeError:  # the process that kept the word has ended as well
+    except RuntimeError:  # the process that keeps the store has ended as well
         pass
     return None
 
@@ -200,8 +199,8 @@ def code_of_another_rank() -> int | None:
 def end_with_launcher() -> None:
     """Have a rank stop, as a signal stops it, when the launcher that started it is gone.
 
-    A launcher is ``accelerate launch`` or torchrun, told by the command line of the parent process. The end of anything
-    else, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
+    A launcher is ``accelerate launch`` or torchrun, by the command line of the parent process. The end of any other
+    parent, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
     """
     try:
         parent = psutil.Process().parent()
@@ -219,7 +218,7 @@ def signal_at_end_of_parent(number: signal.Signals, parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before the kernel was told
+    if os.getppid() != parent:  # it ended before prctl
         os.kill(os.getpid(), number)
 
 
@@ -229,7 +228,7 @@ def is_launcher(command: list[str]) -> bool:
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:
-    """Return what follows ``accelerate launch`` in a command line, or ``None`` where that is not in it."""
+    """The arguments after ``accelerate launch`` in a command line; ``None`` where that is not in it."""
     for position, word in enumerate(command):
         names, rest = {word, Path(word).stem}, command[position + 1 :]
         if names & {"accelerate-launch", "accelerate.commands.launch"}:
@@ -240,16 +239,16 @@ def launch_arguments(command: list[str]) -> list[str] | None:
 
 
 def num_workers(asked: int | None, accelerator: Accelerator) -> int:
-    """As many as ``asked``; else none on a CPU, whose cores compute, and beside an accelerator what is said.
+    """The number of data workers of a rank: as many as ``asked``, by default none on a CPU, whose cores compute.
 
-    There the main process has one of a rank's cores, to stay ahead of the device; more than ``MAX_BY_DEFAULT`` workers
-    are rarely of use. No sample depends on them.
+    Beside an accelerator one of a rank's cores is left to the main process, to stay ahead of the device. More than
+    ``MAX_DEFAULT_WORKERS`` are rarely of use. No sample depends on them. The choice is printed.
     """
     if asked is not None or accelerator.device.type == "cpu":
         return asked or 0
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    chosen = max(0, min(MAX_BY_DEFAULT, cores // ranks_here - 1))
+    chosen = max(0, min(MAX_DEFAULT_WORKERS, cores // ranks_here - 1))
     accelerator.print(f"{chosen} processes load data for each rank: --dataloader_num_workers takes another number")
     return chosen
 
@@ -266,7 +265,7 @@ def serve_parent_only(worker_id: int) -> None:
 
 @cache
 def end_workers_at_exit() -> None:
-    """Of this process; call it before there are any."""
+    """Kill the data workers of this process when it exits; call it before there are any."""
     atexit.register(_kill_workers)
 
 
@@ -279,14 +278,14 @@ def _kill_workers() -> None:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A data worker that has died, by ``words`` for the user; most likely because the host ``had_no_memory``."""
+    """A data worker that has died: ``words`` for the user, and whether most likely the host ``had_no_memory`` left."""
 
     words: str
     had_no_memory: bool
 
 
 def lost_worker(error: Exception) -> LostWorker | None:
-    """The one that an error of torch tells of; ``None`` where it tells of something else."""
+    """The worker that torch reports as lost; ``None`` for any other error."""
     death = KILLED.search(f"{error} {error.__cause__}") or EXITED.search(str(error))
     if death is None:
         return None

@@ -5,7 +5,7 @@ its text must be the canonical one, so that a changed byte in the manifest is fo
 malice: who can write the folder can write a manifest that fits.
 
 NOTE [ the commit ]
-1. Everything is written into a sibling, ``.tmp-NAME``. What a killed save leaves has such a name and is cleared later.
+1. Everything is written into a sibling, ``.tmp-NAME``. A killed save leaves such a folder, which is cleared later.
 2. Every file goes to the disk, then the manifest with their sizes and digests, then the sibling's own names. Who may
    read the folder may read its files: safetensors lets only the owner.
 3. Renaming the sibling to ``NAME`` is the commit: before it the folder is not there, after it it is whole. Then the
@@ -40,7 +40,7 @@ HASHING_THREADS = 4  # SHA-256 is slower than a fast disk
 TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 SPARE_BYTES = 1024**2
-"""For what a checkpoint holds beside its tensors."""
+"""For the files of a checkpoint that hold no tensors."""
 REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota of the disk is used up",
@@ -57,7 +57,7 @@ REASONS = {
 
 
 class Damaged(Exception):
-    """A folder is not what its manifest says; the message says which file, and how."""
+    """A folder differs from its manifest; the message says in which file, and how."""
 
 
 class Entry(TypedDict):
@@ -108,14 +108,14 @@ def discard(path: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what killed saves left in ``folder``."""
-    with disk_errors_as_input_error(folder, "what a killed save left"):
+    """Delete the temporary folders that killed saves left in ``folder``."""
+    with disk_errors_as_input_error(folder, "the rest of a killed save"):
         for path in [*folder.glob(f"{TEMPORARY}*"), *folder.glob(f"{TRASH}*")]:
             delete(path)
 
 
 def delete(path: Path) -> None:
-    """Whatever ``path`` is, if it is there; of a link, not what it leads to."""
+    """Delete a file, a folder or a link, but not the target of the link; nothing where it is missing."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -136,8 +136,8 @@ def check_space(output_dir: Path, num_bytes: int, what: str = "a checkpoint take
     """Refuse to begin a save of ``num_bytes`` that the disk cannot take.
 
     Args:
-        what: is saved, for the message.
-        freed_bytes: that will be deleted before.
+        what: subject and verb of the message.
+        freed_bytes: deleted before the save.
 
     Raises:
         InputError: too little space is free.
@@ -155,7 +155,7 @@ def check_space(output_dir: Path, num_bytes: int, what: str = "a checkpoint take
 def disk_errors_as_input_error(
     folder: Path, name: str, *, way_out: str = "then go on with --resume from the checkpoint before"
 ) -> Iterator[None]:
-    """Turn what a disk refuses into one line that names the flag; anything else stays what it is."""
+    """Turn errors of the disk into one line that names the flag; others pass."""
     try:
         yield
     except Exception as error:
@@ -227,7 +227,7 @@ def sync(path: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Whatever is no folder and not the manifest."""
+    """Everything but folders and the manifest."""
     return sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
 
 

@@ -28,7 +28,7 @@ FLAGS = {
     "seed": "--seed",
     "drop_last": "--drop_last",
 }
-"""What decides which samples a step trains, as the user knows it: the fields of ``SampleOrder``."""
+"""The fields of ``SampleOrder``, as the user knows them."""
 FREE = {
     *("output_dir", "overwrite", "resume", "data_changed_ok", "debug", "report_to", "prompt", "full_determinism"),
     *("save_every", "save_every_minutes", "keep_checkpoints", "save_best", "skip_nonfinite"),
@@ -40,9 +40,9 @@ FREE = {
 LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
 SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
-"""What says that a plan is to be searched, and how."""
+"""The flags of a search for a plan."""
 PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights"}
-"""What may lie elsewhere now; that it is the same is taken on trust."""
+"""Paths, which may have changed; their content is trusted to be the same."""
 ANOTHER_VERSION = "another version may compute in another way"
 REASONS = {
     "torch": ANOTHER_VERSION,
@@ -54,13 +54,13 @@ REASONS = {
     "num_threads": "a sum is cut up among the threads",
     "deterministic_algorithms": "others add in no fixed order",
 }
-"""What of a run's environment has a say in its last bits, and why."""
+"""The parts of the environment on which the last bits of a result depend, and why."""
 OF_A_CPU = {"processor", "num_threads"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A whole checkpoint, and the newer ones that are damaged, each with what is wrong with it."""
+    """A whole checkpoint, and the newer ones that are damaged, each with the defect."""
 
     path: Path
     step: int
@@ -68,7 +68,7 @@ class Found:
 
     @property
     def notices(self) -> list[str]:
-        """What was skipped, a line each."""
+        """A line for each damaged checkpoint that was skipped."""
         return [f"note: skipped the damaged checkpoint {path}: {reason}" for path, reason in self.damaged.items()]
 
 
@@ -115,7 +115,7 @@ def prune(folder: Path, kind: str, *, newest: int, keep: int, damaged: Iterable[
 
 
 def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
-    """What was written to ``config`` about the run that left ``checkpoints``; ``None`` without any of these.
+    """The ``config`` of the run that left ``checkpoints``; ``None`` if there are no checkpoints.
 
     Raises:
         InputError: it cannot be read.
@@ -133,7 +133,7 @@ def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
 
 
 def _is_whole(config: Any) -> bool:
-    """Whether it has what is read of it; a flag may be missing, because an earlier version did not know it."""
+    """Whether it has the required entries; a flag may be missing, because an earlier version did not know it."""
     match config:
         case {
             "environment": {"versions": dict(), "mixed_precision": str()},
@@ -147,7 +147,7 @@ def _is_whole(config: Any) -> bool:
 def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
     """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
 
-    A search depends on how fast things happened to be, and what else it finds would round in another way.
+    A search depends on measured times, and another plan would round in another way.
     """
     same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
     layout = earlier["geometry"]
@@ -170,7 +170,7 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
         present: by name.
 
     Raises:
-        InputError: a flag is not what it was, and has a say in the weights.
+        InputError: a flag that the weights depend on has changed.
     """
     now = json.loads(json.dumps(present))
     free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
@@ -192,11 +192,11 @@ def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> l
     """A line for everything that may round in another way now; another precision is refused, as another ``--dtype`` is.
 
     Args:
-        saved: what ``describe_environment`` gave, as JSON gives it back.
+        saved: the result of ``describe_environment``, after JSON.
         accelerator: as it is now.
 
     Raises:
-        InputError: the mixed precision is not what it was.
+        InputError: the mixed precision has changed.
     """
     was, now = ({**about, **about["versions"]} for about in (saved, describe_environment(accelerator)))
     if was["mixed_precision"] != now["mixed_precision"]:
@@ -213,19 +213,19 @@ def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> l
 
 
 def describe_run(order: SampleOrder, layout: BatchLayout, data: Fingerprint | None) -> dict[str, Any]:
-    """What a checkpoint has to know of its run, to be compared with the one that goes on."""
+    """The part of a checkpoint that is compared with the run that resumes it."""
     return {"order": asdict(order), "geometry": asdict(layout), "data": data.record() if data else None}
 
 
 def check_same_data(saved: dict[str, Any], data: Fingerprint | None, *, changed_ok: bool) -> list[str]:
-    """Refuse to go on with other data; a line for what has to be trusted.
+    """Refuse to go on with other data; returns a line for each thing that is trusted.
 
     Args:
-        saved: what ``describe_run`` gave; one of an earlier version knows nothing of the data.
+        saved: the result of ``describe_run``; that of an earlier version has no data.
         changed_ok: go on with other data, and say so.
 
     Raises:
-        InputError: it is not what it was.
+        InputError: the data has changed.
     """
     if data is None:
         return []
@@ -247,7 +247,7 @@ def check_same_samples(saved: dict[str, Any], order: SampleOrder, *, changed_ok:
     """Refuse to go on where a step would train other samples; with ``changed_ok`` there may be more or fewer.
 
     Raises:
-        InputError: the data set or a flag that decides the order is not what it was.
+        InputError: the data set or a flag that decides the order has changed.
     """
     present = asdict(order)
     for field, name in FLAGS.items():
@@ -259,7 +259,7 @@ def check_same_samples(saved: dict[str, Any], order: SampleOrder, *, changed_ok:
 
 
 def describe_change(saved: dict[str, Any], layout: BatchLayout) -> str | None:
-    """What another geometry means for the run, in one line; ``None`` where it is the same."""
+    """One line on another batch layout; ``None`` where it is the same."""
     if saved["geometry"] == asdict(layout):
         return None
     before = BatchLayout(**saved["geometry"])

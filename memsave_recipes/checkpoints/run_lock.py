@@ -66,7 +66,7 @@ class RunLock:
         print(f"note: {self.path} had been deleted, and is held again: keep cleaners of old files away from it")
 
     def release(self, made: list[Path]) -> None:
-        """Give it back; what was ``made`` for it goes again where nothing has been written into it."""
+        """Give it back, and remove the folders that were ``made`` for it, if they are empty."""
         if self._lock.is_locked and self._is_whole():
             self.path.unlink()  # before others can have it; who opened it earlier is refused, or opens it again
             with suppress(OSError):  # it holds a run
@@ -86,7 +86,7 @@ class RunLock:
 def locked_run_folder(accelerator: Accelerator, folder: Path) -> Iterator[RunLock]:
     """Hold ``folder`` until the block or the process ends. Rank 0 holds it for all.
 
-    What had to be made for it goes again where nothing has been written into it, since such a run never began.
+    Folders made for it are removed again if they are empty, since such a run never began.
 
     Raises:
         InputError: on all ranks, where another run holds it, or it cannot be written.

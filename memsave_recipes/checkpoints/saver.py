@@ -1,13 +1,13 @@
 """The checkpoints of a run, as its loop sees them: resume once, call after every step.
 
-checkpoints = Checkpoints(accelerator, folder / "checkpoints", Training(...), order=..., geometry=..., ...)
+checkpoints = Checkpoints(accelerator, folder / "checkpoints", TrainState(...), order=..., layout=..., ...)
 resumed = checkpoints.resume_into(batches)     # before the first one is loaded
 for batch in batches:
     ...
     for held_out in checkpoints.until_signal(evaluation_batches(...), batch.step + 1, state):
         ...
     checkpoints.after_step(batch.step + 1, state)  # state() gives {"clock": ..., "best": ...}
-checkpoints.give_up_the_end()                      # what was saved after the last step, when the results are written
+checkpoints.give_up_the_end()                      # deletes that of the last step, when the results are written
 """
 
 import time
@@ -46,7 +46,7 @@ from memsave_recipes.training.non_finite import NotFinite
 T = TypeVar("T")
 
 SAVE_ONLY = 1
-"""A wish to save, smaller than the number of any signal that stops a run."""
+"""A request to save, smaller than the number of any signal that stops a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class Resumed:
 
     Args:
         step: optimizer steps that are done, so also the next one's number, from 0.
-        state: what the loop gave to ``after_step``.
-        notices: lines to be printed, about what was skipped and what is not as it was.
+        state: the loop's own, as given to ``after_step``.
+        notices: lines to be printed: damaged checkpoints that were skipped, and differences from the saved run.
     """
 
     step: int
@@ -69,12 +69,12 @@ class Checkpoints:
 
     Args:
         folder: of the checkpoints alone, seen by all ranks.
-        training: what is saved.
-        order, geometry: which samples a step trains, and how it is cut up.
+        training: the state that is saved.
+        order, layout: the samples of each step, and their split over ranks and micro-batches.
         keep: so many of the newest are kept.
         every_steps, every_minutes: when to save beside a stop by a signal; either, both or none.
         signals: those that stop the run; none by default.
-        data: what it is trained on; without it, nothing tells whether a run goes on with the same.
+        data: fingerprint of the training data; without it, a resumed run does not check its data.
         data_changed_ok: go on with other data.
         lock: of the run's folder, looked after at every save.
     """
@@ -110,7 +110,7 @@ class Checkpoints:
         self.damaged: list[Path] = []
         self.last_saved: int | None = None
         self._last_time = time.monotonic()
-        self._ear = RankPoll(accelerator)
+        self._poll = RankPoll(accelerator)
 
     @classmethod
     def from_args(
@@ -178,24 +178,24 @@ class Checkpoints:
             StoppedBySignal: a rank received a signal; the checkpoint has been saved.
             InputError, NotFinite: as ``save``.
         """
-        wish = self._ear.max(step, self._wish())
-        if wish or (self.every_steps and step % self.every_steps == 0):
+        request = self._poll.max(step, self._request())
+        if request or (self.every_steps and step % self.every_steps == 0):
             self.save(step, state())
-        if wish > SAVE_ONLY:
-            raise StoppedBySignal(wish, step, self.folder)
+        if request > SAVE_ONLY:
+            raise StoppedBySignal(request, step, self.folder)
 
     def until_signal(self, batches: Iterable[T], step: int, state: Callable[[], Record]) -> Iterator[T]:
         """``batches`` of an evaluation after so many steps, equally many on all ranks; a signal ends it before one.
 
-        What is saved then knows nothing of the evaluation: the run that goes on begins with it.
+        The checkpoint saved then is that of before the evaluation, with which the resumed run begins.
 
         Raises:
             StoppedBySignal: as ``after_step``.
             InputError, NotFinite: as ``save``.
         """
-        ear = RankPoll(self.accelerator)
+        poll = RankPoll(self.accelerator)
         for number, batch in enumerate(batches):
-            if signal := ear.max(number, self._signal()):
+            if signal := poll.max(number, self._signal()):
                 self.save(step, state())
                 raise StoppedBySignal(signal, step, self.folder)
             yield batch
@@ -216,7 +216,7 @@ class Checkpoints:
         self.last_saved, self._last_time = step, time.monotonic()
 
     def save_best(self, step: int, write: Callable[[Path], None]) -> None:
-        """Keep what ``write(folder)`` writes on rank 0, such as the weights alone, as ``best-STEP`` in place of others.
+        """Save the files that ``write(folder)`` writes on rank 0, such as the weights, as the only ``best-STEP``.
 
         Raises:
             InputError: it could not be saved; the one before is as it was.
@@ -238,19 +238,19 @@ class Checkpoints:
         with suppress(OSError):  # it holds the best weights
             self.folder.rmdir()
 
-    def _wish(self) -> int:
-        """What this rank wants: the number of a signal, ``SAVE_ONLY`` or 0. Time is what rank 0's clock says."""
+    def _request(self) -> int:
+        """The number of this rank's signal, ``SAVE_ONLY`` or 0. Only rank 0's clock decides when it is time."""
         if signal := self._signal():
             return signal
         is_time = self.accelerator.is_main_process and time.monotonic() - self._last_time >= self.every_s
         return SAVE_ONLY if is_time else 0
 
     def _signal(self) -> int:
-        """The number of the one that this rank has received, 0 for none."""
+        """The number of the signal that this rank has received, 0 for none."""
         return self.signals.received if self.signals is not None else 0
 
     def _write(self, step: int, state: Record) -> bool:
-        """Whether the weights are worth it."""
+        """Whether it was saved: the weights must be finite."""
         if self.lock is not None:
             self.lock.keep()
         if not self.training.is_finite():
@@ -271,7 +271,7 @@ class Checkpoints:
         return find_newest(self.folder)
 
     def _read(self, found: Found) -> tuple[Record, list[str]]:
-        """The record, and lines about what has to be trusted, or is not as it was."""
+        """The record, and notices of differences from the saved run."""
         if not found.path.is_dir():
             raise InputError(
                 f"--output_dir {self.folder.parent} is not seen by all ranks, so they cannot resume: put it on a disk "

@@ -35,17 +35,17 @@ from memsave_recipes.training.optimizers import state_bytes
 PART_BYTES = 256 * MIB
 """Of a file, about: a device's tensors are copied to the host a file at a time, and digests are made of several."""
 RECORD, FROZEN = "record", "frozen"
-Tree = Any
+PyTree = Any
 """Tensors, dicts with keys of text or whole numbers, lists, tuples, None, truth values, numbers and text."""
 Record = dict[str, Any]
 
 
 class Unreadable(Exception):
-    """A file does not hold a tree; the message names it."""
+    """A file holds no pytree; the message names it."""
 
 
 class TrainState:
-    """What moves while a model is trained.
+    """The state that changes while a model is trained.
 
     Args:
         accelerator: its loss scaler, if it has one, is part of it.
@@ -89,9 +89,9 @@ class TrainState:
     def write(self, folder: Path, record: Record) -> None:
         """Write everything to ``folder``, with ``record`` beside it. For one rank."""
         for stem, tree in self._trees().items():
-            write_tree(folder, stem, tree)
-        write_tree(folder, FROZEN, self._digest_of_frozen())
-        write_tree(folder, RECORD, record)
+            write_pytree(folder, stem, tree)
+        write_pytree(folder, FROZEN, self._digest_of_frozen())
+        write_pytree(folder, RECORD, record)
 
     def read(self, folder: Path) -> None:
         """Restore everything from ``folder``. For every rank.
@@ -100,10 +100,10 @@ class TrainState:
             InputError: a file cannot be read, or does not fit this model, optimizer or schedule.
         """
         try:
-            if read_tree(folder, FROZEN) != self._digest_of_frozen():
+            if read_pytree(folder, FROZEN) != self._digest_of_frozen():
                 raise ValueError("the frozen weights are others than those it was trained with")
-            trees = {stem: read_tree(folder, stem, mapped=not self._on_cpu) for stem in self.parts}
-            self._load_model(read_tree(folder, "model", mapped=True))
+            trees = {stem: read_pytree(folder, stem, mapped=not self._on_cpu) for stem in self.parts}
+            self._load_model(read_pytree(folder, "model", mapped=True))
             _check_groups(trees["optimizer"], self.parts["optimizer"].state_dict())
             for stem, tree in trees.items():
                 _check_numbers(tree, self.parts[stem].state_dict(), stem)
@@ -114,13 +114,13 @@ class TrainState:
         except (Unreadable, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise InputError(_misfit(folder, error)) from error
 
-    def _trees(self) -> dict[str, Tree]:
+    def _trees(self) -> dict[str, PyTree]:
         frozen = self._frozen()
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
         return {"model": weights, **{stem: part.state_dict() for stem, part in self.parts.items()}}
 
     def _frozen(self) -> dict[str, Tensor]:
-        """What ``state_dict`` holds of frozen parameters, the scales of quantized ones among it."""
+        """The entries of ``state_dict`` that belong to frozen parameters, such as the scales of quantized ones."""
         named = self.model.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in named if not parameter.requires_grad}
         if not frozen:
@@ -152,14 +152,14 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _check_groups(saved: Tree, present: Tree) -> None:
-    """An optimizer takes the state of another kind without a word, and fails at its next step."""
+def _check_groups(saved: PyTree, present: PyTree) -> None:
+    """An optimizer loads the state of another kind without an error, and fails at its next step."""
     if [group.keys() for group in saved["param_groups"]] != [group.keys() for group in present["param_groups"]]:
         raise ValueError("it holds the state of another optimizer")
 
 
-def _check_numbers(saved: Tree, present: Tree, path: str) -> None:
-    """A schedule and an optimizer take a word where they had a number, and fail at their next step."""
+def _check_numbers(saved: PyTree, present: PyTree, path: str) -> None:
+    """A schedule and an optimizer load text in place of a number, and fail at their next step."""
     match present:
         case bool():
             return
@@ -175,13 +175,13 @@ def _check_numbers(saved: Tree, present: Tree, path: str) -> None:
 
 
 def read_record(folder: Path, keys: set[str]) -> Record:
-    """What ``Training.write`` was given beside the training.
+    """The record that ``TrainState.write`` saved beside the state.
 
     Raises:
         InputError: it cannot be read, or has other keys.
     """
     try:
-        record = read_tree(folder, RECORD)
+        record = read_pytree(folder, RECORD)
         if not isinstance(record, dict) or record.keys() != keys:
             raise Unreadable(f"{RECORD}.json is none of ours")
         return record
@@ -191,10 +191,10 @@ def read_record(folder: Path, keys: set[str]) -> Record:
 
 @contextmanager
 def fitting(folder: Path) -> Iterator[None]:
-    """What a record in ``folder`` without its parts raises inside becomes one line.
+    """Turn the errors that an incomplete record in ``folder`` causes inside into one line.
 
     Raises:
-        InputError: it is not what a run saves.
+        InputError: it is no record of a run.
     """
     try:
         yield
@@ -205,11 +205,11 @@ def fitting(folder: Path) -> Iterator[None]:
 
 
 def _misfit(folder: Path, error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"--resume: {folder} does not fit this run ({words[:300]}): give the flags that it was started with"
+    reason = " ".join(str(error).split())
+    return f"--resume: {folder} does not fit this run ({reason[:300]}): give the flags that it was started with"
 
 
-def write_tree(folder: Path, stem: str, tree: Tree) -> None:
+def write_pytree(folder: Path, stem: str, tree: PyTree) -> None:
     """Write ``tree`` to ``folder``.
 
     Raises:
@@ -224,8 +224,8 @@ def write_tree(folder: Path, stem: str, tree: Tree) -> None:
         save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, path)
 
 
-def read_tree(folder: Path, stem: str, *, mapped: bool = False) -> Tree:
-    """Read what ``write_tree`` wrote, with every tensor on the CPU.
+def read_pytree(folder: Path, stem: str, *, mapped: bool = False) -> PyTree:
+    """Read the pytree that ``write_pytree`` wrote, with every tensor on the CPU.
 
     Args:
         mapped: leave the tensors in the file, for a reader who copies them: they take no memory, on however many ranks.
@@ -247,8 +247,8 @@ def read_tree(folder: Path, stem: str, *, mapped: bool = False) -> Tree:
         raise Unreadable(f"{path.name} cannot be read") from error
 
 
-def num_bytes(tree: Tree) -> int:
-    """Of the tensors that ``write_tree`` would write."""
+def num_bytes(tree: PyTree) -> int:
+    """Of the tensors that ``write_pytree`` would write."""
     tensors: dict[str, Tensor] = {}
     _pack(tree, "", tensors, {})
     return sum(tensor.nbytes for tensor in tensors.values())
@@ -261,17 +261,17 @@ def _name(stem: str, index: int) -> str:
 def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """``tensors`` in their order, in parts of about ``PART_BYTES``."""
     parts: list[dict[str, Tensor]] = []
-    room = 0
+    free_bytes = 0
     for name, tensor in tensors.items():
-        if not parts or tensor.nbytes > room:
+        if not parts or tensor.nbytes > free_bytes:
             parts.append({})
-            room = PART_BYTES
+            free_bytes = PART_BYTES
         parts[-1][name] = tensor
-        room -= tensor.nbytes
+        free_bytes -= tensor.nbytes
     return parts
 
 
-def _pack(tree: Tree, path: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
+def _pack(tree: PyTree, path: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
     """The JSON of ``tree``; its tensors are put into ``tensors``, and ``seen`` knows them by their memory."""
     match tree:
         case None | bool() | int() | float() | str():
@@ -288,7 +288,7 @@ def _pack(tree: Tree, path: str, tensors: dict[str, Tensor], seen: dict[Any, str
     raise TypeError(f"{path} is a {type(tree).__name__}, which has no place in a checkpoint")
 
 
-def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Tree:
+def _unpack(packed: Any, tensors: dict[str, Tensor]) -> PyTree:
     match packed:
         case {"tensor": name, "strides": strides}:
             return torch.empty_strided(tensors[name].shape, strides, dtype=tensors[name].dtype).copy_(tensors[name])
@@ -302,7 +302,7 @@ def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Tree:
             return tuple(_unpack(item, tensors) for item in items)
         case None | bool() | int() | float() | str():
             return packed
-    raise ValueError("it is no tree")
+    raise ValueError("it is no pytree")
 
 
 def _strides(tensor: Tensor) -> list[int]:

@@ -98,9 +98,9 @@ def warp(images: Tensor, affine: Tensor) -> Tensor:
 def to_pixel_values(
     images: Tensor, affine: Tensor | None, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """What a model takes: uint8 (B, 3, H, W), warped where maps (B, 2, 3) are given, then normalised, in ``dtype``.
+    """The model's input: uint8 (B, 3, H, W), warped where maps (B, 2, 3) are given, then normalised, in ``dtype``.
 
-    What a map leaves uncovered is black before the normalisation.
+    Pixels that a map leaves uncovered are black before the normalisation.
     """
     if affine is not None:
         images = warp(images.to(_working_dtype(dtype)), affine)

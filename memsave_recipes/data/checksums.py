@@ -1,4 +1,4 @@
-"""Whether images are what they were: against a list of their digests, and in a run that goes on.
+"""Check images against a list of their digests, and against those that a resumed run was trained on.
 
 A folder may hold a list ``SHA256SUMS``, which ``sha256sum`` of coreutils writes. Many a damaged image decodes, to wrong
 pixels: with a bit flipped 48 of 60 JPEGs did, with a zeroed tail all of 60. A list that was made when the images were
@@ -62,12 +62,12 @@ def check_against_list(splits: dict[str, datasets.Dataset], data_dir: str) -> di
 def fingerprint_of_images(
     splits: dict[str, datasets.Dataset], data_dir: str | None, listed: dict[str, str]
 ) -> Fingerprint:
-    """What the images are, for a run that goes on: rules 2 and 3 of NOTE [ the same data ].
+    """The images' fingerprint, for a resumed run to compare: rules 2 and 3 of NOTE [ the same data ].
 
     Args:
         splits: with the columns ``image``, still encoded, and ``label``.
         data_dir: the folder that they are files of; ``None`` for a data set.
-        listed: what ``check_against_list`` gave.
+        listed: the result of ``check_against_list``.
 
     Raises:
         InputError: a file cannot be found any more.
@@ -104,12 +104,12 @@ def _files(rows: datasets.Dataset, root: str) -> list[_File]:
     return files
 
 
-def _samples(files: dict[str, list[_File]], words_of: Callable[[_File], str]) -> dict[str, Samples]:
-    return {split: _samples_of(found, words_of) for split, found in files.items()}
+def _samples(files: dict[str, list[_File]], text_of: Callable[[_File], str]) -> dict[str, Samples]:
+    return {split: _samples_of(found, text_of) for split, found in files.items()}
 
 
-def _samples_of(files: list[_File], words_of: Callable[[_File], str]) -> Samples:
-    digests = np.array([digest_of(words_of(file).encode()) for file in files], dtype=np.int64)
+def _samples_of(files: list[_File], text_of: Callable[[_File], str]) -> Samples:
+    digests = np.array([digest_of(text_of(file).encode()) for file in files], dtype=np.int64)
     return Samples(digests=digests, name_of=lambda index: files[index].name)
 
 
@@ -150,7 +150,7 @@ def _read_list(root: str) -> dict[str, str]:
 
 
 def _lost(names: set[str], root: str, found: set[str]) -> set[str]:
-    """What is no longer there, of the splits that are read."""
+    """The missing files of the splits that are read."""
     read = {Path(name).parts[0] for name in found}
     return {name for name in names if Path(name).parts[0] in read and not os.path.exists(os.path.join(root, name))}
 

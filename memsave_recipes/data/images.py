@@ -34,8 +34,8 @@ Splits = dict[str, datasets.Dataset]
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """One split, decoded sample by sample.
 
-    A key is an ``int`` (a counted sample of epoch 0) or has ``index``, ``epoch`` and ``counted``. A sample is what
-    torch's default collation takes: ``images`` uint8 (3, S, S), ``labels`` int64 () that is -100 where it is not
+    A key is an ``int`` (a counted sample of epoch 0) or has ``index``, ``epoch`` and ``counted``. A sample suits
+    torch's default collation: ``images`` uint8 (3, S, S), ``labels`` int64 () that is -100 where it is not
     counted, ``index``, and with an augmentation ``affine`` float32 (2, 3).
 
     Raises:
@@ -77,7 +77,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 class ImageSplits:
     """Two splits over the same classes, how many images agree with ``SHA256SUMS``, and how many broken are left out.
 
-    The fingerprint tells a run that goes on whether they are the same.
+    By the fingerprint a resumed run checks that they are the same.
     """
 
     train: ImageDataset
@@ -107,11 +107,11 @@ def load_images(
     """Load one source of labelled images; only the training images are augmented.
 
     Args:
-        dataset: ``digits`` (scikit-learn's 1,797 scanned digits, offline), or what ``datasets.load_dataset`` takes; its
+        dataset: ``digits`` (scikit-learn's 1,797 scanned digits, offline), or a name for ``datasets.load_dataset``; its
             first image column and its first class column are used.
         data_dir: a folder with ``train/CLASS/*`` and ``validation/CLASS/*`` (or the first there is of valid, val, dev,
             test). The class of an image is the name of the folder that it lies in. With a ``SHA256SUMS`` of
-            ``sha256sum`` in the folder, every image must be what that says.
+            ``sha256sum`` in the folder, every image must match it.
         image_size: side S that every image is resized to, in pixels, whatever its aspect ratio.
         augmentation: of the training images.
         seed: of the augmentation; how the digits are split does not depend on it.
@@ -119,15 +119,17 @@ def load_images(
             links that lead nowhere.
 
     Raises:
-        InputError: as ``read_images``; or an image that is not what its list says.
+        InputError: as ``read_images``; or an image that differs from the list.
     """
     splits = read_images(dataset, data_dir, skip_broken_images=skip_broken_images)
     listed = check_against_list(splits, data_dir) if data_dir else {}
     num_lost = len(lost_links(data_dir)) if data_dir and skip_broken_images else 0
     num_found = sum(map(len, splits.values())) + num_lost
     if skip_broken_images:
-        what = "checking images"
-        splits = {name: rows.filter(_is_readable, input_columns="image", desc=what) for name, rows in splits.items()}
+        splits = {
+            name: rows.filter(_is_readable, input_columns="image", desc="checking images")
+            for name, rows in splits.items()
+        }
         check_labels(
             splits, f"{f'--dataset {dataset}' if dataset else f'--data_dir {data_dir}'} without its broken images"
         )
@@ -149,7 +151,7 @@ def read_images(dataset: str | None, data_dir: str | None, *, skip_broken_images
     """``train`` and ``validation`` of one source, checked.
 
     Args:
-        dataset: ``digits``, or what ``datasets.load_dataset`` takes.
+        dataset: ``digits``, or a name for ``datasets.load_dataset``.
         data_dir: a folder with ``train/CLASS/*`` and ``validation/CLASS/*``.
         skip_broken_images: leave out links that lead nowhere, which are counted by ``lost_links``.
 

@@ -59,7 +59,7 @@ MASK = "LIB"
 NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "vendor", "_vendor", "externals"}
 MAX_TRAIN, MAX_VALIDATION = 600, 150  # texts of a library
 MAX_OF_A_FILE = 10  # otherwise a few long files would be half of numpy
-FEWEST_WORDS = 10  # of a text; and that many make an opening
+MIN_WORDS = 10  # of a text; and that many make an opening
 COLUMNS = {
     "text": datasets.Value("string"),
     "label": datasets.ClassLabel(names=list(LIBRARIES)),
@@ -83,7 +83,7 @@ class LabelledText:
 
     @property
     def notice(self) -> str:
-        """What an accuracy is to be held against, in one line."""
+        """The size of the splits and the accuracy of the largest class, in one line."""
         sizes = f"{len(self.train):,} training texts, {len(self.validation):,} held out"
         return f"{sizes}; {len(self.label_names)} classes, the largest with {self.majority_share:.1%} of those held out"
 
@@ -126,7 +126,7 @@ def load_labelled_text(
 
 
 class _Part(NamedTuple):
-    """A split, and the words that lead a user to it."""
+    """A split, and its source for messages."""
 
     source: str
     rows: datasets.Dataset
@@ -172,11 +172,11 @@ def _read_file(flag: str, path: Path) -> _Part:
     is_there = os.path.isfile(path)  # unlike pathlib, without an error for what can be no path
     if not is_there or not path.stat().st_size:
         raise InputError(f"{source} is {'empty' if is_there else 'not there'}: name a file with labelled texts")
-    # In a text the words NA, null and None are words.
-    words = {"na_values": [""], "keep_default_na": False} if path.suffix == ".csv" else {}
+    # In a text NA, null and None are words, not missing values.
+    options = {"na_values": [""], "keep_default_na": False} if path.suffix == ".csv" else {}
     files = {"train": glob.escape(str(path))}
     try:
-        return _Part(source, datasets.load_dataset(FORMATS[path.suffix], data_files=files, split="train", **words))
+        return _Part(source, datasets.load_dataset(FORMATS[path.suffix], data_files=files, split="train", **options))
     except (*LOADING_ERRORS, StopIteration) as error:  # the latter for a .jsonl of blank lines
         raise InputError(f"{source} cannot be read as {FORMATS[path.suffix]}: {reason(error)}") from error
 
@@ -271,7 +271,7 @@ def load_docstrings() -> dict[str, datasets.Dataset]:
 
 
 def _cache_key() -> str:
-    """What the texts depend on: this file and the libraries' versions."""
+    """A digest of this file and the libraries' versions, on which the texts depend."""
     versions = [version(distribution) if distribution else python_version() for distribution in LIBRARIES.values()]
     return hashlib.sha256(Path(__file__).read_bytes() + repr(versions).encode()).hexdigest()
 
@@ -318,8 +318,8 @@ def _new_texts(path: Path, openings: set[str]) -> list[str]:
             continue
         text = NAMES.sub(MASK, ast.get_docstring(node) or "")
         words = re.findall(r"\w+", text.lower())
-        opening = " ".join(words[:FEWEST_WORDS])
-        if len(words) >= FEWEST_WORDS and opening not in openings:
+        opening = " ".join(words[:MIN_WORDS])
+        if len(words) >= MIN_WORDS and opening not in openings:
             openings.add(opening)
             texts.append(text)
     return texts

@@ -6,7 +6,7 @@ NOTE [ packing ]
 2. ``position_ids`` begin at 0 with every document. From them alone transformers builds the block-diagonal attention
    mask (``find_packed_sequence_indices`` in its ``masking_utils.py``), on two conditions: no ``attention_mask``, and
    ``use_cache=False``. With the cache, which is on by default, documents see one another and nothing says so.
-3. A document that is longer than what is left of its row goes on in the next one as if it began there, at position 0.
+3. A document that is longer than the rest of its row goes on in the next one as if it began there, at position 0.
 4. The first token of a document in a row has the label -100, because it cannot be predicted from another document.
 5. Flash attention finds the documents only where the batch is one row: ``one_row`` puts the rows of a micro-batch
    behind one another. By 3 and 4 the loss is the same; other implementations would build a mask of (B * T)^2. The batch
@@ -14,7 +14,7 @@ NOTE [ packing ]
 6. Some models do not look at ``position_ids`` (BLOOM, OPT, Falcon, Mamba) or not in every layer (Qwen3-Next):
    ``keeps_documents_apart`` tries it out.
 
-The padded alternative wastes what the micro-batch's shorter samples leave free, and works with every model.
+The padded alternative wastes the positions behind shorter samples of a micro-batch, and works with every model.
 """
 
 from dataclasses import dataclass
@@ -182,7 +182,7 @@ def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_s
 def fingerprint_of(
     train: PackedDataset | PaddedDataset, validation: PackedDataset | PaddedDataset, tokenizer: PreTrainedTokenizerBase
 ) -> Fingerprint:
-    """What both splits hold, whatever the length of their rows, for a run that goes on."""
+    """The fingerprint of both splits; it does not depend on the length of their rows."""
     splits = {"training text": train, "held-out text": validation}
     return Fingerprint(
         samples={name: rows.tokens.samples(name) for name, rows in splits.items()},
@@ -221,7 +221,7 @@ def keeps_documents_apart(model: nn.Module, *, one_row: bool = False) -> bool:
     """Whether packed documents do not see one another in a causal language model of transformers: rule 6.
 
     Two rows are run with two different beginnings; where ``position_ids`` work, the logits of the documents behind them
-    stay the same. A thousandth of what the beginnings change without ``position_ids`` passes as rounding.
+    stay the same. A thousandth of the change without ``position_ids`` passes as rounding.
     """
     device = next(model.parameters()).device
     tokens = torch.arange(16, device=device).view(2, 8) % 4

@@ -4,7 +4,7 @@ Each source is read as a data set with the column ``text``. It lies in the cache
 files, and is read again when the source changes.
 
 NOTE [ documents ]
-1. A document is what the model sees as one whole: a file of the standard library, a row of a data set, an object of a
+1. A document is one text to the model: a file of the standard library, a row of a data set, an object of a
    ``.jsonl``. A ``.txt`` is one document, unless ``<|endoftext|>`` stands between several. Its lines or paragraphs
    would make poor documents, because nothing is learnt across their borders.
 2. *Held out.* Where no validation split is given, the 5 % of the documents with the smallest hashes are held out: of
@@ -42,12 +42,12 @@ END_OF_TEXT = "<|endoftext|>"
 TEXT = {"text": Value("large_string")}  # a plain string ends at 2 GiB a file
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
 HELD_OUT = 0.05
-FEW_DOCUMENTS = 20
+MIN_DOCUMENTS = 20
 VALIDATION_SHARE = 0.05  # of a streamed data set
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
 # Tests hold broken files on purpose, packages do not belong to the library, and the tables of character sets are
-# 1.4 MB of near copies, of which some would be held out and known by heart.
+# 1.4 MB of near copies, of which some would be held out although copies are trained on.
 NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
 
 Splits = dict[str, datasets.Dataset]
@@ -56,7 +56,7 @@ Generator = Callable[..., Iterator[dict[str, str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class TextSplits:
-    """Two data sets with the one column ``text``, a document a row, and one line on what was held or left out."""
+    """Two data sets with the one column ``text``, a document a row, and a line on the documents held or left out."""
 
     train: datasets.Dataset
     validation: datasets.Dataset
@@ -75,8 +75,8 @@ def load_documents(
     """Load one source of text; NOTE [ documents ] says what a document is and which of them are held out.
 
     Args:
-        dataset: ``python-stdlib`` (the running Python's own library, without its tests; offline), or what
-            ``datasets.load_dataset`` takes. Code that comes with a data set is never run.
+        dataset: ``python-stdlib`` (the running Python's own library, without its tests; offline), or a
+            name for ``datasets.load_dataset``. Code that comes with a data set is never run.
         train_file: a ``.txt`` in UTF-8, a ``.jsonl`` with one object a line, or a ``.parquet``.
         validation_file: the same for the held-out documents.
         text_column: where the text is in all but ``.txt``.
@@ -84,7 +84,7 @@ def load_documents(
         stream_bytes: stream the Hub's data set, and stop after that many bytes of text in UTF-8.
 
     Raises:
-        InputError: no source or two; a source, a column or the text is missing, or is not what it should be.
+        InputError: no source or two; a source, a column or the text is missing or malformed.
     """
     _check_combination(dataset, train_file, validation_file, dataset_config_name, stream_bytes)
     if dataset == STANDARD_LIBRARY:
@@ -147,7 +147,7 @@ def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
     count = len(documents)
     if not count:
         raise InputError(f"{source} has no text: give documents that are not blank")
-    if count < FEW_DOCUMENTS:
+    if count < MIN_DOCUMENTS:
         kind = "its one document" if count == 1 else f"each of its {count} documents"
         splits = {"train": _each(documents, _head), "validation": _each(documents, _tail)}
         return splits, f"the last {HELD_OUT:.0%} of {kind} are held out of {source}"
@@ -181,9 +181,9 @@ def _cut(text: str) -> int:
 
 def _hashes(documents: datasets.Dataset) -> np.ndarray:
     """A hash of every document, int64 (N,)."""
-    told_apart_by = "path" if "path" in documents.column_names else "text"
+    hashed_column = "path" if "path" in documents.column_names else "text"
     others = documents.column_names
-    hashed = documents.map(_hash, batched=True, input_columns=told_apart_by, remove_columns=others)
+    hashed = documents.map(_hash, batched=True, input_columns=hashed_column, remove_columns=others)
     hashes: np.ndarray = hashed.with_format("numpy")["hash"][:]
     return hashes
 
@@ -217,7 +217,7 @@ def read_file(flag: str, name: str, text_column: str) -> datasets.Dataset:
     """The documents of a ``.txt``, ``.jsonl`` or ``.parquet``; ``flag`` is for the messages.
 
     Raises:
-        InputError: no such file, another ending, or not readable as what its ending says.
+        InputError: no such file, another ending, or a content that does not fit its ending.
     """
     check_file(flag, name)
     path = Path(name)
@@ -235,7 +235,7 @@ def read_file(flag: str, name: str, text_column: str) -> datasets.Dataset:
 
 
 def read_hub(dataset: str, config_name: str | None, text_column: str) -> Splits:
-    """``train`` and, where there is one, ``validation`` of what ``datasets.load_dataset`` takes.
+    """``train`` and, where there is one, ``validation`` of a data set of the Hub.
 
     Raises:
         InputError: it cannot be loaded, or has no train split or no such column of strings.
@@ -277,7 +277,7 @@ def _read_parquet(name: str, source: str) -> datasets.Dataset:
 
 
 def _generated(generator: Generator, features: Features, source: str, **options: Any) -> datasets.Dataset:
-    """What ``generator(**options)`` yields, cached under the hash of both; ``version`` is there for the hash alone."""
+    """The rows of ``generator(**options)``, cached under the hash of both; ``version`` is there for the hash alone."""
     options |= {"generator": generator, "source": source}
     try:
         return datasets.Dataset.from_generator(_not_empty, features=features, gen_kwargs=options)
@@ -324,7 +324,7 @@ def _txt_documents(path: str, version: str) -> Iterator[dict[str, str]]:
 
 
 def _between_ends(lines: Iterator[str]) -> Iterator[str]:
-    """What stands between the ``<|endoftext|>``, without the empty lines around them."""
+    """The texts between the ``<|endoftext|>``, without the empty lines around them."""
     pending: list[str] = []
     for line in lines:
         *ended, rest = line.split(END_OF_TEXT)

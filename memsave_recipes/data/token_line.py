@@ -1,7 +1,7 @@
 """A split as one line of tokens on disk: document after document, each followed by the end-of-text token.
 
-Tokenizing runs through ``datasets.map``: bounded memory, and cached under the content of documents and tokenizer. What
-is cached does not depend on the length of the rows that are cut from it later.
+Tokenizing runs through ``datasets.map``: bounded memory, and cached under the content of documents and tokenizer. The
+cache does not depend on the length of the rows that are cut from it later.
 
 A document of more than 256 Ki characters is tokenized in parts that end with a line where possible, because the
 encoding of a text takes about a hundred times its memory. No text is lost there, but a word or two in a part may be
@@ -65,7 +65,7 @@ class TokenLine:
         return tokens[skipped : skipped + stop - start]
 
     def samples(self, split: str) -> Samples:
-        """The tokens by digests, for a fingerprint; ``split`` is what people call it."""
+        """The tokens by digests, for a fingerprint; ``split`` names them in messages."""
 
         def name_of(piece: int) -> str:
             number = np.searchsorted(self.document_starts, self.piece_starts[piece], side="right")

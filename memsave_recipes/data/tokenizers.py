@@ -38,7 +38,7 @@ from memsave_recipes.hub import ask_hub_for, reason
 
 IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
 BOUNDARY = "<|boundary|>"
-SMALLEST_VOCABULARY = 257
+MIN_VOCABULARY = 257
 TRAINING_BYTES = 64 * 1024**2
 """Text after that much changes the merges little and makes the training long."""
 
@@ -63,7 +63,7 @@ def load_tokenizer(
     """
     if tokenizer_name is not None:
         return _load(tokenizer_name, trust_remote_code)
-    if vocab_size < SMALLEST_VOCABULARY:
+    if vocab_size < MIN_VOCABULARY:
         raise InputError(f"--vocab_size {vocab_size} is too small: 256 bytes and the end of a text are 257 already")
     trained = _cached(_first(texts, TRAINING_BYTES), vocab_size)
     return PreTrainedTokenizerFast(
@@ -74,7 +74,7 @@ def load_tokenizer(
 def load_text_tokenizer(
     tokenizer_name: str | None, texts: LabelledText, *, vocab_size: int, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer ``tokenizer_name``, or one trained on ``texts``, with what a classifier of texts needs.
+    """The tokenizer ``tokenizer_name``, or one trained on ``texts``, with the special tokens of a classifier.
 
     The trained one puts a token before, between and after texts: encoders classify by the state of the first token,
     decoders by that of the last. One that comes without a padding token pads with its end-of-text token.
@@ -105,7 +105,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
-    """One split, as what ``collate`` takes.
+    """One split, whose samples ``collate`` pads to a batch.
 
     A key is an ``int`` (a counted sample) or has ``index`` and ``counted``. A sample is ``input_ids``, whatever else
     the tokenizer makes, and ``label``, which is -100 where it is not counted.
@@ -134,7 +134,7 @@ class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedSplits:
-    """Two splits, how many of their texts have ``max_length`` tokens, and what tells whether they are the same."""
+    """Two splits, how many of their texts have ``max_length`` tokens, and their fingerprint."""
 
     train: TokenizedText
     validation: TokenizedText
@@ -235,7 +235,7 @@ def _cached(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
     path = _cache_path(texts, vocab_size)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception:  # what the Rust library raises for a missing or damaged file
+    except Exception:  # the Rust library's own, for a missing or damaged file
         trained = _train(texts, vocab_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
@@ -245,7 +245,7 @@ def _cached(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def _cache_path(texts: list[str], vocab_size: int) -> Path:
-    """Named by what the tokenizer depends on: the texts, the size of the vocabulary and who trains it."""
+    """Named after the texts, the vocabulary size and the version of the trainer."""
     content = hashlib.blake2b(f"{tokenizers.__version__} {vocab_size}".encode(), digest_size=16)
     for text in texts:
         content.update(hashlib.blake2b(text.encode()).digest())

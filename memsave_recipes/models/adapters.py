@@ -89,7 +89,7 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
 
 
 def lora_config(model: nn.Module, flags: LoraArguments, task_type: str) -> "LoraConfig":
-    """The flags in peft's words."""
+    """The flags as peft's configuration."""
     from peft import LoraConfig
 
     targets = flags.lora_target_modules

@@ -1,8 +1,8 @@
 """A causal language model and its loss in one module: tokens in, summed loss out, with or without the logits.
 
 A module, so that DDP, autocast and activation plans see the whole forward. The chunked loss needs the model in two
-parts: the decoder, and the head that turns hidden states into logits. Models differ in what they do after the head (a
-scale, a soft cap), so what the configuration says is tried out on a few tokens before it is trusted.
+parts: the decoder, and the head that turns hidden states into logits. Models differ in the steps after the head (a
+scale, a soft cap), so the reading of the configuration is tried on a few tokens before it is trusted.
 """
 
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ class CausalLMLoss(nn.Module):
         model: a transformers ``...ForCausalLM``; kept as ``.model``.
         loss: ``full`` makes all logits at once, ``chunked`` and ``liger`` (Liger Kernel's, on CUDA) never do; ``auto``
             is chunked as soon as the logits are more than one chunk and the model's head allows it.
-        chunk_bytes: of the logits at a time; by default what suits the device of the states.
+        chunk_bytes: of the logits at a time; by default chosen for the device of the states.
 
     Raises:
-        InputError: ``chunked`` or ``liger``, and what the model does to its logits is not known, or ``liger`` and it is
-            not there.
+        InputError: ``chunked`` or ``liger``, but the model computes its logits in an unknown way; ``liger`` without
+            CUDA or liger-kernel.
     """
 
     def __init__(self, model: PreTrainedModel, loss: LossKind = "auto", chunk_bytes: int | None = None) -> None:
@@ -44,7 +44,7 @@ class CausalLMLoss(nn.Module):
         self.model = model
         self.loss = loss
         self.chunk_bytes = chunk_bytes
-        self.tells_attention = all(_takes_more(part) for part in (model, model.get_decoder()))
+        self.takes_attention = all(_takes_kwargs(part) for part in (model, model.get_decoder()))
         self.head = None if loss == "full" else find_head(model)
         if loss in ("chunked", "liger") and self.head is None:
             raise InputError(
@@ -67,10 +67,10 @@ class CausalLMLoss(nn.Module):
         Args:
             input_ids, labels, position_ids, attention_mask: (B, T). Labels are not shifted; -100 does not count.
                 Position ids that start again keep documents apart, if there is no attention mask.
-            attention: what else the model's attention may be told, such as where documents end.
+            attention: further arguments of the model's attention, such as where documents end.
         """
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        inputs |= attention if self.tells_attention else {}
+        inputs |= attention if self.takes_attention else {}
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
         if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
@@ -80,8 +80,8 @@ class CausalLMLoss(nn.Module):
         return self.head.loss(hidden.flatten(0, 1), targets, self.chunk_bytes)
 
 
-def _takes_more(module: nn.Module) -> bool:
-    """Whether its forward hands on what it does not know itself."""
+def _takes_kwargs(module: nn.Module) -> bool:
+    """Whether its forward passes unknown arguments on."""
     return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature(module.forward).parameters.values())
 
 
@@ -213,7 +213,7 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
 
 
 def _sees_later_tokens(model: PreTrainedModel) -> bool:
-    """Asked of the gradient of the first half's logits: what is masked has none at all, whatever the precision."""
+    """By the gradient of the first half's logits: masked tokens have none at all, in any precision."""
     embedding = model.get_input_embeddings()
     weight = next(embedding.parameters())
     tokens = len(weight) // 2 + torch.arange(8, device=weight.device)[None] % 4  # few of the special ones are there

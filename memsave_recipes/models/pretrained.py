@@ -44,7 +44,7 @@ class TransformerArguments:
         self.check_transformer()
 
     def check_transformer(self) -> None:
-        """Refuse what contradicts itself.
+        """Refuse flags that contradict each other.
 
         Raises:
             InputError: overrides for a model that has its own configuration, or an impossible dropout.
@@ -56,7 +56,7 @@ class TransformerArguments:
 
     @property
     def name(self) -> str:
-        """What the model is called in tables and dashboards."""
+        """The model's name in tables and dashboards."""
         return self.model_type or Path(str(self.model_name_or_path)).name
 
 
@@ -128,7 +128,7 @@ def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: 
         # Gemma 4 otherwise refuses to read an entry that layers may override.
         config.allow_global_per_layer_attribute_access = True
         config.update_from_string(flags.config_overrides)
-        # Made anew, because what is derived from an entry (the types of the layers, say) is derived only at the start.
+        # Made anew, because derived entries (the types of the layers, say) are derived only at the start.
         names = [pair.partition("=")[0] for pair in flags.config_overrides.split(",")]
         overrides = {name: getattr(config, name) for name in names}
         _check_overrides(overrides, config_changes)
@@ -209,7 +209,7 @@ def _from_pretrained(
 
 
 def image_processor_config(name_or_path: str) -> dict[str, Any]:
-    """What a pretrained model says of its images, such as ``image_mean``; nothing where it came without such a file."""
+    """The image processor's entries of a pretrained model, such as ``image_mean``; none where it has no such file."""
     ask_hub_for(name_or_path)
     with suppress(OSError):
         return ImageProcessingMixin.get_image_processor_dict(name_or_path)[0]

@@ -14,21 +14,21 @@ from memsave_recipes.training.batch_layout import BatchLayout
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
 
 AUTO = "auto"
-LARGEST = 2**31 - 1
+MAX_INT = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
-"""What a preset may say instead of ``stop`` and ``off``."""
+"""Other values of ``--verify``, which YAML users write for ``stop`` and ``off``."""
 MAX_EPOCHS = MAX_GIB = MAX_MINUTES = 1e6
 MAX_WORKERS = 1024
 POLYNOMIAL_END = 1e-7  # of transformers
 MAX_RATE = 1e30
-"""Of a learning rate and its like; not far above it float32 overflows."""
+"""Of learning rate, weight decay and clipping norm; not far above it float32 overflows."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(kw_only=True)
 class RunArguments:
-    """What a run is: its folder, its global batch, its memory plan, its length."""
+    """The folder, global batch, memory plan and length of a run."""
 
     output_dir: str = field(metadata={"help": "everything the run writes goes here"})
     overwrite: bool = field(default=False, metadata={"help": "delete the run that --output_dir holds"})
@@ -128,12 +128,12 @@ class RunArguments:
     def _check_micro_batch_size(self) -> None:
         size = self.micro_batch_size
         if size not in (None, AUTO):
-            whole = str(size).isascii() and str(size).isdigit() and len(str(size)) <= len(str(LARGEST))
+            whole = str(size).isascii() and str(size).isdigit() and len(str(size)) <= len(str(MAX_INT))
             require(
                 whole and int(str(size)) >= 1,
                 "--micro_batch_size",
                 size,
-                f"a whole number from 1 to {LARGEST}, or auto",
+                f"a whole number from 1 to {MAX_INT}, or auto",
             )
             self.micro_batch_size = int(str(size))
 
@@ -173,7 +173,7 @@ class RunArguments:
 
 @dataclass(kw_only=True)
 class CheckpointArguments:
-    """What keeps work from being lost."""
+    """Checkpoints, resume, and the ends of a run that would lose work."""
 
     resume: bool = field(
         default=False, metadata={"help": "go on from the newest checkpoint of --output_dir, or begin if there is none"}
@@ -211,7 +211,7 @@ class CheckpointArguments:
 
 @dataclass(kw_only=True)
 class OptimizerArguments:
-    """How the weights move."""
+    """The optimizer, its schedule and clipping."""
 
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = field(
         default="adamw", metadata={"help": "adafactor and adamw_8bit keep a smaller state; sgd has --momentum"}

@@ -15,12 +15,12 @@ from torch.utils.data import Sampler
 from memsave_recipes.errors import InputError
 
 MAX_LISTED = 16
-"""Micro-batches that ``Geometry.describe`` tells one by one."""
+"""Micro-batches that ``BatchLayout.describe`` lists one by one."""
 
 
 @dataclass(frozen=True)
 class SampleKey:
-    """What a data set is indexed with: which sample, in which epoch, and whether it counts or is padding."""
+    """The index of a data set: a sample, its epoch, and whether it counts or is padding."""
 
     index: int
     epoch: int = 0
@@ -29,7 +29,7 @@ class SampleKey:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
-    """How a global batch is computed: on how many ranks, in micro-batches of at most which size.
+    """The split of a global batch over ranks and micro-batches of at most ``micro_batch_size`` samples.
 
     Raises:
         InputError: a size below 1, or fewer samples than ranks.
@@ -52,14 +52,14 @@ class BatchLayout:
 
     @classmethod
     def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "BatchLayout":
-        """The geometry of the flags; without a micro-batch size each rank forwards its whole share at once."""
+        """The layout that the flags ask for; without a micro-batch size each rank forwards its whole share at once."""
         share = ceil(global_batch_size / num_processes)
         size = share if micro_batch_size is None else min(micro_batch_size, share)
         return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
 
     @classmethod
     def halvings(cls, global_batch_size: int, num_processes: int) -> "list[BatchLayout]":
-        """Those with one sample a micro-batch, two or so ..., up to a rank's whole share: its halves, rounded up."""
+        """The layouts whose micro-batches are a rank's share halved again and again, rounded up; smallest first."""
         size = ceil(global_batch_size / num_processes)
         sizes = [size]
         while size > 1:
@@ -120,7 +120,7 @@ class SampleOrder:
 
     Args:
         num_samples: size of the data set.
-        global_batch_size: samples of a full step; the last step of an epoch takes what is left.
+        global_batch_size: samples of a full step; the last step of an epoch takes the rest.
         seed: of the permutations; ``None`` keeps the order of the data set.
         drop_last: leave an epoch's last short step out.
 
@@ -155,7 +155,7 @@ class SampleOrder:
 
     @property
     def notice(self) -> str | None:
-        """What ``drop_last`` costs, in one line, where it costs anything."""
+        """One line on the samples that ``drop_last`` leaves out, if any."""
         if not self.num_dropped:
             return None
         return f"note: --drop_last leaves {self.num_dropped} of {self.num_samples} samples out of every epoch"

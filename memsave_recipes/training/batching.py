@@ -9,13 +9,13 @@ NOTE [ the exact global batch ]
 3. *Weight.* With l_i the losses of the valid positions of the global batch and V their number over all ranks, counted
    before the first forward, the loss of the step is  L = (1 / V) * sum_i l_i.  Each micro-batch gives the *sum* of its
    own losses; ``GlobalBatch.backward`` turns it into its part of the gradient of L.
-4. *What is undone.* DDP divides the summed gradients by the number of ranks W, so the backward starts from
+4. *Scaling.* DDP divides the summed gradients by the number of ranks W, so the backward starts from
    W / V * sum. Accelerate divides by its ``gradient_accumulation_steps``, which stays 1.
-5. *One synchronisation.* All micro-batches but the last run under ``no_sync``; the last one's backward all-reduces what
-   has been accumulated. Clipping then sees the gradient of the global batch, and optimizer and scheduler move once.
+5. *One synchronisation.* All micro-batches but the last run under ``no_sync``; the last one's backward all-reduces the
+   accumulated gradient. Clipping then sees the gradient of the global batch, and optimizer and scheduler move once.
 6. *Dropout* is seeded by (seed, step, micro-batch, rank), *augmentation* by (seed, epoch, sample) in the data set, so
-   neither depends on workers or on what ran before.
-7. What cannot be the same: BatchNorm normalises by micro-batch, and dropout masks depend on the geometry.
+   neither depends on workers or on earlier steps.
+7. *Not equal* are BatchNorm, which normalises by micro-batch, and dropout masks, which depend on the batch layout.
 """
 
 from collections.abc import Callable, Iterator, Sized
@@ -235,7 +235,7 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Batch],
     num_workers: int,
 ) -> DataLoader[Any]:
-    """A plain torch loader: Accelerate's own would shard and pad it again."""
+    """A torch loader; Accelerate's own would shard and pad the batches again."""
     end_workers_at_exit()
     return DataLoader(
         dataset,

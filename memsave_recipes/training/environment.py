@@ -1,4 +1,4 @@
-"""What a run runs on: versions, commit, hardware, and how torch is set up for it."""
+"""The environment of a run: versions, commit and hardware, and torch's settings for precision and determinism."""
 
 import os
 import platform
@@ -68,7 +68,7 @@ def matmul_precision(wanted: str | None) -> Iterator[None]:
 
 
 def let_segments_grow() -> None:
-    """Have CUDA's allocator extend its segments, unless the user has set it up: what lies between tensors stays usable.
+    """Have CUDA's allocator extend its segments, unless the user has set it up; this avoids fragmentation.
 
     Begin before the device is used. See https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
     """
@@ -78,7 +78,7 @@ def let_segments_grow() -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """What people call the device: ``NVIDIA H100 80GB HBM3``, the processor's name, or just its type."""
+    """The device's name: ``NVIDIA H100 80GB HBM3``, the processor's name, or just its type."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return _processor_name() if device.type == "cpu" else device.type

@@ -21,7 +21,7 @@ NOTE [ silent launches ], as of Accelerate 1.15
    FSDP, DeepSpeed and Megatron cut up the weights that our checkpoints and figures take for whole.
 
 psutil reads the command line because the standard library cannot, on any system; Accelerate itself depends on it.
-Limit: only the parent process is looked at. What is started otherwise (torchrun, mpirun, a shell script under
+Limit: only the parent process is looked at. A launch by other means (torchrun, mpirun, a shell script under
 ``--no_python``) is checked against the world size in the environment alone.
 """
 
@@ -55,14 +55,14 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
 from memsave_recipes.training.batch_layout import BatchLayout
 
-TIMEOUT_OF_THE_GROUP_S = 30 * 60.0
-"""So long after the limit at which missing ranks end the run by name, the process group gives up without a name."""
+GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
+"""The process group gives up, without naming a rank, this long after the limit at which missing ranks are named."""
 SHARDING = {name: f"ACCELERATE_USE_{name.upper()}" for name in ("FSDP", "DeepSpeed", "Megatron_LM")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """What ``accelerate launch`` was asked for, over all machines; ``num_processes`` is ``None`` where unknown."""
+    """The world that the launch asked for; ``num_processes`` is over all machines, ``None`` if unknown."""
 
     num_processes: int | None = None
     num_machines: int = 1
@@ -99,7 +99,7 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
     accelerator = _Accelerator(
         cpu=on_cpu,
         gradient_accumulation_plugin=undivided,
-        kwargs_handlers=_handlers(timedelta(seconds=collective_timeout_s + TIMEOUT_OF_THE_GROUP_S)),
+        kwargs_handlers=_handlers(timedelta(seconds=collective_timeout_s + GROUP_TIMEOUT_MARGIN_S)),
         **kwargs,
     )
     if accelerator.num_processes < world.world_size:
@@ -114,7 +114,7 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
 
 
 def read_launch_request() -> LaunchRequest:
-    """Read what the parent process was asked for; empty where it is not ``accelerate launch`` or cannot be read."""
+    """Read the request from the parent process; empty where that is not ``accelerate launch`` or cannot be read."""
     try:
         parent = psutil.Process().parent()
         arguments = launch_arguments(parent.cmdline()) if parent else None
@@ -127,7 +127,7 @@ def parse_launch_request(arguments: list[str], directory: str) -> LaunchRequest:
     """Parse the arguments of ``accelerate launch`` as it does: flags first, then the config file they name.
 
     Args:
-        arguments: what follows ``accelerate launch``.
+        arguments: those after ``accelerate launch``.
         directory: where it was started; a relative ``--config_file`` counts from there.
     """
     flags = launch_command_parser().parse_args(arguments)
@@ -210,7 +210,7 @@ def _handlers(timeout: timedelta) -> list[KwargsHandler]:
 
 
 class _Accelerator(Accelerator):  # type: ignore[misc, unused-ignore]  # accelerate has no types
-    """Fixes the buckets of DDP, and lets gloo settle before ``end_training`` destroys the process group."""
+    """Fixes the buckets of DDP, and drains gloo before ``end_training`` destroys the process group."""
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = super().prepare_model(*args, **kwargs)

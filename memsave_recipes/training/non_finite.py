@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import GlobalBatch
 
-SAMPLES_NAMED = 32
+MAX_NAMED_SAMPLES = 32
 WAY_OUT = (
     "no weight has changed since the step before: look at these samples and at --learning_rate, or go on with --resume "
     "--skip_nonfinite N"
@@ -45,7 +45,7 @@ class NonFiniteGuard:
 
     Args:
         model, optimizer: as prepared, and as the first step finds them.
-        skips: how many steps may be left out; with any, the statistics of BatchNorm layers are looked after.
+        skips: how many steps may be left out; with any, BatchNorm's statistics are put back after such a step.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, *, skips: int) -> None:
@@ -55,7 +55,10 @@ class NonFiniteGuard:
         self.statistics = [(buffer, buffer.clone()) for buffer in _statistics(model)] if skips else []
 
     def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
-        """Whether to call ``optimizer.step()``; one that is called may have been told, on the device, to do nothing."""
+        """Whether to call ``optimizer.step()``; sets its ``found_inf``, and puts BatchNorm's statistics back.
+
+        With ``found_inf`` set on the device the step that is called changes nothing.
+        """
         if grad_norm is None:
             return True
         is_bad = ~torch.isfinite(torch.as_tensor(batch.loss) if self.has_scaler else grad_norm)
@@ -123,7 +126,7 @@ class StepLosses:
         return {"skipped_steps": self.skipped_steps} if self.skips else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on has to know, in plain values. Waits for the device.
+        """The losses of the window and the count of skipped steps, as plain values. Waits for the device.
 
         Raises:
             NotFinite: more steps than allowed are not finite.
@@ -132,14 +135,14 @@ class StepLosses:
         return {"losses": list(self._read), "skipped_steps": self.skipped_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Restore the result of ``state_dict``."""
         self._read, self.skipped_steps = list(state["losses"]), state["skipped_steps"]
 
-    def _leave_out(self, words: str) -> None:
+    def _leave_out(self, description: str) -> None:
         self.skipped_steps += 1
         if self.skipped_steps > self.skips:
-            raise NotFinite(f"{words}; {WAY_OUT}")
-        self.accelerator.print(f"note: left out {words}: {self.skipped_steps} of {self.skips} that may be")
+            raise NotFinite(f"{description}; {WAY_OUT}")
+        self.accelerator.print(f"note: left out {description}: {self.skipped_steps} of {self.skips} that may be")
 
 
 def is_finite(loss: float, grad_norm: float, *, has_scaler: bool) -> bool:
@@ -148,10 +151,10 @@ def is_finite(loss: float, grad_norm: float, *, has_scaler: bool) -> bool:
 
 
 def describe_not_finite(order: SampleOrder, step: int, loss: float, grad_norm: float | None) -> str:
-    """What to say of a step, numbered from 0, whose samples are known by their places in the data set."""
+    """A line on ``step``, numbered from 0: its loss, gradient norm and samples, by their places in the data set."""
     _, samples = next(order.steps(step, step + 1))
-    more = f" and {len(samples) - SAMPLES_NAMED} more" if len(samples) > SAMPLES_NAMED else ""
-    named = ", ".join(map(str, samples[:SAMPLES_NAMED]))
+    more = f" and {len(samples) - MAX_NAMED_SAMPLES} more" if len(samples) > MAX_NAMED_SAMPLES else ""
+    named = ", ".join(map(str, samples[:MAX_NAMED_SAMPLES]))
     norm = "" if grad_norm is None else f", gradient norm {grad_norm:g}"
     return f"step {step + 1} is not finite (loss {loss:g}{norm}), its samples are {named}{more}"
 

@@ -79,13 +79,13 @@ def _adamw_8bit(parameters: list[nn.Parameter], lr: float, weight_decay: float) 
 
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
     """Linear warm-up, then the named schedule over ``num_steps`` optimizer steps."""
-    length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by what follows the warm-up
+    length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by the steps after the warm-up
     scheduler: LRScheduler = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length)
     return scheduler
 
 
 def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: nn.Module) -> Tensor | None:
-    """The norm of the global batch's gradient, now clipped; ``None`` where no gradient has been left to look at."""
+    """The norm of the global batch's gradient, now clipped; ``None`` where the backward has used them up."""
     if optim.optimizer_in_backward:
         return None
     norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
@@ -95,7 +95,7 @@ def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: n
 def check_in_backward(
     optim: OptimizerArguments, layout: BatchLayout, mixed_precision: str, *, skip_nonfinite: int = 0
 ) -> None:
-    """Refuse what needs all gradients at once.
+    """Refuse flags that need all gradients at once.
 
     Raises:
         InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16 or steps left out.
@@ -134,14 +134,14 @@ class _StepOne:
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**groups[self._index], "params": [parameter]}]
         try:
-            type(self._optimizer).step(self._optimizer)  # not what a schedule has wrapped to count its steps
+            type(self._optimizer).step(self._optimizer)  # not the instance's: a schedule counts its calls
         finally:
             self._optimizer.param_groups = groups
         parameter.grad = None
 
 
 def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:
-    """What the optimizers of ``--optimizer`` keep for ``parameters``; 0 for one that is not known here."""
+    """Bytes of the state that ``--optimizer`` keeps for ``parameters``; 0 for an unknown optimizer."""
     if optimizer == "sgd" and not momentum:
         return 0
     return sum(_state_of_one(optimizer, parameter) for parameter in parameters)

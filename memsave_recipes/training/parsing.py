@@ -16,11 +16,11 @@ from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 from memsave_recipes.errors import InputError, check_file, check_words
-from memsave_recipes.training.arguments import LARGEST
+from memsave_recipes.training.arguments import MAX_INT
 
 YAML = "tag:yaml.org,2002:"
-WORDS = {f"{YAML}{kind}" for kind in ("str", "int", "float", "bool", "timestamp")}
-"""What a preset may hold. Each is read as it stands there: ``no`` is a word, and ``1:30`` is not 90."""
+SCALARS = {f"{YAML}{kind}" for kind in ("str", "int", "float", "bool", "timestamp")}
+"""YAML tags of the values of a preset. Each is read as text: ``no`` is a word, and ``1:30`` is not 90."""
 MAX_LETTERS, MAX_LEVELS = 65_536, 10
 """Of a preset: more than anyone writes by hand, and read in a second."""
 LAUNCHER_FLAGS = {
@@ -34,7 +34,7 @@ ELSEWHERE = {
     "fp16": PRECISION.format("fp16"),
     "gradient_accumulation_steps": "they follow from --global_batch_size and --micro_batch_size",
 }
-"""Flags that people know from other programs, and what does their work here."""
+"""Flags that people know from other programs, and their counterpart here."""
 
 
 def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -75,7 +75,7 @@ def underscored(words: Sequence[str]) -> tuple[str, ...]:
 def named_flags(args: Sequence[str]) -> dict[str, str]:
     """The flags that a preset and a command line give, without their dashes, each with the first word of its value.
 
-    What the command line says holds; a switch has no word.
+    The command line overrides the preset.
 
     Raises:
         InputError: the preset cannot be read.
@@ -153,7 +153,7 @@ def _read_text(path: str) -> str:
 
 
 def _compose(text: str) -> yaml.Node | None:
-    """The YAML in ``text``; what is nested without end is refused before it costs seconds."""
+    """The YAML in ``text``; deep nesting is refused before it costs seconds."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -166,7 +166,7 @@ def _words_of(value: yaml.Node, place: str) -> list[str]:
     items = value.value if value.tag == f"{YAML}seq" else [value]
     if not items or any(item.tag == f"{YAML}null" for item in items):
         raise InputError(f"{place} has no value: give one, or leave the line out")
-    if any(item.tag not in WORDS or "\0" in item.value for item in items):
+    if any(item.tag not in SCALARS or "\0" in item.value for item in items):
         raise InputError(f"{place} must be a word, a number or a list of these")
     return [item.value for item in items]
 
@@ -191,12 +191,12 @@ def _read_preset(path: str, parser: _RecipeParser) -> list[str]:
 
 def _refuse_huge_numbers(flags: dict[str, Any]) -> None:
     for name, value in flags.items():
-        if isinstance(value, int) and value > LARGEST:
-            raise InputError(f"--{name} {value} cannot be: whole numbers end at {LARGEST}")
+        if isinstance(value, int) and value > MAX_INT:
+            raise InputError(f"--{name} {value} cannot be: whole numbers end at {MAX_INT}")
 
 
 def _refuse_launcher_flag(words: Sequence[str]) -> None:
-    """Say where a flag that no recipe has belongs, if it is the launcher's; ``words`` are it and what follows it."""
+    """Say where a flag of the launcher or of another program belongs; ``words`` begin with the flag."""
     flag, is_joined, _ = words[0].partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     if name in ELSEWHERE:

@@ -18,10 +18,10 @@ from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.non_finite import NotFinite
 
 ORDER = SampleOrder(num_samples=20, global_batch_size=4, seed=1)
-GEOMETRY = BatchLayout.of(4, 2, 1)
+LAYOUT = BatchLayout.of(4, 2, 1)
 
 
-def make(folder, *, order=ORDER, layout=GEOMETRY, **settings):
+def make(folder, *, order=ORDER, layout=LAYOUT, **settings):
     accelerator, model = start_accelerator(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -139,7 +139,7 @@ def test_other_samples_are_refused(tmp_path, field, value, words):
         make(tmp_path, order=replace(ORDER, **{field: value})).resume()
 
 
-def test_another_geometry_is_announced(tmp_path):
+def test_another_batch_layout_is_announced(tmp_path):
     make(tmp_path).save(4, {})
     [notice] = make(tmp_path, layout=BatchLayout.of(4, 4, 1)).resume().notices
     assert notice.startswith(
@@ -148,7 +148,7 @@ def test_another_geometry_is_announced(tmp_path):
 
 
 class TwoRanks:
-    """What ``RankPoll`` needs of an accelerator, where the other rank has the same pace and its own wish."""
+    """What ``RankPoll`` needs of an accelerator, where the other rank has the same pace and its own value."""
 
     num_processes, device = 2, torch.device("cpu")
 
@@ -171,19 +171,19 @@ def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
     now = 0.0
     monkeypatch.setattr(distributed.time, "monotonic", lambda: now)
     ranks = TwoRanks()
-    ear = RankPoll(ranks)
+    poll = RankPoll(ranks)
     for step in range(1, 1001):
         now += 0.01
-        assert ear.max(step, 0) == 0
+        assert poll.max(step, 0) == 0
     assert 10 <= ranks.asked <= 13
 
 
-def test_a_wish_of_any_rank_is_heard_by_all(monkeypatch):
+def test_a_value_of_any_rank_reaches_all(monkeypatch):
     monkeypatch.setattr(distributed, "POLL_EVERY_S", 0)
     ranks = TwoRanks()
-    ear = RankPoll(ranks)
-    assert ear.max(1, 15) == 15
-    assert ear.max(2, 0) == 0
+    poll = RankPoll(ranks)
+    assert poll.max(1, 15) == 15
+    assert poll.max(2, 0) == 0
     ranks.others = 15
-    assert ear.max(3, 0) == 15
-    assert ear.max(4, 2) == 15
+    assert poll.max(3, 0) == 15
+    assert poll.max(4, 2) == 15

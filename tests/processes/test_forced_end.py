@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from memsave_recipes.processes import LOST, Insistence
+from memsave_recipes.processes import LOST, SignalHistory
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
 SAME_KEYSTROKE_S = 0.2
@@ -14,12 +14,12 @@ SAME_KEYSTROKE_S = 0.2
 # It waits as in a collective: in C, without Python's lock, in calls that a signal does not end.
 HANGING = """
 import ctypes, signal, sys
-from memsave_recipes.processes import forced_end
-forced_end.SAME_KEYSTROKE_S = float(sys.argv[1])
+from memsave_recipes import processes
+processes.SAME_KEYSTROKE_S = float(sys.argv[1])
 codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
 for number in codes:
     signal.signal(number, lambda number, frame: None)
-forced_end.ForcedEnd(codes, float(sys.argv[2]) or None)
+processes.ForcedEnd(codes, float(sys.argv[2]) or None)
 print("ready", flush=True)
 lock = (ctypes.c_char * 256)()
 libc = ctypes.CDLL(None)
@@ -75,10 +75,10 @@ def test_what_insists_ends_a_run_that_hangs(hanging, numbers):
 
 @pytest.mark.parametrize("number", [INT, TERM])
 def test_what_a_launcher_passes_on_does_not_insist(number):
-    insistence = Insistence()
-    assert not insistence.is_in(number, at=10.0)
-    assert not insistence.is_in(number, at=10.9)
-    assert insistence.is_in(number, at=11.0)
+    insistence = SignalHistory()
+    assert not insistence.forces_end(number, at=10.0)
+    assert not insistence.forces_end(number, at=10.9)
+    assert insistence.forces_end(number, at=11.0)
 
 
 def test_a_step_without_an_end_has_one_after_a_signal(hanging):

@@ -86,7 +86,7 @@ def _sample(key: SampleKey, inputs: Tensor, labels: Tensor, unlabelled: frozense
 
 
 def _collate_rows(samples: list[dict[str, Any]]) -> Batch:
-    """Pads to the longest row of the micro-batch, so that the shapes depend on the geometry."""
+    """Pads to the longest row of the micro-batch, so that the shapes depend on the batch layout."""
     padding = {"inputs": 0, "labels": IGNORED}
     padded = {
         name: pad_sequence([sample.pop(name) for sample in samples], batch_first=True, padding_value=value)
@@ -149,7 +149,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained; the geometry is no part of it."""
+    """What is trained; the batch layout is no part of it."""
 
     work: str = "language_model"
     optimizer: str = "sgd"
@@ -337,7 +337,7 @@ def assert_same_run(outcome: Outcome, expected: Outcome, tolerance: float) -> No
 @pytest.mark.parametrize("layout", GEOMETRIES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("work", WORKS)
-def test_any_geometry_trains_as_the_undivided_global_batch(
+def test_any_batch_layout_trains_as_the_undivided_global_batch(
     outcome_of: Train, work: str, optimizer: str, layout: str
 ) -> None:
     task = Task(work=work, optimizer=optimizer)

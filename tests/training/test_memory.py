@@ -178,7 +178,7 @@ def test_counts_are_no_bytes():
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 5])
-def test_the_flops_of_a_sample_depend_on_no_geometry(run_on_ranks, num_ranks, micro_batch_size):
+def test_the_flops_of_a_sample_depend_on_no_batch_layout(run_on_ranks, num_ranks, micro_batch_size):
     """Five samples on two ranks are 2 and 3, so one of them computes padding."""
     for _, results, _ in run_on_ranks(partial(train, micro_batch_size=micro_batch_size), num_ranks):
         assert results["perf"]["model_gflops_per_sample"] == pytest.approx(PER_SAMPLE / 1e9)

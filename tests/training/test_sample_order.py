@@ -1,4 +1,4 @@
-"""The order and the cutting of samples: pure functions, every sample exactly once, the same on any geometry."""
+"""The order and the cutting of samples: pure functions, every sample exactly once, the same in any batch layout."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def sizes(layout, num_samples=None):
         ((5, 1, 4), [[1, 0], [1, 0], [1, 0], [1, 1]], "5 samples = (1+0) x 3 ranks + (1+1) x 1 rank"),
     ],
 )
-def test_any_geometry(shape, expected, words):
+def test_any_batch_layout(shape, expected, words):
     assert sizes(layout(*shape)) == expected
     assert layout(*shape).describe() == words
     assert layout(*shape).accumulation_steps == len(expected[0])

@@ -143,7 +143,7 @@ def renamed_before_the_disk_has_it() -> None:
 
 def signals_not_agreed() -> None:
     """A rank that receives a signal stops by itself."""
-    RankPoll.hear = lambda self, step, wish: wish
+    RankPoll.max = lambda self, step, value: value
 
 
 def workers_hear_signals() -> None:

@@ -31,12 +31,12 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "clip": (accelerate.Accelerator, "clip_grad_norm_", 12),
     "optimizer": (torch.optim.AdamW, "step", 12),
     "schedule": (torch.optim.lr_scheduler.LambdaLR, "step", 12),
-    "ear": (memsave_recipes.distributed.RankPoll, "hear", 12),
+    "poll": (memsave_recipes.distributed.RankPoll, "max", 12),
     "save": (CHECKPOINTS.saver.Checkpoints, "_write", 6),
     "space": (CHECKPOINTS.saver, "check_space", 6),
     "tensors": (CHECKPOINTS.state, "save_file", 12),
-    "tree": (CHECKPOINTS.state, "write_tree", 30),
-    "seal": (CHECKPOINTS.commit, "seal", 6),
+    "pytree": (CHECKPOINTS.state, "write_pytree", 30),
+    "manifest": (CHECKPOINTS.commit, "write_manifest", 6),
     "digest": (CHECKPOINTS.commit, "_sha256", 40),
     "sync": (CHECKPOINTS.commit, "sync", 60),
     "rename": (os, "rename", 10),
@@ -44,9 +44,9 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "prune": (CHECKPOINTS.saver, "prune", 6),
     "find": (CHECKPOINTS.saver, "find_newest", 1),
     "verify": (CHECKPOINTS.resume, "verify_manifest", 1),
-    "read": (CHECKPOINTS.state, "read_tree", 4),
+    "read": (CHECKPOINTS.state, "read_pytree", 4),
 }
-OF_RANK_0 = POINTS.keys() - {"loss", "backward", "clip", "optimizer", "schedule", "ear", "read"}
+OF_RANK_0 = POINTS.keys() - {"loss", "backward", "clip", "optimizer", "schedule", "poll", "read"}
 MAX_KILLS = 3
 
 

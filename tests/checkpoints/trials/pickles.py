@@ -57,7 +57,7 @@ def pickle_trials(run: Run) -> dict[str, Any]:
     for name in (*names, *OF_OTHERS):
         for form in FORMS:
             for fits in (False, True):
-                outcomes[f"{name}, {form}, {'sealed' if fits else 'not sealed'}"] = _plant(
+                outcomes[f"{name}, {form}, {'new' if fits else 'old'} manifest"] = _plant(
                     run, stopped, name, form, fits
                 )
     return outcomes

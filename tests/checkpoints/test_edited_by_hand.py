@@ -1,4 +1,4 @@
-"""A checkpoint that was edited and sealed again is refused or skipped in one line, and never waits or crashes."""
+"""An edited checkpoint with a fitting manifest is refused or skipped in one line, and never waits or crashes."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def checkpoint(tmp_path):
 
 
 def edit(path, change):
-    """Let ``change`` edit the tree of a JSON file as nested dicts, and seal its folder again."""
+    """Let ``change`` edit the pytree of a JSON file as nested dicts, and write a fitting manifest."""
     content = json.loads(path.read_text())
     content["tree"] = packed(change(plain(content["tree"])))
     path.write_text(json.dumps(content))
@@ -45,12 +45,12 @@ def packed(tree):
     return tree
 
 
-def without_geometry(record):
+def without_layout(record):
     del record["run"]["geometry"]
     return record
 
 
-def with_bad_geometry(record):
+def with_bad_layout(record):
     record["run"]["geometry"] = {"global_batch_size": "4"}
     return record
 
@@ -70,8 +70,8 @@ def without_last_epoch(scheduler):
 
 
 EDITS = {
-    "without geometry": ("record", without_geometry),
-    "bad geometry": ("record", with_bad_geometry),
+    "without batch layout": ("record", without_layout),
+    "bad batch layout": ("record", with_bad_layout),
     "no order": ("record", with_a_word_for_the_order),
     "a word for lr": ("optimizer", with_a_word_for_lr),
     "last_epoch null": ("scheduler", without_last_epoch),

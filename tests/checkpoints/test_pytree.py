@@ -1,21 +1,21 @@
-"""A tree of tensors and plain values comes back exactly, and a file that holds something else is no tree."""
+"""A pytree of tensors and plain values comes back exactly, and a file that holds something else is refused."""
 
 import pytest
 import torch
 from trials.run import digest
 
 from memsave_recipes.checkpoints import state as state_module
-from memsave_recipes.checkpoints.state import Unreadable, read_tree, write_tree
+from memsave_recipes.checkpoints.state import Unreadable, read_pytree, write_pytree
 
 
 def test_what_has_no_place_in_a_checkpoint_is_named(tmp_path):
     with pytest.raises(TypeError, match=r"record\.when is a set"):
-        write_tree(tmp_path, "record", {"when": {1}})
+        write_pytree(tmp_path, "record", {"when": {1}})
     with pytest.raises(TypeError, match="no key of a checkpoint"):
-        write_tree(tmp_path, "record", {(1, 2): 3})
+        write_pytree(tmp_path, "record", {(1, 2): 3})
 
 
-def test_a_tree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
+def test_a_pytree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(state_module, "PART_BYTES", 50)
     shared = torch.arange(20.0)
     content = {
@@ -23,9 +23,9 @@ def test_a_tree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
         "groups": [{"betas": (0.9, 0.999), "lr": 1e-3 / 3, "fused": True, "foreach": None, "params": [0, 1]}],
         "strided": torch.arange(12).view(3, 4).t(),
     }
-    write_tree(tmp_path, "optimizer", content)
+    write_pytree(tmp_path, "optimizer", content)
     assert len(list(tmp_path.glob("optimizer-*.safetensors"))) == 4
-    back = read_tree(tmp_path, "optimizer")
+    back = read_pytree(tmp_path, "optimizer")
     assert digest(back) == digest(content)
     assert back["groups"] == content["groups"]
     assert back["strided"].stride() == content["strided"].stride()
@@ -38,4 +38,4 @@ def test_a_tree_comes_back_exactly_in_parts(tmp_path, monkeypatch):
 def test_files_that_hold_something_else_are_unreadable(tmp_path, content):
     (tmp_path / "model.json").write_text(content)
     with pytest.raises(Unreadable, match=r"model\.json cannot be read"):
-        read_tree(tmp_path, "model")
+        read_pytree(tmp_path, "model")
