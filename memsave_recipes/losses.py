@@ -36,6 +36,7 @@ from torch.autograd.function import once_differentiable
 from memsave_recipes.text import MIB
 
 IGNORED_LABEL = -100
+"""The label of a position or sample that does not count, as everywhere in torch and transformers."""
 
 
 def default_chunk_bytes(device: torch.device) -> int:

@@ -22,14 +22,17 @@ TABLE = {
     "plans": (set(), set()),
     "models": ({"hub", "losses"}, {"torch", "safetensors", "transformers", "peft", "liger_kernel"}),
     "data": (
-        {"fingerprint", "hub"},
+        {"fingerprint", "hub", "losses"},  # losses: the label that they leave out
         {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn"},
     ),
     "activations": ({"plans"}, {"torch", "transformers"}),
     "profiling": ({"activations", "plans"}, {"torch", "numpy", "psutil"}),
     "estimate": ({"activations", "plans", "profiling"}, {"torch"}),
     "verify": ({"activations", "plans", "profiling"}, {"torch"}),
-    "training": ({"plans", "processes"}, {"torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"}),
+    "training": (
+        {"losses", "plans", "processes"},
+        {"torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"},
+    ),
     "checkpoints": (
         {"distributed", "fingerprint", "processes", "training"},
         {"torch", "accelerate", "safetensors", "filelock"},

@@ -24,8 +24,8 @@ from memsave_recipes.data.text import LOADING_ERRORS, progress_bars
 from memsave_recipes.errors import InputError, is_text
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.hub import loading_by_name, reason
+from memsave_recipes.losses import IGNORED_LABEL
 
-IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
 Splits = dict[str, datasets.Dataset]
 

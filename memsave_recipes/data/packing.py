@@ -33,8 +33,8 @@ from memsave_recipes.data.token_line import TokenLine, tokenize
 from memsave_recipes.data.tokenizers import digest_of_tokenizer
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.losses import IGNORED_LABEL
 
-IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
 Batch = dict[str, Tensor]
 
 

@@ -35,8 +35,8 @@ from memsave_recipes.data.text import END_OF_TEXT, LONG_BYTES, progress_bars
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.hub import ask_hub_for, reason
+from memsave_recipes.losses import IGNORED_LABEL
 
-IGNORED_LABEL = -100  # what torch's cross-entropy leaves out by default
 BOUNDARY = "<|boundary|>"
 MIN_VOCABULARY = 257
 TRAINING_BYTES = 64 * 1024**2

@@ -30,11 +30,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
+from memsave_recipes.losses import IGNORED_LABEL as IGNORED
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
 from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleKey, SampleOrder, seed_for
-
-IGNORED = -100
-"""The label of a position that does not count, as everywhere in torch and transformers."""
 
 Batch = dict[str, Tensor]
 
