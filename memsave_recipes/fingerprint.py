@@ -16,10 +16,13 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from memsave_recipes.text import join_names
 
 MAX_DIGESTS = 2**16
 MAX_NAMED = 6
@@ -115,6 +118,12 @@ def digest_of(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
+def sha256_of_file(path: str | Path) -> str:
+    """In hexadecimal, as ``sha256sum`` writes it."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _group_size(count: int) -> int:
     return max(1, ceil(count / MAX_DIGESTS))
 
@@ -126,9 +135,5 @@ def _differences(saved: Record, present: dict[str, Samples]) -> list[str]:
 
 def _change_of_names(was: list[str], now: list[str]) -> str:
     gone, new = ([name for name in names if name not in other] for names, other in ((was, set(now)), (now, set(was))))
-    changes = [f"{_listed(names)} {how}" for names, how in ((gone, "gone"), (new, "new")) if names]
+    changes = [f"{join_names(names, MAX_NAMED)} {how}" for names, how in ((gone, "gone"), (new, "new")) if names]
     return ", ".join(changes) or "in another order"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names if len(names) <= MAX_NAMED else [*names[:MAX_NAMED], "..."])

@@ -15,6 +15,7 @@ from huggingface_hub import constants, get_session
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.text import first_line
 
 ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
 """That library's own variable for slow networks."""
@@ -65,7 +66,7 @@ def reason(error: BaseException) -> str:
         return f"it is not in the cache, and {_why_silent.get(constants.ENDPOINT) or 'HF_HUB_OFFLINE is set'}"
     while isinstance(error, datasets.exceptions.DatasetGenerationError | StrictDataclassError) and error.__cause__:
         error = error.__cause__  # it says itself only that there was one
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def _ask(endpoint: str) -> str | None:

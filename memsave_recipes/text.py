@@ -4,6 +4,7 @@ Bytes and their text: the only conversion. Bytes are ``int``; only what people r
 """
 
 import json
+from collections.abc import Iterable
 from math import ceil
 from typing import Any
 
@@ -91,3 +92,14 @@ def format_bytes(num_bytes: int) -> str:
             digits = ".0f" if 1000 <= abs(num_bytes) / size < 1_000_000 else ".3g"
             return f"{num_bytes / size:{digits}} {unit}"
     return f"{num_bytes} B"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class where it has none."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def join_names(names: Iterable[object], at_most: int | None = None) -> str:
+    """``a, b, c``, sorted, with ``...`` after the first ``at_most``; ``none`` where there are none."""
+    found = sorted(map(str, names))
+    return ", ".join(found[:at_most] + ["..."] * (at_most is not None and len(found) > at_most)) or "none"

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import sha256_of_file
 from memsave_recipes.text import format_bytes
 
 MANIFEST = "manifest.json"
@@ -41,7 +42,7 @@ TEMPORARY = ".tmp-"
 TRASH = ".trash-"
 SPARE_BYTES = 1024**2
 """For the files of a checkpoint that hold no tensors."""
-REASONS = {
+DISK_ERRORS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota of the disk is used up",
     errno.EFBIG: "a file would be larger than this process or file system may write (see `ulimit -f`)",
@@ -159,7 +160,7 @@ def disk_errors_as_input_error(
     try:
         yield
     except Exception as error:
-        reason = REASONS.get(_number_of(error))
+        reason = DISK_ERRORS.get(_number_of(error))
         if reason is None:
             raise
         raise InputError(
@@ -181,7 +182,7 @@ def write_manifest(folder: Path) -> None:
     The digests are computed while the disk is writing, several at a time: none of that holds Python's lock.
     """
     with ThreadPoolExecutor(max_workers=HASHING_THREADS) as beside:
-        digests = {path: beside.submit(_sha256, path) for path in _files(folder)}
+        digests = {path: beside.submit(sha256_of_file, path) for path in _files(folder)}
         for path in digests:
             sync(path)
         entries = [_entry(folder, path, digest.result()) for path, digest in digests.items()]
@@ -210,7 +211,7 @@ def verify_manifest(folder: Path) -> None:
             found={path.relative_to(folder).as_posix(): path.stat().st_size for path in files},
         )
         with ThreadPoolExecutor(max_workers=HASHING_THREADS) as threads:
-            digests = threads.map(_sha256, [folder / entry["path"] for entry in entries])
+            digests = threads.map(sha256_of_file, [folder / entry["path"] for entry in entries])
             for entry, digest in zip(entries, digests, strict=True):
                 _check_digest(entry, digest)
     except OSError as error:
@@ -233,11 +234,6 @@ def _files(folder: Path) -> list[Path]:
 
 def _entry(folder: Path, path: Path, digest: str) -> Entry:
     return {"path": path.relative_to(folder).as_posix(), "size": path.stat().st_size, "sha256": digest}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _text(entries: list[Entry]) -> str:

@@ -44,7 +44,7 @@ SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
 PLACES = {"data_dir", "train_file", "validation_file", "tokenizer_name", "model_name_or_path", "weights"}
 """Paths, which may have changed; their content is trusted to be the same."""
 ANOTHER_VERSION = "another version may compute in another way"
-REASONS = {
+WHY_NOT_BIT_EXACT = {
     "torch": ANOTHER_VERSION,
     "accelerate": ANOTHER_VERSION,
     "transformers": ANOTHER_VERSION,
@@ -207,7 +207,7 @@ def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> l
     on_cpu = accelerator.device.type == "cpu"
     return [
         f"note: {name} was {was[name]} and is {now[name]}: bit-exact no longer promised, because {reason}"
-        for name, reason in REASONS.items()
+        for name, reason in WHY_NOT_BIT_EXACT.items()
         if name in was and was[name] != now[name] and (on_cpu or name not in OF_A_CPU)
     ]
 

@@ -167,7 +167,7 @@ class Checkpoints:
         found = on_main_process(self.accelerator, self._find)
         if found is None:
             return None
-        record, notices = on_all_processes(self.accelerator, lambda: self._read(found))
+        record, notices = on_all_processes(self.accelerator, lambda: self._restore(found))
         self.damaged, self.last_saved = list(found.damaged), found.step
         return Resumed(step=found.step, state=record["state"], notices=found.notices + notices)
 
@@ -270,7 +270,7 @@ class Checkpoints:
         clear_leftovers(self.folder)
         return find_newest(self.folder)
 
-    def _read(self, found: Found) -> tuple[Record, list[str]]:
+    def _restore(self, found: Found) -> tuple[Record, list[str]]:
         """The record, and notices of differences from the saved run."""
         if not found.path.is_dir():
             raise InputError(

@@ -6,7 +6,6 @@ whole can tell. The digests are kept in the cache of ``datasets`` until a file c
 SHA256SUMS`` reads every byte again.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import numpy as np
 
 from memsave_recipes.data.text import LONG_BYTES, progress_bars
 from memsave_recipes.errors import InputError
-from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
+from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
 
 LIST = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
@@ -157,20 +156,20 @@ def _lost(names: set[str], root: str, found: set[str]) -> set[str]:
 
 def _digests(rows: datasets.Dataset) -> list[str]:
     hashed = rows.map(
-        _hash, batched=True, input_columns="image", remove_columns=rows.column_names, desc="hashing images"
+        _sha256_of_images, batched=True, input_columns="image", remove_columns=rows.column_names, desc="hashing images"
     )
     digests: list[str] = hashed["sha256"][:]
     return digests
 
 
-def _hash(images: list[dict[str, Any]]) -> dict[str, list[str]]:
+def _sha256_of_images(images: list[dict[str, Any]]) -> dict[str, list[str]]:
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
         return {"sha256": list(threads.map(_sha256, [image["path"] for image in images]))}
 
 
 def _sha256(path: str) -> str:
-    with _readable(path), open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with _readable(path):
+        return sha256_of_file(path)
 
 
 def _stat(path: str) -> os.stat_result:

@@ -7,7 +7,7 @@ sample is asked for, so that a broken one can be named, and given as uint8. Augm
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ from PIL import Image, UnidentifiedImageError
 
 from memsave_recipes.data.augmentation import Augmentation
 from memsave_recipes.data.checksums import LIST, check_against_list, fingerprint_of_images
-from memsave_recipes.data.text import LOADING_ERRORS, progress_bars
+from memsave_recipes.data.text import LOADING_ERRORS, Splits, progress_bars
 from memsave_recipes.errors import InputError, is_text
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.hub import loading_by_name, reason
 from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.text import first_line, join_names
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
-Splits = dict[str, datasets.Dataset]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -162,7 +162,7 @@ def read_images(dataset: str | None, data_dir: str | None, *, skip_broken_images
     source = f"--dataset {dataset}" if dataset else f"--data_dir {data_dir}"
     if data_dir and not dataset and not skip_broken_images:
         _refuse_lost_links(data_dir)
-    splits = {split: _image_and_label(rows, source) for split, rows in _read(dataset, data_dir).items()}
+    splits = {split: _image_and_label(rows, source) for split, rows in _read_source(dataset, data_dir).items()}
     check_labels(splits, source)
     return splits
 
@@ -184,13 +184,13 @@ def check_labels(splits: Splits, source: str) -> None:
     names = splits["train"].features["label"].names
     known, asked = (set(splits[split]["label"][:]) for split in ("train", "validation"))
     if unlabelled := (known | asked) - set(range(len(names))):
-        raise InputError(f"{source} has images without a class (label {_listed(unlabelled)}): leave them out")
+        raise InputError(f"{source} has images without a class (label {join_names(unlabelled)}): leave them out")
     if len(known) < 2:
         raise InputError(f"{source} has training images of {len(known)} class(es): give at least 2 to tell apart")
     if not asked:
         raise InputError(f"{source} has no validation images: add some")
     if unknown := asked - known:
-        listed = _listed(names[label] for label in unknown)
+        listed = join_names(names[label] for label in unknown)
         raise InputError(
             f"{source} has validation images of classes that train has none of ({listed}): add or remove them"
         )
@@ -216,7 +216,7 @@ def _refuse_lost_links(data_dir: str) -> None:
         )
 
 
-def _read(dataset: str | None, data_dir: str | None) -> Splits:
+def _read_source(dataset: str | None, data_dir: str | None) -> Splits:
     if dataset and not data_dir:
         return _read_digits() if dataset == "digits" else _read_hub(dataset)
     if data_dir and not dataset:
@@ -309,7 +309,7 @@ def _choose_splits(available: list[str], source: str) -> Iterator[tuple[str, str
     for split, names in SPLIT_NAMES.items():
         present = [name for name in names if name in available]
         if not present:
-            found = f"(found: {_listed(available) or 'none'})"
+            found = f"(found: {join_names(available)})"
             raise InputError(f"{source} has no {split} split {found}: one must be named {' or '.join(names)}")
         yield split, present[0]
 
@@ -320,14 +320,12 @@ def _image_and_label(rows: datasets.Dataset, source: str) -> datasets.Dataset:
     for name, kind in (("image", datasets.Image), ("label", datasets.ClassLabel)):
         found = [column for column, feature in rows.features.items() if isinstance(feature, kind)]
         if not found:
-            raise InputError(f"{source} has no {kind.__name__} column, only {_listed(rows.features)}: use another one")
+            raise InputError(
+                f"{source} has no {kind.__name__} column, only {join_names(rows.features)}: use another one"
+            )
         columns[found[0]] = name
     rows = rows.select_columns(list(columns)).rename_columns(columns)
     return rows.cast_column("image", datasets.Image(decode=False))
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(sorted(map(str, names)))
 
 
 def _is_readable(stored: dict[str, Any]) -> bool:
@@ -353,4 +351,4 @@ def _decode(stored: dict[str, Any]) -> Image.Image:
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "no image format that Pillow knows"  # its own words hold a memory address
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)

@@ -30,6 +30,7 @@ import datasets
 from memsave_recipes.data.text import LOADING_ERRORS, VALIDATION_NAMES, progress_bars
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import loading_by_name, reason
+from memsave_recipes.text import join_names
 
 BUILT_IN = "docstrings"
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -44,6 +45,7 @@ PAIRS = (
 )
 TEXTS = ("text", "sentence", "content", "review")
 LABELS = ("label", "labels", "class", "category")
+MAX_NAMED = 12  # columns or classes in a message
 
 # Each package with its distribution: the standard library, and requirements of setup.cfg with enough to read.
 LIBRARIES = {
@@ -116,7 +118,7 @@ def load_labelled_text(
         InputError: no source or two; a file, split, column, row, text or label is missing; fewer than two classes; a
             label outside the classes. Rows are counted from 1.
     """
-    parts = _read(dataset, dataset_config_name, train_file, validation_file)
+    parts = _read_splits(dataset, dataset_config_name, train_file, validation_file)
     columns = _find_columns(parts["train"], text_column, text_pair_column, label_column)
     parts = {split: _select(part, columns) for split, part in parts.items()}
     names, index_of = _classes(parts["train"])
@@ -132,7 +134,7 @@ class _Part(NamedTuple):
     rows: datasets.Dataset
 
 
-def _read(
+def _read_splits(
     dataset: str | None, config_name: str | None, train_file: str | None, validation_file: str | None
 ) -> dict[str, _Part]:
     if config_name and dataset in (None, BUILT_IN):
@@ -160,7 +162,9 @@ def _read_hub(dataset: str, config_name: str | None) -> dict[str, _Part]:
     for split, names in SPLIT_NAMES.items():
         present = [name for name in names if name in splits]
         if not present:
-            raise InputError(f"{source} has no {split} split, only {_listed(splits)}: one must be {' or '.join(names)}")
+            raise InputError(
+                f"{source} has no {split} split, only {join_names(splits, MAX_NAMED)}: one must be {' or '.join(names)}"
+            )
         parts[split] = _Part(f"{source}, split {present[0]}", splits[present[0]])
     return parts
 
@@ -168,7 +172,7 @@ def _read_hub(dataset: str, config_name: str | None) -> dict[str, _Part]:
 def _read_file(flag: str, path: Path) -> _Part:
     source = f"{flag} {path}"
     if path.suffix not in FORMATS:
-        raise InputError(f"{source}: its name must end in one of {_listed(FORMATS)}")
+        raise InputError(f"{source}: its name must end in one of {join_names(FORMATS)}")
     is_there = os.path.isfile(path)  # unlike pathlib, without an error for what can be no path
     if not is_there or not path.stat().st_size:
         raise InputError(f"{source} is {'empty' if is_there else 'not there'}: name a file with labelled texts")
@@ -187,20 +191,21 @@ def _find_columns(part: _Part, text: str | None, pair: str | None, label: str | 
     if text is None and pair is None:
         pairs = [names for names in PAIRS if set(names) <= set(available)]
         text, pair = pairs[0] if pairs else (None, None)
-    text = text or _first(TEXTS, part, "--text_column")
-    label = label or _first(LABELS, part, "--label_column")
+    text = text or _find_column(TEXTS, part, "--text_column")
+    label = label or _find_column(LABELS, part, "--label_column")
     ours = {text: "text", label: "label"} | ({pair: "text_pair"} if pair else {})
     if len(ours) < (3 if pair else 2):
         raise InputError(f"{part.source}: --text_column, --text_pair_column, --label_column must name different ones")
     return ours
 
 
-def _first(names: Iterable[str], part: _Part, flag: str) -> str:
+def _find_column(names: Iterable[str], part: _Part, flag: str) -> str:
     available = part.rows.column_names
     found = [name for name in names if name in available]
     if not found:
         raise InputError(
-            f"{part.source} has none of the columns {', '.join(names)}: name one of {_listed(available)} by {flag}"
+            f"{part.source} has none of the columns {', '.join(names)}: name one of "
+            f"{join_names(available, MAX_NAMED)} by {flag}"
         )
     return found[0]
 
@@ -211,7 +216,8 @@ def _select(part: _Part, columns: dict[str, str]) -> _Part:
     for theirs, ours in columns.items():
         if theirs not in rows.column_names:
             raise InputError(
-                f"{source} has no column {theirs}, only {_listed(rows.column_names)}: name it by --{ours}_column"
+                f"{source} has no column {theirs}, only {join_names(rows.column_names, MAX_NAMED)}: "
+                f"name it by --{ours}_column"
             )
         values = rows[theirs][:]
         if None in values:
@@ -241,16 +247,10 @@ def _with_class_indices(part: _Part, names: list[str], index_of: dict[str, int])
         if label not in index_of:
             raise InputError(
                 f"{source}: row {number} has the label {label}, which is none of the {len(names)} classes "
-                f"({_listed(names)}): correct it or remove the row"
+                f"({join_names(names, MAX_NAMED)}): correct it or remove the row"
             )
     indices = [index_of[label] for label in labels]
     return rows.remove_columns("label").add_column("label", indices, feature=datasets.Value("int64"))
-
-
-def _listed(names: Iterable[object]) -> str:
-    """All of a few names, the first of many."""
-    words = [str(name) for name in names]
-    return ", ".join(words if len(words) <= 12 else [*words[:12], "..."])
 
 
 def load_docstrings() -> dict[str, datasets.Dataset]:

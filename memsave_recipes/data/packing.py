@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.data.token_line import TokenLine, tokenize
+from memsave_recipes.data.token_line import TokenLine, tokenize_documents
 from memsave_recipes.data.tokenizers import digest_of_tokenizer
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
@@ -159,7 +159,7 @@ def pack(
         InputError: a row of fewer than 2 tokens, or a tokenizer without an end-of-text token.
     """
     _check_block_size(block_size)
-    tokens = tokenize(documents, tokenizer)
+    tokens = tokenize_documents(documents, tokenizer)
     return PackedDataset(tokens=tokens, block_size=block_size, pad_token_id=_pad_token_id(tokenizer), one_row=one_row)
 
 
@@ -170,7 +170,7 @@ def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_s
         InputError: as ``pack``.
     """
     _check_block_size(block_size)
-    tokens = tokenize(documents, tokenizer)
+    tokens = tokenize_documents(documents, tokenizer)
     ends = tokens.document_starts[1:]
     counts = -(-np.diff(tokens.document_starts) // block_size)  # samples of each document
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each sample in its document

@@ -35,6 +35,7 @@ from datasets import Features, Value
 
 from memsave_recipes.errors import InputError, check_file
 from memsave_recipes.hub import loading_by_name, reason
+from memsave_recipes.text import join_names
 
 BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5
 STANDARD_LIBRARY = "python-stdlib"
@@ -377,7 +378,7 @@ def _streamed(
 def _chosen(found: Any, source: str) -> dict[str, str]:
     """Which of the splits serve as ``train`` and ``validation``."""
     if "train" not in found:
-        raise InputError(f"{source} has no train split, only {_listed(found)}: use another one")
+        raise InputError(f"{source} has no train split, only {join_names(found)}: use another one")
     validation = [("validation", name) for name in VALIDATION_NAMES if name in found]
     return {"train": "train", **dict(validation[:1])}
 
@@ -390,13 +391,9 @@ def _only_text(rows: datasets.Dataset, text_column: str, source: str) -> dataset
 
 def _no_text_column(source: str, text_column: str, columns: Any) -> InputError:
     return InputError(
-        f"{source} has no string {text_column!r} among its {_listed(columns)}: name the text with --text_column"
+        f"{source} has no string {text_column!r} among its {join_names(columns)}: name the text with --text_column"
     )
 
 
 def _loading(dataset: str) -> AbstractContextManager[None]:
     return loading_by_name(dataset, f"--dataset {dataset}", "use python-stdlib or --train_file")
-
-
-def _listed(names: Any) -> str:
-    return ", ".join(sorted(map(str, names))) or "none"

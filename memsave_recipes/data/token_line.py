@@ -74,7 +74,7 @@ class TokenLine:
         return Samples(digests=self.piece_digests, name_of=name_of)
 
 
-def tokenize(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> TokenLine:
+def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> TokenLine:
     """The line of tokens of ``documents`` (column ``text``).
 
     A document begins as the tokenizer begins a text, such as with Llama's ``<|begin_of_text|>``. Special tokens that

@@ -65,7 +65,7 @@ def load_tokenizer(
         return _load(tokenizer_name, trust_remote_code)
     if vocab_size < MIN_VOCABULARY:
         raise InputError(f"--vocab_size {vocab_size} is too small: 256 bytes and the end of a text are 257 already")
-    trained = _cached(_first(texts, TRAINING_BYTES), vocab_size)
+    trained = _cached(_first_bytes(texts, TRAINING_BYTES), vocab_size)
     return PreTrainedTokenizerFast(
         tokenizer_object=trained, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
@@ -220,7 +220,7 @@ def _load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _first(texts: Iterable[str], num_bytes: int) -> list[str]:
+def _first_bytes(texts: Iterable[str], num_bytes: int) -> list[str]:
     """Whole texts until there are as many bytes."""
     taken: list[str] = []
     for text in texts:

@@ -249,5 +249,5 @@ def _naming_the_model(flags: TransformerArguments, build: Callable[[], PreTraine
             ) from error
         flags_to_check = "--model_type and --config_overrides" if flags.model_type else "--model_name_or_path"
         raise InputError(
-            f"the transformers model {name} cannot be made: {reason(error).rstrip('.')}; check {flags_to_check}"
+            f"the transformers model {name} cannot be made: {reason(error)}; check {flags_to_check}"
         ) from error

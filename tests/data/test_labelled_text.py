@@ -116,7 +116,7 @@ MISTAKES = {
     "one class": ({"train": ROWS[::2]}, "texts of 1 class"),
     "no text column": ({"train": [{"txet": "a", "label": 0}]}, "--text_column"),
     "no label column": ({"train": [{"text": "a", "lable": 0}]}, "--label_column"),
-    "no such column": ({"text_column": "txet"}, "no column txet, only text, label"),
+    "no such column": ({"text_column": "txet"}, "no column txet, only label, text"),
     "no such pair column": ({"text_pair_column": "reply"}, "--text_pair_column"),
     "numbers as texts": ({"train": [{"text": 1.5, "label": 0}]}, "holds no text"),
     "measurements as labels": ({"train": [{"text": "a", "label": 0.5}]}, "words or whole numbers"),

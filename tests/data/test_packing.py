@@ -22,7 +22,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from memsave_recipes.data import token_line
 from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
-from memsave_recipes.data.token_line import tokenize
+from memsave_recipes.data.token_line import tokenize_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError
 
@@ -73,7 +73,7 @@ def rows_of(dataset):
 @pytest.mark.parametrize("piece_tokens", [1, 7, 4096])
 def test_every_span_of_the_line(documents, tokenizer, monkeypatch, piece_tokens):
     monkeypatch.setattr(token_line, "PIECE_TOKENS", piece_tokens)
-    line = tokenize(documents, tokenizer)
+    line = tokenize_documents(documents, tokenizer)
     expected = list(itertools.chain(*expected_line(tokenizer)))
     assert line.num_tokens == len(expected)
     assert line.num_bytes == sum(len(text.encode()) for text in TEXTS)
@@ -88,7 +88,7 @@ def test_every_span_of_the_line(documents, tokenizer, monkeypatch, piece_tokens)
 def test_a_long_document_is_tokenized_in_parts_without_loss(documents, tokenizer, monkeypatch):
     monkeypatch.setattr(token_line, "PART_CHARACTERS", 20)
     monkeypatch.setattr(token_line, "PARTS_AT_ONCE", 3)
-    line = tokenize(documents, tokenizer)
+    line = tokenize_documents(documents, tokenizer)
     assert tokenizer.decode(line.between(0, line.num_tokens)) == "".join(f"{text}<|endoftext|>" for text in TEXTS)
     assert len(line.document_starts) == len(TEXTS) + 1
     parts = list(token_line._parts("ab\ncd\n" + "e" * 45))
@@ -107,7 +107,7 @@ def test_tokens_are_made_once_for_each_tokenizer_and_text(on_disk, tokenizer, mo
 
 
 def test_tokens_are_small_on_disk(on_disk, tokenizer):
-    line = tokenize(on_disk, tokenizer)
+    line = tokenize_documents(on_disk, tokenizer)
     assert line.pieces.cache_files
     assert line.pieces.features["input_ids"].feature.dtype == "int32"
 
@@ -118,7 +118,7 @@ def test_a_tokenizer_that_marks_the_beginning(documents, tokenizer):
         single="<|begin|> $A <|endoftext|>",
         special_tokens=[("<|begin|>", tokenizer.bos_token_id), ("<|endoftext|>", tokenizer.eos_token_id)],
     )
-    line = tokenize(documents, tokenizer)
+    line = tokenize_documents(documents, tokenizer)
     text = tokenizer.decode(line.between(0, line.num_tokens))
     assert text == "".join(f"<|begin|>{text}<|endoftext|>" for text in TEXTS)
 

@@ -37,7 +37,7 @@ POINTS: dict[str, tuple[Any, str, int]] = {
     "tensors": (CHECKPOINTS.state, "save_file", 12),
     "pytree": (CHECKPOINTS.state, "write_pytree", 30),
     "manifest": (CHECKPOINTS.commit, "write_manifest", 6),
-    "digest": (CHECKPOINTS.commit, "_sha256", 40),
+    "digest": (CHECKPOINTS.commit, "sha256_of_file", 40),
     "sync": (CHECKPOINTS.commit, "sync", 60),
     "rename": (os, "rename", 10),
     "delete": (shutil, "rmtree", 4),
