@@ -25,25 +25,31 @@ ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
 class LoraArguments:
     """Whether to train adapters instead of the weights, and which."""
 
-    lora: bool = field(default=False, metadata={"help": "train low-rank adapters, leave the weights frozen"})
-    lora_rank: int = field(default=16, metadata={"help": "of the update of each layer"})
-    lora_alpha: int = field(default=32, metadata={"help": "the update counts lora_alpha / lora_rank"})
-    lora_dropout: float = field(default=0.0, metadata={"help": "before each update"})
+    lora: bool = field(default=False, metadata={"help": "train low-rank adapters and freeze the weights"})
+    lora_rank: int = field(default=16, metadata={"help": "rank of the update of each layer"})
+    lora_alpha: int = field(
+        default=32,
+        metadata={"help": "alpha of LoRA: updates are multiplied by lora_alpha / lora_rank"},
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "dropout probability at the input of each update"})
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
-        metadata={"help": "ends of module names, such as q_proj v_proj; default: all linear layers but the head"},
+        metadata={"help": "endings of module names, such as q_proj v_proj; default: all linear layers but the head"},
     )
-    lora_merge: bool = field(default=False, metadata={"help": "save the model with the updates added to its weights"})
-
-    load_in_4bit: bool = field(default=False, metadata={"help": "frozen weights in 4-bit NF4; with --lora, on CUDA"})
+    lora_merge: bool = field(
+        default=False, metadata={"help": "save the model with the updates merged into its weights"}
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)"}
+    )
 
     def __post_init__(self) -> None:
         if self.lora_rank < 1:
-            raise InputError(f"--lora_rank {self.lora_rank} cannot be: it must be at least 1")
+            raise InputError(f"--lora_rank {self.lora_rank}: must be at least 1")
         if self.lora_alpha < 1:
-            raise InputError(f"--lora_alpha {self.lora_alpha} cannot be: it must be at least 1")
+            raise InputError(f"--lora_alpha {self.lora_alpha}: must be at least 1")
         if not 0 <= self.lora_dropout < 1:
-            raise InputError(f"--lora_dropout {self.lora_dropout} cannot be: it must be at least 0 and below 1")
+            raise InputError(f"--lora_dropout {self.lora_dropout}: must be in [0, 1)")
         if self.lora_merge and not self.lora:
             raise InputError("--lora_merge merges adapters, and there are none: pass --lora or leave it out")
         if self.load_in_4bit:

@@ -29,14 +29,27 @@ LOADING_ERRORS = (
 class TransformerArguments:
     """Which model of transformers, and how it computes attention."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "a transformers model: folder or Hub id"})
-    model_type: str | None = field(default=None, metadata={"help": "a transformers model from scratch, as gpt2"})
-    config_overrides: str | None = field(default=None, metadata={"help": 'for --model_type: "n_layer=4,..."'})
-    dropout: float | None = field(default=None, metadata={"help": "of every dropout layer; default: the model's own"})
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "eager, sdpa, flash_attention_2, ...; default: what transformers takes"}
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "folder or Hub id of a transformers model to fine-tune"}
     )
-    trust_remote_code: bool = field(default=False, metadata={"help": "run model code that comes from the Hub"})
+    model_type: str | None = field(
+        default=None, metadata={"help": "type of a transformers model to train from scratch, such as gpt2"}
+    )
+    config_overrides: str | None = field(
+        default=None, metadata={"help": 'entries of the configuration of --model_type, such as "n_layer=4,n_head=4"'}
+    )
+    dropout: float | None = field(
+        default=None,
+        metadata={
+            "help": "dropout probability of all layers (0: the loss does not depend on the batch layout); "
+            "default: the model's"
+        },
+    )
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={"help": "attention kernel: eager, sdpa, flash_attention_2, ...; default: transformers' choice"},
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "run the code that comes with a model of the Hub"})
 
     def __post_init__(self) -> None:
         if (self.model_name_or_path is None) == (self.model_type is None):
@@ -52,7 +65,7 @@ class TransformerArguments:
         if self.config_overrides is not None and self.model_type is None:
             raise InputError("--config_overrides shapes a model from scratch: give it with --model_type")
         if self.dropout is not None and not 0 <= self.dropout < 1:
-            raise InputError(f"--dropout {self.dropout} cannot be: it must be at least 0 and below 1")
+            raise InputError(f"--dropout {self.dropout}: must be in [0, 1)")
 
     @property
     def name(self) -> str:

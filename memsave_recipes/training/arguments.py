@@ -30,75 +30,75 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 class RunArguments:
     """The folder, global batch, memory plan and length of a run."""
 
-    output_dir: str = field(metadata={"help": "everything the run writes goes here"})
+    output_dir: str = field(metadata={"help": "folder of everything that the run writes"})
     overwrite: bool = field(default=False, metadata={"help": "delete the run that --output_dir holds"})
     global_batch_size: int = field(
-        default=64, metadata={"help": "samples of one optimizer step, over all ranks and all accumulation steps"}
+        default=64, metadata={"help": "samples of one optimizer step, over all ranks and accumulation steps"}
     )
     micro_batch_size: int | str | None = field(
         default=None,
         metadata={
-            "help": "samples that one rank forwards at once, or auto: what is fastest and fits in --memory_budget_gib; "
-            "default: its share, undivided"
+            "help": "samples of one forward on one rank, or auto: the fastest size that fits --memory_budget_gib; "
+            "default: the rank's whole share of the global batch"
         },
     )
-    drop_last: bool = field(default=False, metadata={"help": "leave out an epoch's last short step"})
+    drop_last: bool = field(default=False, metadata={"help": "leave out the last step of an epoch if it is short"})
     activation_checkpointing: str | None = field(
         default=None,
         metadata={
-            "help": "none (default), full, every:K, segments:K, selective, offload, compiled[:RATIO], bottleneck, "
-            "budget, budget:bitwise, or a plan.json"
+            "help": "strategy: none (default), full, every:K, segments:K, selective, offload, compiled[:RATIO], "
+            "bottleneck, budget or budget:bitwise; or the path of a plan.json"
         },
     )
     memory_budget_gib: float | None = field(
         default=None,
-        metadata={"help": "device memory of a step, for budget and auto: the fastest that stays below it is found"},
+        metadata={"help": "GiB of device memory that a step may take: limit of the search by budget and auto"},
     )
-    gradient_checkpointing: bool = field(
-        default=False, metadata={"help": "the same as --activation_checkpointing full"}
-    )
+    gradient_checkpointing: bool = field(default=False, metadata={"help": "same as --activation_checkpointing full"})
     verify: str = field(
         default="off",
         metadata={
             "nargs": "?",
             "const": "stop",
-            "help": "before training, prove on one global batch that the plan changes nothing, at the cost of two: "
-            "stop (what --verify alone means) or warn on a difference",
+            "help": "check before training that the plan changes no result of one global batch, in the time of two; "
+            "stop (also --verify alone) or warn if it does",
         },
     )
     num_epochs: float = field(default=3, metadata={"help": "passes over the training set"})
     max_steps: int | None = field(default=None, metadata={"help": "optimizer steps; overrides --num_epochs"})
-    seed: int = field(default=0, metadata={"help": "of weights, sample order, augmentation and dropout"})
+    seed: int = field(default=0, metadata={"help": "seed of weights, sample order, augmentation and dropout"})
     full_determinism: bool = field(
         default=False,
-        metadata={
-            "help": "kernels that add in a fixed order, where torch has them: the same bits in every run on a GPU"
-        },
+        metadata={"help": "use torch's deterministic kernels, where it has them: the same bits in every run on a GPU"},
     )
     dtype: Literal["float32", "bfloat16", "float64"] = field(
-        default="float32", metadata={"help": "of the parameters; mixed precision is set at launch"}
+        default="float32", metadata={"help": "dtype of the parameters; mixed precision is set at launch"}
     )
     matmul_precision: Literal["highest", "high", "medium"] | None = field(
         default=None,
-        metadata={"help": "of float32 products: high takes TF32 on a GPU, medium bfloat16; default: torch's, highest"},
+        metadata={
+            "help": "precision of float32 matrix products: high is TF32 on a GPU, medium bfloat16; default: highest"
+        },
     )
-    sync_batchnorm: bool = field(default=False, metadata={"help": "BatchNorm statistics over all ranks (GPUs)"})
+    sync_batchnorm: bool = field(
+        default=False, metadata={"help": "compute BatchNorm statistics over all ranks (GPUs only)"}
+    )
     dataloader_num_workers: int | None = field(
         default=None,
-        metadata={"help": "processes that load data, for each rank; default: none on a CPU, up to 4 beside a GPU"},
+        metadata={"help": "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU"},
     )
     eval_steps: int | None = field(
-        default=None, metadata={"help": "evaluate every so many optimizer steps; default: after each epoch"}
+        default=None, metadata={"help": "optimizer steps between evaluations; default: an epoch"}
     )
-    logging_steps: int = field(default=10, metadata={"help": "log every so many optimizer steps"})
+    logging_steps: int = field(default=10, metadata={"help": "optimizer steps between log rows"})
     memory_snapshot: int | None = field(
-        default=None, metadata={"help": "record the CUDA allocator over the first so many steps"}
+        default=None, metadata={"help": "steps, from the first one on, over which the CUDA allocator is recorded"}
     )
     report_to: list[str] = field(
         default_factory=lambda: ["trackio"],
-        metadata={"help": "trackio, wandb, tensorboard (several may be named), none"},
+        metadata={"help": "trackers: trackio, wandb, tensorboard (one or several), or none"},
     )
-    debug: bool = field(default=False, metadata={"help": "print the traceback of a one-line error as well"})
+    debug: bool = field(default=False, metadata={"help": "print the traceback of one-line errors as well"})
 
     def __post_init__(self) -> None:
         if self.gradient_checkpointing and self.activation_checkpointing not in (None, "full"):
@@ -114,12 +114,12 @@ class RunArguments:
         self._check_micro_batch_size()
         self._check_budget()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
-        require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "from above 0 to a million")
+        require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "above 0 and at most 1e6")
         require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
-        require(self.seed >= 0, "--seed", self.seed, "0 or more")
+        require(self.seed >= 0, "--seed", self.seed, "at least 0")
         workers = self.dataloader_num_workers
         in_range = workers is None or 0 <= workers <= MAX_WORKERS
-        require(in_range, "--dataloader_num_workers", workers, f"from 0 to {MAX_WORKERS}")
+        require(in_range, "--dataloader_num_workers", workers, f"in [0, {MAX_WORKERS}]")
         require(self.eval_steps is None or self.eval_steps >= 1, "--eval_steps", self.eval_steps, "at least 1")
         snapshot = self.memory_snapshot
         require(snapshot is None or snapshot >= 1, "--memory_snapshot", snapshot, "at least 1")
@@ -149,7 +149,7 @@ class RunArguments:
             raise InputError(
                 f"--activation_checkpointing {strategy} needs --memory_budget_gib: the GiB that a step may take"
             )
-        require(budget is None or 0 < budget <= MAX_GIB, "--memory_budget_gib", budget, "from above 0 to a million")
+        require(budget is None or 0 < budget <= MAX_GIB, "--memory_budget_gib", budget, "above 0 and at most 1e6")
 
     @property
     def searches(self) -> bool:
@@ -176,37 +176,38 @@ class CheckpointArguments:
     """Checkpoints, resume, and the ends of a run that would lose work."""
 
     resume: bool = field(
-        default=False, metadata={"help": "go on from the newest checkpoint of --output_dir, or begin if there is none"}
+        default=False, metadata={"help": "go on from the newest checkpoint in --output_dir, or begin if there is none"}
     )
     data_changed_ok: bool = field(
-        default=False, metadata={"help": "with --resume: go on although the data is not what the run was trained on"}
+        default=False, metadata={"help": "with --resume: go on although the training data has changed"}
     )
-    save_every: int | None = field(default=None, metadata={"help": "save a checkpoint every so many optimizer steps"})
+    save_every: int | None = field(default=None, metadata={"help": "optimizer steps between checkpoints"})
     save_every_minutes: float = field(
-        default=30, metadata={"help": "save a checkpoint so long after the last one; 0: not by the clock"}
+        default=30, metadata={"help": "minutes between checkpoints; 0: none by the clock"}
     )
-    keep_checkpoints: int = field(default=2, metadata={"help": "so many of the newest checkpoints are kept"})
+    keep_checkpoints: int = field(default=2, metadata={"help": "number of checkpoints to keep, the newest"})
     save_best: bool = field(
-        default=False, metadata={"help": "keep the weights of the lowest evaluation loss as checkpoints/best-STEP"}
+        default=False, metadata={"help": "save the weights of the lowest evaluation loss as checkpoints/best-STEP"}
     )
     collective_timeout_minutes: float = field(
         default=30,
         metadata={
-            "help": "end the run where a rank keeps the others waiting, or a step goes on after a signal, so long"
+            "help": "minutes after which the run ends if a rank is missing in a collective or does not stop at a signal"
         },
     )
     skip_nonfinite: int = field(
-        default=0, metadata={"help": "leave out up to so many steps whose loss or gradient is not finite"}
+        default=0,
+        metadata={"help": "number of steps with a loss or gradient that is not finite to skip before the run stops"},
     )
 
     def __post_init__(self) -> None:
         minutes = self.save_every_minutes
         require(self.save_every is None or self.save_every >= 1, "--save_every", self.save_every, "at least 1")
-        require(isfinite(minutes) and minutes >= 0, "--save_every_minutes", minutes, "a finite number, 0 or more")
+        require(isfinite(minutes) and minutes >= 0, "--save_every_minutes", minutes, "finite and at least 0")
         require(self.keep_checkpoints >= 1, "--keep_checkpoints", self.keep_checkpoints, "at least 1")
         timeout = self.collective_timeout_minutes
-        require(0 < timeout <= MAX_MINUTES, "--collective_timeout_minutes", timeout, "from above 0 to a million")
-        require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "0 or more")
+        require(0 < timeout <= MAX_MINUTES, "--collective_timeout_minutes", timeout, "above 0 and at most 1e6")
+        require(self.skip_nonfinite >= 0, "--skip_nonfinite", self.skip_nonfinite, "at least 0")
 
 
 @dataclass(kw_only=True)
@@ -214,29 +215,35 @@ class OptimizerArguments:
     """The optimizer, its schedule and clipping."""
 
     optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = field(
-        default="adamw", metadata={"help": "adafactor and adamw_8bit keep a smaller state; sgd has --momentum"}
+        default="adamw",
+        metadata={"help": "optimizer; adafactor and adamw_8bit keep a smaller state, sgd has --momentum"},
     )
     optimizer_in_backward: bool = field(
-        default=False, metadata={"help": "step on each gradient as it is made and free it; no accumulation, one rank"}
+        default=False,
+        metadata={"help": "step each parameter during the backward and free its gradient; one rank, no accumulation"},
     )
-    learning_rate: float = field(default=3e-4, metadata={"help": "at the end of the warm-up"})
-    weight_decay: float = field(default=0.0, metadata={"help": "decoupled from the gradient; L2 in SGD"})
-    momentum: float = field(default=0.9, metadata={"help": "of SGD"})
-    lr_scheduler_type: Schedule = field(default="linear", metadata={"help": "after the warm-up"})
+    learning_rate: float = field(default=3e-4, metadata={"help": "learning rate at the end of the warm-up"})
+    weight_decay: float = field(
+        default=0.0, metadata={"help": "weight decay, decoupled from the gradient; L2 penalty with sgd"}
+    )
+    momentum: float = field(default=0.9, metadata={"help": "momentum of sgd"})
+    lr_scheduler_type: Schedule = field(default="linear", metadata={"help": "learning-rate schedule after the warm-up"})
     warmup_steps: int = field(default=0, metadata={"help": "optimizer steps of linear warm-up"})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "clip the global batch's gradient; 0 does not clip"})
+    max_grad_norm: float = field(
+        default=1.0, metadata={"help": "norm to which the gradient of the global batch is clipped; 0: no clipping"}
+    )
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "weight_decay", "max_grad_norm"):
             value = getattr(self, name)
-            require(0 <= value <= MAX_RATE, f"--{name}", value, f"from 0 to {MAX_RATE:g}")
+            require(0 <= value <= MAX_RATE, f"--{name}", value, f"in [0, {MAX_RATE:g}]")
         if self.lr_scheduler_type == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
             raise InputError(
                 f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}, which --learning_rate "
                 f"{self.learning_rate:g} is not above: raise it, or take linear"
             )
-        require(0 <= self.momentum < 1, "--momentum", self.momentum, "at least 0 and below 1")
-        require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "0 or more")
+        require(0 <= self.momentum < 1, "--momentum", self.momentum, "in [0, 1)")
+        require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "at least 0")
 
 
 @dataclass(kw_only=True)
@@ -259,4 +266,4 @@ def require(holds: bool, flag: str, value: Any, rule: str) -> None:
         InputError: ``holds`` is false.
     """
     if not holds:
-        raise InputError(f"{flag} {value} cannot be: it must be {rule}")
+        raise InputError(f"{flag} {value}: must be {rule}")

@@ -142,7 +142,7 @@ class StepLosses:
         self.skipped_steps += 1
         if self.skipped_steps > self.skips:
             raise NotFinite(f"{description}; {WAY_OUT}")
-        self.accelerator.print(f"note: left out {description}: {self.skipped_steps} of {self.skips} that may be")
+        self.accelerator.print(f"note: {description}; skipped, {self.skipped_steps} of at most {self.skips}")
 
 
 def is_finite(loss: float, grad_norm: float, *, has_scaler: bool) -> bool:

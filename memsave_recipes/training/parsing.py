@@ -4,7 +4,7 @@
 """
 
 import sys
-from argparse import ArgumentTypeError
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -43,8 +43,8 @@ def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tu
     Raises:
         InputError: an unknown flag or preset key, a value of the wrong type, or one that a dataclass refuses.
     """
-    parser = _RecipeParser(list(dataclasses), allow_abbrev=False)  # type: ignore[arg-type]
-    parser.add_argument("--config", help="a YAML file of flags, read before those of the command line")
+    parser = _RecipeParser(list(dataclasses), allow_abbrev=False, formatter_class=_HelpFormatter)  # type: ignore[arg-type]
+    parser.add_argument("--config", help="YAML file of flags, which those of the command line override")
     command_line = list(sys.argv[1:] if args is None else args)
     check_words(command_line)
     preset = _preset_path(command_line)
@@ -101,6 +101,13 @@ def wants_traceback(args: Sequence[str]) -> bool:
 def _underscored(word: str) -> str:
     name, is_joined, value = word.partition("=")
     return f"--{name[2:].replace('-', '_')}{is_joined}{value}" if name.startswith("--") else word
+
+
+class _HelpFormatter(ArgumentDefaultsHelpFormatter):
+    """Shows the defaults, but no ``None``: there the text says what is taken."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 class _RecipeParser(HfArgumentParser):
@@ -192,7 +199,7 @@ def _read_preset(path: str, parser: _RecipeParser) -> list[str]:
 def _refuse_huge_numbers(flags: dict[str, Any]) -> None:
     for name, value in flags.items():
         if isinstance(value, int) and value > MAX_INT:
-            raise InputError(f"--{name} {value} cannot be: whole numbers end at {MAX_INT}")
+            raise InputError(f"--{name} {value}: must be at most {MAX_INT}")
 
 
 def _refuse_launcher_flag(words: Sequence[str]) -> None:

@@ -46,8 +46,8 @@ def test_with_room_to_spare_the_plain_run_is_chosen(train):
 
 MISTAKES = {
     "no budget on a CPU": (AUTO, "--micro_batch_size auto needs --memory_budget_gib on a CPU"),
-    "not a size": (["--micro_batch_size", "some"], "--micro_batch_size some cannot be: it must be a whole number"),
-    "zero": (["--micro_batch_size", "0"], "--micro_batch_size 0 cannot be"),
+    "not a size": (["--micro_batch_size", "some"], "--micro_batch_size some: must be a whole number"),
+    "zero": (["--micro_batch_size", "0"], "--micro_batch_size 0: must be"),
     "too small": (
         [*AUTO, "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.0001"],
         "the smallest that works is",

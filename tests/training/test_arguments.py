@@ -131,7 +131,7 @@ def test_verify_in_a_preset(tmp_path, text, mode):
         ('output_dir: "a\\0b"', "output_dir must be a word"),
         ("seed: 1\nseed: 2", "seed stands there twice"),
         ("max-steps: 1\nmax_steps: 2", "max_steps stands there twice"),
-        ("verify: --overwrite", "--verify --overwrite cannot be"),
+        ("verify: --overwrite", "--verify --overwrite: must be"),
         ("seed: ''", "--seed has an empty value"),
         ("[" * 5000, "cannot be read"),
     ],
