@@ -61,7 +61,7 @@ def plan_of(architecture: Architecture, strategy: str) -> Plan:
     if not strategy.startswith("budget"):
         return make_plan(model, batch, strategy=strategy, loss_fn=mean_loss)
     budget_gib = _middle_bytes(model, batch, strategy) / GIB
-    options = {"budget_gib": budget_gib, "loss_fn": mean_loss, "beside": NO_STATE}
+    options = {"budget_gib": budget_gib, "loss_fn": mean_loss, "static": NO_STATE}
     return make_plan(model, batch, strategy=strategy, **options)
 
 
