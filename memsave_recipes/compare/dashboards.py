@@ -21,7 +21,7 @@ import threading
 import urllib.error
 import urllib.request
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -243,8 +243,9 @@ def save_workspace(project: str) -> str:
         sections=_sections(),
         runset_settings=workspaces.RunsetSettings(pinned_columns=[f"summary:{MEMORY}", f"summary:{SPEED}"]),
     )
+    save: Callable[[], Any] = view.save
     try:
-        return view.save().url
+        return str(save().url)
     except Exception as error:  # whatever the server answers, the user can only try again or ask for access
         raise InputError(f"{project} does not take the view: {first_line(error)}") from error
 
@@ -274,7 +275,8 @@ def _import(row: ComparisonRow) -> None:
     )
     for logged in row.run.history.rows:
         run.log({key: value for key, value in history_row(logged).items() if key != "step"}, step=step_of(logged))
-    trackio.finish()
+    finish: Callable[[], None] = trackio.finish
+    finish()
 
 
 def _show(url: str, open_browser: bool) -> None:
@@ -288,7 +290,7 @@ def _show(url: str, open_browser: bool) -> None:
 
 
 def _sections() -> list[Any]:
-    import wandb_workspaces.reports.v2 as panels
+    import wandb_workspaces.reports.v2.interface as panels
     from wandb_workspaces.workspaces import Section
 
     memory, speed = panels.SummaryMetric(MEMORY), panels.SummaryMetric(SPEED)

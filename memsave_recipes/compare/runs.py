@@ -203,9 +203,10 @@ def _read_object(name: str, folder: Path) -> dict[str, Any]:
         text = file.read(MAX_LETTERS)
     content = _parse(text, name, folder)
     try:
-        return plain(content)
+        harmless: dict[str, Any] = plain(content)
     except ValueError as error:
         raise _damaged(name, folder, error) from error
+    return harmless
 
 
 def _parse(text: str, name: str, folder: Path) -> dict[str, Any]:

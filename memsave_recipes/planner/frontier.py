@@ -150,7 +150,7 @@ def _micro_batch_s(
 ) -> float:
     def step(meter: Meter) -> None:
         meter.mark()
-        forward().backward()
+        torch.autograd.backward(forward())
         meter.mark()
         clear_gradients(model)
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -131,8 +130,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _loss(output: Any) -> Tensor:
-    loss = getattr(output, "loss", None)
+    loss: Tensor | None = getattr(output, "loss", None)
     if loss is not None:
         return loss
-    first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    first: Tensor = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     return first if first.ndim == 0 else first.float().sum()

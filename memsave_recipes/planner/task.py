@@ -73,7 +73,7 @@ def read_task(recipe: Path, args: Sequence[str]) -> Task:
     Raises:
         InputError: no such file, no ``task`` in it, or flags that it refuses.
     """
-    task = getattr(_load(recipe), "task", None)
+    task: Callable[[list[str]], Task] | None = getattr(_load(recipe), "task", None)
     if task is None:
         raise InputError(f"{recipe} has no function task(args): see docs/planner.md for what it returns")
     named = any(word.partition("=")[0] == FOLDER_FLAG for word in args)

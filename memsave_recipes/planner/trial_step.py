@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
@@ -151,11 +152,11 @@ def step_bytes(
 
         def step(meter: Meter) -> None:
             for _ in range(1 + static.gradients_resident):
-                forward().backward()
+                torch.autograd.backward(forward())
             meter.mark()
             clear_gradients(model)
 
-        forward().backward()  # compiles what compiles
+        torch.autograd.backward(forward())  # compiles what compiles
         clear_gradients(model)
         rise_bytes = max(reading.peak_bytes for reading in DeviceInstruments(device).read_memory(step))
         del ballast
@@ -196,8 +197,9 @@ def _gradients_as_in_a_step(static: StaticMemory, model: nn.Module) -> Iterator[
     def free(parameter: Tensor) -> None:
         parameter.grad = None
 
-    trained = [] if static.gradients_stay else [p for p in model.parameters() if p.requires_grad]
-    handles = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
+    freed = [] if static.gradients_stay else [p for p in model.parameters() if p.requires_grad]
+    on_gradient: list[Callable[..., RemovableHandle]] = [p.register_post_accumulate_grad_hook for p in freed]
+    handles = [register(free) for register in on_gradient]
     try:
         yield
     finally:
