@@ -23,7 +23,7 @@ from memsave_recipes.estimate.estimate import fake_model
 from memsave_recipes.estimate.targets import Target, find_target
 from memsave_recipes.planner.budget import usable_bytes
 from memsave_recipes.planner.frontier import Point, run_points
-from memsave_recipes.planner.levers import refusal
+from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import Candidate, Choice, open_layouts
 from memsave_recipes.planner.task import Launch, Task, read_task
 from memsave_recipes.plans import BUDGET_WORDS
@@ -92,7 +92,7 @@ class PlanRequest:
     def refused(self, choice: Choice) -> InputError:
         """What to say where nothing fits."""
         model = fake_model(self.task.planned_model)
-        return refusal(choice.smallest, model, self.task.optim, takes_adapters=self.task.takes_adapters)
+        return budget_too_small(choice.smallest, model, self.task.optim, takes_adapters=self.task.takes_adapters)
 
 
 def read_request(arguments: argparse.Namespace) -> PlanRequest:

@@ -17,8 +17,16 @@ from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import overheads_of_device, static_memory_of, usable_bytes, usable_host_bytes
-from memsave_recipes.planner.levers import refusal, too_much_for_the_host
-from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, host_line, open_layouts, search
+from memsave_recipes.planner.savings import budget_too_small
+from memsave_recipes.planner.search import (
+    Candidate,
+    Choice,
+    SearchSpace,
+    host_line,
+    host_memory_too_small,
+    open_layouts,
+    search,
+)
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
 from memsave_recipes.planner.trial_step import StepOnDevice, run_trial_step
 from memsave_recipes.plans import Plan
@@ -92,7 +100,7 @@ def told_of_host(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
     except Exception as unknown:  # whatever a model does that fake tensors cannot: a prediction stops no run
         return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})"
     if not candidate.fits_host:
-        raise too_much_for_the_host(candidate)
+        raise host_memory_too_small(candidate)
     return host_line(candidate)
 
 
@@ -159,7 +167,7 @@ class _Planning:
         """
         choice = self._search(layouts, self.strategy)
         if choice.chosen is None:
-            raise refusal(choice.smallest, self.model, self.optim, takes_adapters=self.task().takes_adapters)
+            raise budget_too_small(choice.smallest, self.model, self.optim, takes_adapters=self.task().takes_adapters)
         if self.accelerator.is_main_process:
             self.show(choice)
         return choice.chosen

@@ -250,8 +250,17 @@ def _same_costs(one: Forecast, other: Forecast) -> bool:
     return costs[0] == costs[1]
 
 
+def host_memory_too_small(candidate: Candidate) -> InputError:
+    """The error for a plan that offloads more than the host has memory for."""
+    there = format_bytes(candidate.host_budget_bytes or 0)
+    return InputError(
+        f"--activation_checkpointing {candidate.strategy}: a rank would move {format_bytes(candidate.host_bytes)} to "
+        f"its host, which has {there} available for it: take full, or a smaller --micro_batch_size"
+    )
+
+
 def host_line(candidate: Candidate) -> str:
-    """What is offloaded, beside what there is for it."""
+    """A line on the host's memory that is offloaded to, and on how much there is."""
     there = candidate.host_budget_bytes
     of = "" if there is None else f", of {format_bytes(there)} that are available to it"
     return f"{candidate.strategy}: at most {format_bytes(candidate.host_bytes)} of the host's memory for a rank{of}"

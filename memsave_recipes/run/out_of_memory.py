@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from memsave_recipes.planner.levers import Lever, Situation, find_levers
+from memsave_recipes.planner.savings import Saving, Setup, savings_of
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
@@ -139,7 +139,7 @@ class Failure:
         """What to tell the user."""
         rows = [(name, format_bytes(size), "") for name, size in self.parts.items()]
         rows.append(("together", format_bytes(sum(self.parts.values())), ""))
-        advice = [(lever.flags, _freed(lever), lever.curve) for lever in self.levers]
+        advice = [(saving.flags, _freed(saving), saving.curve) for saving in self.savings]
         width = max(len(name) for name, _, _ in [*rows, *advice])
         when = "as far as it had come" if self.breakdown is None else "at the peak of an earlier step, measured"
         return "\n".join(
@@ -173,12 +173,12 @@ class Failure:
         return {**parts, "activations and temporaries": max(0, peak - sum(parts.values()))}
 
     @property
-    def levers(self) -> list[Lever]:
-        """What would help."""
+    def savings(self) -> list[Saving]:
+        """Flags that would help."""
         measured, meter = self.breakdown, self.forward_meter
         activations = meter.num_bytes if measured is None else measured.activations_bytes
-        return find_levers(
-            Situation(
+        return savings_of(
+            Setup(
                 flags=self.settings.flags,
                 layout=self.layout,
                 model=self.model,
@@ -204,8 +204,8 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _freed(lever: Lever) -> str:
-    return "not known" if lever.freed_bytes is None else format_bytes(lever.freed_bytes)
+def _freed(saving: Saving) -> str:
+    return "not known" if saving.freed_bytes is None else format_bytes(saving.freed_bytes)
 
 
 def _table(rows: list[tuple[str, str, str]], width: int) -> list[str]:

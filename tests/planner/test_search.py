@@ -15,7 +15,7 @@ from memsave_recipes.planner.budget import (
     usable_host_bytes,
     workspaces_of_device,
 )
-from memsave_recipes.planner.levers import levers, refusal
+from memsave_recipes.planner.savings import Setup, beyond_the_plan, budget_too_small, needed_with, savings_of
 from memsave_recipes.planner.search import Candidate, Choice, host_line, open_layouts, search
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
@@ -117,8 +117,8 @@ def test_what_the_host_has_no_memory_for_does_not_fit():
     assert Choice(candidates=(offloading(moved - 1), slow)).smallest is slow
 
 
-def test_a_host_that_is_too_small_is_named_by_the_refusal():
-    line = refusal(offloading(1024), MODEL, OptimizerArguments(), takes_adapters=False).one_line
+def test_a_host_that_is_too_small_is_named_by_the_error():
+    line = budget_too_small(offloading(1024), MODEL, OptimizerArguments(), takes_adapters=False).one_line
     assert "--activation_checkpointing offload: a rank would move 43.9 KiB to its host, which has 1 KiB" in line
     assert fits_text(offloading(1024)) == "no, host +42.9 KiB"
     told = "43.9 KiB of the host's memory for a rank, of 1 MiB that are available to it"
@@ -170,32 +170,54 @@ def test_flags_leave_open_what_they_do_not_name():
 
 def test_a_budget_that_is_too_small_is_told_what_would_do():
     tight = candidate(budget=3 * WEIGHTS)
-    line = refusal(tight, MODEL, OptimizerArguments(), takes_adapters=True).one_line
+    line = told(tight)
     assert "the smallest that works is" in line
     assert "of which optimizer state take" in line
     for words in ("--lora ", "--optimizer adamw_8bit ", "sharding over "):
         assert words in line
-    assert "--lora" not in refusal(tight, MODEL, OptimizerArguments(), takes_adapters=False).one_line
-    assert "adamw_8bit" not in refusal(tight, MODEL, OptimizerArguments(optimizer="sgd"), takes_adapters=False).one_line
+    assert "; a smaller --micro_batch_size, or auto, needs less" in line
+    assert "--lora" not in told(tight, takes_adapters=False)
+    assert "adamw_8bit" not in told(tight, optimizer="sgd")
+    assert "smaller --micro_batch_size" not in told(candidate(size=1, budget=3 * WEIGHTS))
+    assert "smaller --micro_batch_size" not in told(tight, optimizer_in_backward=True, max_grad_norm=0)
 
 
-def test_what_a_lever_needs_is_what_it_changes():
+def told(tight, takes_adapters=True, **optim):
+    return budget_too_small(tight, MODEL, OptimizerArguments(**optim), takes_adapters=takes_adapters).one_line
+
+
+def setup_of(one, **changes):
+    flags = {"optimizer": "adamw", "lora": False, "lora_rank": 16, **changes}
+    return Setup(flags=flags, layout=one.layout, model=MODEL)
+
+
+def test_what_is_needed_with_a_saving_is_simulated_again():
     tight = candidate(budget=WEIGHTS)
-    by_words = {
-        lever.words: lever.needed_bytes for lever in levers(tight, MODEL, OptimizerArguments(), takes_adapters=True)
-    }
+    setup = setup_of(tight)
+    needed = {saving.flags: needed_with(saving, tight, setup) for saving in beyond_the_plan(tight, setup)}
     smaller_state = state_bytes("adamw_8bit", MODEL.parameters())
-    assert by_words["--optimizer adamw_8bit"] == tight.needed_bytes - STATE + smaller_state
-    adapters = 2 * (16 * 100 + 100 * 16) * 4
-    biases_and_weights_freed = STATE - 2 * adapters
+    assert needed["--optimizer adamw_8bit"] == tight.needed_bytes - STATE + smaller_state
+    added = 2 * (16 * 100 + 100 * 16) * 4
+    freed_state = STATE - 2 * added
     # The peak is in the first block's backward, when the second one's gradient is there.
-    freed_gradients = WEIGHTS // 2 - int(adapters / WEIGHTS * (WEIGHTS // 2))
-    assert by_words["--lora"] <= tight.needed_bytes - biases_and_weights_freed + adapters
-    assert by_words["--lora"] >= tight.needed_bytes - biases_and_weights_freed + adapters - 2 * freed_gradients
-    roomy = replace(tight, budget_bytes=WEIGHTS * 5)
-    assert [
-        lever.words for lever in levers(roomy, MODEL, OptimizerArguments(optimizer="sgd"), takes_adapters=False)
-    ] == ["sharding over 2 devices"]
+    freed_gradients = WEIGHTS // 2 - int(added / WEIGHTS * (WEIGHTS // 2))
+    assert needed["--lora"] <= tight.needed_bytes - freed_state + added
+    assert needed["--lora"] >= tight.needed_bytes - freed_state + added - 2 * freed_gradients
+
+
+def test_a_budget_and_the_out_of_memory_page_are_told_the_same():
+    tight = candidate(budget=WEIGHTS)
+    setup = setup_of(tight)
+    by_flags = {saving.flags: saving for saving in savings_of(setup)}
+    for saving in beyond_the_plan(tight, setup):
+        assert by_flags[saving.flags] == saving
+        assert tight.needed_bytes - needed_with(saving, tight, setup) <= saving.freed_bytes
+
+
+def test_sharding_is_over_as_few_devices_as_suffice():
+    roomy = candidate(budget=WEIGHTS * 5)
+    found = beyond_the_plan(roomy, setup_of(roomy, optimizer="sgd", lora=None))
+    assert [saving.flags for saving in found] == ["sharding over 2 devices"]
 
 
 def test_what_the_allocator_holds_besides_known_tensors_are_workspaces(monkeypatch):

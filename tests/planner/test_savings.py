@@ -1,10 +1,10 @@
-"""What each lever frees, by hand, and which ones a run is offered."""
+"""The bytes that each saving frees, by hand, and which ones a run is offered."""
 
 import pytest
 import torch
 from torch import nn
 
-from memsave_recipes.planner.levers import SAME, Situation, find_levers
+from memsave_recipes.planner.savings import SAME_CURVE, Setup, savings_of
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import make_optimizer, state_bytes
@@ -18,11 +18,11 @@ def model():
     return nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
 
 
-def levers(flags, *, network=None, micro=8, accumulation=1, ranks=1, mixed_precision="no", **figures):
-    """What each lever's flags free."""
+def freed(flags, *, network=None, micro=8, accumulation=1, ranks=1, mixed_precision="no", **figures):
+    """Bytes by the flags that free them."""
     layout = BatchLayout(global_batch_size=micro * accumulation * ranks, micro_batch_size=micro, num_processes=ranks)
-    found = find_levers(
-        Situation(
+    found = savings_of(
+        Setup(
             flags=flags,
             layout=layout,
             model=network or model(),
@@ -30,12 +30,12 @@ def levers(flags, *, network=None, micro=8, accumulation=1, ranks=1, mixed_preci
             **{"activations_bytes": 1000, "freed_by_recomputation_bytes": 600, **figures},
         )
     )
-    return {lever.flags: lever.freed_bytes for lever in found}
+    return {saving.flags: saving.freed_bytes for saving in found}
 
 
 def test_an_image_recipe():
     parameters = 2 * 4 * WEIGHT
-    assert levers(IMAGE_FLAGS) == {
+    assert freed(IMAGE_FLAGS) == {
         "--micro_batch_size 2": 750,
         "--activation_checkpointing full": 600,
         "--micro_batch_size 4": 500,
@@ -47,23 +47,23 @@ def test_an_image_recipe():
 
 
 def test_the_same_curve_comes_first():
-    found = list(levers(TEXT_FLAGS))
+    found = list(freed(TEXT_FLAGS))
     assert found[:3] == ["--micro_batch_size 2", "--activation_checkpointing full", "--micro_batch_size 4"]
 
 
 def test_adapters_take_the_place_of_gradients_and_state():
     adapters = 2 * 2 * (64 + 128)  # numbers: rank 2, two layers
-    assert levers(TEXT_FLAGS)["--lora"] == 2 * 12 * WEIGHT - 16 * adapters
-    assert "--lora" not in levers({**TEXT_FLAGS, "lora": True})
+    assert freed(TEXT_FLAGS)["--lora"] == 2 * 12 * WEIGHT - 16 * adapters
+    assert "--lora" not in freed({**TEXT_FLAGS, "lora": True})
 
 
 def test_an_optimizer_in_the_backward_leaves_one_gradient():
     flags = "--optimizer_in_backward --max_grad_norm 0"
-    assert levers(TEXT_FLAGS)[flags] == 4 * WEIGHT
-    assert flags not in levers(TEXT_FLAGS, accumulation=2)
-    assert flags not in levers(TEXT_FLAGS, ranks=2)
-    assert flags not in levers(TEXT_FLAGS, mixed_precision="fp16")
-    already = levers({**TEXT_FLAGS, "optimizer_in_backward": True})
+    assert freed(TEXT_FLAGS)[flags] == 4 * WEIGHT
+    assert flags not in freed(TEXT_FLAGS, accumulation=2)
+    assert flags not in freed(TEXT_FLAGS, ranks=2)
+    assert flags not in freed(TEXT_FLAGS, mixed_precision="fp16")
+    already = freed({**TEXT_FLAGS, "optimizer_in_backward": True})
     assert flags not in already
     assert not any("micro_batch" in flags for flags in already)  # it cannot accumulate
 
@@ -71,28 +71,28 @@ def test_an_optimizer_in_the_backward_leaves_one_gradient():
 def test_the_full_loss_holds_the_logits_twice():
     network = model()
     network.config = type("Config", (), {"vocab_size": 1000})
-    found = levers({**TEXT_FLAGS, "loss": "full", "block_size": 16}, network=nn.Sequential(network))
+    found = freed({**TEXT_FLAGS, "loss": "full", "block_size": 16}, network=nn.Sequential(network))
     assert found["--loss auto"] == 2 * 8 * 16 * 1000 * 4
-    assert "--loss auto" not in levers(TEXT_FLAGS, network=nn.Sequential(network))
+    assert "--loss auto" not in freed(TEXT_FLAGS, network=nn.Sequential(network))
 
 
 def test_frozen_weights_have_nothing_to_free():
     network = model().requires_grad_(False)
-    found = levers(TEXT_FLAGS, network=network)
+    found = freed(TEXT_FLAGS, network=network)
     assert found["--dtype bfloat16"] == 4 * WEIGHT
     assert not any("optimizer" in flags or "lora" in flags for flags in found)
 
 
 def test_what_cannot_be_known_has_no_figure():
-    found = levers(IMAGE_FLAGS, activations_bytes=None, freed_by_recomputation_bytes=None)
+    found = freed(IMAGE_FLAGS, activations_bytes=None, freed_by_recomputation_bytes=None)
     assert found["--micro_batch_size 4"] is None
     assert found["--activation_checkpointing full"] is None
 
 
 def test_what_frees_nothing_is_not_offered():
-    assert "--activation_checkpointing full" not in levers(IMAGE_FLAGS, freed_by_recomputation_bytes=0)
-    assert not any("micro_batch" in flags for flags in levers(IMAGE_FLAGS, micro=1))
-    assert list(levers({**IMAGE_FLAGS, "activation_checkpointing": "segments:2"}))[:2] == [
+    assert "--activation_checkpointing full" not in freed(IMAGE_FLAGS, freed_by_recomputation_bytes=0)
+    assert not any("micro_batch" in flags for flags in freed(IMAGE_FLAGS, micro=1))
+    assert list(freed({**IMAGE_FLAGS, "activation_checkpointing": "segments:2"}))[:2] == [
         "--micro_batch_size 2",
         "--micro_batch_size 4",
     ]
@@ -101,7 +101,7 @@ def test_what_frees_nothing_is_not_offered():
 def test_batchnorm_sees_fewer_samples():
     network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     layout = BatchLayout(global_batch_size=8, micro_batch_size=8, num_processes=1)
-    situation = Situation(
+    setup = Setup(
         flags={},
         layout=layout,
         model=network,
@@ -109,9 +109,9 @@ def test_batchnorm_sees_fewer_samples():
         activations_bytes=8,
         freed_by_recomputation_bytes=None,
     )
-    assert {lever.curve for lever in find_levers(situation)} == {"BatchNorm sees fewer samples"}
+    assert {saving.curve for saving in savings_of(setup)} == {"BatchNorm sees fewer samples"}
     network[1] = nn.LayerNorm(4)
-    assert {lever.curve for lever in find_levers(situation)} == {SAME}
+    assert {saving.curve for saving in savings_of(setup)} == {SAME_CURVE}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

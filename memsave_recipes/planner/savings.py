@@ -1,0 +1,267 @@
+"""Which flags free memory, and how much: the advice of the out-of-memory page and of a budget that is too small.
+
+NOTE [ predicted savings ]
+
+1. Every figure is computed from the tensors of this run; where that is not possible there is none.
+2. A figure is the part of the peak that becomes smaller. The peak may then lie elsewhere in the step, so less can come
+   free, and savings do not add up. A budget's advice simulates the step again instead (``needed_with``).
+3. Gradients and optimizer state count as they are in every step, also where the run ended before they were allocated.
+4. Activations shrink with the micro-batch. Temporaries are left out, since some depend on the weights alone. Where a
+   run ended inside its first forward, only what had been saved until then is known: the figures are a lower bound.
+5. ``full`` recomputation: from what the first forward saved in each block and outside (``ForwardMeter``).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
+from memsave_recipes.planner.search import Candidate, host_memory_too_small
+from memsave_recipes.text import gib_that_suffice, to_gib
+from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.training.optimizers import state_bytes
+
+SAME_CURVE = "the same"
+SHARDS = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Something to type that frees memory. NOTE [ predicted savings ].
+
+    Args:
+        flags: of the recipe, or of ``accelerate launch`` where it says so.
+        weights_bytes, gradients_bytes, state_bytes: that it frees; below 0 where it adds some.
+        activations_bytes: likewise, with the temporaries of the loss; ``None`` where that cannot be computed.
+        curve: its effect on the loss curve.
+    """
+
+    flags: str
+    weights_bytes: int = 0
+    gradients_bytes: int = 0
+    state_bytes: int = 0
+    activations_bytes: int | None = 0
+    curve: str = SAME_CURVE
+
+    @property
+    def freed_bytes(self) -> int | None:
+        """All of them together."""
+        if self.activations_bytes is None:
+            return None
+        return max(0, self.weights_bytes + self.gradients_bytes + self.state_bytes + self.activations_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The run that needs too much memory.
+
+    Args:
+        flags: of the recipe with their values; a saving is only offered where its flag is among them.
+        activations_bytes: at the peak, as far as they are known.
+        freed_by_recomputation_bytes: ``ForwardMeter``'s.
+    """
+
+    flags: dict[str, Any]
+    layout: BatchLayout
+    model: nn.Module
+    mixed_precision: str = "no"
+    activations_bytes: int | None = None
+    freed_by_recomputation_bytes: int | None = None
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that have gradients and optimizer state."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def gradients_bytes(self, parameters: Iterable[Tensor]) -> int:
+        """The gradients of ``parameters`` that exist at the same time."""
+        sizes = [parameter.nbytes for parameter in parameters]
+        return max(sizes, default=0) if self.flags.get("optimizer_in_backward") else sum(sizes)
+
+    def state_bytes(self, parameters: Iterable[Tensor]) -> int:
+        """The optimizer's state of ``parameters`` from its first step on."""
+        return state_bytes(self.flags.get("optimizer", ""), parameters, momentum=self.flags.get("momentum", 0))
+
+
+Rule = Callable[[Setup], Iterator[Saving]]
+
+
+def savings_of(setup: Setup, rules: Sequence[Rule] | None = None) -> list[Saving]:
+    """What would help, the savings that change no loss curve first, then by what they free."""
+    found = [saving for rule in rules or ALL_RULES for saving in rule(setup) if saving.freed_bytes != 0]
+    return sorted(found, key=lambda saving: (saving.curve != SAME_CURVE, -(saving.freed_bytes or 0)))
+
+
+def _smaller_micro_batches(setup: Setup) -> Iterator[Saving]:
+    """Halves and quarters; the optimizer in the backward cannot accumulate."""
+    size, activations = setup.layout.micro_batch_size, setup.activations_bytes
+    has_batchnorm = any(isinstance(module, _BatchNorm) for module in setup.model.modules())
+    for smaller in (size // 2, size // 4):
+        if smaller and not setup.flags.get("optimizer_in_backward"):
+            yield Saving(
+                flags=f"--micro_batch_size {smaller}",
+                activations_bytes=None if activations is None else activations * (size - smaller) // size,
+                curve="BatchNorm sees fewer samples" if has_batchnorm else SAME_CURVE,
+            )
+
+
+def _recomputation(setup: Setup) -> Iterator[Saving]:
+    """Of every block."""
+    if setup.flags.get("activation_checkpointing") == "none":
+        freed = setup.freed_by_recomputation_bytes
+        yield Saving(flags="--activation_checkpointing full", activations_bytes=freed)
+
+
+def _chunked_loss(setup: Setup) -> Iterator[Saving]:
+    """The log-probabilities in float32 and their gradient, which are both there when the backward begins."""
+    vocabulary = getattr(getattr(_bare(setup.model), "config", None), "vocab_size", None)
+    if setup.flags.get("loss") == "full" and vocabulary:
+        rows = setup.layout.micro_batch_size * setup.flags["block_size"]
+        yield Saving(flags="--loss auto", activations_bytes=2 * rows * vocabulary * torch.float32.itemsize)
+
+
+def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
+    """All gradients but the largest one."""
+    layout, trained = setup.layout, setup.trained
+    is_possible = layout.num_processes == layout.accumulation_steps == 1 and setup.mixed_precision != "fp16"
+    if setup.flags.get("optimizer_in_backward") is False and is_possible:
+        yield Saving(
+            flags="--optimizer_in_backward --max_grad_norm 0",
+            gradients_bytes=setup.gradients_bytes(trained) - max((p.nbytes for p in trained), default=0),
+            curve="nothing is clipped",
+        )
+
+
+def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
+    """Those with less state than AdamW."""
+    if setup.flags.get("optimizer") == "adamw":
+        before = setup.state_bytes(setup.trained)
+        for other in ("adamw_8bit", "adafactor"):
+            freed = before - state_bytes(other, setup.trained)
+            yield Saving(flags=f"--optimizer {other}", state_bytes=freed, curve="another optimizer's")
+
+
+def _adapters(setup: Setup) -> Iterator[Saving]:
+    """Frozen weights without gradients and state, less the adapters of all linear layers with theirs."""
+    if setup.flags.get("lora") is False:
+        added = adapters_on_meta(setup.model, setup.flags["lora_rank"])
+        yield Saving(
+            flags="--lora",
+            weights_bytes=-sum(adapter.nbytes for adapter in added),
+            gradients_bytes=setup.gradients_bytes(setup.trained) - setup.gradients_bytes(added),
+            state_bytes=setup.state_bytes(setup.trained) - setup.state_bytes(added),
+            curve="adapters train, not the weights",
+        )
+
+
+def _half_precision(setup: Setup) -> Iterator[Saving]:
+    """Autocast's activations, or everything in 16 bits."""
+    if setup.flags.get("dtype") != "float32":
+        return
+    if setup.mixed_precision == "no":
+        curve = "rounded activations"
+        yield Saving(flags="accelerate launch --mixed_precision bf16", activations_bytes=None, curve=curve)
+    yield Saving(
+        flags="--dtype bfloat16",
+        weights_bytes=sum(parameter.nbytes for parameter in setup.model.parameters()) // 2,
+        gradients_bytes=setup.gradients_bytes(setup.trained) // 2,
+        state_bytes=setup.state_bytes(setup.trained) // 2,
+        curve="rounded weights",
+    )
+
+
+ALL_RULES: tuple[Rule, ...] = (
+    _smaller_micro_batches,
+    _recomputation,
+    _chunked_loss,
+    _optimizer_in_backward,
+    _smaller_optimizers,
+    _adapters,
+    _half_precision,
+)
+
+
+def budget_too_small(
+    smallest: Candidate, model: nn.Module, optim: OptimizerArguments, *, takes_adapters: bool
+) -> InputError:
+    """The error for a budget that nothing fits in: the smallest that works, what takes it, and what would need less.
+
+    Args:
+        smallest: the candidate that needs least.
+        model: that it trains.
+        takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
+    """
+    if not smallest.fits_host:
+        return host_memory_too_small(smallest)
+    setup = Setup(flags=_flags_of(optim, takes_adapters), layout=smallest.layout, model=model)
+    largest, num_bytes = max(smallest.parts.items(), key=lambda part: part[1])
+    is_divisible = any(_smaller_micro_batches(setup))
+    needed = {saving.flags: needed_with(saving, smallest, setup) for saving in beyond_the_plan(smallest, setup)}
+    helpful = sorted((size, flags) for flags, size in needed.items() if size < smallest.needed_bytes)
+    listed = ", ".join(f"{flags} {gib_that_suffice(size)}" for size, flags in helpful)
+    return InputError(
+        f"--memory_budget_gib {to_gib(smallest.budget_bytes):g} is too small for any plan: the smallest that works is "
+        f"{gib_that_suffice(smallest.needed_bytes)} (--micro_batch_size {smallest.layout.micro_batch_size}, plan "
+        f"{smallest.strategy}), of which {largest} take {to_gib(num_bytes):.4g}"
+        + ("; a smaller --micro_batch_size, or auto, needs less" if is_divisible else "")
+        + (f"; less is needed with {listed} GiB" if listed else "")
+    )
+
+
+def _flags_of(optim: OptimizerArguments, takes_adapters: bool) -> dict[str, Any]:
+    return {"lora_rank": LoraArguments.lora_rank, **vars(optim), "lora": False if takes_adapters else None}
+
+
+def beyond_the_plan(candidate: Candidate, setup: Setup) -> list[Saving]:
+    """Savings that leave the activations as they are: less optimizer state, fewer trained weights, more devices."""
+    return [*savings_of(setup, (_smaller_optimizers, _adapters)), *_sharding(candidate, setup)]
+
+
+def _sharding(candidate: Candidate, setup: Setup) -> Iterator[Saving]:
+    """Weights, gradients and state over as few devices as suffice; two blocks at a time are gathered whole.
+
+    FSDP: Zhao et al. 2023, https://arxiv.org/abs/2304.11277.
+    """
+    gathered_bytes = 2 * max(block.gradient_bytes for block in candidate.forecast.chain.blocks)
+    gradients_bytes = setup.gradients_bytes(setup.trained)
+    for count in SHARDS:
+        saving = Saving(
+            flags=f"sharding over {count} devices",
+            weights_bytes=candidate.weights_bytes - candidate.weights_bytes // count - gathered_bytes,
+            gradients_bytes=gradients_bytes - gradients_bytes // count,
+            state_bytes=candidate.static.state_bytes - candidate.static.state_bytes // count,
+        )
+        if needed_with(saving, candidate, setup) <= candidate.budget_bytes:
+            yield saving
+            return
+
+
+def needed_with(saving: Saving, candidate: Candidate, setup: Setup) -> int:
+    """The bytes that the candidate's plan needs with a saving of weights, gradients and optimizer state."""
+    chain, static = candidate.forecast.chain, candidate.static
+    before = setup.gradients_bytes(setup.trained)
+    share = (before - saving.gradients_bytes) / before if before else 1.0  # of each block's gradients and DDP's buckets
+    buckets_bytes = int(share * static.buckets_bytes)
+    freed_bytes = saving.weights_bytes + saving.state_bytes + static.buckets_bytes - buckets_bytes
+    changed = replace(
+        chain,
+        blocks=tuple(replace(block, gradient_bytes=int(share * block.gradient_bytes)) for block in chain.blocks),
+        resident_bytes=chain.resident_bytes - freed_bytes,
+    )
+    return replace(
+        candidate,
+        weights_bytes=candidate.weights_bytes - saving.weights_bytes,
+        static=replace(static, state_bytes=static.state_bytes - saving.state_bytes, buckets_bytes=buckets_bytes),
+        forecast=replace(candidate.forecast, chain=changed),
+    ).needed_bytes
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """The model inside its wrappers: the outermost module with a configuration."""
+    return next((module for module in model.modules() if hasattr(module, "config")), model)
