@@ -1,22 +1,27 @@
-"""What others wrote: names, texts and JSON that may be anything, made harmless where they come in.
+"""Text from others made printable, and numbers made text for people.
 
-Bytes and their text: the only conversion. Bytes are ``int``; only what people read is in GiB (1024^3) or MiB.
+Names, texts and JSON of foreign files can hold anything; they pass through ``printable``, ``plain`` and ``read_json``
+where they come in. Bytes are ``int`` everywhere; only texts for people and ``*_gib`` figures are in GiB (1024^3).
 """
 
 import json
 from collections.abc import Iterable
+from datetime import timedelta
 from math import ceil
 from typing import Any
 
 MAX_LEVELS = 50
 MAX_DIGITS = 300  # of a whole number; a float holds 308
+HUGE = 1e9  # figures of this size, which no run reaches, are written with a power of ten so that their column is narrow
+MIB = 1024**2
+GIB = 1024**3
 
 
 def printable(text: str) -> str:
-    """``text`` with an escape, such as ``\\x1b`` or ``\\n``, for each character that is none to be read.
+    """``text`` with an escape, such as ``\\x1b`` or ``\\n``, for each character that cannot be printed.
 
-    Those are controls, line ends, invisible ones, those that turn the direction of writing, and halves of a pair: they
-    could command the terminal, forge a second line or not be encoded.
+    Those are control characters, line ends, invisible characters, changes of the writing direction and lone surrogates:
+    they could control the terminal, forge a second line or fail to be encoded.
     """
     if text.isprintable():
         return text
@@ -28,8 +33,13 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.expandtabs().split("\n")))
 
 
+def spaced(name: str) -> str:
+    """``optimizer state``, of the key ``optimizer_state``."""
+    return name.replace("_", " ")
+
+
 def read_json(text: str) -> Any:
-    """What ``text`` says in JSON.
+    """The value of a JSON text.
 
     Raises:
         ValueError: it is no JSON, is nested too deep for Python, or has a whole number that no float holds.
@@ -41,7 +51,7 @@ def read_json(text: str) -> Any:
 
 
 def plain(value: Any, levels: int = MAX_LEVELS) -> Any:
-    """A value of JSON with every text ``printable``.
+    """A JSON value with every text ``printable``.
 
     Raises:
         ValueError: it is nested deeper than ``levels``.
@@ -66,10 +76,6 @@ def _whole(digits: str) -> int:
 _DECODER = json.JSONDecoder(parse_int=_whole)
 
 
-MIB = 1024**2
-GIB = 1024**3
-
-
 def to_gib(num_bytes: int) -> float:
     """Bytes in GiB, as the ``*_gib`` figures of ``results.json`` and ``metrics.jsonl`` hold them."""
     return num_bytes / GIB
@@ -81,17 +87,29 @@ def to_mib(num_bytes: int) -> float:
 
 
 def gib_that_suffice(num_bytes: int) -> str:
-    """Bytes in GiB and never rounded down, so that the figure works as a budget when it is typed in."""
+    """Bytes in GiB, rounded up, so that the figure works as a budget."""
     return f"{ceil(to_gib(num_bytes) * 10_000) / 10_000:.4f}"
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Bytes as a person reads them: ``1.23 GiB``, ``45.6 MiB``, ``789 B``."""
+def format_bytes(num_bytes: float) -> str:
+    """``1.23 GiB``, ``45.6 MiB``, ``789 B``."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 1024)):
         if abs(num_bytes) >= size:
             digits = ".0f" if 1000 <= abs(num_bytes) / size < 1_000_000 else ".3g"
             return f"{num_bytes / size:{digits}} {unit}"
-    return f"{num_bytes} B"
+    return f"{round(num_bytes)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``45.6 ms``, ``1.23 s``, and from 100 s on ``0:01:40``."""
+    if abs(seconds) < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return str(timedelta(seconds=round(seconds))) if 100 <= seconds < HUGE else f"{seconds:.3g} s"
+
+
+def format_rate(per_s: float) -> str:
+    """``1,058``, and below 100 three digits."""
+    return f"{per_s:,.0f}" if 100 <= per_s < HUGE else f"{per_s:.3g}"
 
 
 def first_line(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable
 from memsave_recipes.compare.runs import History, Run, history_row, step_of
 from memsave_recipes.errors import InputError
-from memsave_recipes.text import plain, printable, read_json
+from memsave_recipes.text import first_line, plain, printable, read_json
 
 PREFIX = "result/"
 REACHABLE_TIMEOUT_S = 5
@@ -108,11 +108,6 @@ def _check_reachable(url: str) -> None:
         return
     except (OSError, http.client.HTTPException) as error:
         raise OSError(f"no answer from {url}: {getattr(error, 'reason', error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first."""
-    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def _online_run(run: Any) -> Run:

@@ -19,8 +19,7 @@ from itertools import groupby
 
 from memsave_recipes.compare.compare import ComparisonRow, workload_key
 from memsave_recipes.compare.runs import SAMPLES_SEEN, Run
-from memsave_recipes.render.run_table import memory, rate
-from memsave_recipes.text import GIB, MIB
+from memsave_recipes.text import GIB, MIB, format_bytes, format_rate, spaced
 
 Point = tuple[float, float]
 # What fills the memory at its peak, as memory.breakdown in results.json names it with _gib behind.
@@ -261,8 +260,8 @@ def summary(row: ComparisonRow) -> str:
     lines = [
         row.name,
         " · ".join(filter(None, (row.plan, row.layout))),
-        f"{memory(row.peak_memory.value)} at the peak" if row.peak_memory.value is not None else "",
-        f"{rate(speed)} samples/s" if speed is not None else "",
+        f"{format_bytes(row.peak_memory.value)} at the peak" if row.peak_memory.value is not None else "",
+        f"{format_rate(speed)} samples/s" if speed is not None else "",
         "Pareto-optimal" if row.is_pareto_optimal else "",
     ]
     return "\n".join(filter(None, lines))
@@ -291,19 +290,19 @@ def _polyline(number: int, points: Sequence[Point], x: Axis, y: Axis, *, width: 
 
 def _parts_legend(named: set[str]) -> str:
     shown = [part for part in (*MEMORY_PARTS, REST) if part in named]
-    spans = (f'<span><i class="part" {_of_part(part)}></i>{_words(part)}</span>' for part in shown)
+    spans = (f'<span><i class="part" {_of_part(part)}></i>{spaced(part)}</span>' for part in shown)
     return f'<div class="legend">{"".join(spans)}</div>'
 
 
 def _bar(number: int, row: ComparisonRow, parts: dict[str, float], largest: float, is_broken_down: bool) -> str:
     segments = "".join(
         f'<i class="part" {_of_part(name if is_broken_down else "run", 100 * value / largest)} '
-        f'data-tip="{escape(row.name)}\n{_words(name) if is_broken_down else "peak"}: {memory(value)}"></i>'
+        f'data-tip="{escape(row.name)}\n{spaced(name) if is_broken_down else "peak"}: {format_bytes(value)}"></i>'
         for name, value in parts.items()
     )
     return (
         f'<div {_of_run(number)}>{badge(number)}<span class="name">{escape(row.name)}</span>'
-        f'<span class="track">{segments}</span><span class="total">{memory(sum(parts.values()))}</span></div>'
+        f'<span class="track">{segments}</span><span class="total">{format_bytes(sum(parts.values()))}</span></div>'
     )
 
 
@@ -315,10 +314,6 @@ def _of_run(number: int, style: str = "") -> str:
 def _of_part(name: str, width: float | None = None) -> str:
     size = "" if width is None else f";width:{width:.3f}%"
     return f'style="background:var(--{name.replace("_", "-")}){size}"'
-
-
-def _words(part: str) -> str:
-    return part.replace("_", " ")
 
 
 def _line_width(index: int, num_lines: int) -> float:

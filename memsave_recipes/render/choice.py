@@ -3,13 +3,10 @@
 The candidates of a choice as a table, what stands beside their peaks, and the chosen one as a picture.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +14,8 @@ from memsave_recipes.planner.budget import WORKSPACES, Forecast, keep_all
 from memsave_recipes.planner.search import Candidate, Choice, host_line
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, span_costs
-from memsave_recipes.text import format_bytes
+from memsave_recipes.render.console import new_console, new_table, print_lines
+from memsave_recipes.text import format_bytes, format_rate, format_seconds
 from memsave_recipes.training.batch_layout import BatchLayout
 
 BLOCK_BAR = 16  # characters of the longest bar
@@ -32,14 +30,14 @@ WORDS = {
 
 def show_forecast(forecast: Forecast, budget_bytes: int) -> None:
     """Print ``draw`` and ``summarize``."""
-    console = Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns)
+    console = new_console()
     console.print(draw(forecast))
-    console.print(summarize(forecast, budget_bytes), highlight=False, soft_wrap=True)
+    print_lines(console, [summarize(forecast, budget_bytes)])
 
 
 def draw(forecast: Forecast) -> Table:
     """The blocks with their actions, what they hold for the backward, and the time that this adds."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = new_table()
     table.add_column("blocks", overflow="fold")
     table.add_column("what happens")
     table.add_column("held", justify="right", no_wrap=True)
@@ -152,13 +150,12 @@ def show_choice(choice: Choice, *, all_rows: bool = False, remarks: Sequence[str
         all_rows: print every candidate, not only the best of each micro-batch.
         remarks: lines about where the figures come from.
     """
-    console = Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns)
+    console = new_console()
     rows = list(choice.candidates) if all_rows else best_rows(choice)
     if len(choice.candidates) > 1:
         console.print(render(choice, rows))
         console.print(legend(rows))
-    for line in [*omitted(choice, rows), *overhead_lines(choice.chosen or choice.smallest), *remarks]:
-        console.print(line, highlight=False, soft_wrap=True)
+    print_lines(console, [*omitted(choice, rows), *overhead_lines(choice.chosen or choice.smallest), *remarks])
     if choice.chosen is not None:
         show_forecast(choice.chosen.forecast, choice.chosen.budget_bytes)
 
@@ -180,7 +177,7 @@ def best_rows(choice: Choice) -> list[Candidate]:
 def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
     """The table: a row a candidate, the chosen one marked."""
     has_losses = len({candidate.loss for candidate in choice.candidates}) > 1
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = new_table()
     for heading in ("", "micro x acc.", *(["loss"] if has_losses else []), "plan"):
         table.add_column(heading, no_wrap=True)
     offloads = any(candidate.host_bytes for candidate in rows)
@@ -263,16 +260,6 @@ def fits_text(candidate: Candidate) -> str:
     if not candidate.fits and over_bytes <= 0:
         return f"no, host +{format_bytes(candidate.host_bytes - (candidate.host_budget_bytes or 0))}"
     return "yes" if candidate.fits else f"no, +{format_bytes(over_bytes)}"
-
-
-def format_seconds(seconds: float) -> str:
-    """As a person reads them: ``1.23 s``, ``45.6 ms``, ``0.789 ms``."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def format_rate(per_s: float) -> str:
-    """Three digits, with commas: ``37,900``, ``4.56``."""
-    return f"{float(f'{per_s:.3g}'):,.10g}"
 
 
 def _best(group: Sequence[Candidate]) -> Candidate:

@@ -5,13 +5,10 @@ The points of a frontier as a table in the terminal.
 A plan or a frontier as one HTML file, in the style of the page that compares runs; it asks nothing of any server.
 """
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from memsave_recipes.planner.frontier import Point
@@ -31,15 +28,14 @@ from memsave_recipes.render.charts import (
 from memsave_recipes.render.choice import (
     PARTS,
     fits_text,
-    format_rate,
-    format_seconds,
     grouped_parts,
     layout_text,
     overhead_lines,
     scale_of,
 )
+from memsave_recipes.render.console import new_console, new_table, print_lines
 from memsave_recipes.render.run_page import fill_page
-from memsave_recipes.text import format_bytes
+from memsave_recipes.text import format_bytes, format_rate, format_seconds
 
 NUM_COLORS = 10
 
@@ -119,18 +115,17 @@ def show_points(points: Sequence[Point], remarks: Sequence[str], *, all_rows: bo
     shown = sorted(
         (point for point in points if all_rows or point.is_optimal), key=lambda point: point.candidate.needed_bytes
     )
-    console = Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns)
+    console = new_console()
     console.print(_table(shown))
     words = f"all {len(points)} points" if all_rows else f"{len(shown)} Pareto-optimal of {len(points)} points (--all)"
-    for line in (words, *remarks):
-        console.print(line, highlight=False, soft_wrap=True)
+    print_lines(console, [words, *remarks])
 
 
 def _table(points: Sequence[Point]) -> Table:
     fastest = max(point.candidate.samples_per_s for point in points)
     has_losses = len({point.candidate.loss for point in points}) > 1
     has_measured = any(point.measured for point in points)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = new_table()
     table.add_column("needed", justify="right", no_wrap=True)
     for heading in ("micro x acc.", *(["loss"] if has_losses else []), "plan"):
         table.add_column(heading, no_wrap=True)

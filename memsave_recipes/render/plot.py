@@ -19,9 +19,10 @@ from memsave_recipes.render.charts import (
     by_samples_seen,
     front_of,
     memory_parts,
+    memory_unit,
     pareto_fronts,
 )
-from memsave_recipes.text import GIB, MIB
+from memsave_recipes.text import spaced
 
 NUM_COLORS = 10  # of matplotlib's cycle
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -49,7 +50,7 @@ def write_frontier_png(spots: Sequence[ChartPoint], path: Path, title: str, budg
     """Draws memory against throughput of every spot; a color a kind of plan, the optimal ones filled and named."""
     figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
     axes = figure.subplots()
-    unit, size = ("GiB", GIB) if max(spot.place[0] for spot in spots) >= GIB else ("MiB", MIB)
+    unit, size = memory_unit([spot.place[0] for spot in spots])
     memory, speed = zip(*front_of(spots), strict=True)
     axes.step([value / size for value in memory], speed, where="post", color="0.6", linestyle="--", zorder=1)
     for index, family in enumerate(dict.fromkeys(spot.family for spot in spots)):
@@ -119,7 +120,7 @@ def _draw_bars(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     for part, color in PART_COLORS.items():
         widths = [values.get(part, 0) / size for values in parts]
         if any(widths):
-            axes.barh(_numbered_names(rows), widths, left=ends, label=part.replace("_", " "), color=color)
+            axes.barh(_numbered_names(rows), widths, left=ends, label=spaced(part), color=color)
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
     axes.invert_yaxis()
     axes.set(title="what fills the peak", xlabel=f"peak memory, {unit}")
@@ -142,7 +143,7 @@ def _draw_losses(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
 
 
 def _unit(rows: Sequence[ComparisonRow]) -> tuple[str, int]:
-    return ("GiB", GIB) if max(row.peak_memory.value or 0 for row in rows) >= GIB else ("MiB", MIB)
+    return memory_unit([row.peak_memory.value or 0 for row in rows])
 
 
 def _numbered_names(rows: Sequence[ComparisonRow]) -> list[str]:

@@ -7,40 +7,21 @@ The table: a comparison as text, for a terminal, as Markdown and as CSV.
 
 import csv
 import io
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from operator import attrgetter
 from typing import Literal
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from memsave_recipes.compare.compare import METRICS, ComparisonRow, ComparisonTable, Figure, differences_within
-from memsave_recipes.text import format_bytes
+from memsave_recipes.render.console import new_console, new_table
+from memsave_recipes.text import HUGE, format_bytes, format_rate, format_seconds
 
 NO_FIGURE = Figure(value=None)
 LOSS_DIFFERENCE = "largest\nloss\ndifference"
 MAX_NAMES = 4
-HUGE = 1e9  # what no run reaches is written with a power of ten, so that its column stays narrow
-
-
-def memory(num_bytes: float) -> str:
-    """``17.3 MiB``."""
-    return format_bytes(round(num_bytes))
-
-
-def rate(per_s: float) -> str:
-    """``1,058``, and below 100 three digits."""
-    return f"{per_s:,.0f}" if 100 <= per_s < HUGE else f"{per_s:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """``12.3 s``, and from 100 s on ``0:01:40``."""
-    return str(timedelta(seconds=round(seconds))) if 100 <= seconds < HUGE else f"{_fixed(seconds, 1)} s"
 
 
 def loss_difference_headings(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -105,11 +86,11 @@ class Column:
 
 
 COST = (
-    Column("peak\nmemory", attrgetter("peak_memory"), memory, _percent_more, "low"),
-    Column("kept for\nbackward", attrgetter("saved_for_backward"), memory, _percent_more, "low"),
-    Column("samples\n/s", attrgetter("samples_per_s"), rate, _factor, "high"),
-    Column("tokens\n/s", attrgetter("tokens_per_s"), rate, _factor, "high"),
-    Column("train\ntime", attrgetter("train_time"), duration, _factor, "low"),
+    Column("peak\nmemory", attrgetter("peak_memory"), format_bytes, _percent_more, "low"),
+    Column("kept for\nbackward", attrgetter("saved_for_backward"), format_bytes, _percent_more, "low"),
+    Column("samples\n/s", attrgetter("samples_per_s"), format_rate, _factor, "high"),
+    Column("tokens\n/s", attrgetter("tokens_per_s"), format_rate, _factor, "high"),
+    Column("train\ntime", attrgetter("train_time"), format_seconds, _factor, "low"),
 )
 MFU = Column("MFU", attrgetter("mfu_pct"), _percentage, _factor, "high")
 TRAIN_LOSS = Column("train\nloss", attrgetter("train_loss"), _decimals, _change)
@@ -175,14 +156,14 @@ FORMULA = tuple("=+-@＝＋－＠")  # the wide ones too: some spreadsheets read
 
 def show(table: ComparisonTable) -> None:
     """Prints the table, 120 columns wide where there is no terminal to say how wide."""
-    Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns).print(render(table))
+    new_console().print(render(table))
 
 
 def render(table: ComparisonTable) -> Table:
     """The table as the terminal shows it: under each figure, how it compares to the baseline's."""
     figures, last = columns(table.rows), loss_difference_headings(table.rows)
     caption = Text("\n").join(_as_caption(line) for line in notes(table))
-    drawn = Table(box=box.SIMPLE_HEAD, padding=0, caption=caption, caption_justify="left")
+    drawn = new_table(padding=0, caption=caption, caption_justify="left")
     drawn.add_column("run", overflow="fold", min_width=12)
     drawn.add_column("plan\ngeometry", overflow="fold", min_width=10)
     for heading in (*(column.heading for column in figures), *last):

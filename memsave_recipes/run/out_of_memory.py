@@ -25,7 +25,7 @@ from memsave_recipes.planner.task import Launch, Task, choose_for_target
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
 from memsave_recipes.profiling.memory import write_snapshot
 from memsave_recipes.profiling.saved_tensors import ForwardMeter
-from memsave_recipes.text import format_bytes, to_gib
+from memsave_recipes.text import format_bytes, spaced, to_gib
 from memsave_recipes.training.arguments import AUTO, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.environment import device_name
@@ -164,9 +164,9 @@ class Failure:
     def parts(self) -> dict[str, int]:
         """Name to bytes: as measured, or what can be told now."""
         if self.breakdown is not None:
-            return {_words(name.removesuffix("_bytes")): size for name, size in vars(self.breakdown).items()}
+            return {spaced(name.removesuffix("_bytes")): size for name, size in vars(self.breakdown).items()}
         stays = persistent_tensors(self.model, self.optimizer)
-        parts = {_words(label.use.value): sum(label.storages.values()) for label in stays}
+        parts = {spaced(label.use.value): sum(label.storages.values()) for label in stays}
         if self.accelerator.device.type == "cpu":
             return {**parts, "saved for the backward": self.forward_meter.num_bytes}
         peak = torch.accelerator.max_memory_allocated(self.accelerator.device)
@@ -198,10 +198,6 @@ class Failure:
         except (OSError, RuntimeError) as error:  # the page matters more
             return f"no allocator snapshot: {error}"
         return f"the allocator's state is in {path}: open it at {VIEWER}"
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _freed(saving: Saving) -> str:
