@@ -1,25 +1,29 @@
-"""The one exception for a user's mistake: it becomes one line on the terminal and exit code 2.
+"""The exception for a user's mistake: one line on the terminal and exit code 2.
 
 The message names the input, the rule it broke and the way out, for example
 ``--global_batch_size 4 is smaller than the 8 ranks: raise it to at least 8 or launch fewer processes``.
-Anything else that is raised is a defect of ours and keeps its traceback.
+Any other exception is a defect of this package and keeps its traceback.
+
+Messages speak of the recipes' flags. The functions that a script of one's own calls raise the same errors and speak of
+their parameters instead (``naming_parameters``).
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from memsave_recipes.text import printable
 
 
 class InputError(ValueError):
-    """What the user asked for cannot be done; the message says what to change."""
+    """A request that cannot be carried out; the message says what to change."""
 
     @property
     def one_line(self) -> str:
-        """The message in one line, also of a data worker's error, which torch raises again with a traceback as text.
+        """The message in one ``printable`` line, as it can quote foreign text.
 
-        It can quote what others wrote, so it is ``printable``.
+        Torch raises the error of a data worker again with its traceback as text; that is cut off.
         """
         message = str(self)
         if self.found_by_one_rank:
@@ -28,15 +32,31 @@ class InputError(ValueError):
 
     @property
     def found_by_one_rank(self) -> bool:
-        """Whether it comes from the data that one rank was reading, not from what all ranks were told."""
+        """Whether it comes from the data that one rank was reading; the other ranks then know nothing of it."""
         return str(self).startswith("Caught ")
 
 
-def check_words(words: Sequence[str]) -> None:
-    """Refuse words of a command line that stand for nothing, or are no text.
+@contextmanager
+def naming_parameters(parameters: Mapping[str, str]) -> Iterator[None]:
+    """Inside, or in a function that this decorates, messages name parameters where they would name flags.
 
-    A variable of the shell that is not set must not become this directory, or the built-in data. What is no UTF-8 can
-    neither be printed nor written down.
+    Args:
+        parameters: by flag, as ``{"--memory_budget_gib": "budget_gib"}``.
+    """
+    try:
+        yield
+    except InputError as error:
+        message = str(error)
+        for flag, parameter in parameters.items():
+            message = message.replace(flag, parameter)
+        raise InputError(message) from error
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse empty words of a command line, and words that are not UTF-8.
+
+    An unset shell variable must not become this directory, or the built-in data. What is not UTF-8 can neither be
+    printed nor written down.
 
     Raises:
         InputError: such a word.
@@ -51,17 +71,17 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_file(flag: str, path: str | Path) -> None:
-    """Refuse what ``flag`` names unless it is a file, which ends: a pipe or a device may not.
+    """Refuse a path that is not a regular file: reading a pipe or a device may never end.
 
     Raises:
-        InputError: it is something else, or nothing.
+        InputError: it is something else, or does not exist.
     """
     if not os.path.isfile(path):  # unlike pathlib, without an error for what can be no path
         raise InputError(f"{flag} {path} is not a file: check the path")
 
 
 def is_text(word: str) -> bool:
-    """Whether it is UTF-8; the name of a file, or a word of a command line, may be other bytes."""
+    """Whether it is UTF-8; a file name or a word of a command line may be other bytes."""
     try:
         word.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Three lines for a script of one's own: ``make_plan``, ``apply_plan`` and, at the end, ``handle.remove()``."""
+"""A plan for a model in a script of one's own: from a strategy's name, or the fastest that fits a memory budget."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, naming_parameters
 from memsave_recipes.planner.budget import Forecast, StaticMemory, forecast, plans_to_measure, usable_host_bytes
 from memsave_recipes.planner.trial_step import step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
@@ -16,9 +16,17 @@ from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, gib_that_suffice, to_gib
 
 MAX_TRIALS = 4
-"""So many plans are tried out, each with more kept free than the one before, until one stays within its budget."""
+"""Plans that are run at most, each with more memory kept free than the one before, until one fits the budget."""
+
+PARAMETERS = {
+    "--activation_checkpointing": "strategy",
+    "--memory_budget_gib": "budget_gib",
+    "--micro_batch_size": "batch",
+}
+"""Of the functions here, for messages from below that speak of the recipes' flags."""
 
 
+@naming_parameters(PARAMETERS)
 def make_plan(
     model: nn.Module,
     batch: Any = None,
@@ -29,27 +37,27 @@ def make_plan(
     blocks: Sequence[str] | None = None,
     static: StaticMemory | None = None,
 ) -> Plan:
-    """The plan that ``strategy`` makes for ``model``; give it to ``apply_plan``.
+    """The plan that ``strategy`` makes for ``model``; ``apply_plan`` puts it into effect.
 
-    One for a budget is tried out before it is given, and leaves no trace in the model.
+    A plan for a budget is run before it is returned. The model, its gradients and the random state stay as they were.
 
     Args:
-        model: on its device. One in evaluation mode, as ``from_pretrained`` returns it, is measured as it will train:
-            with all its modules in training mode. Of one in training mode, what evaluates goes on to do so.
-        batch: one micro-batch on that device, for ``budget``, and for other strategies to leave out blocks that it does
-            not reach: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or what ``model(batch)``
-            takes. Call under the autocast of the training, if there is one.
+        model: on its device. A model in evaluation mode, as ``from_pretrained`` returns it, is measured with all its
+            modules in training mode. In a model in training mode, modules in evaluation mode stay so.
+        batch: one micro-batch on that device: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or
+            anything else for ``model(batch)``. ``budget`` needs it; other strategies leave out blocks that it does not
+            reach. Call ``make_plan`` under the autocast of the training, if there is one.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``compiled[:RATIO]``,
             ``bottleneck``, the path of a ``plan.json``, ``budget``, or ``budget:bitwise``, which never compiles.
-        budget_gib: for ``budget``: device memory of a step, in GiB.
+        budget_gib: for ``budget``: device memory of a training step, in GiB.
         loss_fn: from the model's output to the loss, a scalar. Default: the output's ``loss``, or the sum of its
-            first tensor, whose own memory is not that of the training's loss.
+            first tensor, which may need less memory than the loss of the training.
         blocks: names of modules, in the order in which they run, for a model whose blocks are not found.
-        static: what lives there besides, such as the optimizer's state; default: AdamW's two copies of all parameters
-            that train.
+        static: memory besides forward and backward; default: AdamW's two copies of all parameters that train.
 
     Raises:
-        InputError: no such strategy, a budget that no plan fits in, or a model without blocks for it.
+        InputError: no such strategy, a budget that no plan fits in, or a model without blocks for it. The message
+            names these parameters.
     """
     stacks = [list(blocks)] if blocks else block_names(find_stacks(model))
     if strategy not in BUDGET_WORDS:
@@ -59,7 +67,7 @@ def make_plan(
         running = None if batch is None else running_blocks(model, stacks, lambda: _call(model, batch), device)
         return plan_blocks(model, strategy, running)
     if budget_gib is None or batch is None:
-        raise InputError(f"strategy {strategy!r} needs a batch and budget_gib")
+        raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
     workload = Workload(
         model=model,
         forward=lambda: (loss_fn or _loss)(_call(model, batch)),
@@ -71,6 +79,7 @@ def make_plan(
     return plan_workload(workload, strategy, int(budget_gib * GIB), static).plan
 
 
+@naming_parameters(PARAMETERS)
 def plan_workload(
     workload: Workload,
     strategy: str,
@@ -80,35 +89,32 @@ def plan_workload(
     on_runs: Callable[[int], Any] = lambda count: None,
     on_run: Callable[[], Any] = lambda: None,
 ) -> Forecast:
-    """Measure the blocks of a workload and choose the fastest plan that fits, in a prediction and when it is run.
+    """Measure the blocks of a workload and choose the fastest plan that fits, both in prediction and in a trial step.
 
-    Trying a plan out takes two forwards and backwards, three under accumulation; where the prediction held, as it does
-    for most models, one plan is tried.
+    A trial step takes two forwards and backwards, three under accumulation. Most models need one.
 
     Args:
-        on_runs, on_run: for a progress bar: how many forwards and backwards measuring takes, and another one is done.
+        on_runs, on_run: for a progress bar: the number of forwards and backwards to measure, and one of them done.
 
     Raises:
         InputError: as ``make_plan``.
     """
     if not any(workload.stacks):
-        raise InputError(
-            f"--activation_checkpointing {strategy}: {type(workload.model).__name__} has no blocks for it; use none"
-        )
+        raise InputError(f"strategy {strategy}: {type(workload.model).__name__} has no blocks for it; use none")
     plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
     on_runs(num_runs(plans))
     host_budget_bytes = usable_host_bytes(workload.device)
     measured = measure(workload, plans, host_budget_bytes=host_budget_bytes, on_run=on_run)
-    return _tried_out(measured, budget_bytes, static, host_budget_bytes)
+    return _fitting_when_run(measured, budget_bytes, static, host_budget_bytes)
 
 
-def _tried_out(
+def _fitting_when_run(
     measured: Measurement, budget_bytes: int, static: StaticMemory, host_budget_bytes: int | None
 ) -> Forecast:
-    """The fastest plan that stays within the budget when it is run.
+    """The fastest plan whose trial step fits the budget.
 
     Raises:
-        InputError: no plan is predicted to, or none of ``MAX_TRIALS`` does.
+        InputError: no plan is predicted to fit, or none of ``MAX_TRIALS`` does.
     """
     workload, missed_bytes = measured.workload, 0
     for _ in range(MAX_TRIALS):
@@ -116,10 +122,10 @@ def _tried_out(
         needed = step_bytes(found, static, workload.model, workload.forward, workload.device)
         if needed <= budget_bytes:
             return found
-        missed_bytes = needed - found.peak.total_bytes  # more than was kept free, or it would have stayed within
+        missed_bytes = needed - found.peak.total_bytes  # more than was kept free, or the plan would have fitted
     raise InputError(
-        f"--memory_budget_gib {to_gib(budget_bytes):g}: this model takes more under a plan than is predicted, and of "
-        f"{MAX_TRIALS} that were tried out none stayed within; the last one works with {gib_that_suffice(needed)}"
+        f"budget_gib {to_gib(budget_bytes):g}: this model needs more than predicted, and none of the {MAX_TRIALS} "
+        f"plans that were tried fits; the last one works with {gib_that_suffice(needed)}"
     )
 
 

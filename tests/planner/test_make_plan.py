@@ -17,7 +17,7 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.text import GIB
 
 STRATEGY = "budget:bitwise"
-BUDGET_GIB = 0.06  # below plain's peak, above the smallest that works
+BUDGET_GIB = 0.06  # below the baseline's peak, above the smallest that works
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ class KeepsMore(nn.Module):
 
 @pytest.fixture
 def keeps_more():
-    """Its model and batch, whose plans are predicted too low."""
+    """A model and a batch whose peaks are predicted too low."""
     torch.manual_seed(0)
     return nn.Sequential(*(KeepsMore() for _ in range(8))), torch.randn(1024, 64)
 
@@ -122,15 +122,22 @@ def test_a_plan_that_takes_more_than_was_predicted_is_not_given(keeps_more):
 def test_a_budget_that_no_plan_stays_within_is_refused(keeps_more):
     model, batch = keeps_more
     smallest = peak_under(plan_blocks(model, "full"), model, batch)
-    with pytest.raises(InputError, match="memory_budget_gib"):
+    with pytest.raises(InputError, match=r"^budget_gib .* a smaller batch$"):
         make_plan(model, batch, strategy=STRATEGY, budget_gib=0.95 * smallest / GIB, static=StaticMemory())
+
+
+@pytest.mark.parametrize("arguments", [{"strategy": "segments:99"}, {"strategy": "no"}, {"strategy": "budget"}])
+def test_errors_speak_of_parameters(keeps_more, arguments):
+    with pytest.raises(InputError, match=rf"^strategy {arguments['strategy']}: ") as error:
+        make_plan(*keeps_more, **arguments)
+    assert "--" not in str(error.value)
 
 
 def test_only_so_many_plans_are_tried_out(keeps_more, monkeypatch):
     module = sys.modules["memsave_recipes.planner.make_plan"]  # the package has the function by its name
     monkeypatch.setattr(module, "MAX_TRIALS", 1)
     monkeypatch.setattr(module, "step_bytes", lambda *_: GIB + 1)
-    with pytest.raises(InputError, match=r"of 1 that were tried out none .* works with 1\.0001"):
+    with pytest.raises(InputError, match=r"^budget_gib 1: .* none of the 1 plans .* works with 1\.0001"):
         make_plan(*keeps_more, strategy=STRATEGY, budget_gib=1, static=StaticMemory())
 
 
