@@ -28,7 +28,7 @@ from memsave_recipes.estimate.estimate import estimate_on_target, fake_model
 from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, workload_on_paper
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
 from memsave_recipes.run.folder import write_json
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.environment import device_name
@@ -81,7 +81,7 @@ def predict(case: Case, device: str) -> Candidate:
     task = task_of_case(case)
     launch = Launch(target=find_target(device), mixed_precision=case.precision)
     model = fake_model(task.planned_model)
-    workload = workload_on_paper(task, launch, model, case.micro_batch_size, task.losses[0])
+    workload = fake_workload(task, launch, model, case.micro_batch_size, task.losses[0])
     plans = plans_to_measure(case.strategy, workload, device_type=device, compiles=False)
     measured = estimate_on_target(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
     layout = BatchLayout.of(case.micro_batch_size, case.micro_batch_size, 1)

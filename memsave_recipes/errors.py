@@ -76,7 +76,7 @@ def check_file(flag: str, path: str | Path) -> None:
     Raises:
         InputError: it is something else, or does not exist.
     """
-    if not os.path.isfile(path):  # unlike pathlib, without an error for what can be no path
+    if not os.path.isfile(path):  # unlike pathlib, without an error for a text that cannot be a path
         raise InputError(f"{flag} {path} is not a file: check the path")
 
 

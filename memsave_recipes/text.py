@@ -1,7 +1,7 @@
 """Text from others made printable, and numbers made text for people.
 
-Names, texts and JSON of foreign files can hold anything; they pass through ``printable``, ``plain`` and ``read_json``
-where they come in. Bytes are ``int`` everywhere; only texts for people and ``*_gib`` figures are in GiB (1024^3).
+Names, texts and JSON of foreign files can hold anything; they pass through ``printable``, ``read_json`` and
+``sanitized`` where they come in. Bytes are ``int``; only texts for people and ``*_gib`` figures are in GiB (1024^3).
 """
 
 import json
@@ -50,7 +50,7 @@ def read_json(text: str) -> Any:
         raise ValueError(f"nested deeper than {MAX_LEVELS} levels") from error
 
 
-def plain(value: Any, levels: int = MAX_LEVELS) -> Any:
+def sanitized(value: Any, levels: int = MAX_LEVELS) -> Any:
     """A JSON value with every text ``printable``.
 
     Raises:
@@ -63,8 +63,8 @@ def plain(value: Any, levels: int = MAX_LEVELS) -> Any:
     if levels == 0:
         raise ValueError(f"nested deeper than {MAX_LEVELS} levels")
     if isinstance(value, list):
-        return [plain(item, levels - 1) for item in value]
-    return {printable(key): plain(item, levels - 1) for key, item in value.items()}
+        return [sanitized(item, levels - 1) for item in value]
+    return {printable(key): sanitized(item, levels - 1) for key, item in value.items()}
 
 
 def _whole(digits: str) -> int:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.text import plain, printable, printable_lines, read_json
+from memsave_recipes.text import printable, printable_lines, read_json, sanitized
 
 
 @pytest.mark.parametrize("text", ["", "vgg-11 (2 ranks)", "größer", "日本語", "🙂", "a\\x1b", "[bold]"])
@@ -45,7 +45,7 @@ def test_a_name_with_a_line_end_does_not_hide_what_a_data_worker_says() -> None:
 
 def test_json_is_read_with_printable_texts() -> None:
     text = json.dumps({"a\x1b": ["b\n", 1, 2.5, None, True, {"\ud800": []}]})
-    assert plain(read_json(text)) == {"a\\x1b": ["b\\n", 1, 2.5, None, True, {"\\ud800": []}]}
+    assert sanitized(read_json(text)) == {"a\\x1b": ["b\\n", 1, 2.5, None, True, {"\\ud800": []}]}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_json_that_nothing_can_hold_is_a_value_error(text: str, reason: str) -> 
 
 
 def test_json_of_many_levels_is_a_value_error() -> None:
-    plain(read_json("[" * 50 + "]" * 50))
+    sanitized(read_json("[" * 50 + "]" * 50))
     with pytest.raises(ValueError, match="nested deeper than 50 levels"):
-        plain(read_json("[" * 51 + "]" * 51))
+        sanitized(read_json("[" * 51 + "]" * 51))

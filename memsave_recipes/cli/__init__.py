@@ -1,4 +1,4 @@
-"""The ``memsave`` command: plans runs and looks at them, never trains. A module a command; ``main`` chooses."""
+"""The ``memsave`` command: plans runs and compares them; it never trains."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from memsave_recipes.errors import InputError, check_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 2 the user's input."""
+    """Runs one command and returns its exit code: 0, or 2 for an ``InputError``."""
     parser = _parser()
     try:
         check_words(sys.argv[1:] if argv is None else argv)
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Complains without the page of usage; the parsers of the commands are of its kind."""
+    """Reports errors without the usage page; the commands' parsers are of this class, too."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} ({self.prog} --help lists the flags)")
@@ -42,9 +42,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 COMMANDS = (
-    ("plan", add_plan, "the fastest run of a recipe that fits in the memory, before anything is launched"),
+    ("plan", add_plan, "fastest run of a recipe that fits in memory, found before anything is launched"),
     ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
     ("compare", add_compare, "runs side by side: memory, throughput, accuracy, loss curves"),
-    ("dashboard", add_dashboard, "runs in trackio's dashboard, on this machine alone"),
-    ("wandb-workspace", add_workspace, "save a view that compares the runs of a W&B project"),
+    ("dashboard", add_dashboard, "runs in trackio's dashboard, served on this machine alone"),
+    ("wandb-workspace", add_workspace, "view for comparing the runs of a W&B project, saved there"),
 )

@@ -1,4 +1,4 @@
-"""Flags that commands share, and the files that flags name."""
+"""Flags that commands share, and the writing of files that flags name."""
 
 import argparse
 from collections.abc import Iterator
@@ -11,30 +11,33 @@ STDOUT = "-"
 
 
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
-    """A recipe and a device to plan it for; all flags that are not named here are the recipe's."""
+    """Declares a recipe and a target device; all other flags are the recipe's."""
     parser.usage = "%(prog)s RECIPE [flags of the recipe] [options]"
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="recipes/language_modeling.py, say")
+    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="path, such as recipes/language_modeling.py")
     parser.add_argument(
         "--memory_budget_gib",
         type=float,
         metavar="F",
-        help="memory of a device, in GiB; default: 95 %% of what a GPU has, all of a CPU's",
+        help="memory of a device, in GiB; default: 95 %% of a GPU's, all of a CPU's",
     )
     parser.add_argument(
-        "--target", metavar="DEVICE", help="cpu, cuda, or a device such as h100; default: the one that is here"
+        "--target", metavar="DEVICE", help="device to plan for: cpu, cuda, h100, ...; default: this machine's"
     )
-    parser.add_argument("--num_processes", type=int, default=1, metavar="N", help="devices; default: 1")
+    parser.add_argument("--num_processes", type=int, default=1, metavar="N", help="number of devices; default: 1")
     parser.add_argument(
-        "--mixed_precision", choices=["no", "bf16", "fp16"], default="no", help="of accelerate launch; default: no"
+        "--mixed_precision",
+        choices=["no", "bf16", "fp16"],
+        default="no",
+        help="precision of autocast; default: no",
     )
     parser.set_defaults(flags=[])
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """``text`` into the file that ``flag`` names; ``-`` prints it.
+    """Writes ``text`` into the file that ``flag`` names; ``-`` prints it.
 
     Raises:
-        InputError: that was not possible.
+        InputError: the file cannot be written.
     """
     if str(path) == STDOUT:
         print(text, end="")
@@ -48,7 +51,7 @@ def writing(flag: str) -> Iterator[None]:
     """Inside, a file is written that ``flag`` names.
 
     Raises:
-        InputError: that was not possible.
+        InputError: the file cannot be written.
     """
     try:
         yield

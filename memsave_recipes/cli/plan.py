@@ -1,6 +1,6 @@
-"""``memsave plan``: the fastest run of a recipe that fits, and ``memsave frontier``: memory against throughput.
+"""``memsave plan``, the fastest run of a recipe that fits, and ``memsave frontier``, memory against throughput.
 
-They import their dependencies when they run, so that ``--help`` is quick.
+They import their dependencies when they run, so that ``--help`` is fast.
 """
 
 import argparse
@@ -12,16 +12,18 @@ from memsave_recipes.errors import InputError
 
 if TYPE_CHECKING:
     from memsave_recipes.cli.request import PlanRequest
-    from memsave_recipes.planner.frontier import Point
+    from memsave_recipes.planner.frontier import FrontierPoint
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Its flags."""
+    """Declares the flags."""
     add_recipe_flags(parser)
-    parser.add_argument("--all", action="store_true", help="show every candidate, not the best of each micro-batch")
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="write the chosen plan, and launch with this file")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything; - prints it instead of the table")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the table and a picture")
+    parser.add_argument("--all", action="store_true", help="every candidate, not only the best of each micro-batch")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="file for the chosen plan; the launch line names it")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="file for all data; - prints it in place of the table"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and chart")
     parser.set_defaults(command=_plan)
 
 
@@ -45,7 +47,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         lambda on_size: choose_for_target(request.task, request.launch, request.budget_bytes, on_size=on_size),
     )
     if choice.chosen is None:
-        raise request.refused(choice)
+        raise request.no_fit(choice)
     if arguments.plan:
         check_plan_file(request)
         write_text("--plan", arguments.plan, choice.chosen.forecast.plan.to_json())
@@ -65,13 +67,15 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def add_frontier(parser: argparse.ArgumentParser) -> None:
-    """Its flags."""
+    """Declares the flags."""
     add_recipe_flags(parser)
-    parser.add_argument("--all", action="store_true", help="show, and measure, all points, not the optimal ones alone")
-    parser.add_argument("--measure", action="store_true", help="run the points too, on the device that is here")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the picture, and print no table")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the table and the picture")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything; - prints it instead of the table")
+    parser.add_argument("--all", action="store_true", help="every point, not only the Pareto-optimal")
+    parser.add_argument("--measure", action="store_true", help="measurements of the points on this machine's device")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="file for the chart; no table is printed")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and chart")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="file for all data; - prints it in place of the table"
+    )
     parser.set_defaults(command=_frontier)
 
 
@@ -111,12 +115,12 @@ def _frontier(arguments: argparse.Namespace) -> None:
         _draw(arguments.png, request, points)
 
 
-def _draw(path: Path, request: "PlanRequest", points: "list[Point]") -> None:
-    from memsave_recipes.render.frontier import spots_of
+def _draw(path: Path, request: "PlanRequest", points: "list[FrontierPoint]") -> None:
+    from memsave_recipes.render.frontier import chart_points_of
 
     try:
         from memsave_recipes.render.plot import write_frontier_png
     except ImportError as error:
         raise InputError("--png needs a package: pip install matplotlib") from error
     with writing(f"--png {path}"):
-        write_frontier_png(spots_of(points), path, f"{request.title} on {request.place}", request.budget_bytes)
+        write_frontier_png(chart_points_of(points), path, f"{request.title} on {request.place}", request.budget_bytes)

@@ -1,10 +1,7 @@
-"""A recipe with its flags and the device to plan it for, as ``memsave plan`` and ``memsave frontier`` are asked.
+"""The request of ``memsave plan`` and ``memsave frontier``: a recipe, its flags and a target device; and its results.
 
-The line that launches what was chosen, ready to be pasted into a shell.
-
-``--measure``: the points of a frontier, run on the device that is here.
-
-What a command found as data: everything in bytes and seconds, for programs.
+The results are the command line that launches the chosen candidate, the measured points of ``--measure``, and the JSON
+of ``--json``.
 """
 
 import argparse
@@ -22,7 +19,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimate.estimate import fake_model
 from memsave_recipes.estimate.targets import Target, find_target
 from memsave_recipes.planner.budget import usable_bytes
-from memsave_recipes.planner.frontier import Point, run_points
+from memsave_recipes.planner.frontier import FrontierPoint, run_points
 from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import Candidate, Choice, open_layouts
 from memsave_recipes.planner.task import Launch, Task, read_task
@@ -32,25 +29,27 @@ from memsave_recipes.training.arguments import AUTO, MAX_GIB, require
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.parsing import named_flags, underscored
 
-SECONDS_BEFORE_THE_BAR = 5
-ON_PAPER = (
-    "seconds are what the data sheet allows at best, without the optimizer's update: they rank plans, they are no clock"
+PROGRESS_BAR_DELAY_S = 5
+DATA_SHEET_SECONDS = (
+    "seconds are lower bounds by the data sheet, without the optimizer's update: they rank plans, they predict no clock"
 )
-OF_THIS_CPU = "seconds are made of the rates measured here, without the optimizer's update: they rank plans"
-NOT_IN_IT = "not in any figure: fragmentation of the allocator, for which 5 % are left where no budget is named"
+CPU_SECONDS = "seconds are estimates by the rates measured here, without the optimizer's update: they rank plans"
+FRAGMENTATION_NOTE = "not in any figure: fragmentation of the allocator; the default budget leaves 5 % for it"
+CONFIGS = "accelerate_configs"
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a command was asked.
+    """A recipe with its flags, to be planned for a device.
 
     Args:
         recipe: its file.
-        flags: of the recipe, as they were typed.
-        named: what these and their preset name, with the values.
-        task: of the recipe; what the flags leave open is ``auto`` and ``budget`` in it.
-        launch: where it is to run.
-        budget_gib: of the device, for everything.
+        flags: the recipe's, as they were typed.
+        named: the flags given there or in their preset, with the values.
+        task: the recipe's; with micro-batch size ``auto`` and strategy ``budget`` unless the flags name others.
+        launch: the devices.
+        budget_gib: memory of a device, for everything on it.
     """
 
     recipe: Path
@@ -62,12 +61,12 @@ class PlanRequest:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget as the planner takes it."""
+        """The budget in bytes."""
         return int(self.budget_gib * GIB)
 
     @property
     def title(self) -> str:
-        """``vgg16, image_classification``: what the flags call the model, and the recipe."""
+        """``vgg16, image_classification``: the model and the recipe."""
         names = (self.named.get(flag) for flag in ("model", "model_name_or_path", "model_type"))
         return ", ".join(filter(None, (next(filter(None, names), None), self.recipe.stem)))
 
@@ -80,26 +79,25 @@ class PlanRequest:
 
     @property
     def remarks(self) -> list[str]:
-        """What the figures rest on, a line each."""
+        """Sentences on the sources of the figures."""
         target = self.launch.target
         return [
             f"for {self.place}" + (f" ({target.remark})" if target.remark else ""),
-            *(f"assumed: {words}" for words in self.task.assumed),
-            OF_THIS_CPU if target.device_type == "cpu" else ON_PAPER,
-            *([] if target.device_type == "cpu" else [NOT_IN_IT]),
+            *(f"assumed: {assumption}" for assumption in self.task.assumed),
+            *([CPU_SECONDS] if target.device_type == "cpu" else [DATA_SHEET_SECONDS, FRAGMENTATION_NOTE]),
         ]
 
-    def refused(self, choice: Choice) -> InputError:
-        """What to say where nothing fits."""
+    def no_fit(self, choice: Choice) -> InputError:
+        """The error where no candidate fits."""
         model = fake_model(self.task.planned_model)
         return budget_too_small(choice.smallest, model, self.task.optim, takes_adapters=self.task.takes_adapters)
 
 
 def read_request(arguments: argparse.Namespace) -> PlanRequest:
-    """What was asked, with ``--micro_batch_size auto`` and ``--activation_checkpointing budget`` where nothing is said.
+    """The request of a command line; micro-batch size and strategy are searched unless the flags name them.
 
     Raises:
-        InputError: a value that cannot be, no such target, or flags that the recipe refuses.
+        InputError: an invalid value, an unknown target, or flags that the recipe refuses.
     """
     flags = underscored(arguments.flags)
     named = named_flags(flags)
@@ -121,11 +119,11 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
 
 
 def with_progress(request: PlanRequest, work: Callable[[Callable[[BatchLayout], None]], Choice]) -> Choice:
-    """``work`` with a progress bar; it tells a function which geometry is next."""
+    """Runs ``work`` with a progress bar; ``work`` is given a function to call with each batch layout."""
     task = request.task
     sizes = open_layouts(task.run, task.optim, request.launch.num_processes)
     total = len(sizes) * len(task.losses)
-    with tqdm(desc="planning", total=total, unit="size", delay=SECONDS_BEFORE_THE_BAR, leave=False) as bar:
+    with tqdm(desc="planning", total=total, unit="size", delay=PROGRESS_BAR_DELAY_S, leave=False) as bar:
 
         def on_size(layout: BatchLayout) -> None:
             bar.set_postfix_str(f"micro-batch {layout.micro_batch_size}", refresh=False)
@@ -135,7 +133,7 @@ def with_progress(request: PlanRequest, work: Callable[[Callable[[BatchLayout], 
 
 
 def _open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
-    """What to add to the recipe's flags, so that all that they leave open is searched."""
+    """The flags to add to the recipe's so that the planner searches everything that these do not name."""
     added = []
     strategy = named.get("activation_checkpointing", "full" if "gradient_checkpointing" in named else None)
     if strategy is None:
@@ -143,7 +141,7 @@ def _open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
     if "micro_batch_size" not in named:
         added += ["--micro_batch_size", AUTO]
     is_searched = strategy in (None, *BUDGET_WORDS) or named.get("micro_batch_size", AUTO) == AUTO
-    # A run that searches nothing takes no budget; here one is only held against what it needs.
+    # A run without a search refuses a budget; the request still compares the run's need with it.
     return [*added, "--memory_budget_gib", repr(gib)] if is_searched and gib is not None else added
 
 
@@ -155,16 +153,13 @@ def _check(arguments: argparse.Namespace, target: Target) -> None:
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
 
 
-CONFIGS = "accelerate_configs"
-
-
 def launch_line(request: PlanRequest, chosen: Candidate, plan_file: Path | None = None) -> str:
-    """``accelerate launch ...`` with the flags as they were typed and those that were decided.
+    """``accelerate launch ...`` with the flags as they were typed and those that were chosen, quoted for a shell.
 
     Args:
-        plan_file: that holds the chosen plan, for a run that shall not look for it again.
+        plan_file: with the chosen plan, for a run without a search.
     """
-    decided = _decided(request, chosen)
+    decided = _chosen_flags(request, chosen)
     if plan_file is not None:
         decided["activation_checkpointing"] = str(plan_file)
         decided.pop("memory_budget_gib", None)
@@ -181,7 +176,7 @@ def launch_line(request: PlanRequest, chosen: Candidate, plan_file: Path | None 
 
 
 def check_plan_file(request: PlanRequest) -> None:
-    """Whether a run with these flags takes a plan from a file.
+    """Refuse ``--plan`` for a run that would not read a plan from a file.
 
     Raises:
         InputError: its preset has a budget, which goes with ``budget`` alone.
@@ -191,7 +186,7 @@ def check_plan_file(request: PlanRequest) -> None:
 
 
 def _quoted(word: str) -> str:
-    """``word`` for a shell, and without what commands a terminal: those letters in the form ``$'\\x1b'``."""
+    """``word`` quoted for a shell; characters that are not printable in the form ``$'\\x1b'``."""
     if word.isprintable():
         return shlex.quote(word)
     letters = (letter if letter.isprintable() and letter not in "\\'" else _as_bytes(letter) for letter in word)
@@ -203,21 +198,21 @@ def _as_bytes(letter: str) -> str:
 
 
 def _config_file(request: PlanRequest) -> Path:
-    """Beside the folder of the recipe, or, for a recipe from elsewhere, in the folder where one launches."""
+    """Next to the folder of the recipe or, for a recipe from elsewhere, in the current folder."""
     several = request.launch.num_processes > 1
     if request.launch.target.device_type == "cpu":
         name = "cpu_ddp.yaml" if several else "cpu.yaml"
     else:
         name = "multi_gpu.yaml" if several else "single_gpu.yaml"
-    static = request.recipe.parent.parent / CONFIGS
-    return (static if static.is_dir() else Path(CONFIGS)) / name
+    configs = request.recipe.parent.parent / CONFIGS
+    return (configs if configs.is_dir() else Path(CONFIGS)) / name
 
 
-def _decided(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
-    """The flags that were left open, by name.
+def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
+    """The values of the flags that were searched, by name.
 
-    ``--memory_budget_gib`` stays with ``budget`` and ``auto`` alone. One that a preset names cannot be taken back, so
-    what it belongs to stays open for the run, which comes to the same choice.
+    ``--memory_budget_gib`` goes with ``budget`` and ``auto`` alone. A budget in a preset cannot be removed, so the flag
+    that it goes with is left to the run, which comes to the same choice.
     """
     run, strategy = request.task.run, str(request.task.run.activation_checkpointing)
     by_preset = "memory_budget_gib" in request.named
@@ -236,7 +231,7 @@ def _decided(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
 
 
 def _without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
-    """``flags`` less those named, with their one value each."""
+    """``flags`` without those of ``names`` and their values."""
     kept: list[str] = []
     words = iter(flags)
     for word in words:
@@ -249,22 +244,22 @@ def _without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
 
 
 def check_device(request: PlanRequest) -> None:
-    """Whether the target is the device that is here.
+    """Refuse ``--measure`` for another device than this machine's.
 
     Raises:
         InputError: it is another one, or there are several.
     """
     target = request.launch.target
     if target.word != "cpu" and not (torch.cuda.is_available() and target.name == torch.cuda.get_device_name()):
-        raise InputError(f"--measure runs on the device that is here, which is no {target.name}: leave out --target")
+        raise InputError(f"--measure runs on this machine's device, which is not {target.name}: leave out --target")
     if request.launch.num_processes > 1:
         raise InputError("--measure runs on one device: leave out --num_processes")
 
 
-def measured_points(request: PlanRequest, points: Sequence[Point], *, all_points: bool) -> list[Point]:
-    """``points``, of which all, or the Pareto-optimal ones alone, were run."""
+def measured_points(request: PlanRequest, points: Sequence[FrontierPoint], *, all_points: bool) -> list[FrontierPoint]:
+    """``points`` after a run of the Pareto-optimal ones, or of all."""
     chosen = [number for number, point in enumerate(points) if all_points or point.is_optimal]
-    with tqdm(desc="measuring", total=len(chosen), unit="point", delay=SECONDS_BEFORE_THE_BAR, leave=False) as bar:
+    with tqdm(desc="measuring", total=len(chosen), unit="point", delay=PROGRESS_BAR_DELAY_S, leave=False) as bar:
         runs = run_points(request.task, request.launch, [points[number] for number in chosen], on_run=bar.update)
     found = list(points)
     for number, run in zip(chosen, runs, strict=True):
@@ -272,11 +267,8 @@ def measured_points(request: PlanRequest, points: Sequence[Point], *, all_points
     return found
 
 
-FORMAT_VERSION = 1
-
-
-def record_of(request: PlanRequest, points: Sequence[Point], **others: Any) -> dict[str, Any]:
-    """The question, its candidates and what else was found."""
+def record_of(request: PlanRequest, points: Sequence[FrontierPoint], **others: Any) -> dict[str, Any]:
+    """The request, its candidates and ``others`` as data, in bytes and seconds."""
     target, launch = request.launch.target, request.launch
     return {
         "version": FORMAT_VERSION,
@@ -292,7 +284,7 @@ def record_of(request: PlanRequest, points: Sequence[Point], **others: Any) -> d
     }
 
 
-def _of_point(point: Point) -> dict[str, Any]:
+def _of_point(point: FrontierPoint) -> dict[str, Any]:
     """A candidate; ``parts`` add up to ``needed_bytes``."""
     candidate = point.candidate
     peak = candidate.forecast.peak
@@ -318,5 +310,5 @@ def _of_point(point: Point) -> dict[str, Any]:
 
 
 def to_json(record: Mapping[str, Any]) -> str:
-    """As text, a line at the end."""
+    """The record as text."""
     return json.dumps(record, indent=1) + "\n"

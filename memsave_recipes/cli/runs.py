@@ -1,6 +1,6 @@
-"""``memsave compare``, ``dashboard`` and ``wandb-workspace``: look at the runs that the recipes left behind.
+"""``memsave compare``, ``dashboard`` and ``wandb-workspace``: views of finished runs.
 
-What a command needs is imported when it runs, so that comparing run folders starts in a tenth of a second.
+Commands import their dependencies when they run, so that comparing run folders starts in a tenth of a second.
 """
 
 import argparse
@@ -20,36 +20,40 @@ T = TypeVar("T")
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Its flags."""
+    """Declares the flags."""
     _add_folders(parser)
-    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="compare the runs of this W&B project too")
-    parser.add_argument("--baseline", metavar="RUN", help="compare with this folder or name (default: plan none)")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the table and charts")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write the charts")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write every figure as a plain number")
+    parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="W&B project whose runs are compared, too")
+    parser.add_argument("--baseline", metavar="RUN", help="folder or name of the baseline; default: plan none")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and charts")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="file for the charts")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="file for all figures as numbers")
     parser.add_argument(
-        "--markdown", nargs="?", const=STDOUT, metavar="FILE", help="write a Markdown table; without FILE print it"
+        "--markdown", nargs="?", const=STDOUT, metavar="FILE", help="file for a Markdown table; printed without FILE"
     )
     parser.set_defaults(command=_compare)
 
 
 def add_dashboard(parser: argparse.ArgumentParser) -> None:
-    """Its flags."""
+    """Declares the flags."""
     _add_folders(parser)
-    parser.add_argument("--port", type=int, help="default: the first free one from 7860")
-    parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
+    parser.add_argument("--port", type=int, help="port of the server; default: the first free one from 7860")
+    parser.add_argument("--no-browser", action="store_true", help="print the address only")
     parser.set_defaults(command=_dashboard)
 
 
 def add_workspace(parser: argparse.ArgumentParser) -> None:
-    """Its flags."""
+    """Declares the flags."""
     parser.add_argument("project", metavar="ENTITY/PROJECT")
     parser.set_defaults(command=_workspace)
 
 
 def _add_folders(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folders", nargs="*", type=Path, metavar="DIR", help="an --output_dir, a W&B offline run, or a folder of them"
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="DIR",
+        help="run folder (--output_dir), W&B offline run, or a folder of them",
     )
 
 
@@ -90,7 +94,7 @@ def _workspace(arguments: argparse.Namespace) -> None:
 
 
 def _read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
-    """Every run at or below the folders and of the W&B project, once; what cannot be read is named and left out.
+    """Every run at or below the folders and of the W&B project, once; a run that cannot be read is named and left out.
 
     Raises:
         InputError: no run is left.
@@ -125,7 +129,7 @@ def _read(path: Path) -> Run:
 
 
 def _attempt_all(read: Callable[[Path], T], paths: Sequence[Path]) -> tuple[list[T], list[str]]:
-    """What ``read`` returns for each path, and a line for each that it refuses; in threads, since wandb is slow."""
+    """The results of ``read``, and a line for each path that it refuses; in threads, since wandb is slow."""
 
     def attempt(path: Path) -> T | InputError:
         try:
@@ -143,7 +147,7 @@ def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
     """The run whose folder or name is given."""
     if named is None:
         return None
-    if not os.path.exists(named):  # unlike pathlib, without an error for what can be no path
+    if not os.path.exists(named):  # unlike pathlib, without an error for a text that cannot be a path
         namesakes = [run for run in runs if run.name == named]
         if len(namesakes) != 1:
             raise InputError(f"--baseline {named} is no folder and the name of {len(namesakes)} runs: name one run")

@@ -1,1 +1,1 @@
-"""Finished runs, read from their folders or from dashboards, side by side."""
+"""Finished runs, read from their folders or from W&B, and compared."""

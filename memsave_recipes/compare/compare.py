@@ -1,16 +1,13 @@
-"""Comparability: what runs must share before their figures say something about the method.
+"""Runs side by side: each figure with that of a baseline run, and the traits in which runs are not comparable.
 
-The method is the memory plan and the geometry: those may differ, the loss curve is the same. Everything here changes
-the loss, the memory or the speed by itself. What a run did not record counts as equal: unknown is no difference.
+``compare`` returns plain values, which ``render`` lays out; a figure that a run did not record is ``None``.
 
-Comparison: runs side by side, each figure beside the one of its baseline.
+NOTE [ comparability ]: runs may differ in their method, which is the activation checkpointing plan and the batch
+layout; neither changes the loss curve. ``TRAITS`` change the loss, the memory or the speed by themselves. A trait that
+a run did not record counts as equal.
 
-``compare`` decides and returns plain values; ``table``, ``page`` and ``plot`` only lay them out. What a run did not
-record is ``None``.
-
-NOTE [ Pareto ]: a run is Pareto-optimal if no other run of the same work on the same hardware has both a peak as low
-and a throughput as high, one of them better. The others are never the right choice between memory and speed. A run
-without rivals is not marked.
+NOTE [ Pareto ]: a run is Pareto-optimal if no other run of the same workload on the same hardware has both a peak as
+low and a throughput as high, one of them better. A run without others to compare is not marked.
 """
 
 import math
@@ -23,7 +20,7 @@ from typing import Any, TypeVar
 from memsave_recipes.compare.runs import Run, loss_curve
 from memsave_recipes.text import GIB, printable
 
-# What must be equal: the keys of results.json or config.json that say it; several together are one trait.
+# By trait, the keys of results.json or config.json that record it.
 TRAITS: dict[str, tuple[str, ...]] = {
     "model": ("model", "model_type", "model_name_or_path", "config_overrides"),
     "data": ("dataset", "dataset_config_name", "data_dir", "train_file", "augmentation"),
@@ -37,80 +34,15 @@ TRAITS: dict[str, tuple[str, ...]] = {
     "steps": ("steps",),
     "seed": ("seed",),
 }
-# These two change the loss alone, so runs that differ in them still compete for memory and speed.
+# These two change the loss alone: the memory and speed of runs that differ in them are comparable.
 OF_THE_LOSS_ALONE = {"steps", "seed"}
-# A run's own place and how it reports: not worth a line among the differences of its configuration.
-NOT_A_CHOICE = {"output_dir", "overwrite", "report_to", "resume", "verify"}
-FOLLOWS_FROM_FLAGS = ("plan.", "geometry.")  # and stands in the table
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A trait or a flag that is not the same in all runs: each value, with the positions of the runs that have it."""
-
-    name: str
-    values: dict[str, tuple[int, ...]]
-
-
-def traits(run: Run) -> dict[str, str]:
-    """What the run recorded of ``TRAITS``, as text."""
-    known = _flat(run.config) | _flat(run.config.get("environment", {})) | _flat(run.results)
-    known |= {"torch": known.get("versions.torch"), "memory_source": known.get("memory.source")}
-    found = {trait: [known[key] for key in keys if known.get(key) is not None] for trait, keys in TRAITS.items()}
-    return {trait: ", ".join(dict.fromkeys(map(str, values))) for trait, values in found.items() if values}
-
-
-def workload_key(run: Run) -> tuple[tuple[str, str], ...]:
-    """Equal for runs that do the same work on as much hardware: among them, memory and speed decide."""
-    shared = {trait: value for trait, value in traits(run).items() if trait not in OF_THE_LOSS_ALONE}
-    return (*sorted(shared.items()), ("ranks", str(run.figure("num_processes"))))
-
-
-def differing_traits(run: Run, other: Run) -> tuple[str, ...]:
-    """The traits that both runs recorded and that are not the same."""
-    mine, its = traits(run), traits(other)
-    return tuple(trait for trait in TRAITS if trait in mine and trait in its and mine[trait] != its[trait])
-
-
-def trait_differences(runs: Sequence[Run]) -> tuple[Difference, ...]:
-    """The traits in which ``runs`` are not all the same."""
-    return _differences(TRAITS, [traits(run) for run in runs])
-
-
-def config_differences(runs: Sequence[Run]) -> tuple[Difference, ...]:
-    """The flags, versions and hardware in which ``runs`` are not all the same, by their keys in ``config.json``."""
-    configs = [{key: _text(value) for key, value in _flat(run.config).items()} for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(FOLLOWS_FROM_FLAGS))
-    return _differences((key for key in keys if key not in NOT_A_CHOICE), configs)
-
-
-def _differences(names: Iterable[str], records: Sequence[dict[str, str]]) -> tuple[Difference, ...]:
-    found = []
-    for name in names:
-        values: dict[str, tuple[int, ...]] = {}
-        for position, record in enumerate(records):
-            if name in record:
-                values[record[name]] = (*values.get(record[name], ()), position)
-        if len(values) > 1:
-            found.append(Difference(name=name, values=values))
-    return tuple(found)
-
-
-def _text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _flat(nested: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dictionaries, keyed ``outer.inner``."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items() if isinstance(nested, dict) else ():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
+# Flags without an influence on training, which no list of differences names.
+INCIDENTAL_FLAGS = {"output_dir", "overwrite", "report_to", "resume", "verify"}
+DERIVED_FROM_FLAGS = ("plan.", "geometry.")  # and shown in the table
+# Metrics of an evaluation; a terminal shows the first of them that was recorded.
+METRICS = ("accuracy", "f1", "bits_per_byte", "loss")
 
 T = TypeVar("T")
-# What an evaluation is about, the most telling first; bits per byte do not depend on the tokenizer.
-METRICS = ("accuracy", "f1", "bits_per_byte", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +57,7 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """``value`` divided by ``baseline``; ``None`` where that is beyond what a float holds."""
+        """``value`` divided by ``baseline``; ``None`` where that is beyond the range of a float."""
         ratio = self.value / self.baseline if self.value is not None and self.baseline else None
         return ratio if ratio is not None and math.isfinite(ratio) else None
 
@@ -139,10 +71,9 @@ class Figure:
 class ComparisonRow:
     """One run: memory in bytes, time in seconds.
 
-    ``name`` is the run's, with as much of its path as tells it from others of that name. ``metric`` is the most telling
-    one of ``evaluation``. ``differs`` has the traits in which run and baseline are not the same, so that the ratios say
-    little. ``loss_difference`` is the largest one at any step to the baseline's curve; ``None`` where the steps are not
-    the same ones.
+    ``name`` is the run's, with as much of its path as makes it unique. ``metric`` is the first of ``METRICS`` in
+    ``evaluation``. ``differs`` has the traits in which run and baseline differ. ``loss_difference`` is the largest
+    difference at any step to the baseline's loss curve; ``None`` unless both logged the same steps.
     """
 
     run: Run
@@ -165,7 +96,7 @@ class ComparisonRow:
     loss_difference: float | None
 
     @property
-    def place(self) -> tuple[float, float] | None:
+    def position(self) -> tuple[float, float] | None:
         """Peak memory and throughput, where both are known."""
         memory, speed = self.peak_memory.value, self.samples_per_s.value
         return None if memory is None or speed is None else (memory, speed)
@@ -173,27 +104,35 @@ class ComparisonRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonTable:
-    """The rows: those of a model together, each baseline before what is compared with it."""
+    """The rows, by model; each baseline is before the runs that are compared with it."""
 
     rows: tuple[ComparisonRow, ...]
 
     @property
     def sections(self) -> tuple[tuple[ComparisonRow, ...], ...]:
-        """The rows of each model. Runs of different models are not compared with one another."""
+        """The rows of each model; runs of different models are not compared."""
         models = _distinct(row.model for row in self.rows)
         return tuple(tuple(row for row in self.rows if row.model == model) for model in models)
 
     @property
     def memory_sources(self) -> tuple[str, ...]:
-        """How the peaks were measured; two of them are compared only where that was done in the same way."""
+        """The ways in which the peaks were measured; peaks are compared only if they were measured in the same way."""
         return tuple(_distinct(source for row in self.rows if (source := _memory_source(row.run))))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunDifference:
+    """A trait or a flag in which runs differ: each value, with the positions of the runs that have it."""
+
+    name: str
+    values: dict[str, tuple[int, ...]]
+
+
 def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable:
-    """Sets each run beside its baseline.
+    """Compares each run with its baseline.
 
     That is ``baseline`` for the runs of its model. For others it is the first run of the same model and global batch
-    whose plan is ``none``, else the first of them.
+    size with the plan ``none``, else the first of them.
     """
     if baseline is not None and baseline.path not in [run.path for run in runs]:
         runs = [baseline, *runs]
@@ -207,9 +146,65 @@ def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable
     )
 
 
-def differences_within(rows: Sequence[ComparisonRow]) -> tuple[Difference, ...]:
-    """In what the runs of a section are not comparable, with the positions of the rows."""
+def differences_within(rows: Sequence[ComparisonRow]) -> tuple[RunDifference, ...]:
+    """The traits in which the runs of a section differ, with the positions of the rows."""
     return trait_differences([row.run for row in rows])
+
+
+def traits(run: Run) -> dict[str, str]:
+    """The ``TRAITS`` that the run recorded, as text."""
+    known = _flat(run.config) | _flat(run.config.get("environment", {})) | _flat(run.results)
+    known |= {"torch": known.get("versions.torch"), "memory_source": known.get("memory.source")}
+    found = {trait: [known[key] for key in keys if known.get(key) is not None] for trait, keys in TRAITS.items()}
+    return {trait: ", ".join(dict.fromkeys(map(str, values))) for trait, values in found.items() if values}
+
+
+def workload_key(run: Run) -> tuple[tuple[str, str], ...]:
+    """Equal for runs of the same workload on as much hardware, whose memory and speed are comparable."""
+    shared = {trait: value for trait, value in traits(run).items() if trait not in OF_THE_LOSS_ALONE}
+    return (*sorted(shared.items()), ("ranks", str(run.figure("num_processes"))))
+
+
+def differing_traits(run: Run, other: Run) -> tuple[str, ...]:
+    """The traits that both runs recorded with different values."""
+    one, two = traits(run), traits(other)
+    return tuple(trait for trait in TRAITS if trait in one and trait in two and one[trait] != two[trait])
+
+
+def trait_differences(runs: Sequence[Run]) -> tuple[RunDifference, ...]:
+    """The traits in which ``runs`` differ."""
+    return _differences(TRAITS, [traits(run) for run in runs])
+
+
+def config_differences(runs: Sequence[Run]) -> tuple[RunDifference, ...]:
+    """The flags, versions and hardware in which ``runs`` differ, by their keys in ``config.json``."""
+    configs = [{key: _text(value) for key, value in _flat(run.config).items()} for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(DERIVED_FROM_FLAGS))
+    return _differences((key for key in keys if key not in INCIDENTAL_FLAGS), configs)
+
+
+def _differences(names: Iterable[str], records: Sequence[dict[str, str]]) -> tuple[RunDifference, ...]:
+    found = []
+    for name in names:
+        values: dict[str, tuple[int, ...]] = {}
+        for position, record in enumerate(records):
+            if name in record:
+                values[record[name]] = (*values.get(record[name], ()), position)
+        if len(values) > 1:
+            found.append(RunDifference(name=name, values=values))
+    return tuple(found)
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _flat(nested: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries, keyed ``outer.inner``."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items() if isinstance(nested, dict) else ():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _distinct(values: Iterable[T]) -> list[T]:
@@ -251,14 +246,14 @@ def _memory_source(run: Run) -> str | None:
 
 def _pareto_optimal(runs: Sequence[Run]) -> set[Path]:
     """NOTE [ Pareto ]."""
-    rivals = defaultdict(list)
+    workloads = defaultdict(list)
     for run in runs:
         memory, speed = run.figure("memory", "peak_allocated_gib"), run.figure("perf", "samples_per_sec")
         if memory is not None and speed is not None:
-            rivals[workload_key(run)].append((memory, speed, run.path))
+            workloads[workload_key(run)].append((memory, speed, run.path))
     return {
         path
-        for group in rivals.values()
+        for group in workloads.values()
         for memory, speed, path in group
         if len(group) > 1 and not any(_is_better(other, (memory, speed)) for *other, _ in group)
     }
@@ -287,7 +282,7 @@ def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonR
         name=name,
         model=run.text("model"),
         plan=run.text("plan"),
-        layout=_geometry(run),
+        layout=_layout(run),
         is_baseline=is_baseline,
         is_pareto_optimal=is_optimal,
         differs=differing_traits(run, baseline),
@@ -304,7 +299,7 @@ def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonR
     )
 
 
-def _geometry(run: Run) -> str | None:
+def _layout(run: Run) -> str | None:
     """``8 x 2 ranks x 4``: micro-batch, ranks, accumulation steps."""
     micro, ranks, accumulation = (
         run.figure(name) for name in ("micro_batch_size", "num_processes", "accumulation_steps")

@@ -1,12 +1,8 @@
-"""W&B runs: what the recipes logged to W&B, read back as if from a run's folder.
+"""Dashboards: runs read from W&B, a local trackio dashboard, and a saved view on W&B. Nothing here changes a run.
 
-Numbers of the results are the flat ``result/*`` keys of a run's summary; what is text there is text in its
-configuration. An offline run (``*.wandb``) is read by ``wandb leet inspect``, half a second each; an online project by
-``wandb.Api``.
-
-Dashboards: runs in trackio's local one, which asks no other machine for anything, and a saved view of them on W&B.
-
-Both are for looking: nothing here changes a run.
+A W&B run has its numeric results in the flat ``result/*`` keys of its summary, and the texts in its configuration. An
+offline run (``*.wandb``) is read by ``wandb leet inspect``, in half a second; an online project by ``wandb.Api``. The
+trackio dashboard contacts no other machine.
 """
 
 import contextlib
@@ -29,7 +25,7 @@ from typing import Any
 from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable
 from memsave_recipes.compare.runs import History, Run, history_row, step_of
 from memsave_recipes.errors import InputError
-from memsave_recipes.text import first_line, plain, printable, read_json
+from memsave_recipes.text import first_line, printable, read_json, sanitized
 
 PREFIX = "result/"
 REACHABLE_TIMEOUT_S = 5
@@ -59,7 +55,7 @@ def read_offline_run(log: Path) -> Run:
 
 
 def read_online_runs(project: str) -> tuple[list[Run], list[str]]:
-    """The finished runs of ``entity/project``, oldest first, and a line for each run that is none.
+    """The finished runs of ``entity/project``, oldest first, and a line for each other run.
 
     Raises:
         InputError: W&B has no such project, cannot be reached or does not let the user in.
@@ -80,9 +76,9 @@ def read_online_runs(project: str) -> tuple[list[Run], list[str]]:
 
 
 def log_in(asked_by: str) -> None:
-    """Makes sure that W&B lets the user in, without a prompt and, wherever that ends, in about ten seconds.
+    """Logs in at W&B without a prompt, or fails within about ten seconds.
 
-    The server is tried first: a client that cannot reach it has been seen to need a minute to give up and exit (0.31).
+    The server is tried first: a client that cannot reach it needed a minute to give up and exit (0.31).
 
     Raises:
         InputError: there is no key, the server refuses it, or does not answer.
@@ -119,13 +115,13 @@ def _online_run(run: Any) -> Run:
 
 @contextmanager
 def _as_recipes_log(path: Path) -> Iterator[None]:
-    """Inside, a run is taken apart that anything may have logged."""
+    """Inside, a run is parsed that any program may have logged."""
     try:
         yield
     except InputError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise InputError(f"{path} holds what no recipe logs ({first_line(error)}): leave it out") from error
+        raise InputError(f"{path} is not from a recipe ({first_line(error)}): leave it out") from error
 
 
 def _inspect(log: Path) -> list[str]:
@@ -140,14 +136,14 @@ def _inspect(log: Path) -> list[str]:
 
 
 def _updated(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """What the records of a kind amount to, each one updating those before."""
+    """The records of a kind merged, later ones over earlier ones."""
     updates = (record[kind].get("update", {}) for record in records if record["type"] == kind)
     return {key: value for update in updates for key, value in update.items()}
 
 
 def _run(*, name: str, path: Path, summary: dict[str, Any], config: dict[str, Any], rows: Any) -> Run:
     """NOTE [ foreign runs ] in ``runs``."""
-    summary, config = plain(summary), plain(config)
+    summary, config = sanitized(summary), sanitized(config)
     results = _nested({key.removeprefix(PREFIX): summary[key] for key in summary if key.startswith(PREFIX)})
     if not results:
         raise InputError(f"{path} has no {PREFIX}* in its summary, so no recipe has finished in it: leave it out")
@@ -164,10 +160,10 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, last = key.split("/")
-        place = nested
+        leaf = nested
         for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+            leaf = leaf.setdefault(parent, {})
+        leaf[last] = value
     return nested
 
 
@@ -179,7 +175,7 @@ MEMORY, SPEED = "result/memory/peak_allocated_gib", "result/perf/samples_per_sec
 
 @contextlib.contextmanager
 def imported(table: ComparisonTable) -> Iterator[Path]:
-    """A temporary store in which trackio finds the runs of ``table``, whichever trackers had logged them."""
+    """A temporary trackio store with the runs of ``table``, whichever trackers had logged them."""
     with tempfile.TemporaryDirectory(prefix="memsave-") as folder:
         _use(Path(folder))
         with contextlib.redirect_stdout(io.StringIO()):
@@ -189,7 +185,7 @@ def imported(table: ComparisonTable) -> Iterator[Path]:
 
 
 def serve(store: Path | None = None, *, port: int | None = None, open_browser: bool = True) -> None:
-    """Shows the projects of a trackio store (its usual one without ``store``) on loopback, until Ctrl-C.
+    """Serves the projects of a trackio store (default: trackio's own) on loopback, until Ctrl-C.
 
     Raises:
         InputError: the store holds no run, or the port is taken.
@@ -203,7 +199,7 @@ def serve(store: Path | None = None, *, port: int | None = None, open_browser: b
         raise InputError(f"trackio has no run in {TRACKIO_DIR}: train with --report_to trackio, or name run folders")
     only = projects[0] if len(projects) == 1 else None
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # what it prints offers the right to delete runs
+        with contextlib.redirect_stdout(io.StringIO()):  # it would print a link with the right to delete runs
             server, url, *_ = trackio.show(
                 project=only, open_browser=False, block_thread=False, host=LOOPBACK, share=False, server_port=port
             )
@@ -218,10 +214,10 @@ def serve(store: Path | None = None, *, port: int | None = None, open_browser: b
 def save_workspace(project: str) -> str:
     """Saves the comparison view in ``entity/project`` on W&B; returns its address.
 
-    Memory bars, memory against throughput, what differs between the runs, and losses, memory and speed over time.
+    It has memory bars, memory against throughput, the differences between runs, and losses, memory and speed over time.
 
     Raises:
-        InputError: ``project`` is not of that form, the package is missing, or W&B does not let the user in.
+        InputError: ``project`` is not of that form, the package is missing, or the login fails.
     """
     entity, _, name = project.partition("/")
     if not entity or not name or "/" in name:
@@ -241,12 +237,12 @@ def save_workspace(project: str) -> str:
     save: Callable[[], Any] = view.save
     try:
         return str(save().url)
-    except Exception as error:  # whatever the server answers, the user can only try again or ask for access
+    except Exception as error:  # whatever it is, the user can only try again or ask for access
         raise InputError(f"{project} does not take the view: {first_line(error)}") from error
 
 
 def _use(store: Path | None) -> None:
-    """Trackio reads its folder when it is imported; the Hub and other servers are none of a local dashboard's."""
+    """Sets the store, which trackio reads when it is imported, and keeps it from contacting the Hub and servers."""
     if store is not None:
         os.environ["TRACKIO_DIR"] = str(store)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -255,7 +251,7 @@ def _use(store: Path | None) -> None:
 
 
 def _import(row: ComparisonRow) -> None:
-    """The history of a run, with its results in the configuration, where trackio's comparer shows them."""
+    """Logs the history of a run; its results join the configuration, as trackio's comparer shows that."""
     import trackio
 
     known = {key: value for key, value in row.run.config.items() if not key.startswith("_")}  # those are trackio's own

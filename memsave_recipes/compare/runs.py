@@ -1,12 +1,12 @@
-"""Runs: what a finished run left in its folder, as plain data.
+"""Finished runs, read from their folders as plain data.
 
-``results.json`` holds the final figures, ``config.json`` the flags and the environment, ``metrics.jsonl`` one row a
-logging step. Any figure may be absent.
+``results.json`` holds the final figures, ``config.json`` the flags and the environment, ``metrics.jsonl`` one row for
+each logging step. Any figure may be absent.
 
-NOTE [ foreign runs ]: a folder may come from anyone, so what is read from it is made harmless here, once for the
-terminal and for every format: (1) names and texts are ``printable``; (2) figures and points of curves that lie beyond
-``LARGEST`` are not finite, so no ratio and no axis leaves the range of a float; (3) what cannot be read so is an
-``InputError`` that names the folder, and the other runs are shown.
+NOTE [ foreign runs ]: a folder may come from anyone, so its content is sanitized here, once for the terminal and for
+every format: (1) names and texts are ``printable``; (2) figures and points of curves beyond ``LARGEST`` are not finite,
+so no ratio and no axis leaves the range of a float; (3) a file that cannot be read so is an ``InputError`` that names
+the folder, and the other runs are shown.
 """
 
 import math
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.text import MIB, plain, printable, read_json
+from memsave_recipes.text import MIB, printable, read_json, sanitized
 
 OF_A_RUN = ("results.json", "config.json", "metrics.jsonl")
-FIGURES = ("model", "memory", "perf", "eval")  # a results.json without any of them is another program's
+FIGURES = ("model", "memory", "perf", "eval")  # a results.json without any of them is from another program
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 TRAIN_LOSS, EVAL_LOSS, SAMPLES_SEEN = "train/loss", "eval/loss", "progress/samples_seen"
 LARGEST = 1e100
@@ -31,23 +31,23 @@ MAX_LETTERS = 16 * MIB  # of a file of one object, or a row of the history; they
 
 
 class History:
-    """What a run has logged, in the order of writing.
+    """The logged rows of a run, in the order of writing.
 
-    The curves that are compared and drawn are kept as plain numbers. ``rows`` are not: they are gone through once here,
-    and once more by who wants them whole.
+    The curves that are compared and drawn are held as plain numbers. ``rows`` are not held: they are iterated once
+    here, and again by code that needs whole rows.
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self.rows = rows
         self._curves = {key: (array("q"), array("d")) for key in (TRAIN_LOSS, EVAL_LOSS, SAMPLES_SEEN)}
         for row in rows:
-            self._note(row)
+            self._add(row)
 
     def curve(self, key: str) -> dict[int, float]:
         """A figure by step; a step that was logged twice has its last value."""
         return dict(zip(*self._curves[key], strict=True))
 
-    def _note(self, row: dict[str, Any]) -> None:
+    def _add(self, row: dict[str, Any]) -> None:
         step = step_of(row)
         if step is None:
             return
@@ -60,9 +60,9 @@ class History:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run. ``name`` is its folder's.
+    """A finished run. ``name`` is that of its folder.
 
-    ``path`` tells it from every other run: its folder, or ``entity/project/id`` of one that W&B keeps.
+    ``path`` is unique: its folder, or ``entity/project/id`` of a run on W&B.
     """
 
     name: str
@@ -91,7 +91,7 @@ def read_run(folder: Path | str) -> Run:
     """Reads a run folder. NOTE [ foreign runs ].
 
     Raises:
-        InputError: a file is missing, so the run is not finished or none of ours, or a file cannot be read.
+        InputError: a file is missing, cannot be read, or is from another program.
     """
     folder = Path(folder).resolve()
     missing = [name for name in OF_A_RUN if not (folder / name).is_file()]
@@ -110,9 +110,9 @@ def read_run(folder: Path | str) -> Run:
 
 
 def find_runs(path: Path | str) -> list[Path]:
-    """What runs have left at or below ``path``, finished or not, sorted: their folders, and W&B logs (``*.wandb``).
+    """The runs at or below ``path``, finished or not, sorted: their folders, and W&B logs (``*.wandb``).
 
-    The log that a run keeps in its own folder tells of the same run again, so it is left out.
+    A W&B log inside a run's folder is that run again, so it is left out.
 
     Raises:
         InputError: there is no such path, or no run in it.
@@ -120,7 +120,7 @@ def find_runs(path: Path | str) -> list[Path]:
     path = Path(path)
     if os.path.isfile(path) and path.suffix == ".wandb":
         return [path]
-    if not os.path.isdir(path):  # unlike pathlib, without an error for what can be no path
+    if not os.path.isdir(path):  # unlike pathlib, without an error for a text that cannot be a path
         raise InputError(f"{path} is not a folder: name one that holds runs")
     found = []
     for folder, subfolders, files in os.walk(path):
@@ -139,13 +139,13 @@ def loss_curve(run: Run) -> dict[int, float]:
 
 
 def step_of(row: dict[str, Any]) -> int | None:
-    """The step of a logged row; ``None`` where it is no number of a step."""
+    """The step of a logged row; ``None`` where it is not a valid step number."""
     step = row.get("step")
     return step if _is_number(step) and isinstance(step, int) and abs(step) <= LAST_STEP else None
 
 
 def history_row(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of ``row``, those that JSON has no word for among them."""
+    """The numbers of ``row``, NaN and infinities included."""
     numbers = ((printable(key), _number(value)) for key, value in row.items())
     return {key: number for key, number in numbers if number is not None}
 
@@ -171,7 +171,7 @@ def _at(nested: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """``value`` where it is a number; one beyond ``LARGEST`` is infinite."""
+    """``value`` if it is a number; beyond ``LARGEST`` it is infinite."""
     if isinstance(value, str):
         return float(value) if value in NOT_FINITE else None
     if not _is_number(value):
@@ -203,10 +203,10 @@ def _read_object(name: str, folder: Path) -> dict[str, Any]:
         text = file.read(MAX_LETTERS)
     content = _parse(text, name, folder)
     try:
-        harmless: dict[str, Any] = plain(content)
+        printable_content: dict[str, Any] = sanitized(content)
     except ValueError as error:
         raise _damaged(name, folder, error) from error
-    return harmless
+    return printable_content
 
 
 def _parse(text: str, name: str, folder: Path) -> dict[str, Any]:

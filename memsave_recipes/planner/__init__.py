@@ -1,4 +1,4 @@
-"""CHOOSE: the fastest plan that fits the memory."""
+"""The planner: the fastest micro-batch size and activation checkpointing plan that fit a memory budget."""
 
 from memsave_recipes.planner.budget import Forecast, StaticMemory
 from memsave_recipes.planner.make_plan import make_plan, plan_workload

@@ -1,11 +1,10 @@
-"""What lives on the device beside a forward and backward: optimizer state, DDP's buckets, what torch cannot count.
+"""The fastest plan for a memory budget, with the memory that a run needs besides its forward and backward.
 
-The fastest plan for a memory budget, from measured costs.
-
-Keeping, selecting operators, offloading (where there is a host to offload to) and compiling (where a layer repeats and
-a compiler is there) are measured on this device with this batch; recomputing follows from keeping. The solver of
-``plans/solver.py`` then takes the least added time that fits, once for every ratio of compiled memory, since a plan has
-one, and once with offloading, which sets memory aside.
+``StaticMemory`` is that of the optimizer and of DDP, ``overheads_of_*`` that of the device. Keeping activations,
+selecting operators, offloading (to the host of an accelerator) and compiling (where a layer repeats and there is a
+compiler) are measured; the costs of recomputing follow from those of keeping. ``forecast`` then asks the solver of
+``plans/solver.py`` for the plan that adds least time and fits: once for every ratio of compiled memory, as a plan has
+one ratio, and once with offloading, which sets memory aside.
 """
 
 import os
@@ -31,28 +30,32 @@ from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import state_bytes
 
 WORKSPACES = "workspaces"
-"""Of the overheads the one that torch counts as allocated."""
+"""The one of the overheads that torch counts as allocated."""
 
 MULTIPLYING_THREADS = 2
-"""The forward's and that of autograd's backward: each has a cuBLAS handle, and torch a workspace for each handle and
-stream (its notes on CUDA). An assumption: it has not been measured on a device yet."""
+"""The thread of the forward and that of autograd's backward: each has a cuBLAS handle, and torch has a workspace for
+each handle and stream (its notes on CUDA). An assumption: not measured on a device yet."""
 
 FRAGMENTATION = 0.05
-"""Of a device's memory, what is left to its allocator: predictions are of allocated bytes, while a device is full of
-reserved ones, which lie in blocks that no request fits. An assumption, of the order that full devices show."""
+"""The share of a device's memory that is left to its allocator: predictions are of allocated bytes, while a device is
+full of reserved ones, some of them in blocks that no request fits. An assumption, of the order of full devices."""
+
+COMPILED_RATIOS = (0.3, 0.5, 0.7)
+RESERVE = 0.01  # of the activations that the baseline saves for backward: memory that the costs may have missed
+MIN_GAIN = 0.01  # of the baseline's step: time that compiling must save before its rounding is accepted
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticMemory:
-    """What lives on the device beside the parameters, the buffers, the batch and what a forward and backward make.
+    """Device memory besides parameters, buffers, batch, and the tensors of a forward and backward.
 
     Args:
-        state_bytes: what the optimizer keeps.
-        buckets_bytes: those of DDP.
-        gradients_resident: whether an earlier micro-batch's gradients are there already.
-        gradients_stay: whether the gradient of a parameter outlives the backward of its block. One that goes into a
-            bucket of DDP or is used up at once does not.
-        optimizer_bytes: what the optimizer's update needs for itself.
+        state_bytes: the optimizer's state.
+        buckets_bytes: DDP's gradient buckets.
+        gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
+        gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
+            bucket of DDP, or used by an optimizer in the backward, does not.
+        optimizer_bytes: temporaries of the optimizer's update.
     """
 
     state_bytes: int = 0
@@ -62,7 +65,7 @@ class StaticMemory:
     optimizer_bytes: int = 0
 
     def added_to(self, chain: Chain) -> Chain:
-        """``chain`` with all this in it."""
+        """``chain`` with this memory in it."""
         blocks = chain.blocks if self.gradients_stay else [replace(block, gradient_bytes=0) for block in chain.blocks]
         return replace(
             chain,
@@ -74,9 +77,9 @@ class StaticMemory:
 
 
 def static_memory_of(optim: OptimizerArguments, model: nn.Module, layout: BatchLayout) -> StaticMemory:
-    """What a run holds besides its forward and backward.
+    """The static memory of a run.
 
-    Under DDP the gradients live in its buckets from the start; under accumulation the micro-batches' own do as well.
+    Under DDP the gradients live in its buckets from the start; under accumulation those of the micro-batches do, too.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = state_bytes(optim.optimizer, trained, momentum=optim.momentum)
@@ -91,14 +94,14 @@ def static_memory_of(optim: OptimizerArguments, model: nn.Module, layout: BatchL
 
 
 def usable_bytes(memory_bytes: int, device_type: str) -> int:
-    """Of a device's whole memory, what a run without a budget may take; ``FRAGMENTATION`` is left."""
+    """The default budget: the device's memory without the ``FRAGMENTATION`` of an accelerator."""
     return memory_bytes if device_type == "cpu" else int((1 - FRAGMENTATION) * memory_bytes)
 
 
 def usable_host_bytes(device: torch.device) -> int | None:
-    """Of this machine's memory, what is available to each of its ranks; ``None`` on a CPU, where nothing is offloaded.
+    """Available memory of this machine for each of its ranks; ``None`` on a CPU, where nothing is offloaded.
 
-    Known limit: a container's own limit is not in it.
+    Known limit: it ignores the memory limit of a container.
     """
     if device.type == "cpu":
         return None
@@ -106,14 +109,14 @@ def usable_host_bytes(device: torch.device) -> int | None:
 
 
 def overheads_of_target(target: Target) -> dict[str, int]:
-    """Bytes that a device of this kind takes besides the tensors, by what they are for."""
+    """Bytes of a device besides the tensors, by purpose."""
     workspaces_bytes = MULTIPLYING_THREADS * target.cublas_workspace_bytes
     lines = {"CUDA context": target.context_bytes, WORKSPACES: workspaces_bytes}
     return {name: num_bytes for name, num_bytes in lines.items() if num_bytes}
 
 
 def overheads_of_device(device: torch.device) -> dict[str, int]:
-    """What an accelerator that is here holds besides what torch holds of it; nothing on a CPU."""
+    """Memory of this accelerator that is in use outside torch; nothing on a CPU."""
     if device.type == "cpu":
         return {}
     free, total = torch.get_device_module(device).mem_get_info(device)
@@ -121,84 +124,79 @@ def overheads_of_device(device: torch.device) -> dict[str, int]:
 
 
 def workspaces_of_device(device: torch.device, known_bytes: int) -> dict[str, int]:
-    """What torch holds on an accelerator besides ``known_bytes`` of tensors once steps have run; nothing on a CPU."""
+    """Memory that torch has allocated besides ``known_bytes`` of tensors after steps have run; nothing on a CPU."""
     if device.type == "cpu":
         return {}
     return {WORKSPACES: max(0, torch.accelerator.memory_allocated(device) - known_bytes)}
 
 
-COMPILED_RATIOS = (0.3, 0.5, 0.7)
-RESERVE = 0.01  # of what plain holds for its backward: for what a chain does not know of
-WORTH_ROUNDING = 0.01  # of plain's step: what compiling has to save before it is preferred to plain's very bits
-
-
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A plan, and what it is expected to take."""
+    """A plan with its predicted memory and time."""
 
     plan: Plan
     chain: Chain
 
     @property
     def peak(self) -> TimelinePoint:
-        """The moment of a step at which most lives."""
+        """The point of a step at which most memory is in use."""
         return simulate(self.chain, self.plan).peak
 
     @property
     def host_bytes(self) -> int:
-        """What it pins of the host's memory at most."""
+        """Pinned memory of the host, at most."""
         return host_bytes(self.chain, self.plan)
 
     @property
     def reserve_bytes(self) -> int:
-        """Kept free for what a chain does not know of: 1 % of what plain holds for its backward."""
+        """Memory kept free: 1 % of the activations that the baseline saves for backward."""
         return reserve_bytes(self.chain)
 
     @property
-    def plain_peak_bytes(self) -> int:
-        """The peak of keeping everything."""
+    def baseline_peak_bytes(self) -> int:
+        """The peak without checkpointing."""
         return simulate(self.chain, keep_all(self.chain)).peak_bytes
 
     @property
-    def plain_s(self) -> float:
-        """Seconds of one plain forward and backward."""
+    def baseline_s(self) -> float:
+        """Seconds of one forward and backward without checkpointing."""
         return sum(block.forward_s + block.backward_s for block in self.chain.blocks)
 
     @property
     def added_s(self) -> float:
-        """Seconds that the plan adds to that; below 0 where it is faster than plain."""
+        """Seconds that the plan adds to ``baseline_s``; below 0 where it is faster."""
         return simulate(self.chain, self.plan).added_s
 
     @property
     def micro_batch_s(self) -> float:
         """Seconds of one forward and backward under the plan."""
-        return self.plain_s + self.added_s
+        return self.baseline_s + self.added_s
 
 
 def keep_all(chain: Chain) -> Plan:
-    """The plain plan of a chain."""
+    """The baseline, no checkpointing, as a plan for the blocks of ``chain``."""
     return plan_for("none", [chain.decided_names])
 
 
 def plans_to_measure(strategy: str, workload: Workload, *, device_type: str, compiles: bool = True) -> list[Plan]:
-    """The plans that have to be measured for a strategy; the first keeps everything.
+    """The plans to measure for a strategy; the first is the baseline.
 
     Args:
         device_type: of the step; a CPU has no host to offload to.
         compiles: whether there is a device to compile for.
     """
-    words = ["none"]
+    strategies = ["none"]
     if strategy in BUDGET_WORDS:
-        words += ["selective"] if device_type == "cpu" else ["selective", "offload"]
+        strategies += ["selective"] if device_type == "cpu" else ["selective", "offload"]
         if compiles and strategy == "budget" and _can_compile(workload.model):
-            words += [f"compiled:{ratio}" for ratio in COMPILED_RATIOS]
+            strategies += [f"compiled:{ratio}" for ratio in COMPILED_RATIOS]
     elif strategy.partition(":")[0] in ("selective", "offload", "compiled"):
-        words.append(strategy)
-    return [plan_for(word, workload.stacks) for word in words]
+        strategies.append(strategy)
+    return [plan_for(one, workload.stacks) for one in strategies]
 
 
 def _can_compile(model: nn.Module) -> bool:
-    """Whether its layers repeat and a compiler is there."""
+    """Whether its layers repeat and there is a compiler."""
     stacks = find_stacks(model)
     try:
         check_compiler(model)
@@ -217,47 +215,47 @@ def forecast(
 ) -> Forecast:
     """The fastest plan whose predicted peak stays below ``budget_bytes``.
 
-    Where a plan with compiled blocks is hardly faster, one that keeps plain's bits is taken.
+    A plan with compiled blocks, which round differently, is chosen only where it saves ``MIN_GAIN``.
 
     Args:
-        missed_bytes: by which a prediction was seen to be too low: kept free, where the reserve is less.
-        host_budget_bytes: of the host, for what is offloaded; ``None`` where it is not known.
+        missed_bytes: by which an earlier prediction was too low: kept free, where the reserve is less.
+        host_budget_bytes: memory of the host for offloading; ``None`` where it is not known.
 
     Raises:
-        InputError: no plan fits; the message names the smallest budget that one fits in, and what needs it.
+        InputError: no plan fits; the message names the smallest budget that works and the memory that it is for.
     """
     best: Forecast | None = None
-    refusals: dict[int, InputError] = {}  # by the smallest budget that would do
+    errors: dict[int, InputError] = {}  # by the smallest budget that works
     for chain in (static.added_to(chain) for chain in _chains(measurement)):
         reserved = _with_reserve(chain, missed_bytes)
         try:
             found = Forecast(plan=solve(reserved, budget_bytes), chain=chain)
-        except InputError as refusal:
-            refusals[smallest_feasible(reserved)] = refusal
+        except InputError as error:
+            errors[smallest_feasible(reserved)] = error
         else:
-            is_best = best is None or found.added_s < best.added_s - WORTH_ROUNDING * best.plain_s
+            is_best = best is None or found.added_s < best.added_s - MIN_GAIN * best.baseline_s
             if is_best and fits_host(found, host_budget_bytes):
                 best = found
     if best is None:
-        raise refusals[min(refusals)]
+        raise errors[min(errors)]
     return best
 
 
 def least_memory(measurement: Measurement, static: StaticMemory, host_budget_bytes: int | None = None) -> Forecast:
-    """The plan with the lowest predicted peak of all that the host has memory for."""
+    """The plan with the lowest predicted peak among those that the host has memory for."""
     chains = [static.added_to(chain) for chain in _chains(measurement)]
     smallest = sorted(((smallest_feasible(_with_reserve(c)), c) for c in chains), key=lambda pair: pair[0])
     found = (Forecast(plan=solve(_with_reserve(chain), num_bytes), chain=chain) for num_bytes, chain in smallest)
-    return next(one for one in found if fits_host(one, host_budget_bytes))  # without offloading, which takes none, any
+    return next(one for one in found if fits_host(one, host_budget_bytes))  # any without offloading does
 
 
 def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
-    """Whether the host has the memory for what is offloaded; of a host that is not known, it has."""
+    """Whether the host has the memory that the plan offloads to; assumed where the host is not known."""
     return host_budget_bytes is None or found.host_bytes <= host_budget_bytes
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:
-    """Of everything bitwise but offloading, with that, and with each ratio of compiled memory."""
+    """The costs of all bitwise actions without offloading, with it, and with each ratio of compiled memory."""
     yield measurement.chain()
     for plan, _ in measurement.traces:
         if plan.strategy == "offload":

@@ -1,4 +1,4 @@
-"""Memory against throughput: every strategy at every micro-batch, predicted and, where the device is here, measured."""
+"""Memory against throughput: every strategy at every micro-batch size, predicted, and measured on this device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,50 +20,49 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch
 
-EVERY = (2, 4)  # the K of every:K and segments:K that are looked at
-SEGMENTS = (2, 4, 8)
-BUDGETS = 4  # so many of the solver's plans for each micro-batch, from the least memory to nearly plain's
-TIMED = 3  # a median of so many
-DOCUMENT = 256  # tokens, in the rows of packed text that are made up for measuring
+EVERY = (2, 4)  # values of K in every:K
+SEGMENTS = (2, 4, 8)  # values of K in segments:K
+NUM_BUDGETS = 4  # plans of the solver for each micro-batch size, from the least memory to nearly the baseline's
+NUM_TIMED = 3  # steps whose median is the measured time
+DOCUMENT_TOKENS = 256  # per document in synthetic packed batches
 
 
 def every_strategy(
     space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None = None
 ) -> list[Candidate]:
-    """Candidates under every word that makes a plan, and under the solver's plans for a few budgets.
+    """The candidates of every strategy, and of the solver for ``NUM_BUDGETS`` budgets, for ``choose_for_target``.
 
-    For ``choose_for_target``; where the flags name a strategy, it alone.
+    Where the flags name a strategy, its candidates alone.
     """
     if space.strategy not in BUDGET_WORDS:
         return space.candidates(measurement, layout, loss)
     found = [one for one in space.candidates(measurement, layout, loss) if one.strategy not in BUDGET_WORDS]
     num_blocks = sum(map(len, measurement.workload.stacks))
-    words = [f"every:{k}" for k in EVERY] + [f"segments:{k}" for k in SEGMENTS]
-    for word in words:
-        if int(word.partition(":")[2]) <= num_blocks:
-            found += replace(space, strategy=word).candidates(measurement, layout, loss)
-    plain = found[0]
-    for budget_bytes in _budgets(space, measurement, layout, plain):
+    baseline = found[0]
+    for strategy in [f"every:{k}" for k in EVERY] + [f"segments:{k}" for k in SEGMENTS]:
+        if int(strategy.partition(":")[2]) <= num_blocks:
+            found += replace(space, strategy=strategy).candidates(measurement, layout, loss)
+    for budget_bytes in _budgets(space, measurement, layout, baseline):
         solved = replace(space, budget_bytes=budget_bytes).candidates(measurement, layout, loss)
         found += [replace(one, budget_bytes=space.budget_bytes) for one in solved if one.strategy in BUDGET_WORDS]
-    return _without_twins(found)
+    return _distinct_costs(found)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a candidate took when it was run; its bytes with the overheads, as ``Candidate.needed_bytes``."""
+    """The memory (with overheads, as ``Candidate.needed_bytes``) and the time of a candidate that was run."""
 
     needed_bytes: int
     step_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
-    """A candidate in the picture.
+class FrontierPoint:
+    """A candidate of a frontier.
 
     Args:
-        is_optimal: no other one is as fast in as little memory.
-        measured: where it was run.
+        is_optimal: whether it is Pareto-optimal: no other candidate is as fast in as little memory.
+        measured: its real costs, if it was run.
     """
 
     candidate: Candidate
@@ -72,32 +71,32 @@ class Point:
 
     @property
     def measured_samples_per_s(self) -> float | None:
-        """Throughput as it was measured."""
+        """Measured throughput."""
         samples = self.candidate.layout.global_batch_size
         return None if self.measured is None else samples / self.measured.step_s
 
 
-def points_of(candidates: Sequence[Candidate]) -> list[Point]:
-    """The candidates, with those marked that are Pareto-optimal by what is predicted."""
+def points_of(candidates: Sequence[Candidate]) -> list[FrontierPoint]:
+    """The candidates as points, marked where they are Pareto-optimal by prediction."""
     optimal: set[int] = set()
     fastest = 0.0
     for candidate in sorted(candidates, key=lambda one: (one.needed_bytes, -one.samples_per_s)):
         if candidate.samples_per_s > fastest:
             optimal.add(id(candidate))
             fastest = candidate.samples_per_s
-    return [Point(candidate=candidate, is_optimal=id(candidate) in optimal) for candidate in candidates]
+    return [FrontierPoint(candidate=candidate, is_optimal=id(candidate) in optimal) for candidate in candidates]
 
 
 def run_points(
-    task: Task, launch: Launch, points: Sequence[Point], *, on_run: Callable[[], object] = lambda: None
-) -> list[Point]:
-    """Run a micro-batch of each on the device that is here: random weights, made-up samples.
+    task: Task, launch: Launch, points: Sequence[FrontierPoint], *, on_run: Callable[[], object] = lambda: None
+) -> list[FrontierPoint]:
+    """Run a micro-batch of each point on this device, with random weights and synthetic samples.
 
     Args:
-        on_run: is called after every point.
+        on_run: called after every point.
 
     Returns:
-        The points with what was measured; as they were where the device has no memory for them.
+        The points with ``measured``; without it where the device has too little memory.
     """
     accelerator = Accelerator(cpu=launch.target.device_type == "cpu")
     with accelerator.device:
@@ -113,36 +112,37 @@ def run_points(
     return found
 
 
-def made_up(batch: Batch, device: torch.device) -> Batch:
-    """Values that a model can take for the tensors of a task: the same for each run of a micro-batch."""
+def synthetic_batch(batch: Batch, device: torch.device) -> Batch:
+    """Valid values for the tensors of a task's micro-batch."""
     return {name: _values(name, tensor).to(device) for name, tensor in batch.items()}
 
 
-def _budgets(space: SearchSpace, measurement: Measurement, layout: BatchLayout, plain: Candidate) -> list[int]:
-    """From the least that a plan needs to nearly what plain needs."""
+def _budgets(space: SearchSpace, measurement: Measurement, layout: BatchLayout, baseline: Candidate) -> list[int]:
+    """From the least that a plan needs to nearly the baseline's need."""
     least = least_memory(measurement, space.static(layout))
-    least_bytes = replace(plain, forecast=least).needed_bytes
-    return [least_bytes + (plain.needed_bytes - least_bytes) * part // BUDGETS for part in range(BUDGETS)]
+    least_bytes = replace(baseline, forecast=least).needed_bytes
+    saved_bytes = baseline.needed_bytes - least_bytes
+    return [least_bytes + saved_bytes * part // NUM_BUDGETS for part in range(NUM_BUDGETS)]
 
 
-def _without_twins(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of those that cost the same, the first."""
+def _distinct_costs(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of the candidates that cost the same."""
     return list({(one.needed_bytes, one.step_s): one for one in reversed(candidates)}.values())[::-1]
 
 
 def _run(task: Task, launch: Launch, candidate: Candidate, accelerator: Accelerator, model: nn.Module) -> Measured:
     device, dtype = accelerator.device, AUTOCAST_DTYPES[launch.mixed_precision]
     trained = task.trained(model, candidate.loss, device)
-    batch = made_up(task.micro_batch(candidate.layout.micro_batch_size), device)
+    batch = synthetic_batch(task.micro_batch(candidate.layout.micro_batch_size), device)
 
     def forward() -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             return task.loss_of(trained, batch)
 
     peak_bytes = run_trial_step(candidate, accelerator, model, forward)
-    beside_bytes = candidate.needed_bytes - candidate.peak_bytes
+    overheads_bytes = candidate.needed_bytes - candidate.peak_bytes
     seconds = _micro_batch_s(candidate, model, forward, device)
-    return Measured(peak_bytes + beside_bytes, seconds * candidate.layout.accumulation_steps)
+    return Measured(peak_bytes + overheads_bytes, seconds * candidate.layout.accumulation_steps)
 
 
 def _micro_batch_s(
@@ -155,16 +155,16 @@ def _micro_batch_s(
         clear_gradients(model)
 
     with apply_plan(model, candidate.forecast.plan), preserve_state(model, device):
-        return median(DeviceInstruments(device).read_clock(step)[0] for _ in range(TIMED))
+        return median(DeviceInstruments(device).read_clock(step)[0] for _ in range(NUM_TIMED))
 
 
 def _values(name: str, tensor: Tensor) -> Tensor:
-    """By what the recipes call their tensors; any class and any token there is has the number 1."""
+    """Values by the recipes' names of tensors; 1 is a valid class and a valid token everywhere."""
     shape, dtype = tensor.shape, tensor.dtype
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype)
-    if name == "affine":  # every image as it is
+    if name == "affine":  # identity
         return torch.eye(2, 3, dtype=dtype).expand(shape).clone()
     if name == "position_ids":
-        return (torch.arange(shape[-1]) % DOCUMENT).expand(shape).clone()
+        return (torch.arange(shape[-1]) % DOCUMENT_TOKENS).expand(shape).clone()
     return torch.ones(shape, dtype=dtype)

@@ -1,7 +1,7 @@
-"""The plan of a run: what its flags say, and what they leave open measured on the run's own step, then rehearsed.
+"""The plan of a run: the one that its flags name, or the best by measurements of the run's own step.
 
-What the first rank finds holds for all. On a device that has no memory to measure even the smallest micro-batch it
-plans on paper instead.
+A plan for a budget is run in a trial step before training. The first rank's choice holds for all ranks. Where the
+device has too little memory to measure even the smallest micro-batch, the choice is made by estimates instead.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArgu
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
 
-SECONDS_BEFORE_THE_BAR = 5
+PROGRESS_BAR_DELAY_S = 5
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan; of one that was made for a budget, the bytes that a step should need at most."""
+    """A plan; with the predicted peak of a step if it was made for a budget."""
 
     plan: Plan
     predicted_peak_bytes: int | None = None
@@ -58,15 +58,15 @@ def plan_run(
     task: Callable[[], Task],
     show: Callable[[Choice], None],
 ) -> RunPlan:
-    """The plan that the flags ask for. What is found for a budget is shown, and rehearsed before it is believed.
+    """The plan that the flags ask for; one for a budget is shown, and run in a trial step.
 
-    Sets ``batches.geometry`` where the micro-batch is left to the planner, or turns out to be too large.
+    Sets ``batches.layout`` where the micro-batch size is left to the planner, or turns out to be too large.
 
     Args:
-        model: the one with the blocks, inside ``prepared``.
-        prepared: what ``accelerator.prepare`` made of it.
+        model: the module with the blocks, inside ``prepared``.
+        prepared: the module that ``accelerator.prepare`` returned.
         loss_of: a forward of ``prepared`` on a micro-batch, as in training.
-        task: the recipe's, of this run's flags.
+        task: the recipe's task under this run's flags.
         show: prints a choice; called on the first rank.
 
     Raises:
@@ -76,19 +76,19 @@ def plan_run(
     if not run.searches:
         if run.activation_checkpointing == "offload" and accelerator.device.type != "cpu":
             here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
-            accelerator.print(on_main_process(accelerator, lambda: told_of_host(task, here)))
+            accelerator.print(on_main_process(accelerator, lambda: predicted_host_memory(task, here)))
         running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
         return RunPlan(plan_blocks(model, run.activation_checkpointing or "none", running))
     host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
     planning = _Planning(run, optim, accelerator, model, step, task, host_budget_bytes, show)
     candidate = planning.tried(planning.choose(planning.open_layouts()))
-    empty_cache(accelerator.device)  # what was tried out need not stay in the allocator's cache
+    empty_cache(accelerator.device)  # of the trial steps
     batches.layout = candidate.layout
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes)
 
 
-def told_of_host(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
-    """A line on the host's memory that ``offload`` takes, predicted on paper, as nothing is measured for it.
+def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
+    """A line on the host's memory that ``offload`` takes: an estimate, as nothing is measured for a named strategy.
 
     Raises:
         InputError: the host has less.
@@ -97,7 +97,7 @@ def told_of_host(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
         launch, found = here(), replace(task(), losses=(None,))
         launch = replace(launch, host_budget_bytes=usable_host_bytes(launch.target.device))
         (candidate,) = choose_for_target(found, launch, launch.target.memory_bytes).candidates
-    except Exception as unknown:  # whatever a model does that fake tensors cannot: a prediction stops no run
+    except Exception as unknown:  # fake tensors cannot run every model; a missing prediction must not stop the run
         return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})"
     if not candidate.fits_host:
         raise host_memory_too_small(candidate)
@@ -106,7 +106,7 @@ def told_of_host(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
 
 @dataclass(frozen=True)
 class _Planning:
-    """A run that is being planned; all methods are for all ranks."""
+    """The planning of a run; every method is called on all ranks."""
 
     run: RunArguments
     optim: OptimizerArguments
@@ -119,11 +119,11 @@ class _Planning:
 
     @property
     def strategy(self) -> str:
-        """The word of ``--activation_checkpointing``."""
+        """The value of ``--activation_checkpointing``."""
         return self.run.activation_checkpointing or "none"
 
     def open_layouts(self) -> list[BatchLayout]:
-        """Those that the flags leave open; a compiler, which takes its time, gets to see the best of them alone.
+        """The batch layouts to search; where plans may compile, the best without compiling, as compiling takes long.
 
         Raises:
             InputError: as ``search``.
@@ -134,7 +134,7 @@ class _Planning:
         choice = self._search(layouts, "budget:bitwise")
         return [(choice.chosen or choice.smallest).layout]
 
-    def _terms(self, strategy: str) -> SearchSpace:
+    def _search_space(self, strategy: str) -> SearchSpace:
         device = self.accelerator.device
         return SearchSpace(
             budget_bytes=self.budget_bytes,
@@ -147,10 +147,10 @@ class _Planning:
 
     @property
     def budget_bytes(self) -> int:
-        """That the flags name, or what can be used of the device's.
+        """The budget of the flags, or ``usable_bytes`` of an accelerator.
 
         Raises:
-            InputError: neither is there.
+            InputError: there is neither.
         """
         if self.run.memory_budget_gib is not None:
             return int(self.run.memory_budget_gib * GIB)
@@ -160,7 +160,7 @@ class _Planning:
         return usable_bytes(torch.get_device_module(device).mem_get_info(device)[1], device.type)
 
     def choose(self, layouts: list[BatchLayout]) -> Candidate:
-        """The fastest that fits; shown by the first rank, with all that was looked at.
+        """The fastest candidate that fits; the first rank shows it with the others.
 
         Raises:
             InputError: nothing fits.
@@ -173,13 +173,13 @@ class _Planning:
         return choice.chosen
 
     def tried(self, candidate: Candidate) -> Candidate:
-        """``candidate``, or the next smaller one that needs no more than the budget when it is tried out.
+        """``candidate``, or the one with the next smaller micro-batches whose trial step fits the budget.
 
         Raises:
-            InputError: not even single samples fit.
+            InputError: not even micro-batches of 1 fit.
         """
         while (problem := self._problem(candidate)) is not None:
-            empty_cache(self.accelerator.device)  # here, where no frame of a failed step is left to hold its tensors
+            empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
             size = candidate.layout.micro_batch_size
             if size == 1 or self.optim.optimizer_in_backward:
                 raise InputError(f"{problem}, and the micro-batch cannot be halved: raise --memory_budget_gib")
@@ -191,7 +191,7 @@ class _Planning:
         return candidate
 
     def _problem(self, candidate: Candidate) -> str | None:
-        """What is wrong with a prediction, in words; ``None`` for one that holds."""
+        """The error of a prediction, as a sentence; ``None`` where the trial step fits the budget."""
         predicted = f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong"
         forward = self.step.forward(candidate.layout)
         try:
@@ -204,20 +204,20 @@ class _Planning:
         return f"{predicted}, a step needs {format_bytes(needed)} of {format_bytes(candidate.budget_bytes)}"
 
     def _search(self, layouts: list[BatchLayout], strategy: str) -> Choice:
-        space = self._terms(strategy)
+        space = self._search_space(strategy)
         with self._progress() as progress:
             choice = search(layouts, (None,), lambda layout, _: self.step.candidates(space, layout, progress))
-        return choice if choice.candidates else self._search_on_paper(layouts, strategy)
+        return choice if choice.candidates else self._search_by_estimates(layouts, strategy)
 
-    def _search_on_paper(self, layouts: list[BatchLayout], strategy: str) -> Choice:
-        """Where not even the smallest micro-batch can be measured.
+    def _search_by_estimates(self, layouts: list[BatchLayout], strategy: str) -> Choice:
+        """The choice where not even the smallest micro-batch can be measured.
 
         Raises:
-            InputError: the recipe cannot be planned on paper.
+            InputError: the recipe cannot be estimated either.
         """
         size = layouts[0].micro_batch_size
         no_memory = f"there is no memory to measure a micro-batch of {size}"
-        self.accelerator.print(f"{no_memory}: planning on paper")
+        self.accelerator.print(f"{no_memory}: planning by estimates")
 
         def choose() -> Choice:
             task = self.task()
@@ -231,13 +231,13 @@ class _Planning:
             return on_main_process(self.accelerator, choose)
         except InputError as refused:
             way_out = "give a smaller --micro_batch_size"
-            raise InputError(f"{no_memory}, or planned on paper ({refused.one_line}): {way_out}") from refused
+            raise InputError(f"{no_memory}, and no estimate ({refused.one_line}): {way_out}") from refused
 
     def _progress(self) -> tqdm:
         return tqdm(
             desc="measuring blocks",
             unit="run",
-            delay=SECONDS_BEFORE_THE_BAR,
+            delay=PROGRESS_BAR_DELAY_S,
             leave=False,
             disable=not self.accelerator.is_main_process,
         )

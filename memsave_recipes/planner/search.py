@@ -1,8 +1,8 @@
-"""The fastest step that fits a budget: over micro-batch, plan and loss, with the global batch as it is.
+"""The fastest step that fits a budget: a search over micro-batch size, plan and loss, at the same global batch size.
 
-Micro-batches are halvings of a rank's share, and each size is priced by itself: the peak of a step is the larger of
-several lines in the micro-batch, so nothing is interpolated. For each size the plain plan, the plans of the usual words
-and the solver's are held against the budget.
+Micro-batch sizes are halvings of a rank's share of the global batch. The step peak is piecewise linear in the
+micro-batch size, so each size is predicted by itself and nothing is interpolated. The candidates of a size are the
+baseline, the plans of the other ``STRATEGIES`` and the solver's plan for the budget.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,23 +17,23 @@ from memsave_recipes.text import format_bytes
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 
-WORDS = ("none", "full", "selective", "offload")  # what is simpler comes first
-AS_FAST = 0.01  # of a step's time: what nobody would give up a simpler configuration for
+STRATEGIES = ("none", "full", "selective", "offload")  # the simplest first
+AS_FAST = 0.01  # of a step's time: a candidate that is slower by less is preferred if it is simpler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A way to compute the global batch, and what it is expected to take.
+    """A way to compute the global batch, with its predicted memory and time.
 
     Args:
-        layout: with its micro-batch.
-        loss: of ``--loss``, where the recipe has a choice.
-        forecast: of one micro-batch; its chain has everything in it that lives on the device.
+        layout: the batch layout, of this micro-batch size.
+        loss: value of ``--loss``, where the recipe has a choice.
+        forecast: of one micro-batch; its chain includes ``weights_bytes`` and ``static``.
         weights_bytes: parameters and buffers.
-        static: what lives there besides.
-        overheads: bytes beside the tensors of a step, by what they are for: the device's context, say.
-        budget_bytes: for all of it.
-        host_budget_bytes: of a rank's host, for what is offloaded; ``None`` where it is not known.
+        static: optimizer state and DDP's buckets.
+        overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
+        budget_bytes: for all of them together.
+        host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
     """
 
     layout: BatchLayout
@@ -47,17 +47,17 @@ class Candidate:
 
     @property
     def strategy(self) -> str:
-        """The word of its plan."""
+        """The strategy of its plan."""
         return self.forecast.plan.strategy
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the tensors of a step take."""
+        """The peak of the tensors of a step."""
         return self.forecast.peak.total_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """The peak as torch's allocator will tell it: with the workspaces, which it counts as well."""
+        """The peak that torch's allocator will report: it counts the workspaces, too."""
         return self.peak_bytes + self.overheads.get(WORKSPACES, 0)
 
     @property
@@ -67,17 +67,17 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the budget is enough, and the host's memory for what is offloaded."""
+        """Whether both the budget and the host's memory are enough."""
         return self.needed_bytes <= self.budget_bytes and self.fits_host
 
     @property
     def host_bytes(self) -> int:
-        """What a rank pins of its host's memory at most."""
+        """Pinned memory of a rank's host, at most."""
         return self.forecast.host_bytes
 
     @property
     def fits_host(self) -> bool:
-        """Whether the host has that, or is not known."""
+        """Whether the host has that much, or is not known."""
         return fits_host(self.forecast, self.host_budget_bytes)
 
     @property
@@ -87,12 +87,12 @@ class Candidate:
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput over all ranks, as far as ``step_s`` tells."""
+        """Throughput over all ranks, by ``step_s``."""
         return self.layout.global_batch_size / self.step_s
 
     @property
     def parts(self) -> dict[str, int]:
-        """What fills the device at the peak, in bytes; they add up to ``needed_bytes``."""
+        """The bytes in use at the peak, by kind; they add up to ``needed_bytes``."""
         peak, chain = self.forecast.peak, self.forecast.chain
         gradients = peak.gradients_bytes + (chain.all_gradients_bytes if chain.gradients_resident else 0)
         stays = self.weights_bytes + self.static.state_bytes + self.static.buckets_bytes
@@ -111,13 +111,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """All candidates, those with small micro-batches first."""
+    """All candidates of a search, small micro-batches first, and the best of them."""
 
     candidates: tuple[Candidate, ...]
 
     @property
     def chosen(self) -> Candidate | None:
-        """The fastest that fits, and of those as fast the simplest; ``None`` where none fits."""
+        """The simplest of the candidates that fit and are ``AS_FAST`` as the fastest; ``None`` where none fits."""
         fitting = [candidate for candidate in self.candidates if candidate.fits]
         if not fitting:
             return None
@@ -126,26 +126,26 @@ class Choice:
 
     @property
     def smallest(self) -> Candidate:
-        """The one that needs least, of those that the host has memory for, if there are any."""
+        """The candidate that needs least; one that the host has memory for, if there is any."""
         return min(self.candidates, key=lambda candidate: (not candidate.fits_host, candidate.needed_bytes))
 
 
 def _complexity(candidate: Candidate) -> tuple[int, int, float]:
-    word = candidate.strategy
-    rank = WORDS.index(word) if word in WORDS else len(WORDS)
+    strategy = candidate.strategy
+    rank = STRATEGIES.index(strategy) if strategy in STRATEGIES else len(STRATEGIES)
     return rank, candidate.layout.accumulation_steps, candidate.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What a search is held to.
+    """The constraints of a search, and the candidates that they admit.
 
     Args:
         budget_bytes: of the device, overheads included.
-        strategy: of ``--activation_checkpointing``: with ``budget`` all plans are looked at, else this one alone.
-        static: what lives beside a step of a geometry.
+        strategy: of ``--activation_checkpointing``: with ``budget`` all plans are candidates, else this one alone.
+        static: the static memory of a batch layout.
         overheads, host_budget_bytes: see ``Candidate``.
-        plan_of: the plan that a strategy's word makes of the blocks that run.
+        plan_of: the plan of a strategy for the blocks that run.
     """
 
     budget_bytes: int
@@ -156,7 +156,7 @@ class SearchSpace:
     plan_of: Callable[[str, Collection[str]], Plan]
 
     def candidates(self, measurement: Measurement, layout: BatchLayout, loss: str | None = None) -> list[Candidate]:
-        """What a measurement of one micro-batch makes possible; nothing where the host has no memory to measure it."""
+        """The candidates of one layout, by the costs of a micro-batch; none where the host was too small to measure."""
         static = self.static(layout)
         return [
             Candidate(
@@ -174,13 +174,13 @@ class SearchSpace:
 
     def _forecasts(self, measurement: Measurement, static: StaticMemory) -> Iterator[Forecast]:
         if self.strategy not in BUDGET_WORDS:
-            if self.strategy != "offload" or _has_seen("offload", measurement):
+            if self.strategy != "offload" or _is_measured("offload", measurement):
                 yield self._under(self.strategy, measurement, static)
             return
         named = []
-        for word in WORDS:
-            if word in ("none", "full") or _has_seen(word, measurement):
-                named.append(self._under(word, measurement, static))
+        for strategy in STRATEGIES:
+            if strategy in ("none", "full") or _is_measured(strategy, measurement):
+                named.append(self._under(strategy, measurement, static))
         yield from named
         solved = self._solved(measurement, static)
         if not any(_same_costs(solved, known) for known in named):
@@ -197,7 +197,7 @@ class SearchSpace:
         return Forecast(plan=plan, chain=static.added_to(chain))
 
     def _solved(self, measurement: Measurement, static: StaticMemory) -> Forecast:
-        """The solver's plan for the budget, or, where none fits, the one that needs least."""
+        """The solver's plan for the budget, or the one that needs least where none fits."""
         try:
             budget_bytes = self.budget_bytes - sum(self.overheads.values())
             return forecast(measurement, budget_bytes, static, host_budget_bytes=self.host_budget_bytes)
@@ -206,13 +206,13 @@ class SearchSpace:
 
 
 def open_layouts(run: RunArguments, optim: OptimizerArguments, num_processes: int) -> list[BatchLayout]:
-    """Those that the flags leave open, with small micro-batches first: one, unless ``--micro_batch_size`` is auto.
+    """The batch layouts to search, small micro-batches first: one, unless ``--micro_batch_size`` is auto.
 
     Raises:
         InputError: as ``BatchLayout``.
     """
-    named = run.layout(num_processes)  # undivided, where none is named
-    if run.micro_batch_size != AUTO or optim.optimizer_in_backward:  # which cannot accumulate
+    named = run.layout(num_processes)  # without a size in the flags, a single micro-batch
+    if run.micro_batch_size != AUTO or optim.optimizer_in_backward:  # the latter cannot accumulate
         return [named]
     return BatchLayout.halvings(run.global_batch_size, num_processes)
 
@@ -222,12 +222,12 @@ def search(
     losses: Sequence[str | None],
     candidates_of: Callable[[BatchLayout, str | None], list[Candidate]],
 ) -> Choice:
-    """Look at every geometry until one is too large for any plan; what follows it is larger still.
+    """Predict every layout, up to the first whose micro-batch is too large for any plan.
 
     Args:
-        layouts: those with small micro-batches first.
-        losses: to try with each.
-        candidates_of: prices one of them; empty where it does not run at all.
+        layouts: small micro-batches first.
+        losses: to try with each layout.
+        candidates_of: the candidates of a layout and a loss; empty where it does not run at all.
 
     Raises:
         InputError: as ``candidates_of``.
@@ -241,7 +241,7 @@ def search(
     return Choice(candidates=tuple(found))
 
 
-def _has_seen(strategy: str, measurement: Measurement) -> bool:
+def _is_measured(strategy: str, measurement: Measurement) -> bool:
     return any(plan.strategy == strategy for plan, _ in measurement.traces)
 
 

@@ -1,8 +1,8 @@
-"""What a recipe tells of a run before there are data or weights: enough to predict its step on paper.
+"""A recipe's training task, and the choice of its plan for a target device by estimates alone.
 
-A recipe that ``memsave plan`` can plan has a function ``task(args)`` beside its ``main``, made of the same pieces.
-
-Plan a recipe for a device that need not be here: no data, no weights, nothing is run.
+A ``Task`` is a recipe's model, loss and micro-batch without data or weights. A recipe that ``memsave plan`` can plan
+has a function ``task(args)`` next to its ``main``, made of the same functions. ``choose_for_target`` runs it with fake
+tensors, so the device need not be here.
 """
 
 import importlib.util
@@ -29,24 +29,25 @@ from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch
 
 FOLDER_FLAG = "--output_dir"
+AUTOCAST_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A recipe with its flags.
+    """A recipe's model, loss and micro-batch under its flags.
 
     Args:
         run, optim: the parsed flags.
-        build_model: the model with the blocks; with ``with_weights=True`` as it is trained, else without weights, on
+        build_model: the model with the blocks: with ``with_weights=True`` as it is trained, else without weights, on
             torch's default device.
         adapt: adds adapters to that model in place; by default it has none.
-        trained: the module that the recipe trains, around the model: given the model, a choice among ``losses``, or
-            ``None`` for what the flags say, and the device that it will run on.
-        loss_of: the summed loss of a micro-batch, given what ``trained`` made.
-        micro_batch: one of so many samples, as large as they get; values do not count.
-        takes_adapters: whether ``--lora`` would train less than these flags do.
-        losses: the words of ``--loss`` that are to be compared; ``(None,)`` for a recipe that has one loss.
-        assumed: what could not be known without data, in words.
+        trained: the module that the recipe trains, made of the model, one of ``losses`` (``None`` for the flags'
+            choice) and the device that it will run on.
+        loss_of: the summed loss of a micro-batch under ``trained``'s module.
+        micro_batch: a micro-batch of so many samples with the largest shapes of the data; its values are not read.
+        takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
+        losses: the values of ``--loss`` to compare; ``(None,)`` for a recipe with one loss.
+        assumed: assumptions made in place of data, for people.
     """
 
     run: RunArguments
@@ -67,21 +68,47 @@ class Task:
         return model
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The devices that a recipe is to run on.
+
+    Args:
+        target: the device of every rank.
+        mixed_precision: as for ``accelerate launch``.
+        host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
+    """
+
+    target: Target
+    num_processes: int = 1
+    mixed_precision: str = "no"
+    host_budget_bytes: int | None = None
+
+    @classmethod
+    def here(cls, num_processes: int, mixed_precision: str) -> "Launch":
+        """On the device of this machine.
+
+        Raises:
+            InputError: its figures are not known.
+        """
+        target = find_target("cuda" if torch.cuda.is_available() else "cpu")
+        return cls(target=target, num_processes=num_processes, mixed_precision=mixed_precision.replace("fp8", "bf16"))
+
+
 def read_task(recipe: Path, args: Sequence[str]) -> Task:
-    """What the recipe in a file says of a run with the flags ``args``; ``--output_dir`` may be missing.
+    """The task of the recipe in a file under the flags ``args``; ``--output_dir`` may be missing.
 
     Raises:
-        InputError: no such file, no ``task`` in it, or flags that it refuses.
+        InputError: no such file, no function ``task`` in it, or flags that it refuses.
     """
     task: Callable[[list[str]], Task] | None = getattr(_load(recipe), "task", None)
     if task is None:
-        raise InputError(f"{recipe} has no function task(args): see docs/planner.md for what it returns")
+        raise InputError(f"{recipe} has no function task(args): docs/planner.md has an example")
     named = any(word.partition("=")[0] == FOLDER_FLAG for word in args)
     return task([*args] if named else [*args, FOLDER_FLAG, "out"])
 
 
 def _load(recipe: Path) -> object:
-    if not os.path.isfile(recipe):  # unlike pathlib, without an error for what can be no path
+    if not os.path.isfile(recipe):  # unlike pathlib, without an error for a text that cannot be a path
         raise InputError(f"RECIPE {recipe} is no file: name one such as recipes/language_modeling.py")
     spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
     if spec is None or spec.loader is None:
@@ -96,35 +123,6 @@ def _load(recipe: Path) -> object:
     return module
 
 
-AUTOCAST_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Where a recipe is to run.
-
-    Args:
-        target: the device of every rank.
-        mixed_precision: of ``accelerate launch``.
-        host_budget_bytes: of a rank's host, for what is offloaded; ``None`` where it is not known.
-    """
-
-    target: Target
-    num_processes: int = 1
-    mixed_precision: str = "no"
-    host_budget_bytes: int | None = None
-
-    @classmethod
-    def here(cls, num_processes: int, mixed_precision: str) -> "Launch":
-        """On the device that is here.
-
-        Raises:
-            InputError: there are no figures of it.
-        """
-        target = find_target("cuda" if torch.cuda.is_available() else "cpu")
-        return cls(target=target, num_processes=num_processes, mixed_precision=mixed_precision.replace("fp8", "bf16"))
-
-
 def choose_for_target(
     task: Task,
     launch: Launch,
@@ -133,13 +131,13 @@ def choose_for_target(
     on_size: Callable[[BatchLayout], None] = lambda layout: None,
     candidates: Callable[[SearchSpace, Measurement, BatchLayout, str | None], list[Candidate]] = SearchSpace.candidates,
 ) -> Choice:
-    """All candidates for a recipe on a device, by fake tensors and the vendor's rates.
+    """All candidates for a recipe on a device, estimated from fake tensors and the vendor's rates.
 
-    A micro-batch size and a strategy that the flags name are kept; what they leave open is searched.
+    A micro-batch size and a strategy that the flags name are kept; otherwise they are searched.
 
     Args:
-        on_size: is told which geometry is looked at next.
-        candidates: what a measurement of one micro-batch makes possible.
+        on_size: called with the batch layout that is estimated next.
+        candidates: the candidates that follow from the costs of one micro-batch.
 
     Raises:
         InputError: flags that contradict each other, or a model without blocks for the strategy.
@@ -158,7 +156,7 @@ def choose_for_target(
 
     def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
         on_size(layout)
-        workload = workload_on_paper(task, launch, model, layout.micro_batch_size, loss)
+        workload = fake_workload(task, launch, model, layout.micro_batch_size, loss)
         plans = plans_to_measure(strategy, workload, device_type=launch.target.device_type, compiles=False)
         measured = estimate_on_target(
             workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[launch.mixed_precision]
@@ -168,9 +166,7 @@ def choose_for_target(
     return search(layouts, task.losses, candidates_of)
 
 
-def workload_on_paper(
-    task: Task, launch: Launch, model: nn.Module, micro_batch_size: int, loss: str | None
-) -> Workload:
+def fake_workload(task: Task, launch: Launch, model: nn.Module, micro_batch_size: int, loss: str | None) -> Workload:
     """One micro-batch of a recipe as fake tensors."""
     trained = task.trained(model, loss, launch.target.device)
     batch = fake_batch(model, task.micro_batch(micro_batch_size))

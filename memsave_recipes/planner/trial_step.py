@@ -1,11 +1,11 @@
-"""One micro-batch on the device that is here, before training: what its blocks cost, and what a plan of it needs.
+"""One micro-batch on this device before training: the costs of its blocks, and the memory of a step under a plan.
 
-NOTE [ rehearsal ]
-1. It is a forward and backward of the largest micro-batch as the training will run it, twice where gradients
-   accumulate, with nothing left behind: no gradient, no random number, no running statistic.
-2. On an accelerator the bytes that the optimizer's state will take are held meanwhile, so a device that is too small
-   says so now. On a CPU the allocations of the rehearsal are added to what stays.
-3. No collective runs inside, so a rank without memory leaves no other one waiting; afterwards all ranks hear of it.
+NOTE [ trial step ]
+1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate. Gradients,
+   random state and running statistics are restored.
+2. On an accelerator, memory of the size of the optimizer's state is allocated meanwhile, so a device that is too small
+   fails now. On a CPU the allocations of the trial step are added to the static memory.
+3. It runs no collective, so a rank without memory leaves no other rank waiting; afterwards all ranks learn of it.
    SyncBatchNorm is the exception: with it the other ranks wait for the timeout of the process group.
 """
 
@@ -33,11 +33,11 @@ from memsave_recipes.training.batching import Batch, GlobalBatches
 
 @dataclass(frozen=True)
 class StepOnDevice:
-    """A step of a run; all methods are for all ranks, since a model may make them meet (SyncBatchNorm).
+    """A step of a run; every method is called on all ranks, since a model may synchronize them (SyncBatchNorm).
 
     Args:
-        model: the one with the blocks, inside ``prepared``.
-        prepared: what ``accelerator.prepare`` made of it.
+        model: the module with the blocks, inside ``prepared``.
+        prepared: the module that ``accelerator.prepare`` returned.
         loss_of: a forward of ``prepared`` on a micro-batch, as in training.
     """
 
@@ -48,26 +48,26 @@ class StepOnDevice:
     loss_of: Callable[[Batch], Tensor]
 
     def forward(self, layout: BatchLayout) -> Callable[[], Tensor]:
-        """The forward of its largest micro-batch."""
+        """The forward of the largest micro-batch."""
         return self._forward(self.batches.largest_micro_batch(layout.micro_batch_size))
 
     def running_blocks(self) -> set[str] | None:
-        """The blocks that a forward runs; ``None`` where a plan could leave none out, so nothing is run."""
+        """The blocks that a forward runs; ``None``, without a run, where there is only one stack of blocks."""
         stacks = block_names(find_stacks(self.model))
         if len(stacks) < 2:
             return None
         return running_blocks(self.model, stacks, self.forward(self.batches.layout), self.accelerator.device)
 
     def candidates(self, space: SearchSpace, layout: BatchLayout, progress: tqdm) -> list[Candidate]:
-        """What the first rank finds, for all; nothing if a rank has no memory left for as much as has to be kept.
+        """The first rank's candidates, on all ranks; none if a rank has too little memory to measure.
 
-        All blocks are measured at once, or group by group where there is no memory for that and plans may recompute.
+        All blocks are measured at once, or group by group where memory is too small for that and plans may recompute.
         """
         for num_groups in self._numbers_of_groups(space.strategy):
             found = self._measured(space, layout, num_groups, progress)
             if found is not None:
                 return found
-            empty_cache(self.accelerator.device)  # here, where no frame of the failed step is left to hold its tensors
+            empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
         return []
 
     def _numbers_of_groups(self, strategy: str) -> Iterator[int]:
@@ -82,16 +82,16 @@ class StepOnDevice:
     def _measured(
         self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: tqdm
     ) -> list[Candidate] | None:
-        """The candidates of a measurement, or ``None`` where a rank had no memory left for it."""
+        """The candidates of a measurement, or ``None`` where a rank ran out of memory."""
         try:
-            with out_of_memory_together(self.accelerator) as attempt:
+            with out_of_memory_together(self.accelerator) as largest:
                 measured = self._measure(space, layout, num_groups, progress)
                 known_bytes = measured.workload.resident_bytes + space.static(layout).buckets_bytes
                 workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
-                attempt.bytes = sum(workspaces.values())
+                largest.bytes = sum(workspaces.values())
         except torch.OutOfMemoryError:
             return None
-        overheads = {**space.overheads, **dict.fromkeys(workspaces, attempt.bytes)}  # those of the rank with the most
+        overheads = {**space.overheads, **dict.fromkeys(workspaces, largest.bytes)}
         return on_main_process(
             self.accelerator, lambda: replace(space, overheads=overheads).candidates(measured, layout)
         )
@@ -123,24 +123,24 @@ class StepOnDevice:
 def run_trial_step(
     candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]
 ) -> int:
-    """The bytes that a step takes at its peak on the rank where it takes most; overheads are not among them.
+    """The peak bytes of a step without overheads, on the rank where it is highest. NOTE [ trial step ].
 
     Args:
         model: without a plan, its gradients cleared.
-        forward: of one micro-batch, to the loss, without collectives.
+        forward: from one micro-batch to the loss, without collectives.
 
     Raises:
-        torch.OutOfMemoryError: on all ranks, if a rank had no memory left.
+        torch.OutOfMemoryError: on all ranks, if a rank ran out of memory.
     """
-    with out_of_memory_together(accelerator) as attempt:
-        attempt.bytes = step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
-    return attempt.bytes
+    with out_of_memory_together(accelerator) as largest:
+        largest.bytes = step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
+    return largest.bytes
 
 
 def step_bytes(
     forecast: Forecast, static: StaticMemory, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
 ) -> int:
-    """As ``run_trial_step``, of this process alone; costs two forwards and backwards, or three under accumulation."""
+    """As ``run_trial_step``, on this process alone; runs two forwards and backwards, or three under accumulation."""
     with (
         apply_plan(model, forecast.plan),
         preserve_state(model, device),
@@ -163,36 +163,36 @@ def step_bytes(
     return rise_bytes + forecast.chain.resident_bytes
 
 
-class Attempt:
-    """What a rank found out; 0 bytes where it had no memory left."""
+class LargestOfRanks:
+    """A number of bytes that each rank measures; 0 on a rank that ran out of memory."""
 
     bytes = 0
 
 
 @contextmanager
-def out_of_memory_together(accelerator: Accelerator) -> Iterator[Attempt]:
+def out_of_memory_together(accelerator: Accelerator) -> Iterator[LargestOfRanks]:
     """Inside, no rank may run a collective; afterwards ``bytes`` is the largest of all ranks.
 
     Raises:
-        torch.OutOfMemoryError: on all ranks, if a rank had no memory left.
+        torch.OutOfMemoryError: on all ranks, if a rank ran out of memory.
         InputError, RuntimeError: on all ranks, where one failed in another way; its own error on that one.
     """
-    attempt, failed, other = Attempt(), False, None
+    largest, failed, other = LargestOfRanks(), False, None
     try:
-        yield attempt
+        yield largest
     except Exception as error:
         failed, other = (True, None) if is_out_of_memory(error) else (False, error)
     fail_together(other)
-    found = torch.tensor([attempt.bytes, failed], dtype=torch.int64, device=accelerator.device)
+    found = torch.tensor([largest.bytes, failed], dtype=torch.int64, device=accelerator.device)
     of_ranks = accelerator.gather(found).view(-1, 2)
     if of_ranks[:, 1].any():
         raise torch.OutOfMemoryError("a rank had no memory left")
-    attempt.bytes = int(of_ranks[:, 0].max())
+    largest.bytes = int(of_ranks[:, 0].max())
 
 
 @contextmanager
 def _gradients_as_in_a_step(static: StaticMemory, model: nn.Module) -> Iterator[None]:
-    """Where a step frees each gradient as it is made (DDP's buckets take it, or the optimizer), so does this."""
+    """Frees each gradient as it is made where training does (for DDP's buckets, or an optimizer in the backward)."""
 
     def free(parameter: Tensor) -> None:
         parameter.grad = None

@@ -1,1 +1,1 @@
-"""Tables in the terminal, pages and plots of plans and of runs."""
+"""Tables, HTML pages and plots of plans and of compared runs."""

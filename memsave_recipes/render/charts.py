@@ -1,13 +1,8 @@
-"""Series: what the charts of a comparison show, as plain numbers, whoever draws them.
+"""Charts of the HTML pages, and the series that they and ``render/plot.py`` draw.
 
-Axes and frames of the page's charts: a range of values as percentages of a plot, and the grid around it.
-
-Lines are an SVG that stretches with the page; dots, bars and every word are HTML at percentages of it, so text keeps
-its size on a phone and on a wide screen.
-
-Charts of the page: HTML with small SVGs inside, drawn here so that the page needs no script to show them.
-
-Whatever carries ``data-run`` belongs to the run of that number.
+A chart is HTML with a small SVG inside, so the page needs no script to show it. Lines are an SVG that stretches with
+the page. Dots, bars and texts are HTML at percentages of it, so text keeps its size on a phone and on a wide screen.
+An element with ``data-run`` belongs to the run of that number.
 """
 
 import math
@@ -21,57 +16,61 @@ from memsave_recipes.compare.compare import ComparisonRow, workload_key
 from memsave_recipes.compare.runs import SAMPLES_SEEN, Run
 from memsave_recipes.text import GIB, MIB, format_bytes, format_rate, spaced
 
-Point = tuple[float, float]
-# What fills the memory at its peak, as memory.breakdown in results.json names it with _gib behind.
+Position = tuple[float, float]
+"""In a chart: memory or samples seen, and samples/s or a loss."""
+Entry = tuple[int, ComparisonRow]
+"""A run with its number on the page."""
+
+# The kinds of memory at the peak: memory.breakdown in results.json has them with the suffix _gib.
 MEMORY_PARTS = ("parameters", "gradients", "optimizer_state", "activations", "temporaries")
 REST = "not_broken_down"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChartPoint:
-    """A way to run a model, in a picture of memory against throughput.
+    """A candidate in a chart of memory against throughput.
 
     Args:
-        name: in a few words.
-        family: what has its color: the kind of plan.
-        place: bytes and samples a second, as predicted.
-        is_optimal: no other spot is faster in as little memory.
-        measured: the same, where it was really run.
+        name: for people.
+        family: the kind of plan, which has a color.
+        predicted: bytes and samples a second.
+        is_optimal: whether no other point is faster in as little memory.
+        measured: bytes and samples a second, if it was run.
     """
 
     name: str
     family: str
-    place: Point
+    predicted: Position
     is_optimal: bool
-    measured: Point | None = None
+    measured: Position | None = None
 
 
-def front_of(spots: Sequence[ChartPoint]) -> list[Point]:
-    """The places of the optimal ones, by memory."""
-    return sorted(spot.place for spot in spots if spot.is_optimal)
+def front_of(points: Sequence[ChartPoint]) -> list[Position]:
+    """The predicted positions of the optimal points, by memory."""
+    return sorted(point.predicted for point in points if point.is_optimal)
 
 
-def by_samples_seen(run: Run, key: str) -> list[Point]:
-    """A figure of the history, such as ``train/loss``, by the samples that training had seen; not finite where it was.
+def by_samples_seen(run: Run, key: str) -> list[Position]:
+    """A figure of the history, such as ``train/loss``, by samples seen; points that are not finite stay in.
 
-    An evaluation is logged without them, so they are those of the training row of its step.
+    An evaluation is logged without ``samples_seen``, so it takes that of the training row of its step.
     """
     seen = {step: samples for step, samples in run.history.curve(SAMPLES_SEEN).items() if math.isfinite(samples)}
     points = {seen[step]: value for step, value in run.history.curve(key).items() if step in seen}
     return sorted(points.items())
 
 
-def pareto_fronts(rows: Sequence[ComparisonRow]) -> list[list[Point]]:
-    """Memory and throughput of each competition's Pareto-optimal rows, by memory. NOTE [ Pareto ] in ``compare``."""
+def pareto_fronts(rows: Sequence[ComparisonRow]) -> list[list[Position]]:
+    """Memory and throughput of each workload's Pareto-optimal rows, by memory. NOTE [ Pareto ] in ``compare``."""
     fronts = defaultdict(list)
     for row in rows:
-        if row.is_pareto_optimal and row.place:
-            fronts[workload_key(row.run)].append(row.place)
+        if row.is_pareto_optimal and row.position:
+            fronts[workload_key(row.run)].append(row.position)
     return [sorted(front) for front in fronts.values()]
 
 
 def memory_parts(row: ComparisonRow) -> dict[str, float]:
-    """The bytes of each part of the peak; what the run did not break down is ``REST``."""
+    """The bytes of each part of the peak; ``REST`` for those that the run did not break down."""
     gib = {part: row.run.figure("memory", "breakdown", f"{part}_gib") for part in MEMORY_PARTS}
     parts = {part: value * GIB for part, value in gib.items() if value}
     rest = (row.peak_memory.value or 0) - sum(parts.values())
@@ -81,12 +80,12 @@ def memory_parts(row: ComparisonRow) -> dict[str, float]:
 
 MIN_SPAN = 0.3  # of the largest memory or speed that its axis covers
 LOG_FROM = 30.0  # a loss that falls by more than this factor is drawn on a logarithmic axis
-WIDE = 8.0  # of what differs by more than this factor, equal factors take equal lengths
+WIDE = 8.0  # an axis whose values differ by more than this factor is logarithmic
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values as percentages of the plot's side, with the ticks that are written beside it."""
+    """A range of values as percentages of the plot's side, with its ticks."""
 
     title: str
     low: float
@@ -96,13 +95,13 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Where ``value`` is, in per cent."""
+        """The position of ``value``, in per cent."""
         low, high, value = map(math.log, (self.low, self.high, value)) if self.is_log else (self.low, self.high, value)
         return 100 * (value - low) / (high - low)
 
 
 def figure(title: str, hint: str, content: str, *, is_wide: bool = False) -> str:
-    """A card with a title; a wide one has a row of its own."""
+    """A card with a title; a wide card has a row of its own."""
     kind = "card wide" if is_wide else "card"
     return f'<figure class="{kind}"><figcaption>{title} <small>{hint}</small></figcaption>{content}</figure>'
 
@@ -119,15 +118,15 @@ def frame(x: Axis, y: Axis, lines: str, dots: str) -> str:
     )
 
 
-def front_line(front: Sequence[Point], x: Axis, y: Axis) -> str:
-    """Steps: up to the memory of the next run, no run is faster than this one."""
+def front_line(front: Sequence[Position], x: Axis, y: Axis) -> str:
+    """The Pareto front as steps: with memory below that of the next run, no run is faster than this one."""
     (first_peak, first_speed), *others = front
     steps = "".join(f"H{x.at(peak):.2f}V{100 - y.at(speed):.2f}" for peak, speed in others)
     return f'<path class="front" d="M{x.at(first_peak):.2f} {100 - y.at(first_speed):.2f}{steps}"/>'
 
 
 def memory_axis(values: Sequence[float]) -> Axis:
-    """Of bytes, in GiB or MiB."""
+    """An axis of bytes, in GiB or MiB."""
     unit, size = memory_unit(values)
     low, high = _range_of_cost(values)
     ticks = tuple(tick * size for tick in _ticks(low / size, high / size))
@@ -135,17 +134,17 @@ def memory_axis(values: Sequence[float]) -> Axis:
 
 
 def memory_unit(values: Sequence[float]) -> tuple[str, int]:
-    """GiB or MiB, and its bytes."""
+    """GiB or MiB, and the bytes of that unit."""
     return ("GiB", GIB) if max(values) >= GIB else ("MiB", MIB)
 
 
 def speed_axis(values: Sequence[float]) -> Axis:
-    """Of samples a second."""
+    """An axis of samples a second."""
     return _linear_axis("samples/s", *_range_of_cost(values))
 
 
 def widened(axis: Axis, values: Sequence[float], unit: float = 1.0) -> Axis:
-    """``axis``, logarithmic where ``values`` are far apart; its text is of values in ``unit``."""
+    """``axis``, logarithmic where ``values`` are far apart, with ticks in ``unit``."""
     low, high = min(values), max(values)
     if high < WIDE * low:
         return axis
@@ -157,13 +156,13 @@ def widened(axis: Axis, values: Sequence[float], unit: float = 1.0) -> Axis:
 
 
 def samples_axis(values: Sequence[float]) -> Axis:
-    """Of samples seen."""
+    """An axis of samples seen."""
     low, high = min(values), max(values)
     return _linear_axis("samples seen", low, high if low < high else low + max(1.0, abs(low)))
 
 
 def loss_axis(values: Sequence[float]) -> Axis:
-    """Of a loss; logarithmic where it falls far."""
+    """An axis of a loss; logarithmic where it falls far."""
     low, high = min(values), max(values)
     if low <= 0 or high / low < LOG_FROM:
         margin = 0.04 * (high - low) or max(0.5, 0.04 * abs(high))
@@ -178,7 +177,7 @@ def _linear_axis(title: str, low: float, high: float) -> Axis:
 
 
 def _range_of_cost(values: Sequence[float]) -> tuple[float, float]:
-    """With some air, and wide enough that a difference of a few per cent looks like one."""
+    """A range with margins, wide enough that a difference of a few per cent looks small."""
     high = max(values)
     low = min(*values, (1 - MIN_SPAN) * high)
     air = 0.08 * (high - low) or max(1.0, 0.08 * abs(high))
@@ -193,11 +192,10 @@ def _ticks(low: float, high: float) -> tuple[float, ...]:
     return tuple(round(index * step, 12) for index in range(math.ceil(low / step), math.floor(high / step) + 1))
 
 
-Entry = tuple[int, ComparisonRow]  # with the run's number on the page
 NUM_COLORS = 10
 DASHES = ("none", "7 3", "2 3", "9 3 2 3")  # tell runs of one color apart
 MAX_POINTS = 600
-MAX_ROWS = 8  # so many runs are named in a chart; more are numbers, with their names in the table and the tooltips
+MAX_ROWS = 8  # runs that are named in a chart; if there are more, numbers stand for the names in table and tooltips
 
 
 def badge(number: int) -> str:
@@ -207,14 +205,14 @@ def badge(number: int) -> str:
 
 def scatter(entries: Sequence[Entry]) -> str:
     """Peak memory against throughput, with a line through the Pareto-optimal runs; empty if no run has both."""
-    places = {number: row.place for number, row in entries if row.place}
-    if not places:
+    positions = {number: row.position for number, row in entries if row.position}
+    if not positions:
         return ""
-    x = memory_axis([peak for peak, _ in places.values()])
-    y = speed_axis([speed for _, speed in places.values()])
+    x = memory_axis([peak for peak, _ in positions.values()])
+    y = speed_axis([speed for _, speed in positions.values()])
     lines = "".join(front_line(front, x, y) for front in pareto_fronts([row for _, row in entries]))
-    is_few = len(places) <= MAX_ROWS
-    dots = "".join(_dot(n, row, x.at(row.place[0]), y.at(row.place[1]), is_few) for n, row in entries if row.place)
+    is_few, rows = len(positions) <= MAX_ROWS, dict(entries)
+    dots = "".join(_dot(n, rows[n], x.at(peak), y.at(speed), is_few) for n, (peak, speed) in positions.items())
     hint = "up and left is better; dashes join the Pareto-optimal"
     return figure("Memory against throughput", hint, frame(x, y, lines, dots), is_wide=not is_few)
 
@@ -242,7 +240,7 @@ def loss_curves(entries: Sequence[Entry], key: str, title: str) -> str:
 
 
 def memory_bars(entries: Sequence[Entry]) -> str:
-    """The peak of each run, broken down into what fills it where the run recorded that."""
+    """The peak of each run, by kind of memory where the run recorded that."""
     parts = {n: memory_parts(row) for n, row in entries}
     largest = max((sum(values.values()) for values in parts.values()), default=0)
     if not largest:
@@ -251,11 +249,11 @@ def memory_bars(entries: Sequence[Entry]) -> str:
     is_broken_down = named != {REST}
     bars = "".join(_bar(n, row, parts[n], largest, is_broken_down) for n, row in entries if parts[n])
     legend = _parts_legend(named) if is_broken_down else ""
-    return figure("Peak memory", "what filled it" if is_broken_down else "", f'{legend}<div class="bars">{bars}</div>')
+    return figure("Peak memory", "by kind" if is_broken_down else "", f'{legend}<div class="bars">{bars}</div>')
 
 
 def summary(row: ComparisonRow) -> str:
-    """A run in a few lines, for the tooltip."""
+    """The tooltip of a run."""
     speed = row.samples_per_s.value
     lines = [
         row.name,
@@ -271,8 +269,8 @@ def _dot(number: int, row: ComparisonRow, across: float, up: float, is_named: bo
     kind = "dot optimal" if row.is_pareto_optimal else "dot"
     side = "before" if across > 60 else "after"
     name = f'<span class="{side}">{escape(row.plan or row.name)}</span>' if is_named else ""
-    place = _of_run(number, f"left:{across:.2f}%;bottom:{up:.2f}%")
-    return f'<button class="{kind}" {place} data-tip="{escape(summary(row))}">{number}{name}</button>'
+    attributes = _of_run(number, f"left:{across:.2f}%;bottom:{up:.2f}%")
+    return f'<button class="{kind}" {attributes} data-tip="{escape(summary(row))}">{number}{name}</button>'
 
 
 def _legend(entries: Sequence[Entry]) -> str:
@@ -280,7 +278,7 @@ def _legend(entries: Sequence[Entry]) -> str:
     return f'<div class="legend">{"".join(names)}</div>'
 
 
-def _polyline(number: int, points: Sequence[Point], x: Axis, y: Axis, *, width: float) -> str:
+def _polyline(number: int, points: Sequence[Position], x: Axis, y: Axis, *, width: float) -> str:
     thinned = _thinned(points) if len(points) > 1 else [*points, *points]  # round line ends show a lone point
     path = " ".join(f"{x.at(across):.2f},{100 - y.at(up):.2f}" for across, up in thinned)
     dash = DASHES[(number - 1) // NUM_COLORS % len(DASHES)]
@@ -320,12 +318,12 @@ def _line_width(index: int, num_lines: int) -> float:
     return 2.0 + 2.0 * (num_lines - 1 - index) if num_lines <= 5 else 1.6
 
 
-def _finite_parts(points: Sequence[Point]) -> list[list[Point]]:
+def _finite_parts(points: Sequence[Position]) -> list[list[Position]]:
     """The stretches of a curve between the points that are not finite."""
     return [list(part) for is_finite, part in groupby(points, lambda point: math.isfinite(point[1])) if is_finite]
 
 
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
+def _thinned(points: Sequence[Position]) -> Sequence[Position]:
     """About ``MAX_POINTS`` of them: the lowest and the highest of every stretch, so that no spike is lost."""
     if len(points) <= MAX_POINTS:
         return points

@@ -1,6 +1,6 @@
-"""A plan as a small picture of the model: a row a block, or a run of blocks alike, and plain beside it below.
+"""The planner's choice in the terminal: its candidates as a table, and the blocks of the chosen plan.
 
-The candidates of a choice as a table, what stands beside their peaks, and the chosen one as a picture.
+The baseline, in tables and texts, is the same micro-batch without checkpointing (``none``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,115 +18,11 @@ from memsave_recipes.render.console import new_console, new_table, print_lines
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
 from memsave_recipes.training.batch_layout import BatchLayout
 
-BLOCK_BAR = 16  # characters of the longest bar
-WORDS = {
-    Action.KEEP: "keep",
-    Action.RECOMPUTE: "recompute",
-    Action.SELECT_OPS: "recompute cheap operators",
-    Action.OFFLOAD: "offload to the host",
-    Action.COMPILE: "compiled",
-}
-
-
-def show_forecast(forecast: Forecast, budget_bytes: int) -> None:
-    """Print ``draw`` and ``summarize``."""
-    console = new_console()
-    console.print(draw(forecast))
-    print_lines(console, [summarize(forecast, budget_bytes)])
-
-
-def draw(forecast: Forecast) -> Table:
-    """The blocks with their actions, what they hold for the backward, and the time that this adds."""
-    table = new_table()
-    table.add_column("blocks", overflow="fold")
-    table.add_column("what happens")
-    table.add_column("held", justify="right", no_wrap=True)
-    table.add_column("plain holds", justify="right", no_wrap=True)
-    table.add_column("added ms", justify="right", no_wrap=True)
-    table.add_column("held of plain's", no_wrap=True)
-    rows = list(_rows(forecast))
-    largest = max((row.plain_bytes for row in rows), default=0) or 1
-    for row in rows:
-        cells = (row.blocks, row.words, format_bytes(row.held_bytes), format_bytes(row.plain_bytes))
-        added = f"{1000 * row.added_s:+.1f}" if row.added_s else ""
-        table.add_row(*cells, added, _bar(row.held_bytes / largest, row.plain_bytes / largest))
-    return table
-
-
-def summarize(forecast: Forecast, budget_bytes: int) -> str:
-    """The predicted peak and the time of a forward and backward, beside plain's."""
-    peak, plain_s = forecast.peak, forecast.plain_s
-    where = "the optimizer's update" if peak.phase == "optimizer" else f"the {peak.phase} of {peak.block}"
-    return (
-        f"predicted peak {format_bytes(peak.total_bytes)} of {format_bytes(budget_bytes)}, in {where} "
-        f"(plain: {format_bytes(forecast.plain_peak_bytes)}); forward and backward of a micro-batch "
-        f"{1000 * (plain_s + forecast.added_s):.1f} ms (plain: {1000 * plain_s:.1f} ms, "
-        f"x{1 + forecast.added_s / plain_s:.2f})"
-    )
-
-
-@dataclass(frozen=True)
-class _Row:
-    blocks: str
-    words: str
-    held_bytes: int
-    plain_bytes: int
-    added_s: float
-
-
-def _rows(forecast: Forecast) -> Iterator[_Row]:
-    """A row for each run of spans of one action and one size whose blocks cost the same."""
-    chain, plan = forecast.chain, forecast.plan
-    plain = [costs.held_bytes for costs in span_costs(chain, keep_all(chain))]
-    spans = [
-        _Priced(span, costs, sum(plain[span.start : span.stop]))
-        for span, costs in zip(plan.spans, span_costs(chain, plan), strict=True)
-    ]
-    for _, alike in groupby(spans, key=_likeness):
-        run = list(alike)
-        yield _Row(
-            blocks=_blocks(plan, run[0].span.start, run[-1].span.stop),
-            words=_words(run[0].span, len(run)),
-            held_bytes=sum(priced.costs.held_bytes for priced in run),
-            plain_bytes=sum(priced.plain_bytes for priced in run),
-            added_s=sum(priced.costs.added_s for priced in run),
-        )
-
-
-@dataclass(frozen=True)
-class _Priced:
-    span: Span
-    costs: SpanCosts
-    plain_bytes: int
-
-
-def _likeness(priced: _Priced) -> tuple[object, ...]:
-    return priced.span.action, priced.span.stop - priced.span.start, priced.plain_bytes, priced.costs.held_bytes
-
-
-def _blocks(plan: Plan, start: int, stop: int) -> str:
-    first, last = plan.blocks[start], plan.blocks[stop - 1]
-    return first if stop - start == 1 else f"{first} - {last} ({stop - start})"
-
-
-def _words(span: Span, count: int) -> str:
-    words, together = WORDS[span.action], span.stop - span.start
-    if span.action is Action.RECOMPUTE and together > 1:
-        words += f" {together} together" if count == 1 else f", {together} together"
-    return words
-
-
-def _bar(held: float, plain: float) -> str:
-    """Full blocks for what is held, dots for what plain holds beyond it."""
-    filled, dotted = round(BLOCK_BAR * held), round(BLOCK_BAR * plain)
-    return "█" * filled + "·" * max(0, dotted - filled)
-
-
-BAR = 24  # characters of the longest bar
-MAX_ROWS = 12  # so many candidates are all shown
+BAR_COLUMNS = 24  # of the longest bar
+BLOCK_BAR_COLUMNS = 16
+MAX_ROWS = 12  # of a table that shows every candidate unasked
 OVERHEADS = "overheads"
-# A letter and a color for each part of a bar.
-PARTS = {
+PARTS = {  # letter and color in a bar
     "parameters": ("P", "blue"),
     "gradients": ("G", "cyan"),
     "optimizer state": ("S", "magenta"),
@@ -135,20 +31,27 @@ PARTS = {
     "temporaries": ("T", "red"),
     OVERHEADS: ("O", "bright_black"),
 }
-ABOUT = {
+OVERHEAD_SOURCES = {
     "CUDA context": "assumed: the driver and torch's kernels take 300 to 700 MiB",
-    "device context": "what the driver says is taken here beside torch's memory, other processes included",
-    WORKSPACES: "what the libraries of products keep for good; where nothing is measured, two of cuBLAS are assumed",
-    "reserve": "1 % of what plain training keeps for its backward, for what the prediction does not know of",
+    "device context": "reported by the driver as in use outside torch, other processes included",
+    WORKSPACES: "kept by the libraries of matrix products; two of cuBLAS are assumed where nothing is measured",
+    "reserve": "1 % of the activations that the baseline saves for backward, for errors of the prediction",
+}
+ACTION_NAMES = {
+    Action.KEEP: "keep",
+    Action.RECOMPUTE: "recompute",
+    Action.SELECT_OPS: "recompute cheap operators",
+    Action.OFFLOAD: "offload to the host",
+    Action.COMPILE: "compiled",
 }
 
 
 def show_choice(choice: Choice, *, all_rows: bool = False, remarks: Sequence[str] = ()) -> None:
-    """Print the candidates, the bytes beside their peaks and ``remarks``, then the blocks of the chosen one.
+    """Print the candidates, their overheads and ``remarks``, then the blocks of the chosen one.
 
     Args:
-        all_rows: print every candidate, not only the best of each micro-batch.
-        remarks: lines about where the figures come from.
+        all_rows: print every candidate, not only the best of each micro-batch size.
+        remarks: sentences about the sources of the figures.
     """
     console = new_console()
     rows = list(choice.candidates) if all_rows else best_rows(choice)
@@ -161,7 +64,7 @@ def show_choice(choice: Choice, *, all_rows: bool = False, remarks: Sequence[str
 
 
 def best_rows(choice: Choice) -> list[Candidate]:
-    """Of each micro-batch and loss the fastest that fits, or what needs least; all of the chosen micro-batch's."""
+    """Of each layout and loss the fastest that fits, or the one that needs least; all of the chosen layout."""
     if len(choice.candidates) <= MAX_ROWS:
         return list(choice.candidates)
     groups: dict[tuple[BatchLayout, str | None], list[Candidate]] = {}
@@ -175,7 +78,7 @@ def best_rows(choice: Choice) -> list[Candidate]:
 
 
 def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
-    """The table: a row a candidate, the chosen one marked."""
+    """The table: one row for each candidate, the chosen one marked."""
     has_losses = len({candidate.loss for candidate in choice.candidates}) > 1
     table = new_table()
     for heading in ("", "micro x acc.", *(["loss"] if has_losses else []), "plan"):
@@ -209,7 +112,7 @@ def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
 
 
 def legend(rows: Sequence[Candidate]) -> Text:
-    """What the letters of the bars mean, of those that occur."""
+    """The meaning of the letters that occur in the bars."""
     used = {name for candidate in rows for name, num_bytes in grouped_parts(candidate).items() if num_bytes}
     text = Text()
     for name, (letter, color) in PARTS.items():
@@ -219,26 +122,30 @@ def legend(rows: Sequence[Candidate]) -> Text:
 
 
 def bar(candidate: Candidate, scale_bytes: int) -> Text:
-    """A letter for each part's share of ``scale_bytes``; ``>`` where it goes on beyond them."""
+    """The letter of each part as often as its share of ``scale_bytes``; ``>`` where the bar is cut off there."""
     text, end_bytes = Text(), 0
     for name, num_bytes in grouped_parts(candidate).items():
         letter, color = PARTS[name]
         begin, end_bytes = end_bytes, end_bytes + num_bytes
-        columns = min(BAR, round(BAR * end_bytes / scale_bytes)) - min(BAR, round(BAR * begin / scale_bytes))
+        columns = _columns(end_bytes / scale_bytes) - _columns(begin / scale_bytes)
         text.append(letter * columns, style=f"black on {color}")
     return text.append(">") if end_bytes > scale_bytes else text
 
 
+def _columns(share: float) -> int:
+    return min(BAR_COLUMNS, round(BAR_COLUMNS * share))
+
+
 def grouped_parts(candidate: Candidate) -> dict[str, int]:
-    """``candidate.parts`` with all that torch does not count, and the reserve, as one."""
+    """``candidate.parts`` with the overheads and the reserve as one part."""
     parts = {name: num_bytes for name, num_bytes in candidate.parts.items() if name in PARTS}
     return parts | {OVERHEADS: candidate.needed_bytes - sum(parts.values())}
 
 
 def overhead_lines(candidate: Candidate) -> list[str]:
-    """What is in ``needed`` and not in ``peak``, each with how it is known."""
-    static = {**candidate.overheads, "reserve": candidate.forecast.reserve_bytes}
-    lines = [f"+ {name} {format_bytes(num_bytes)}: {ABOUT.get(name, '')}" for name, num_bytes in static.items()]
+    """The parts of ``needed`` that are not in ``peak``, each with its source; and the host's memory."""
+    overheads = {**candidate.overheads, "reserve": candidate.forecast.reserve_bytes}
+    lines = [f"+ {name} {format_bytes(size)}: {OVERHEAD_SOURCES.get(name, '')}" for name, size in overheads.items()]
     return [*lines, host_line(candidate)] if candidate.host_bytes else lines
 
 
@@ -270,5 +177,99 @@ def _best(group: Sequence[Candidate]) -> Candidate:
 
 
 def scale_of(rows: Sequence[Candidate]) -> int:
-    """The bytes of a whole bar: the budget, or what the largest row needs where that is less."""
+    """The bytes of a whole bar: the budget, or the need of the largest row if that is less."""
     return min(rows[0].budget_bytes, max(candidate.needed_bytes for candidate in rows))
+
+
+def show_forecast(forecast: Forecast, budget_bytes: int) -> None:
+    """Print ``draw`` and ``summarize``."""
+    console = new_console()
+    console.print(draw(forecast))
+    print_lines(console, [summarize(forecast, budget_bytes)])
+
+
+def draw(forecast: Forecast) -> Table:
+    """The blocks with their actions, the bytes that they save for backward, and the time that the plan adds."""
+    table = new_table()
+    table.add_column("blocks", overflow="fold")
+    table.add_column("action")
+    for heading in ("saved", "baseline", "added ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("saved of baseline", no_wrap=True)
+    rows = list(_rows(forecast))
+    largest = max((row.baseline_bytes for row in rows), default=0) or 1
+    for row in rows:
+        cells = (row.blocks, row.action, format_bytes(row.saved_bytes), format_bytes(row.baseline_bytes))
+        added = f"{1000 * row.added_s:+.1f}" if row.added_s else ""
+        table.add_row(*cells, added, _block_bar(row.saved_bytes / largest, row.baseline_bytes / largest))
+    return table
+
+
+def summarize(forecast: Forecast, budget_bytes: int) -> str:
+    """The predicted peak and the time of a forward and backward, with the baseline's."""
+    peak, baseline_s = forecast.peak, forecast.baseline_s
+    where = "the optimizer's update" if peak.phase == "optimizer" else f"the {peak.phase} of {peak.block}"
+    return (
+        f"predicted peak {format_bytes(peak.total_bytes)} of {format_bytes(budget_bytes)}, in {where} "
+        f"(baseline: {format_bytes(forecast.baseline_peak_bytes)}); forward and backward of a micro-batch "
+        f"{1000 * (baseline_s + forecast.added_s):.1f} ms (baseline: {1000 * baseline_s:.1f} ms, "
+        f"x{1 + forecast.added_s / baseline_s:.2f})"
+    )
+
+
+@dataclass(frozen=True)
+class _Row:
+    blocks: str
+    action: str
+    saved_bytes: int
+    baseline_bytes: int
+    added_s: float
+
+
+def _rows(forecast: Forecast) -> Iterator[_Row]:
+    """A row for consecutive spans of the same action, length and costs."""
+    chain, plan = forecast.chain, forecast.plan
+    baseline = [costs.held_bytes for costs in span_costs(chain, keep_all(chain))]
+    spans = [
+        _CostedSpan(span, costs, sum(baseline[span.start : span.stop]))
+        for span, costs in zip(plan.spans, span_costs(chain, plan), strict=True)
+    ]
+    for _, group in groupby(spans, key=_equal_in_a_row):
+        alike = list(group)
+        yield _Row(
+            blocks=_block_names(plan, alike[0].span.start, alike[-1].span.stop),
+            action=_action_name(alike[0].span, len(alike)),
+            saved_bytes=sum(costed.costs.held_bytes for costed in alike),
+            baseline_bytes=sum(costed.baseline_bytes for costed in alike),
+            added_s=sum(costed.costs.added_s for costed in alike),
+        )
+
+
+@dataclass(frozen=True)
+class _CostedSpan:
+    span: Span
+    costs: SpanCosts
+    baseline_bytes: int
+
+
+def _equal_in_a_row(costed: _CostedSpan) -> tuple[object, ...]:
+    span = costed.span
+    return span.action, span.stop - span.start, costed.baseline_bytes, costed.costs.held_bytes
+
+
+def _block_names(plan: Plan, start: int, stop: int) -> str:
+    first, last = plan.blocks[start], plan.blocks[stop - 1]
+    return first if stop - start == 1 else f"{first} - {last} ({stop - start})"
+
+
+def _action_name(span: Span, count: int) -> str:
+    name, together = ACTION_NAMES[span.action], span.stop - span.start
+    if span.action is Action.RECOMPUTE and together > 1:
+        name += f" {together} together" if count == 1 else f", {together} together"
+    return name
+
+
+def _block_bar(saved: float, baseline: float) -> str:
+    """Full characters for saved bytes, dots for those that only the baseline saves."""
+    filled, dotted = round(BLOCK_BAR_COLUMNS * saved), round(BLOCK_BAR_COLUMNS * baseline)
+    return "█" * filled + "·" * max(0, dotted - filled)

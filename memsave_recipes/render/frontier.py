@@ -1,8 +1,6 @@
-"""Points as a picture of memory against throughput: for the page, and as what ``render/plot.py`` draws.
+"""A frontier, memory against throughput: in the terminal, as chart points, and as one HTML file that needs no server.
 
-The points of a frontier as a table in the terminal.
-
-A plan or a frontier as one HTML file, in the style of the page that compares runs; it asks nothing of any server.
+``plan_page`` shows the candidates of ``memsave plan`` in the same way.
 """
 
 from collections.abc import Sequence
@@ -11,11 +9,12 @@ from html import escape
 
 from rich.table import Table
 
-from memsave_recipes.planner.frontier import Point
+from memsave_recipes.planner.frontier import FrontierPoint
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.render.charts import (
     Axis,
     ChartPoint,
+    Position,
     figure,
     frame,
     front_line,
@@ -40,88 +39,22 @@ from memsave_recipes.text import format_bytes, format_rate, format_seconds
 NUM_COLORS = 10
 
 
-def spots_of(points: Sequence[Point]) -> list[ChartPoint]:
-    """Each point where it needs so much memory and is so fast."""
-    return [_spot(point) for point in points]
+BAR_COLUMNS = 30  # of the fastest
+HEADINGS = ("plan", "micro-batch x accumulation", "peak", "needed", "step", "samples/s", "fits")
 
 
-def color_of(point: Point, points: Sequence[Point]) -> str:
-    """The color of its kind of plan, as a style; ``points`` are all that are in the page."""
-    families = list(dict.fromkeys(map(_family, points)))
-    return f"--run:var(--run-{families.index(_family(point)) % NUM_COLORS})"
-
-
-def scatter(points: Sequence[Point], budget_bytes: int) -> str:
-    """A chart of the page; the optimal ones have their number in the table, squares were measured."""
-    spots = spots_of(points)
-    measured = [spot.measured for spot in spots if spot.measured]
-    memories, speeds = zip(*(spot.place for spot in spots), *measured, strict=True)
-    unit, size = memory_unit(memories)
-    x = replace(widened(memory_axis(memories), memories, size), title=f"memory needed, {unit}")
-    y = widened(speed_axis(speeds), speeds)
-    lines = front_line(front_of(spots), x, y)
-    if x.low < budget_bytes < x.high:
-        lines += f'<path class="limit" d="M{x.at(budget_bytes):.2f} 0V100"/>'
-    dots = "".join(
-        _dots(number, spot, color_of(point, points), x, y)
-        for number, (spot, point) in enumerate(zip(spots, points, strict=True), start=1)
-    )
-    hint = "up and left is better; dashes join the Pareto-optimal" + ("; squares are measured" if measured else "")
-    return figure("Memory against throughput", hint, _legend(points) + frame(x, y, lines, dots), is_wide=True)
-
-
-def _spot(point: Point) -> ChartPoint:
-    one, speed = point.candidate, point.measured_samples_per_s
-    loss = f", {one.loss} loss" if one.loss else ""
-    return ChartPoint(
-        name=f"{one.layout.micro_batch_size} {one.strategy}{loss}",
-        family=_family(point),
-        place=(one.needed_bytes, one.samples_per_s),
-        is_optimal=point.is_optimal,
-        measured=(point.measured.needed_bytes, speed) if point.measured and speed else None,
-    )
-
-
-def _family(point: Point) -> str:
-    """The kind of its plan: ``every`` of ``every:2``."""
-    return point.candidate.strategy.partition(":")[0]
-
-
-def _legend(points: Sequence[Point]) -> str:
-    of_family = {_family(point): point for point in points}
-    spans = "".join(
-        f'<span><b class="badge" style="{color_of(point, points)}">&nbsp;</b>{escape(family)}</span>'
-        for family, point in of_family.items()
-    )
-    return f'<div class="legend">{spans}</div>'
-
-
-def _dots(number: int, spot: ChartPoint, color: str, x: Axis, y: Axis) -> str:
-    def dot(kind: str, place: tuple[float, float], text: str, words: str) -> str:
-        style = f"{color};left:{x.at(place[0]):.2f}%;bottom:{y.at(place[1]):.2f}%"
-        tip = escape(f"{spot.name}\n{words}{format_bytes(round(place[0]))}, {format_rate(place[1])} samples/s")
-        return f'<button class="dot {kind}" data-run="{number}" style="{style}" data-tip="{tip}">{text}</button>'
-
-    kind, text = ("optimal", str(number)) if spot.is_optimal else ("small", "")
-    drawn = dot(kind, spot.place, text, "")
-    return drawn if spot.measured is None else drawn + dot("measured", spot.measured, "", "measured: ")
-
-
-BAR = 30  # characters of the fastest
-
-
-def show_points(points: Sequence[Point], remarks: Sequence[str], *, all_rows: bool) -> None:
-    """Print the Pareto-optimal points, or all of them, by memory; then what the figures rest on."""
+def show_points(points: Sequence[FrontierPoint], remarks: Sequence[str], *, all_rows: bool) -> None:
+    """Print the Pareto-optimal points, or all of them, by memory; then the sources of the figures."""
     shown = sorted(
         (point for point in points if all_rows or point.is_optimal), key=lambda point: point.candidate.needed_bytes
     )
     console = new_console()
     console.print(_table(shown))
-    words = f"all {len(points)} points" if all_rows else f"{len(shown)} Pareto-optimal of {len(points)} points (--all)"
-    print_lines(console, [words, *remarks])
+    count = f"all {len(points)}" if all_rows else f"{len(shown)} Pareto-optimal of {len(points)}"
+    print_lines(console, [f"{count} points{'' if all_rows else ' (--all)'}", *remarks])
 
 
-def _table(points: Sequence[Point]) -> Table:
+def _table(points: Sequence[FrontierPoint]) -> Table:
     fastest = max(point.candidate.samples_per_s for point in points)
     has_losses = len({point.candidate.loss for point in points}) > 1
     has_measured = any(point.measured for point in points)
@@ -142,23 +75,20 @@ def _table(points: Sequence[Point]) -> Table:
             one.strategy,
             format_rate(one.samples_per_s),
             *(_measured_cells(point) if has_measured else []),
-            letter * max(1, round(BAR * one.samples_per_s / fastest)),
+            letter * max(1, round(BAR_COLUMNS * one.samples_per_s / fastest)),
             style="" if one.fits else "dim",
         )
     return table
 
 
-def _measured_cells(point: Point) -> list[str]:
+def _measured_cells(point: FrontierPoint) -> list[str]:
     if point.measured is None or point.measured_samples_per_s is None:
         return ["-", "-"]
     return [format_rate(point.measured_samples_per_s), format_bytes(point.measured.needed_bytes)]
 
 
-HEADINGS = ("plan", "micro-batch x accumulation", "peak", "needed", "step", "samples/s", "fits")
-
-
-def plan_page(title: str, remarks: Sequence[str], points: Sequence[Point], chosen: Candidate, line: str) -> str:
-    """The candidates of a choice, with the line that launches the chosen one."""
+def plan_page(title: str, remarks: Sequence[str], points: Sequence[FrontierPoint], chosen: Candidate, line: str) -> str:
+    """The candidates of a choice, with the command line that launches the chosen one."""
     title = f"{title}: {layout_text(chosen.layout)}, {chosen.strategy}"
     launch = f'<h3>Launch</h3><div class="card"><pre>{escape(line)}</pre></div><h3>Candidates</h3>'
     lines = [*remarks, *overhead_lines(chosen)]
@@ -166,8 +96,8 @@ def plan_page(title: str, remarks: Sequence[str], points: Sequence[Point], chose
     return fill_page(title, _subtitle(chosen.budget_bytes), lines, f"<section>{launch}{content}</section>")
 
 
-def frontier_page(title: str, remarks: Sequence[str], points: Sequence[Point], budget_bytes: int) -> str:
-    """Every strategy and micro-batch."""
+def frontier_page(title: str, remarks: Sequence[str], points: Sequence[FrontierPoint], budget_bytes: int) -> str:
+    """Every strategy at every micro-batch size."""
     content = f"<section>{_content(points, budget_bytes)}</section>"
     return fill_page(f"{title}: memory against throughput", _subtitle(budget_bytes), list(remarks), content)
 
@@ -176,12 +106,12 @@ def _subtitle(budget_bytes: int) -> str:
     return f"budget {format_bytes(budget_bytes)}"
 
 
-def _content(points: Sequence[Point], budget_bytes: int, chosen: Candidate | None = None) -> str:
+def _content(points: Sequence[FrontierPoint], budget_bytes: int, chosen: Candidate | None = None) -> str:
     scale_bytes = scale_of([point.candidate for point in points])
     has_measured = any(point.measured for point in points)
     headings = [*HEADINGS, *(["measured samples/s"] if has_measured else [])]
     head = "".join(f'<th><button type="button">{escape(heading)}</button></th>' for heading in headings)
-    head += '<th class="left"><button type="button">what fills it</button></th>'
+    head += '<th class="left"><button type="button">parts</button></th>'
     rows = "".join(
         _row(number, points, scale_bytes, is_chosen=point.candidate is chosen, has_measured=has_measured)
         for number, point in enumerate(points, start=1)
@@ -192,7 +122,7 @@ def _content(points: Sequence[Point], budget_bytes: int, chosen: Candidate | Non
     return chart + listed if chosen is None else listed + chart
 
 
-def _row(number: int, points: Sequence[Point], scale_bytes: int, *, is_chosen: bool, has_measured: bool) -> str:
+def _row(number: int, points: Sequence[FrontierPoint], scale_bytes: int, *, is_chosen: bool, has_measured: bool) -> str:
     point = points[number - 1]
     one = point.candidate
     marks = (["chosen"] if is_chosen else []) + (["Pareto-optimal"] if point.is_optimal else [])
@@ -215,7 +145,7 @@ def _row(number: int, points: Sequence[Point], scale_bytes: int, *, is_chosen: b
     )
 
 
-def _measured_cell(point: Point) -> str:
+def _measured_cell(point: FrontierPoint) -> str:
     if point.measured is None:
         return '<td class="number" data-value=""></td>'
     speed, memory = point.measured_samples_per_s or 0.0, format_bytes(point.measured.needed_bytes)
@@ -223,7 +153,7 @@ def _measured_cell(point: Point) -> str:
 
 
 def _bar(one: Candidate, scale_bytes: int) -> str:
-    """As long as its share of ``scale_bytes``; what needs more fills the track."""
+    """A bar as long as its share of ``scale_bytes``, at most the whole track."""
     whole_bytes = max(scale_bytes, one.needed_bytes)
     parts = "".join(
         f'<i class="part" style="background:{_part_color(name)};width:{100 * num_bytes / whole_bytes:.2f}%" '
@@ -234,7 +164,7 @@ def _bar(one: Candidate, scale_bytes: int) -> str:
     return f'<span class="track">{parts}</span>'
 
 
-def _parts_legend(points: Sequence[Point]) -> str:
+def _parts_legend(points: Sequence[FrontierPoint]) -> str:
     used = {name for point in points for name, num_bytes in grouped_parts(point.candidate).items() if num_bytes}
     spans = "".join(
         f'<span><i class="part" style="background:{_part_color(name)}"></i>{name}</span>'
@@ -250,3 +180,71 @@ def _part_color(name: str) -> str:
 
 def _loss(one: Candidate) -> str:
     return f"<small>{escape(one.loss)} loss</small>" if one.loss else ""
+
+
+def chart_points_of(points: Sequence[FrontierPoint]) -> list[ChartPoint]:
+    """The points as ``render/plot.py`` draws them."""
+    return [_chart_point(point) for point in points]
+
+
+def color_of(point: FrontierPoint, points: Sequence[FrontierPoint]) -> str:
+    """The color of its kind of plan, as a CSS style; ``points`` are all points of the page."""
+    families = list(dict.fromkeys(map(_family, points)))
+    return f"--run:var(--run-{families.index(_family(point)) % NUM_COLORS})"
+
+
+def scatter(points: Sequence[FrontierPoint], budget_bytes: int) -> str:
+    """The chart of the page; optimal points have their number of the table, squares are measured."""
+    chart_points = chart_points_of(points)
+    measured = [chart_point.measured for chart_point in chart_points if chart_point.measured]
+    memories, speeds = zip(*(chart_point.predicted for chart_point in chart_points), *measured, strict=True)
+    unit, size = memory_unit(memories)
+    x = replace(widened(memory_axis(memories), memories, size), title=f"memory needed, {unit}")
+    y = widened(speed_axis(speeds), speeds)
+    lines = front_line(front_of(chart_points), x, y)
+    if x.low < budget_bytes < x.high:
+        lines += f'<path class="limit" d="M{x.at(budget_bytes):.2f} 0V100"/>'
+    dots = "".join(
+        _dots(number, chart_point, color_of(point, points), x, y)
+        for number, (chart_point, point) in enumerate(zip(chart_points, points, strict=True), start=1)
+    )
+    hint = "up and left is better; dashes join the Pareto-optimal" + ("; squares are measured" if measured else "")
+    return figure("Memory against throughput", hint, _legend(points) + frame(x, y, lines, dots), is_wide=True)
+
+
+def _chart_point(point: FrontierPoint) -> ChartPoint:
+    one, speed = point.candidate, point.measured_samples_per_s
+    loss = f", {one.loss} loss" if one.loss else ""
+    return ChartPoint(
+        name=f"{one.layout.micro_batch_size} {one.strategy}{loss}",
+        family=_family(point),
+        predicted=(one.needed_bytes, one.samples_per_s),
+        is_optimal=point.is_optimal,
+        measured=(point.measured.needed_bytes, speed) if point.measured and speed else None,
+    )
+
+
+def _family(point: FrontierPoint) -> str:
+    """The kind of its plan: ``every`` of ``every:2``."""
+    return point.candidate.strategy.partition(":")[0]
+
+
+def _legend(points: Sequence[FrontierPoint]) -> str:
+    of_family = {_family(point): point for point in points}
+    spans = "".join(
+        f'<span><b class="badge" style="{color_of(point, points)}">&nbsp;</b>{escape(family)}</span>'
+        for family, point in of_family.items()
+    )
+    return f'<div class="legend">{spans}</div>'
+
+
+def _dots(number: int, chart_point: ChartPoint, color: str, x: Axis, y: Axis) -> str:
+    def dot(kind: str, position: Position, text: str, prefix: str) -> str:
+        num_bytes, speed = position
+        style = f"{color};left:{x.at(num_bytes):.2f}%;bottom:{y.at(speed):.2f}%"
+        tip = escape(f"{chart_point.name}\n{prefix}{format_bytes(num_bytes)}, {format_rate(speed)} samples/s")
+        return f'<button class="dot {kind}" data-run="{number}" style="{style}" data-tip="{tip}">{text}</button>'
+
+    kind, text = ("optimal", str(number)) if chart_point.is_optimal else ("small", "")
+    drawn = dot(kind, chart_point.predicted, text, "")
+    return drawn if chart_point.measured is None else drawn + dot("measured", chart_point.measured, "", "measured: ")

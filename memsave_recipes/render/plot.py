@@ -1,4 +1,4 @@
-"""The plots, for papers and slides: a comparison as one PNG, a row of three charts for each model; and a frontier.
+"""Plots as PNG: of a comparison, three charts for each model, and of a frontier.
 
 matplotlib is optional and imported in no other module.
 """
@@ -26,8 +26,8 @@ from memsave_recipes.text import spaced
 
 NUM_COLORS = 10  # of matplotlib's cycle
 LINE_STYLES = ("-", "--", ":", "-.")
-NAME_WIDTH, NAME_HEIGHT = 0.13, 0.025  # of the name of a spot, as parts of the picture
-MAX_ROWS = 8  # so many runs are named in their charts; more are numbers, named beside their bars
+NAME_WIDTH, NAME_HEIGHT = 0.13, 0.025  # of the name of a point, as shares of the figure
+MAX_ROWS = 8  # runs that are named in their charts; if there are more, numbers stand for the names at their bars
 PART_COLORS = dict(
     zip((*MEMORY_PARTS, REST), ("#3b64d6", "#7fa3f0", "#8e44c9", "#e0892b", "#e9c46a", "0.65"), strict=True)
 )
@@ -46,19 +46,19 @@ def write_png(table: ComparisonTable, path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def write_frontier_png(spots: Sequence[ChartPoint], path: Path, title: str, budget_bytes: int) -> None:
-    """Draws memory against throughput of every spot; a color a kind of plan, the optimal ones filled and named."""
+def write_frontier_png(points: Sequence[ChartPoint], path: Path, title: str, budget_bytes: int) -> None:
+    """Draws memory against throughput: a color for each kind of plan, optimal points filled and named."""
     figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
     axes = figure.subplots()
-    unit, size = memory_unit([spot.place[0] for spot in spots])
-    memory, speed = zip(*front_of(spots), strict=True)
+    unit, size = memory_unit([point.predicted[0] for point in points])
+    memory, speed = zip(*front_of(points), strict=True)
     axes.step([value / size for value in memory], speed, where="post", color="0.6", linestyle="--", zorder=1)
-    for index, family in enumerate(dict.fromkeys(spot.family for spot in spots)):
-        _draw_family(axes, [spot for spot in spots if spot.family == family], f"C{index % NUM_COLORS}", size)
-    if budget_bytes < max(spot.place[0] for spot in spots):
+    for index, family in enumerate(dict.fromkeys(point.family for point in points)):
+        _draw_family(axes, [point for point in points if point.family == family], f"C{index % NUM_COLORS}", size)
+    if budget_bytes < max(point.predicted[0] for point in points):
         axes.axvline(budget_bytes / size, color="C3", linestyle=":", label="the budget")
     axes.set(title=_plain(title), xlabel=f"memory needed, {unit}", ylabel="throughput, samples/s")
-    reached = [spot.place for spot in spots] + [spot.measured for spot in spots if spot.measured]
+    reached = [point.predicted for point in points] + [point.measured for point in points if point.measured]
     scales = ((axes.set_xscale, axes.xaxis), (axes.set_yscale, axes.yaxis))
     for (set_scale, axis), values in zip(scales, zip(*reached, strict=True), strict=True):
         if max(values) > WIDE * min(values):
@@ -66,31 +66,31 @@ def write_frontier_png(spots: Sequence[ChartPoint], path: Path, title: str, budg
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:,g}")
             axis.set_minor_formatter(NullFormatter())
-    _name_spots(axes, [spot for spot in spots if spot.is_optimal], size)
+    _name_points(axes, [point for point in points if point.is_optimal], size)
     axes.legend(fontsize=9)
     figure.savefig(path, format="png")
 
 
-def _name_spots(axes: Axes, spots: Sequence[ChartPoint], size: int) -> None:
-    """Names the fast ones first; one whose name would lie on another's stays without."""
+def _name_points(axes: Axes, points: Sequence[ChartPoint], size: int) -> None:
+    """Names the points, the fastest first; a name that would overlap another one is left out."""
     named: list[tuple[float, float]] = []
-    for spot in sorted(spots, key=lambda spot: -spot.place[1]):
-        place = spot.place[0] / size, spot.place[1]
+    for point in sorted(points, key=lambda point: -point.predicted[1]):
+        place = point.predicted[0] / size, point.predicted[1]
         across, up = axes.transAxes.inverted().transform(axes.transData.transform(place))
         if all(abs(across - x) > NAME_WIDTH or abs(up - y) > NAME_HEIGHT for x, y in named):
             named.append((across, up))
-            axes.annotate(_plain(spot.name), place, xytext=(6, -10), textcoords="offset points", fontsize=8)
+            axes.annotate(_plain(point.name), place, xytext=(6, -10), textcoords="offset points", fontsize=8)
 
 
-def _draw_family(axes: Axes, spots: Sequence[ChartPoint], color: str, size: int) -> None:
-    """Predicted spots as circles, filled where they are optimal; measured ones as crosses, joined to them."""
-    places = [(spot.place[0] / size, spot.place[1]) for spot in spots]
-    faces = [color if spot.is_optimal else "none" for spot in spots]
+def _draw_family(axes: Axes, points: Sequence[ChartPoint], color: str, size: int) -> None:
+    """Predictions as circles, filled where they are optimal, each joined to the cross of its measurement."""
+    places = [(point.predicted[0] / size, point.predicted[1]) for point in points]
+    faces = [color if point.is_optimal else "none" for point in points]
     across, up = zip(*places, strict=True)
-    axes.scatter(across, up, s=36, edgecolors=color, facecolors=faces, label=spots[0].family, zorder=2)
-    for spot, place in zip(spots, places, strict=True):
-        if spot.measured is not None:
-            measured = spot.measured[0] / size, spot.measured[1]
+    axes.scatter(across, up, s=36, edgecolors=color, facecolors=faces, label=points[0].family, zorder=2)
+    for point, place in zip(points, places, strict=True):
+        if point.measured is not None:
+            measured = point.measured[0] / size, point.measured[1]
             axes.plot(*zip(place, measured, strict=True), color=color, linewidth=0.8)
             axes.scatter(*measured, s=40, marker="x", color=color, zorder=3)
 
@@ -101,9 +101,9 @@ def _draw_scatter(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
         memory, speed = zip(*front, strict=True)
         axes.step([value / size for value in memory], speed, where="post", color="0.6", linestyle="--")
     for index, row in enumerate(rows):
-        if row.place is None:
+        if row.position is None:
             continue
-        place = row.place[0] / size, row.place[1]
+        place = row.position[0] / size, row.position[1]
         color = f"C{index % NUM_COLORS}"
         axes.scatter(*place, s=60, edgecolors=color, facecolors=color if row.is_pareto_optimal else "none", zorder=2)
         label = _plain(row.plan or row.name) if len(rows) <= MAX_ROWS else f"{index + 1}"
@@ -123,7 +123,7 @@ def _draw_bars(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
             axes.barh(_numbered_names(rows), widths, left=ends, label=spaced(part), color=color)
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set(title="what fills the peak", xlabel=f"peak memory, {unit}")
+    axes.set(title="peak memory by kind", xlabel=f"peak memory, {unit}")
     if any(ends):
         axes.legend(fontsize=8)
 
@@ -151,5 +151,5 @@ def _numbered_names(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """``text`` without formulas: matplotlib sets what stands between dollars."""
+    """``text`` with its dollars escaped, between which matplotlib would set a formula."""
     return text.replace("$", r"\$")

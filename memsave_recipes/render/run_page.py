@@ -1,7 +1,7 @@
-"""The page: a comparison as one HTML file that asks nothing of any server, for a screen of any size.
+"""A comparison as one HTML file that needs no server, for screens of any size.
 
-``page.html`` has the style and the script, which only adds tooltips, highlights and sorting; everything that is to be
-read is written here. Its content security policy forbids every request. All text of runs is escaped.
+``page.html`` has the style and a script that only adds tooltips, highlights and sorting; the content is written here.
+Its content security policy forbids every request. All text of runs is escaped.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable, Difference, config_differences, traits
+from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable, RunDifference, config_differences, traits
 from memsave_recipes.render.charts import Entry, badge, loss_curves, memory_bars, scatter
 from memsave_recipes.render.run_table import (
     Column,
@@ -52,7 +52,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _common(table: ComparisonTable) -> list[str]:
-    """What all the runs share of the device, the precision and the version of torch."""
+    """The device, precision and version of torch, where all runs share them."""
     known = [traits(row.run) for row in table.rows]
     shared = {trait: {traits.get(trait) for traits in known} for trait in IN_THE_TITLE}
     return [
@@ -107,8 +107,8 @@ def _method_cell(row: ComparisonRow) -> str:
 
 def _figure_cell(row: ComparisonRow, column: Column) -> str:
     absolute, relative = column.texts(row)
-    static = f'<small class="{_verdict(row, column)}">{relative}</small>' if relative else ""
-    return f'<td class="number" data-value="{_sortable(column.figure(row).value)}">{absolute}{static}</td>'
+    change = f'<small class="{_verdict(row, column)}">{relative}</small>' if relative else ""
+    return f'<td class="number" data-value="{_sortable(column.figure(row).value)}">{absolute}{change}</td>'
 
 
 def _sortable(value: float | None) -> str:
@@ -124,15 +124,15 @@ def _verdict(row: ComparisonRow, column: Column) -> str:
 
 
 def _differences(entries: Sequence[Entry]) -> str:
-    """Only what is not the same in all runs of the section: each value, and the runs that have it."""
+    """The configuration values that differ within the section, each with the runs that have it."""
     found = config_differences([row.run for _, row in entries])
     if not found:
         return ""
     rows = "".join(_difference(difference, entries) for difference in found)
-    return f'<details class="card" open><summary>What differs in the configurations</summary><dl>{rows}</dl></details>'
+    return f'<details class="card" open><summary>Differences of the configurations</summary><dl>{rows}</dl></details>'
 
 
-def _difference(difference: Difference, entries: Sequence[Entry]) -> str:
+def _difference(difference: RunDifference, entries: Sequence[Entry]) -> str:
     values = "".join(
         f"<span><code>{escape(value)}</code>{''.join(badge(entries[holder][0]) for holder in holders)}</span>"
         for value, holders in difference.values.items()

@@ -1,8 +1,6 @@
-"""Columns: which figures a comparison has, how each one reads, and the notes that belong to them.
+"""A comparison as a table: for a terminal, as Markdown and as CSV.
 
-A heading names the unit that its figures do not carry themselves. What nobody recorded is no column.
-
-The table: a comparison as text, for a terminal, as Markdown and as CSV.
+A heading names the unit where the figures do not. Figures that no run recorded have no column.
 """
 
 import csv
@@ -22,10 +20,64 @@ from memsave_recipes.text import HUGE, format_bytes, format_rate, format_seconds
 NO_FIGURE = Figure(value=None)
 LOSS_DIFFERENCE = "largest\nloss\ndifference"
 MAX_NAMES = 4
+MARKUP = "\\|*_`<>[]&~$"
+FORMULA = tuple("=+-@＝＋－＠")  # some spreadsheets read the wide ones like the others
+
+
+def show(table: ComparisonTable) -> None:
+    """Prints the table."""
+    new_console().print(render(table))
+
+
+def render(table: ComparisonTable) -> Table:
+    """The table for a terminal: below each figure its relation to the baseline's."""
+    figures, last = columns(table.rows), loss_difference_headings(table.rows)
+    caption = Text("\n").join(_as_caption(line) for line in notes(table))
+    drawn = new_table(padding=0, caption=caption, caption_justify="left")
+    drawn.add_column("run", overflow="fold", min_width=12)
+    drawn.add_column("plan,\nbatch layout", overflow="fold", min_width=10)
+    for heading in (*(column.heading for column in figures), *last):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for rows in table.sections:
+        drawn.add_section()
+        drawn.add_row(Text(rows[0].model or "unknown model", style="bold"))
+        for row in rows:
+            cells = [_two_lines(*column.texts(row)) for column in figures]
+            cells += [Text(loss_difference(row)) for _ in last]
+            drawn.add_row(_name_and_marks(row), _plan_and_layout(row), *cells)
+    return drawn
+
+
+def to_markdown(table: ComparisonTable) -> str:
+    """A Markdown table, with the notes below it."""
+    figures, last = all_columns(table.rows), loss_difference_headings(table.rows)
+    titles = [*(column.title for column in figures), *(heading.replace("\n", " ") for heading in last)]
+    headings = ["run", "plan", "batch layout", *map(_in_markdown, titles)]
+    lines = [headings, ["---"] * 3 + ["---:"] * len(titles)]
+    for rows in table.sections:
+        lines.append([f"**{_in_markdown(rows[0].model or 'unknown model')}**", *[""] * (len(headings) - 1)])
+        for row in rows:
+            texts = (column.texts(row) for column in figures)
+            cells = [f"{absolute} ({relative})" if relative else absolute for absolute, relative in texts]
+            name = " ".join((row.name, *(f"({mark})" for mark in marks(row))))
+            first = (name, row.plan or "-", row.layout or "-")
+            lines.append([*map(_in_markdown, first), *cells, *(loss_difference(row) for _ in last)])
+    items = [f"* {_in_markdown(line)}" for line in notes(table)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *items]) + "\n"
+
+
+def to_csv(table: ComparisonTable) -> str:
+    """One line for each run: bytes and seconds, ``*_ratio`` to the baseline's; empty where a figure is unknown."""
+    text = io.StringIO()
+    records = [_record(row) for row in table.rows]
+    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(key for record in records for key in record)))
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
 
 
 def loss_difference_headings(rows: Sequence[ComparisonRow]) -> list[str]:
-    """``LOSS_DIFFERENCE``, where there is a run that is held against another."""
+    """``LOSS_DIFFERENCE``, if a run is compared with another one."""
     return [] if all(row.is_baseline for row in rows) else [LOSS_DIFFERENCE]
 
 
@@ -66,7 +118,7 @@ def _change(figure: Figure) -> str | None:
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of every row: how it reads by itself and beside the baseline's, and which way is good."""
+    """A figure of every row: its text, its text relative to the baseline, and whether low or high is good."""
 
     heading: str
     figure: Callable[[ComparisonRow], Figure]
@@ -80,14 +132,14 @@ class Column:
         return self.heading.replace("\n/", "/").replace("\n", " ")
 
     def texts(self, row: ComparisonRow) -> tuple[str, str | None]:
-        """The figure and how it compares."""
+        """The figure, and its relation to the baseline's."""
         figure = self.figure(row)
         return ("-" if figure.value is None else self.absolute(figure.value)), self.relative(figure)
 
 
 COST = (
     Column("peak\nmemory", attrgetter("peak_memory"), format_bytes, _percent_more, "low"),
-    Column("kept for\nbackward", attrgetter("saved_for_backward"), format_bytes, _percent_more, "low"),
+    Column("saved for\nbackward", attrgetter("saved_for_backward"), format_bytes, _percent_more, "low"),
     Column("samples\n/s", attrgetter("samples_per_s"), format_rate, _factor, "high"),
     Column("tokens\n/s", attrgetter("tokens_per_s"), format_rate, _factor, "high"),
     Column("train\ntime", attrgetter("train_time"), format_seconds, _factor, "low"),
@@ -97,7 +149,7 @@ TRAIN_LOSS = Column("train\nloss", attrgetter("train_loss"), _decimals, _change)
 
 
 def columns(rows: Sequence[ComparisonRow]) -> list[Column]:
-    """The columns that fit a terminal: of each evaluation its most telling metric."""
+    """The columns that fit a terminal, with one metric of each evaluation."""
     metrics = list(dict.fromkeys(row.metric for row in rows if row.metric))
     without = [TRAIN_LOSS] if any(row.metric is None for row in rows) else []
     return _filled([*COST, *map(_metric_column, metrics), *without], rows)
@@ -111,10 +163,10 @@ def all_columns(rows: Sequence[ComparisonRow]) -> list[Column]:
 
 
 def notes(table: ComparisonTable) -> list[str]:
-    """What a reader has to know of the figures; ``!`` begins a warning."""
+    """Notes on the figures; ``!`` begins a warning."""
     lines = [f"peak memory: {'; '.join(table.memory_sources)}"] if table.memory_sources else []
     if any(row.is_pareto_optimal for row in table.rows):
-        lines.append("pareto: no run of the same work has both less memory and more speed")
+        lines.append("pareto: no run of the same workload has both less memory and more speed")
     if len(table.sections) > 1:
         lines.append("each model is compared within itself alone")
     return lines + [f"! {line}" for rows in table.sections for line in warnings(rows)]
@@ -131,7 +183,7 @@ def warnings(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def marks(row: ComparisonRow) -> list[str]:
-    """``pareto``, and ``!`` with what the run and its baseline do not share."""
+    """``pareto``, and ``!`` with the traits that differ from the baseline's."""
     optimal = ["pareto"] if row.is_pareto_optimal else []
     return [*optimal, f"! other {', '.join(row.differs)}"] if row.differs else optimal
 
@@ -150,62 +202,6 @@ def _names(rows: Sequence[ComparisonRow], positions: Sequence[int]) -> str:
     return ", ".join(names) + (f" and {more} more" if more else "")
 
 
-MARKUP = "\\|*_`<>[]&~$"
-FORMULA = tuple("=+-@＝＋－＠")  # the wide ones too: some spreadsheets read them as the others
-
-
-def show(table: ComparisonTable) -> None:
-    """Prints the table, 120 columns wide where there is no terminal to say how wide."""
-    new_console().print(render(table))
-
-
-def render(table: ComparisonTable) -> Table:
-    """The table as the terminal shows it: under each figure, how it compares to the baseline's."""
-    figures, last = columns(table.rows), loss_difference_headings(table.rows)
-    caption = Text("\n").join(_as_caption(line) for line in notes(table))
-    drawn = new_table(padding=0, caption=caption, caption_justify="left")
-    drawn.add_column("run", overflow="fold", min_width=12)
-    drawn.add_column("plan\ngeometry", overflow="fold", min_width=10)
-    for heading in (*(column.heading for column in figures), *last):
-        drawn.add_column(heading, justify="right", no_wrap=True)
-    for rows in table.sections:
-        drawn.add_section()
-        drawn.add_row(Text(rows[0].model or "unknown model", style="bold"))
-        for row in rows:
-            cells = [_two_lines(*column.texts(row)) for column in figures]
-            cells += [Text(loss_difference(row)) for _ in last]
-            drawn.add_row(_name_and_marks(row), _plan_and_geometry(row), *cells)
-    return drawn
-
-
-def to_markdown(table: ComparisonTable) -> str:
-    """A table that GitHub shows, and the notes below it."""
-    figures, last = all_columns(table.rows), loss_difference_headings(table.rows)
-    titles = [*(column.title for column in figures), *(heading.replace("\n", " ") for heading in last)]
-    headings = ["run", "plan", "batch layout", *map(_in_markdown, titles)]
-    lines = [headings, ["---"] * 3 + ["---:"] * len(titles)]
-    for rows in table.sections:
-        lines.append([f"**{_in_markdown(rows[0].model or 'unknown model')}**", *[""] * (len(headings) - 1)])
-        for row in rows:
-            texts = (column.texts(row) for column in figures)
-            cells = [f"{absolute} ({relative})" if relative else absolute for absolute, relative in texts]
-            name = " ".join((row.name, *(f"({mark})" for mark in marks(row))))
-            first = (name, row.plan or "-", row.layout or "-")
-            lines.append([*map(_in_markdown, first), *cells, *(loss_difference(row) for _ in last)])
-    listed = [f"* {_in_markdown(line)}" for line in notes(table)]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *listed]) + "\n"
-
-
-def to_csv(table: ComparisonTable) -> str:
-    """A line a run, every figure as a plain number, ``*_ratio`` to the baseline's; empty where it is unknown."""
-    text = io.StringIO()
-    records = [_record(row) for row in table.rows]
-    writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(key for record in records for key in record)))
-    writer.writeheader()
-    writer.writerows(records)
-    return text.getvalue()
-
-
 def _name_and_marks(row: ComparisonRow) -> Text:
     name = Text(row.name)
     for mark in marks(row):
@@ -213,7 +209,7 @@ def _name_and_marks(row: ComparisonRow) -> Text:
     return name
 
 
-def _plan_and_geometry(row: ComparisonRow) -> Text:
+def _plan_and_layout(row: ComparisonRow) -> Text:
     return Text(f"{row.plan or '-'}\n{row.layout or '-'}")
 
 
@@ -227,12 +223,12 @@ def _two_lines(absolute: str, relative: str | None) -> Text:
 
 
 def _in_markdown(text: str) -> str:
-    """``text`` without what would end the cell or mark it up."""
+    """``text`` with the characters escaped that end a cell or are markup."""
     return "".join(f"\\{letter}" if letter in MARKUP else letter for letter in text)
 
 
 def _in_csv(text: str | None) -> str | None:
-    """``text`` as what a spreadsheet takes for text: one that begins like a formula has an apostrophe before it."""
+    """``text``, with an apostrophe before one that a spreadsheet would take for a formula."""
     return f"'{text}" if text and text.lstrip().startswith(FORMULA) else text
 
 

@@ -1,12 +1,7 @@
-"""What the planner would have run: the end of the page about a device without memory.
+"""The out-of-memory page: what filled the memory, which flags free how much, and the configuration that would fit.
 
-On paper, so nothing is allocated on the device that is full. What failed is among the candidates, and only those count
-that are predicted to need less.
-
-Out of memory: one page that says what filled it, which flags free how much, and where the allocator's state lies.
-
-The run ends with exit code 3 (``memsave_recipes.run.failures``). Nothing is allocated on the device for the page:
-it is made of what was measured before, and of the shapes of what is there.
+The run ends with exit code 3 (``memsave_recipes.run.failures``). The page allocates nothing on the full device: it uses
+earlier measurements, the shapes of existing tensors, and for ``planned_advice`` the planner's estimates.
 """
 
 import os
@@ -30,77 +25,20 @@ from memsave_recipes.training.arguments import AUTO, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.environment import device_name
 
-
-def planned_advice(task: Callable[[], Task]) -> str:
-    """A line with the flags of the fastest configuration that is predicted to fit, or what is known instead.
-
-    Args:
-        task: the recipe's, of the run that failed.
-
-    Raises:
-        InputError: the recipe cannot be planned on paper with these flags.
-    """
-    failed = task()
-    launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    memory_bytes = launch.target.memory_bytes
-    opened = replace(failed, run=_opened(failed.run, memory_bytes))
-    choice = _needing_less(choose_for_target(opened, launch, memory_bytes), failed.run, launch)
-    if choice.chosen is None:
-        return f"no plan of this recipe is predicted to fit in {format_bytes(memory_bytes)}: see memsave plan"
-    return (
-        f"the fastest that is predicted to fit in {format_bytes(memory_bytes)} (memsave plan): "
-        f"{_flags(choice.chosen)}, {format_bytes(choice.chosen.needed_bytes)} in all"
-    )
-
-
-def _opened(run: RunArguments, budget_bytes: int) -> RunArguments:
-    """The flags with everything left to the planner."""
-    return replace(
-        run,
-        micro_batch_size=AUTO,
-        activation_checkpointing="budget",
-        gradient_checkpointing=False,
-        memory_budget_gib=to_gib(budget_bytes),
-    )
-
-
-def _needing_less(choice: Choice, run: RunArguments, launch: Launch) -> Choice:
-    """Without what is predicted to need as much as the configuration that failed, where that is a candidate."""
-    size = run.layout(launch.num_processes).micro_batch_size
-    same = [
-        candidate.needed_bytes
-        for candidate in choice.candidates
-        if (candidate.layout.micro_batch_size, candidate.strategy) == (size, run.activation_checkpointing)
-    ]
-    limit = min(same, default=launch.target.memory_bytes + 1)
-    return Choice(candidates=tuple(candidate for candidate in choice.candidates if candidate.needed_bytes < limit))
-
-
-def _flags(candidate: Candidate) -> str:
-    """What to type; a plan of the solver's is made again, on the device."""
-    flags = [f"--micro_batch_size {candidate.layout.micro_batch_size}"]
-    flags.append(f"--activation_checkpointing {candidate.strategy}")
-    if candidate.strategy == "budget":
-        flags.append(f"--memory_budget_gib {to_gib(candidate.budget_bytes):.4g}")
-    if candidate.loss is not None:
-        flags.append(f"--loss {candidate.loss}")
-    return " ".join(flags)
-
-
 VIEWER = "https://pytorch.org/memory_viz"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a run was asked to be, as far as an explanation needs it.
+    """The settings of a run.
 
     Args:
-        folder: of the run.
-        flags: of the recipe, all of them.
-        blocks: the names of the model's blocks, from its memory plan.
+        folder: the run's.
+        flags: all flags of the recipe, with their values.
+        blocks: names of the blocks of its activation checkpointing plan.
         compiles: whether the plan compiles some of them.
-        predicted_peak_bytes: of a plan that was made for a budget.
-        name: of the run, in dashboards.
+        predicted_peak_bytes: of a plan for a budget.
+        name: of the run in dashboards.
     """
 
     folder: Path
@@ -111,16 +49,16 @@ class RunSettings:
     name: str = ""
 
     def snapshot_path(self, rank: int) -> Path:
-        """Where a rank writes the state of its device's allocator."""
+        """The file for the allocator snapshot of a rank."""
         return self.folder / (f"memory_snapshot-rank{rank}.pickle" if rank else "memory_snapshot.pickle")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A step that found no memory left.
+    """A step that ran out of memory.
 
     Args:
-        step: from 0.
+        step: counted from 0.
         breakdown: of the peak of an earlier step, if one was measured.
         forward_meter: of the first step.
     """
@@ -136,7 +74,7 @@ class Failure:
     forward_meter: ForwardMeter
 
     def page(self) -> str:
-        """What to tell the user."""
+        """The page."""
         rows = [(name, format_bytes(size), "") for name, size in self.parts.items()]
         rows.append(("together", format_bytes(sum(self.parts.values())), ""))
         advice = [(saving.flags, _freed(saving), saving.curve) for saving in self.savings]
@@ -162,7 +100,7 @@ class Failure:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Name to bytes: as measured, or what can be told now."""
+        """Bytes by kind: as measured, or computed now."""
         if self.breakdown is not None:
             return {spaced(name.removesuffix("_bytes")): size for name, size in vars(self.breakdown).items()}
         stays = persistent_tensors(self.model, self.optimizer)
@@ -189,7 +127,7 @@ class Failure:
         )
 
     def write_snapshot(self) -> str:
-        """Write the state of a CUDA device's allocator; returns where it is, or why it is not."""
+        """Write the allocator snapshot of a CUDA device; returns a sentence with its path, or why there is none."""
         if self.accelerator.device.type != "cuda":
             return "no allocator snapshot: only CUDA devices have one"
         path = self.settings.snapshot_path(self.accelerator.process_index)
@@ -198,6 +136,64 @@ class Failure:
         except (OSError, RuntimeError) as error:  # the page matters more
             return f"no allocator snapshot: {error}"
         return f"the allocator's state is in {path}: open it at {VIEWER}"
+
+
+def planned_advice(task: Callable[[], Task]) -> str:
+    """A line with the flags of the fastest configuration that is predicted to fit.
+
+    Only candidates count that are predicted to need less than the configuration that failed.
+
+    Args:
+        task: the recipe's, under the flags of the run that failed.
+
+    Raises:
+        InputError: the recipe cannot be estimated with these flags.
+    """
+    failed = task()
+    launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    memory_bytes = launch.target.memory_bytes
+    opened = replace(failed, run=_with_all_open(failed.run, memory_bytes))
+    choice = _needing_less(choose_for_target(opened, launch, memory_bytes), failed.run, launch)
+    if choice.chosen is None:
+        return f"no plan of this recipe is predicted to fit in {format_bytes(memory_bytes)}: see memsave plan"
+    return (
+        f"the fastest that is predicted to fit in {format_bytes(memory_bytes)} (memsave plan): "
+        f"{_flags(choice.chosen)}, {format_bytes(choice.chosen.needed_bytes)} in all"
+    )
+
+
+def _with_all_open(run: RunArguments, budget_bytes: int) -> RunArguments:
+    """The flags with micro-batch size and strategy left to the planner."""
+    return replace(
+        run,
+        micro_batch_size=AUTO,
+        activation_checkpointing="budget",
+        gradient_checkpointing=False,
+        memory_budget_gib=to_gib(budget_bytes),
+    )
+
+
+def _needing_less(choice: Choice, run: RunArguments, launch: Launch) -> Choice:
+    """The candidates that are predicted to need less than the configuration that failed, if that is among them."""
+    size = run.layout(launch.num_processes).micro_batch_size
+    same = [
+        candidate.needed_bytes
+        for candidate in choice.candidates
+        if (candidate.layout.micro_batch_size, candidate.strategy) == (size, run.activation_checkpointing)
+    ]
+    limit = min(same, default=launch.target.memory_bytes + 1)
+    return Choice(candidates=tuple(candidate for candidate in choice.candidates if candidate.needed_bytes < limit))
+
+
+def _flags(candidate: Candidate) -> str:
+    """The candidate as flags; a plan of the solver is made again, on the device."""
+    flags = [f"--micro_batch_size {candidate.layout.micro_batch_size}"]
+    flags.append(f"--activation_checkpointing {candidate.strategy}")
+    if candidate.strategy == "budget":
+        flags.append(f"--memory_budget_gib {to_gib(candidate.budget_bytes):.4g}")
+    if candidate.loss is not None:
+        flags.append(f"--loss {candidate.loss}")
+    return " ".join(flags)
 
 
 def _freed(saving: Saving) -> str:

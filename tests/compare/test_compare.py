@@ -61,7 +61,7 @@ def test_a_chosen_baseline_counts_for_its_model_and_joins_the_runs(make_run: Mak
 def test_absent_figures_stay_absent(make_run: Make) -> None:
     bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=History([]))
     row = rows_by_name(compare([make_run("plain", global_batch_size=None), bare]))["bare"]
-    assert row.plan is row.layout is row.metric is row.loss_difference is row.place is None
+    assert row.plan is row.layout is row.metric is row.loss_difference is row.position is None
     assert {figure.value for figure in (row.peak_memory, row.samples_per_s, row.train_time, row.train_loss)} == {None}
     assert row.evaluation == {}
     assert not row.is_pareto_optimal

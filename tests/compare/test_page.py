@@ -47,7 +47,13 @@ def test_a_browser_shows_every_run_and_its_figures_and_logs_no_error(
         assert expected in text
     for figure in ("1 GiB", "666 MiB", "-35 %", "102 MiB", "x0.80", "60.5 s", "0.9805", "16 x 2 ranks x 2"):
         assert figure in text
-    for chart in ("Memory against throughput", "Peak memory", "Training loss", "activations", "What differs"):
+    for chart in (
+        "Memory against throughput",
+        "Peak memory",
+        "Training loss",
+        "activations",
+        "Differences of the configurations",
+    ):
         assert chart in text
     assert seen.html.count('class="dot') == 3
     assert seen.html.count("<polyline") == 4  # one each, and the broken curve in two pieces
@@ -102,7 +108,7 @@ def test_runs_that_are_not_comparable_are_warned_of(make_run: Make) -> None:
 
 def test_only_what_differs_in_the_configurations_is_listed(make_run: Make) -> None:
     runs = [make_run(name, config={"lr": lr, "seed": 7}) for name, lr in (("a", 0.1), ("b", 0.2))]
-    listed = to_html(compare(runs)).partition("What differs")[2]
+    listed = to_html(compare(runs)).partition("Differences of the configurations")[2]
     assert "<dt>lr</dt>" in listed
     assert "seed" not in listed
 

@@ -86,7 +86,7 @@ def test_models_are_said_to_be_apart(make_run: Make) -> None:
 def test_markdown_holds_every_figure_and_escapes_names(make_run: Make, checkpointed: Make) -> None:
     text = to_markdown(compare([make_run("pl|ain*"), checkpointed()]))
     lines = text.splitlines()
-    assert lines[0].startswith("| run | plan | batch layout | peak memory | kept for backward | samples/s |")
+    assert lines[0].startswith("| run | plan | batch layout | peak memory | saved for backward | samples/s |")
     assert {line.replace("\\|", "").count("|") for line in lines if line.startswith("|")} == {lines[0].count("|")}
     assert "pl\\|ain\\*" in text
     assert "666 MiB (-35 %)" in text

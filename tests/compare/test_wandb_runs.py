@@ -76,7 +76,7 @@ SUMMARY_RECORD = {"type": "summary", "summary": {"update": SUMMARY}}
 def test_a_log_of_anything_else_is_named(record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps(SUMMARY_RECORD), record if record == "[" * 3000 else json.dumps(record)]
     monkeypatch.setattr(dashboards, "_inspect", lambda log: lines)
-    with pytest.raises(InputError, match=f"{tmp_path}.* holds what no recipe logs"):
+    with pytest.raises(InputError, match=f"{tmp_path}.* is not from a recipe"):
         read_offline_run(tmp_path / "run" / "x.wandb")
 
 

@@ -9,7 +9,7 @@ from memsave_recipes.planner.frontier import points_of
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.render.choice import BAR, bar, best_rows, grouped_parts, show_choice
+from memsave_recipes.render.choice import BAR_COLUMNS, bar, best_rows, grouped_parts, show_choice
 from memsave_recipes.text import MIB
 from memsave_recipes.training.batch_layout import BatchLayout
 
@@ -73,10 +73,10 @@ def test_the_parts_of_a_bar_are_all_that_is_needed() -> None:
 @pytest.mark.parametrize("size", [1, 8, 32])
 def test_a_bar_is_as_long_as_its_share_and_says_where_it_is_cut(size: int) -> None:
     one = candidate(size, "none", MIB)
-    assert len(bar(one, one.needed_bytes).plain) == BAR
-    assert abs(len(bar(one, 2 * one.needed_bytes).plain) - BAR / 2) <= 1
+    assert len(bar(one, one.needed_bytes).plain) == BAR_COLUMNS
+    assert abs(len(bar(one, 2 * one.needed_bytes).plain) - BAR_COLUMNS / 2) <= 1
     cut = bar(one, one.needed_bytes // 2).plain
-    assert len(cut) == BAR + 1
+    assert len(cut) == BAR_COLUMNS + 1
     assert cut.endswith(">")
 
 

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimate.estimate import fake_model
 from memsave_recipes.estimate.targets import find_target
-from memsave_recipes.planner.run_plan import told_of_host
+from memsave_recipes.planner.run_plan import predicted_host_memory
 from memsave_recipes.planner.task import Launch, choose_for_target, read_task
 from memsave_recipes.text import GIB
 
@@ -63,16 +63,16 @@ def test_the_host_memory_of_offload_is_told_before_training(monkeypatch):
     module = "memsave_recipes.planner.run_plan.usable_host_bytes"
     monkeypatch.setattr(module, lambda device: GIB)
     state = torch.get_rng_state()
-    told = told_of_host(*given)
+    told = predicted_host_memory(*given)
     assert re.fullmatch(r"offload: at most \d+\.?\d* MiB of the host's memory for a rank, of 1 GiB .*", told)
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(module, lambda device: 1)
     with pytest.raises(InputError, match=r"offload: a rank would move .* MiB to its host, which has 1 B"):
-        told_of_host(*given)
+        predicted_host_memory(*given)
 
 
 def test_a_recipe_that_fake_tensors_cannot_run_trains_all_the_same():
-    told = told_of_host(lambda: 1 / 0, lambda: Launch(target=find_target("a100")))
+    told = predicted_host_memory(lambda: 1 / 0, lambda: Launch(target=find_target("a100")))
     assert told == "offload: how much of the host's memory it takes cannot be predicted (ZeroDivisionError)"
 
 

@@ -1,6 +1,6 @@
 """What the planner of a run does where memory runs out: while it measures, and where a prediction was wrong.
 
-All ranks do the same: plan on paper, fall back to smaller micro-batches, or refuse together.
+All ranks do the same: plan by estimates, fall back to smaller micro-batches, or refuse together.
 """
 
 from dataclasses import replace
@@ -260,7 +260,7 @@ def test_where_not_even_one_sample_fits_all_ranks_refuse_in_one_line(run_on_rank
 def test_one_rank_that_cannot_measure_makes_all_plan_on_paper(run_on_ranks, num_ranks, strategy, size):
     measured = run_on_ranks(partial(planned, budget_bytes=EIGHT, strategy=strategy), num_ranks)
     on_paper = run_on_ranks(partial(planned, budget_bytes=EIGHT, strategy=strategy, measures=False), num_ranks)
-    assert not any("planning on paper" in line for line in measured[0]["said"])
+    assert not any("planning by estimates" in line for line in measured[0]["said"])
     assert any("no memory to measure a micro-batch of 1" in line for line in on_paper[0]["said"])
     for one, other in zip(measured, on_paper, strict=True):
         assert one["micro_batch_size"] == other["micro_batch_size"] == size
@@ -280,7 +280,7 @@ def test_where_plain_does_not_fit_larger_micro_batches_are_measured_in_groups(ru
     assert {result["micro_batch_size"] for result in plain} == {4}
     results = run_on_ranks(partial(plans, strategy="budget:bitwise"), num_ranks)
     assert {result["micro_batch_size"] for result in results} == {8}
-    assert not any("planning on paper" in line for line in results[0]["said"])
+    assert not any("planning by estimates" in line for line in results[0]["said"])
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -76,7 +76,7 @@ def _middle_bytes(model: nn.Module, batch: Batch, strategy: str) -> float:
     plans = plans_to_measure(strategy, workload, device_type="cpu")
     measurement = measure(workload, plans, instruments=DeviceInstruments(workload.device, repetitions=1))
     least = least_memory(measurement, NO_STATE)
-    return least.reserve_bytes + (least.peak.total_bytes + least.plain_peak_bytes) / 2
+    return least.reserve_bytes + (least.peak.total_bytes + least.baseline_peak_bytes) / 2
 
 
 def step(architecture: Architecture, seed: int, plan: Plan | None) -> Step:
