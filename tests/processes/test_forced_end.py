@@ -1,4 +1,4 @@
-"""What asks a run to stop is heard once; what insists, and what waits for too long, ends it wherever it hangs."""
+"""A first signal asks a run to stop; a second one, or too long a wait, ends it wherever it hangs."""
 
 import signal
 import subprocess
@@ -59,15 +59,15 @@ def lives_on(process):
     [(INT, INT), (TERM, INT), (USR1, INT), (TERM, TERM), (USR1, TERM, TERM), (INT, TERM, TERM)],
     ids=lambda numbers: " ".join(number.name for number in numbers),
 )
-def test_what_insists_ends_a_run_that_hangs(hanging, numbers):
+def test_a_second_signal_ends_a_run_that_hangs(hanging, numbers):
     process = hanging()
     for number in numbers[:-1]:
         process.send_signal(number)
         assert lives_on(process)
     process.send_signal(numbers[-1])
-    _, told = process.communicate(timeout=20)
+    _, printed = process.communicate(timeout=20)
     assert process.returncode == {INT: 130, TERM: 143}[numbers[-1]]
-    assert told == (
+    assert printed == (
         f"\n{numbers[-1].name} after {numbers[0].name}: ended at once, in the middle of a step; "
         "the last checkpoint is as it was, go on with --resume\n"
     )
@@ -85,6 +85,6 @@ def test_a_step_without_an_end_has_one_after_a_signal(hanging):
     process = hanging(limit_s=0.5)
     assert lives_on(process)  # nothing has asked it to stop
     process.send_signal(TERM)
-    _, told = process.communicate(timeout=20)
+    _, printed = process.communicate(timeout=20)
     assert process.returncode == LOST == 6
-    assert told.startswith("\nerror: 0.5 s after SIGTERM the run has not stopped: ended in the middle of a step")
+    assert printed.startswith("\nerror: 0.5 s after SIGTERM the run has not stopped: ended in the middle of a step")

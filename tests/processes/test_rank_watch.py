@@ -87,13 +87,13 @@ def ends_of(program, folder, num_ranks):
         process.kill()
         process.join()
     del store
-    return codes, [(folder / f"told-{rank}").read_text() for rank in range(num_ranks)]
+    return codes, [(folder / f"printed-{rank}").read_text() for rank in range(num_ranks)]
 
 
 def _be_rank(program, folder, rank):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    told = os.open(folder / f"told-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(told, 2)
+    printed = os.open(folder / f"printed-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(printed, 2)
     accelerator = start_accelerator()
     with missing_ranks_end_the_run(LIMIT_S):
         program(accelerator)
@@ -130,9 +130,9 @@ def alone(accelerator):
 
 @pytest.mark.parametrize(("program", "how"), [(asleep, BEHIND), (stopped, SILENT)])
 def test_a_rank_that_is_waited_for_in_vain_ends_the_run(run_trial, tmp_path, program, how):
-    codes, told = run_trial(ends_of, program, tmp_path, 2)
+    codes, printed = run_trial(ends_of, program, tmp_path, 2)
     assert codes == [LOST, None if program is stopped else LOST]
-    assert told == [
+    assert printed == [
         f"\nerror: for more than 0.05 minutes (--collective_timeout_minutes) rank 1 of 2 {how}: ended in the "
         "middle of a step; the last checkpoint is as it was, go on with --resume\n",
         "",

@@ -214,9 +214,9 @@ def end_of(error, capsys):
 
 
 def test_the_exit_code_is_3_and_the_page_is_on_stderr(capsys):
-    code, told = end_of(torch.OutOfMemoryError("out of memory in step 3\n  more"), capsys)
+    code, message = end_of(torch.OutOfMemoryError("out of memory in step 3\n  more"), capsys)
     assert code == OUT_OF_MEMORY == 3
-    assert told == "out of memory in step 3\n  more\n"
+    assert message == "out of memory in step 3\n  more\n"
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -247,9 +247,9 @@ def failure_on(device, monkeypatch, write):
 
 def test_the_page_tells_where_the_snapshot_is(monkeypatch):
     written = []
-    told = failure_on("cuda", monkeypatch, written.append).write_snapshot()
+    message = failure_on("cuda", monkeypatch, written.append).write_snapshot()
     assert (
-        told
+        message
         == "the allocator's state is in out/memory_snapshot-rank1.pickle: open it at https://pytorch.org/memory_viz"
     )
     assert written == [Path("out/memory_snapshot-rank1.pickle")]
@@ -259,5 +259,5 @@ def test_a_snapshot_that_cannot_be_written_does_not_cost_the_page(monkeypatch):
     def full_disk(path):
         raise OSError("No space left on device")
 
-    told = failure_on("cuda", monkeypatch, full_disk).write_snapshot()
-    assert told == "no allocator snapshot: No space left on device"
+    message = failure_on("cuda", monkeypatch, full_disk).write_snapshot()
+    assert message == "no allocator snapshot: No space left on device"

@@ -57,7 +57,7 @@ def _arm_third_save(rank: int) -> None:
 
 
 def damage_trials(run: Run, seeds: range, how_many_damaged: int, stop_at: int | None = None) -> dict[str, Any]:
-    """Damage the newest checkpoints, a trial a seed; what was not told, and what did not end as it should."""
+    """Damage the newest checkpoints, a trial a seed; damages that were not named, and ends that were wrong."""
     expected, _ = reference(replace(run, folder=run.folder / "reference", broken=""))
     stopped = stopped_run(replace(run, folder=run.folder / "stopped", broken=""))
     problems: dict[str, list[str]] = {}
@@ -87,7 +87,7 @@ def damage_newest(run: Run, chance: random.Random, how_many: int) -> list[str]:
 
 
 def judge(run: Run, codes: list[int | None], expected: dict[str, Any], done: list[str]) -> list[str]:
-    """One damaged: told by name, and the one before is used. All damaged: one line that names them, exit code 2."""
+    """One damaged: it is named, and the one before is used. All damaged: one line that names them, exit code 2."""
     log = read_log(run)
     life = log[max(index for index, line in enumerate(log) if line.keys() & {"resumed", "refused"}) :]
     if len(done) == 2:
@@ -95,6 +95,6 @@ def judge(run: Run, codes: list[int | None], expected: dict[str, Any], done: lis
         named = all(damaged.split()[1].split("/")[1] in words for damaged in done)
         right = codes == [2] * run.world and named and "step-6" in words and "step-4" in words and "\n" not in words
         return [] if right else [f"ended with {codes} and {life[0]}"]
-    told = "step-6" in " ".join(life[0].get("notices", []))
-    found = [] if told and life[0].get("resumed") == 4 else [f"the damage was not told: {life[0]}"]
+    is_named = "step-6" in " ".join(life[0].get("notices", []))
+    found = [] if is_named and life[0].get("resumed") == 4 else [f"the damage was not named: {life[0]}"]
     return found + [problem for problem in compare(run, expected) if "had been committed" not in problem]
