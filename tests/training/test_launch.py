@@ -282,7 +282,7 @@ class Machine:
         self.at_exit: list[Callable[[], None]] = []
         for name in (*LAUNCHER_VARIABLES, "ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(launch, "_SettlingAccelerator", self._build)
+        monkeypatch.setattr(launch, "_Accelerator", self._build)
         monkeypatch.setattr(launch.atexit, "register", self.at_exit.append)
         self.set(devices=0, joined=1)
 
