@@ -56,7 +56,7 @@ test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,0
 
 test-oldest: BIN := $(OLDEST)/bin
 test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (4 minutes on 2 cores)
-	$(PYTEST) -m 'not slow' tests/activations tests/estimate tests/models tests/profiling tests/test_losses.py \
+	$(PYTEST) -m 'not slow' tests/activations tests/estimation tests/models tests/profiling tests/test_losses.py \
 		tests/training/test_optimizers.py tests/recipes/test_verify.py
 
 test-all: install  ## the slow ones too, and those of the oldest versions

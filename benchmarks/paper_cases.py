@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from memsave_recipes.estimate.targets import Target
+from memsave_recipes.estimation.targets import Target
 from memsave_recipes.losses import default_chunk_bytes, linear_cross_entropy
 from memsave_recipes.models import MODELS
 

@@ -41,8 +41,8 @@ from rich.console import Console
 from rich.table import Table
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
-from memsave_recipes.estimate.targets import Target, find_target
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.targets import Target, find_target
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.run.folder import write_json

@@ -24,8 +24,8 @@ from planned.works import ROOT, WORKS, build, task_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.estimate.estimate import estimate_on_target, fake_model
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate, SearchSpace
 from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload

@@ -27,8 +27,8 @@ TABLE = {
     ),
     "activations": ({"plans"}, {"torch", "transformers"}),
     "profiling": ({"activations", "plans"}, {"torch", "numpy", "psutil"}),
-    "estimate": ({"activations", "plans", "profiling"}, {"torch"}),
-    "verify": ({"activations", "plans", "profiling"}, {"torch"}),
+    "estimation": ({"activations", "plans", "profiling"}, {"torch"}),
+    "equivalence": ({"activations", "plans", "profiling"}, {"torch"}),
     "training": (
         {"losses", "plans", "processes"},
         {"torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"},
@@ -38,7 +38,7 @@ TABLE = {
         {"torch", "accelerate", "safetensors", "filelock"},
     ),
     "planner": (
-        {"activations", "distributed", "estimate", "models", "plans", "profiling", "training"},
+        {"activations", "distributed", "estimation", "models", "plans", "profiling", "training"},
         {"torch", "accelerate", "tqdm", "psutil"},
     ),
     "compare": (set(), {"wandb", "wandb_workspaces", "trackio"}),
@@ -46,12 +46,12 @@ TABLE = {
     "run": (
         {
             *("activations", "checkpoints", "compare", "distributed", "fingerprint", "planner", "processes"),
-            *("profiling", "render", "training", "verify"),
+            *("profiling", "render", "training", "equivalence"),
         },
         {"torch", "accelerate", "tqdm", "wandb", "trackio", "huggingface_hub"},
     ),
     "recipe": ({"distributed", "metrics", "planner", "run", "training"}, set()),
-    "cli": ({"compare", "estimate", "planner", "plans", "render", "training"}, {"torch", "tqdm"}),
+    "cli": ({"compare", "estimation", "planner", "plans", "render", "training"}, {"torch", "tqdm"}),
     "recipes": (
         {
             *("activations", "checkpoints", "compare", "data", "distributed", "losses", "models", "planner"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memsave_recipes.cli import main
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import usable_bytes
 
 ROOT = Path(__file__).parents[1]

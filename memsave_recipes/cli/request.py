@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.estimate import fake_model
-from memsave_recipes.estimate.targets import Target, find_target
+from memsave_recipes.estimation.estimate import fake_model
+from memsave_recipes.estimation.targets import Target, find_target
 from memsave_recipes.planner.budget import usable_bytes
 from memsave_recipes.planner.frontier import FrontierPoint, run_points
 from memsave_recipes.planner.savings import budget_too_small

@@ -19,7 +19,7 @@ from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import CalledLayers
 from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.targets import Target
+from memsave_recipes.estimation.targets import Target
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.simulate import TimelinePoint, host_bytes, simulate, span_costs

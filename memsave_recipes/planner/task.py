@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
-from memsave_recipes.estimate.targets import Target, find_target
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.targets import Target, find_target
 from memsave_recipes.planner.budget import overheads_of_target, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search
 from memsave_recipes.profiling.block_costs import Measurement, Workload

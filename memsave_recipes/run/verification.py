@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.activations import PlanHandle
+from memsave_recipes.equivalence import Verdict, take_fixed_order, verify
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.training.batching import Batch, GlobalBatches
-from memsave_recipes.verify import Verdict, take_fixed_order, verify
 
 GO_ON = "or go on with --verify warn"
 OBJECTIONS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import (
     Forecast,
     StaticMemory,

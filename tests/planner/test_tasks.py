@@ -10,8 +10,8 @@ import torch
 from accelerate.state import AcceleratorState
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.estimate import fake_model
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation.estimate import fake_model
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.run_plan import predicted_host_memory
 from memsave_recipes.planner.task import Launch, choose_for_target, read_task
 from memsave_recipes.text import GIB

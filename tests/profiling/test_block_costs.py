@@ -15,7 +15,7 @@ from memsave_recipes.activations import apply_plan, block_names, find_stacks, pl
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.fake_step import FakeInstruments, Rates
+from memsave_recipes.estimation.fake_step import FakeInstruments, Rates
 from memsave_recipes.plans import Action, Span, plan_for
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner import task as task_module
 from memsave_recipes.run import failures
 from memsave_recipes.run.out_of_memory import planned_advice

@@ -9,9 +9,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from memsave_recipes.activations import apply_plan, plan_blocks, spans
+from memsave_recipes.equivalence import verify
 from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.plans import Action
-from memsave_recipes.verify import verify
 
 
 def case_of(make_case, name):

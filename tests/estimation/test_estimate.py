@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
-from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
-from memsave_recipes.estimate.kernels import CudaWorkspaces, cuda_kernels
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.kernels import CudaWorkspaces, cuda_kernels
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.plans import Action, plan_for
@@ -384,8 +384,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.targets import find_target
 
 sizes = dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
 config = LlamaConfig(**sizes, num_hidden_layers=32, vocab_size=128256, use_cache=False)

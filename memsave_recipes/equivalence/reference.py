@@ -29,9 +29,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import block_names, find_bottlenecks, find_stacks
 from memsave_recipes.activations.blocks import Block
-from memsave_recipes.plans import Plan
-from memsave_recipes.profiling.preserve_state import preserve_state
-from memsave_recipes.verify.outcomes import (
+from memsave_recipes.equivalence.outcomes import (
     Difference,
     Key,
     Outcome,
@@ -43,6 +41,8 @@ from memsave_recipes.verify.outcomes import (
     verdict_of,
     without_wrapper,
 )
+from memsave_recipes.plans import Plan
+from memsave_recipes.profiling.preserve_state import preserve_state
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
-from memsave_recipes.estimate.fake_step import FakeInstruments, SimulatedClock, Workspaces
-from memsave_recipes.estimate.kernels import CudaWorkspaces, cuda_kernels
-from memsave_recipes.estimate.targets import Target
+from memsave_recipes.estimation.fake_step import FakeInstruments, SimulatedClock, Workspaces
+from memsave_recipes.estimation.kernels import CudaWorkspaces, cuda_kernels
+from memsave_recipes.estimation.targets import Target
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.targets import SHEETS, find_target, known_targets
+from memsave_recipes.estimation.targets import SHEETS, find_target, known_targets
 from memsave_recipes.text import GIB
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from memsave_recipes.estimate import fake_step
-from memsave_recipes.estimate.fake_step import Workspaces
+from memsave_recipes.estimation import fake_step
+from memsave_recipes.estimation.fake_step import Workspaces
 
 aten = torch.ops.aten
 

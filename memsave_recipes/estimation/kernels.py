@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from memsave_recipes.estimate.fake_step import KernelRun, rounded_up
-from memsave_recipes.estimate.targets import Target
+from memsave_recipes.estimation.fake_step import KernelRun, rounded_up
+from memsave_recipes.estimation.targets import Target
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)

@@ -30,11 +30,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import PlanHandle
 from memsave_recipes.activations.recompute import batchnorm_layers
-from memsave_recipes.errors import InputError
-from memsave_recipes.plans import Action
-from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
-from memsave_recipes.profiling.preserve_state import SavedState, device_of, preserve_state, read_rng
-from memsave_recipes.verify.outcomes import (
+from memsave_recipes.equivalence.outcomes import (
     Key,
     Outcome,
     Verdict,
@@ -47,12 +43,22 @@ from memsave_recipes.verify.outcomes import (
     swap_contents,
     without_wrapper,
 )
-from memsave_recipes.verify.reference import (
+from memsave_recipes.equivalence.reference import (
     compare_by_reference,
     count_block_runs,
     deterministic_kernels,
     nondeterministic_operator,
     only_warn,
+)
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import Action
+from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
+from memsave_recipes.profiling.preserve_state import (
+    SavedState,
+    device_of,
+    preserve_state,
+    read_rng,
+    swap_contents,
 )
 
 Step = Callable[[], Tensor]

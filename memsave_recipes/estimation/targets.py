@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimate.fake_step import Rates
+from memsave_recipes.estimation.fake_step import Rates
 from memsave_recipes.profiling.flops import PEAK_TFLOPS, peak_flops
 from memsave_recipes.text import GIB, MIB
 

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.estimate import fake_step
-from memsave_recipes.estimate.estimate import estimate_on_target, fake_batch, fake_model
-from memsave_recipes.estimate.fake_step import bytes_moved
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation import fake_step
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.fake_step import bytes_moved
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.profiling.block_costs import Workload
 
 aten = torch.ops.aten

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes.activations import PlanHandle, apply_plan, plan_blocks, spans
+from memsave_recipes.equivalence import Outcome, compare_runs, proof, take_fixed_order, verify
+from memsave_recipes.equivalence.outcomes import distance_in_ulp
+from memsave_recipes.equivalence.proof import _plan_removed
+from memsave_recipes.equivalence.reference import FLASH_ATTENTION, nondeterministic_operator
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.training.optimizers import step_in_backward
-from memsave_recipes.verify import Outcome, compare_runs, proof, take_fixed_order, verify
-from memsave_recipes.verify.outcomes import distance_in_ulp
-from memsave_recipes.verify.proof import _plan_removed
-from memsave_recipes.verify.reference import FLASH_ATTENTION, nondeterministic_operator
 
 STRATEGIES = {
     "vgg_bn": ["full", "every:2", "segments:2"],

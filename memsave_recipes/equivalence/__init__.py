@@ -1,0 +1,7 @@
+"""Prove on one global batch that an activation plan changes nothing: ``verify(model, handle, step)``."""
+
+from memsave_recipes.equivalence.outcomes import Difference, Outcome, Verdict, compare_runs
+from memsave_recipes.equivalence.proof import capture, verify
+from memsave_recipes.equivalence.reference import take_fixed_order
+
+__all__ = ["Difference", "Outcome", "Verdict", "capture", "compare_runs", "take_fixed_order", "verify"]

@@ -1,7 +1,0 @@
-"""Prove on one global batch that an activation plan changes nothing: ``verify(model, handle, step)``."""
-
-from memsave_recipes.verify.outcomes import Difference, Outcome, Verdict, compare_runs
-from memsave_recipes.verify.proof import capture, verify
-from memsave_recipes.verify.reference import take_fixed_order
-
-__all__ = ["Difference", "Outcome", "Verdict", "capture", "compare_runs", "take_fixed_order", "verify"]
