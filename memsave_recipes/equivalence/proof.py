@@ -58,7 +58,6 @@ from memsave_recipes.profiling.preserve_state import (
     device_of,
     preserve_state,
     read_rng,
-    swap_contents,
 )
 
 Step = Callable[[], Tensor]
