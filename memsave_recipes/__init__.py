@@ -1,3 +1,67 @@
-"""Hugging Face Accelerate training recipes that save memory: name what you have, get the fastest run that fits."""
+"""Hugging Face Accelerate training recipes that save memory: name what you have, get the fastest run that fits.
 
-__version__ = "0.1.0"
+The functions for a training loop of one's own, ``import memsave_recipes as memsave``; docs/own_loop.md shows them. A
+name is imported when it is first used (PEP 562), so the import itself costs nothing: neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memsave_recipes.activations import PlanHandle, apply_plan
+    from memsave_recipes.equivalence import Verdict, verify
+    from memsave_recipes.errors import InputError
+    from memsave_recipes.losses import linear_cross_entropy
+    from memsave_recipes.planner import StaticMemory, make_plan
+    from memsave_recipes.planner.search import Candidate, Choice
+    from memsave_recipes.planner.task import Task, estimate
+    from memsave_recipes.plans import Plan
+    from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "Candidate",
+    "Choice",
+    "InputError",
+    "OptimizerArguments",
+    "Plan",
+    "PlanHandle",
+    "RunArguments",
+    "StaticMemory",
+    "Task",
+    "Verdict",
+    "apply_plan",
+    "estimate",
+    "linear_cross_entropy",
+    "make_plan",
+    "verify",
+]
+
+_MODULES = {
+    "activations": ("PlanHandle", "apply_plan"),
+    "equivalence": ("Verdict", "verify"),
+    "errors": ("InputError",),
+    "losses": ("linear_cross_entropy",),
+    "planner": ("StaticMemory", "make_plan"),
+    "planner.search": ("Candidate", "Choice"),
+    "planner.task": ("Task", "estimate"),
+    "plans": ("Plan",),
+    "training.arguments": ("OptimizerArguments", "RunArguments"),
+}
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
+
+
+def _import(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+if not TYPE_CHECKING:  # a type checker would take any name
+    __getattr__ = _import
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

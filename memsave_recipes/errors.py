@@ -4,16 +4,23 @@ The message names the input, the rule it broke and the way out, for example
 ``--global_batch_size 4 is smaller than the 8 ranks: raise it to at least 8 or launch fewer processes``.
 Any other exception is a defect of this package and keeps its traceback.
 
-Messages speak of the recipes' flags. The functions that a script of one's own calls raise the same errors and speak of
-their parameters instead (``naming_parameters``).
+Functions that scripts of one's own call as well name the argument: ``strategy segments:99: K in ...``. The line that a
+recipe or a command prints has the flag in its place: ``--activation_checkpointing segments:99: K in ...``.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from memsave_recipes.text import printable
+
+FLAGS = {"strategy": "--activation_checkpointing", "budget_gib": "--memory_budget_gib", "target": "--target"}
+"""The arguments that begin the message of a library function, and the flags of recipes and commands for them."""
+ARGUMENT = re.compile(rf"\A({'|'.join(FLAGS)})(?=[ :])")
 
 
 class InputError(ValueError):
@@ -21,35 +28,20 @@ class InputError(ValueError):
 
     @property
     def one_line(self) -> str:
-        """The message in one ``printable`` line, as it can quote foreign text.
+        """The message in one ``printable`` line, as it can quote foreign text, with flags for arguments.
 
         Torch raises the error of a data worker again with its traceback as text; that is cut off.
         """
         message = str(self)
         if self.found_by_one_rank:
             message = message.rpartition(f"{type(self).__module__}.{type(self).__name__}: ")[2]
-        return printable(" ".join(message.strip().splitlines()))
+        line = " ".join(message.strip().splitlines())
+        return printable(ARGUMENT.sub(lambda found: FLAGS[found[1]], line))
 
     @property
     def found_by_one_rank(self) -> bool:
         """Whether it comes from the data that one rank was reading; the other ranks then know nothing of it."""
         return str(self).startswith("Caught ")
-
-
-@contextmanager
-def naming_parameters(parameters: Mapping[str, str]) -> Iterator[None]:
-    """Inside, or in a function that this decorates, messages name parameters where they would name flags.
-
-    Args:
-        parameters: by flag, as ``{"--memory_budget_gib": "budget_gib"}``.
-    """
-    try:
-        yield
-    except InputError as error:
-        message = str(error)
-        for flag, parameter in parameters.items():
-            message = message.replace(flag, parameter)
-        raise InputError(message) from error
 
 
 def check_words(words: Sequence[str]) -> None:
@@ -78,6 +70,36 @@ def check_file(flag: str, path: str | Path) -> None:
     """
     if not os.path.isfile(path):  # unlike pathlib, without an error for a text that cannot be a path
         raise InputError(f"{flag} {path} is not a file: check the path")
+
+
+@contextmanager
+def packages_of(extra: str, needed_by: str) -> Iterator[None]:
+    """Inside, packages that an extra of ours installs are imported.
+
+    A recipe imports its modules before it runs anything that could catch an error. So where a package is missing, an
+    ``InputError`` that nobody catches is told in one line and ends the process with exit code 2.
+
+    Args:
+        extra: such as ``vision``.
+        needed_by: what they are for, as the subject of the message: ``images``.
+
+    Raises:
+        InputError: one is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        sys.excepthook = _end_in_one_line
+        package, way_out = str(error.name).partition(".")[0], f"pip install 'memsave-recipes[{extra}]'"
+        raise InputError(f"{needed_by} need {package}, which is not installed: {way_out}") from error
+
+
+def _end_in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if not isinstance(error, InputError):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    print(f"error: {error.one_line}", file=sys.stderr)
+    sys.exit(2)
 
 
 def is_text(word: str) -> bool:

@@ -10,12 +10,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import datasets
 from huggingface_hub import constants, get_session
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.text import first_line
+
+with packages_of("vision,text", "names on the Hub"):
+    import datasets
 
 ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
 """That library's own variable for slow networks."""

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
-import datasets
-import evaluate
+from memsave_recipes.errors import packages_of
+
+with packages_of("vision,text", "accuracies"):
+    import datasets
+    import evaluate
 
 METRICS = Path(__file__)
 
@@ -13,6 +16,19 @@ With ``average="binary"`` F1 is that of class 1, as ``f1``, which is what GLUE r
 all classes that occur, each counting the same, as ``f1_macro``; with ``None``, the default, there is no F1.
 """
 _INPUTS = "predictions and references: class indices, equally many; average: None (default), binary or macro"
+
+
+def classification_metrics(
+    predictions: list[int], references: list[int], *, average: str | None = None
+) -> dict[str, float]:
+    """The figures of ``Classification``.
+
+    Args:
+        average: ``None``, ``binary`` or ``macro``.
+    """
+    metric = evaluate.load(str(METRICS))
+    figures: dict[str, float] = metric.compute(predictions=predictions, references=references, average=average)
+    return figures
 
 
 class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # evaluate has no types
@@ -26,7 +42,7 @@ class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # e
         matches = sum(int(p == r) for p, r in zip(predictions, references, strict=True))
         figures = {"accuracy": matches / len(references)}
         if average is not None:
-            from sklearn.metrics import f1_score  # of the extra for texts
+            from sklearn.metrics import f1_score
 
             score = f1_score(references, predictions, average=average, zero_division=0)
             figures["f1" if average == "binary" else f"f1_{average}"] = float(score)

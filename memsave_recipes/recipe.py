@@ -2,7 +2,7 @@
 
 from memsave_recipes.distributed import main_process_first
 from memsave_recipes.errors import InputError
-from memsave_recipes.metrics import METRICS
+from memsave_recipes.metrics import classification_metrics
 from memsave_recipes.planner.task import Task
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.run import Run
@@ -14,12 +14,12 @@ from memsave_recipes.training.optimizers import clip_gradients
 from memsave_recipes.training.parsing import parse_arguments
 
 __all__ = [
-    "METRICS",
     "Batch",
     "InputError",
     "RecipeArguments",
     "Run",
     "Task",
+    "classification_metrics",
     "clip_gradients",
     "deterministic_kernels",
     "gather_counted",

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-import evaluate
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -35,11 +34,11 @@ from memsave_recipes.models.image_classifiers import (
     normalization,
 )
 from memsave_recipes.recipe import (
-    METRICS,
     Batch,
     RecipeArguments,
     Run,
     Task,
+    classification_metrics,
     clip_gradients,
     gather_counted,
     main_process_first,
@@ -190,7 +189,7 @@ def evaluate_model(
         predictions += predicted.tolist()
         references += expected.tolist()
     model.train()
-    figures = evaluate.load(str(METRICS)).compute(predictions=predictions, references=references)
+    figures = classification_metrics(predictions, references)
     return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
 
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import evaluate
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -34,12 +33,12 @@ from memsave_recipes.data.tokenizers import check_inputs, check_length, check_vo
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier
 from memsave_recipes.recipe import (
-    METRICS,
     Batch,
     InputError,
     RecipeArguments,
     Run,
     Task,
+    classification_metrics,
     clip_gradients,
     gather_counted,
     main_process_first,
@@ -202,7 +201,7 @@ def evaluate_model(model: nn.Module, accelerator: Accelerator, batches: Iterable
         references += expected.tolist()
     model.train()
     average = "binary" if logits.shape[-1] == 2 else "macro"
-    figures = evaluate.load(str(METRICS)).compute(predictions=predictions, references=references, average=average)
+    figures = classification_metrics(predictions, references, average=average)
     return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
 
 

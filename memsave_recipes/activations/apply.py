@@ -131,9 +131,7 @@ _ABSENT = object()
 
 def _required(stacks: list[Stack], model: nn.Module, strategy: str) -> list[Stack]:
     if not stacks:
-        raise InputError(
-            f"--activation_checkpointing {strategy}: {type(model).__name__} has no blocks for it; use none"
-        )
+        raise InputError(f"strategy {strategy}: {type(model).__name__} has no blocks for it; use none")
     return stacks
 
 
@@ -160,7 +158,7 @@ def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, r
     names = handle.plan.blocks_under(Action.COMPILE)
     if any(block.name in names for stack in stacks if isinstance(stack, SequentialStack) for block in stack.blocks):
         raise InputError(
-            f"--activation_checkpointing {handle.plan.strategy}: {type(model).__name__} has no layer that repeats, and "
+            f"strategy {handle.plan.strategy}: {type(model).__name__} has no layer that repeats, and "
             "only such layers are compiled; use budget, selective or segments:K"
         )
     check_compiler(model)

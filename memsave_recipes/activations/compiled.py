@@ -97,9 +97,7 @@ class Region:
 
 def _refusal(method: Callable[..., Any], reason: str) -> InputError:
     layer = type(getattr(method, "__self__", method)).__name__
-    return InputError(
-        f"--activation_checkpointing compiled: {layer} cannot be compiled as one graph ({reason}); {WAYS_OUT}"
-    )
+    return InputError(f"strategy compiled: {layer} cannot be compiled as one graph ({reason}); {WAYS_OUT}")
 
 
 @dataclass(frozen=True)
@@ -135,9 +133,7 @@ def check_compiler(model: nn.Module) -> None:
     }
     for name, is_missing in needs.items():
         if is_missing:
-            raise InputError(
-                f"--activation_checkpointing compiled needs {name}, which is not there: install it, or {WAYS_OUT}"
-            )
+            raise InputError(f"strategy compiled needs {name}, which is not there: install it, or {WAYS_OUT}")
 
 
 def _finds_c_compiler() -> bool:

@@ -112,7 +112,7 @@ class BlockRuns:
         never = [name for name in idle if name not in self.first]
         why = f"{_listed(never)} never ran" if never else f"nothing before or in {_listed(idle)} trains"
         return (
-            f"--activation_checkpointing {plan.strategy}: {len(planned) - len(idle)} of {len(planned)} blocks ran "
+            f"plan {plan.strategy}: {len(planned) - len(idle)} of {len(planned)} blocks ran "
             f"again in the backward, so it saves less memory than it says ({why})"
         )
 

@@ -253,8 +253,7 @@ _EXPLANATIONS = {
 
 def _refusal(block: str, reason_and_way_out: str) -> InputError:
     return InputError(
-        f"--activation_checkpointing: {block} cannot run under selective, because {reason_and_way_out}, or keep or "
-        "recompute this block"
+        f"strategy: {block} cannot run under selective, because {reason_and_way_out}, or keep or recompute this block"
     )
 
 

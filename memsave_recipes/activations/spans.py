@@ -105,7 +105,7 @@ def _checked(module: nn.Module, name: str, value: Any) -> Any:
         return False
     if any(hasattr(layer, "recurrent_states") for layer in getattr(value, "layers", ())):
         raise InputError(
-            f"--activation_checkpointing: {type(module).__name__} cannot run again with the cache of its states; "
+            f"strategy: {type(module).__name__} cannot run again with the cache of its states; "
             "call the model with use_cache=False, or set model.config.use_cache = False"
         )
     return None if name in CACHE_NAMES and not (_is_cache(value) or isinstance(value, tuple)) else value

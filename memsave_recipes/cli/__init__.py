@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memsave_recipes.cli.plan import add_frontier, add_plan
+from memsave_recipes.cli.plan import add_frontier, add_plan, add_recipes
 from memsave_recipes.cli.runs import add_compare, add_dashboard, add_workspace
 from memsave_recipes.errors import InputError, check_words
 
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 COMMANDS = (
+    ("recipes", add_recipes, "the folder of the recipes, with their names and presets"),
     ("plan", add_plan, "fastest run of a recipe that fits in memory, found before anything is launched"),
     ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
     ("compare", add_compare, "runs side by side: memory, throughput, accuracy, loss curves"),

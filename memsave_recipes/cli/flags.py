@@ -1,6 +1,7 @@
-"""Flags that commands share, and the writing of files that flags name."""
+"""Flags that commands share, the writing of files that flags name, and where the recipes are."""
 
 import argparse
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +11,32 @@ from memsave_recipes.errors import InputError
 STDOUT = "-"
 
 
+def recipes_folder() -> Path:
+    """The recipes, with their presets in ``configs``; beside it is ``accelerate_configs``.
+
+    A tree that Python imports this package from has them at its root, an installed wheel below ``sys.prefix``.
+    """
+    tree = Path(__file__).parents[2]
+    if (tree / "setup.cfg").is_file():
+        return tree / "recipes"
+    return Path(sysconfig.get_path("data")) / "share" / "memsave_recipes" / "recipes"
+
+
+def recipe_path(word: str) -> Path:
+    """The file of a recipe: a path, or the name of one of ours, such as ``language_modeling``."""
+    path, ours = Path(word), recipes_folder() / f"{word}.py"
+    return ours if path.name == word and not path.exists() and ours.is_file() else path
+
+
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     """Declares a recipe and a target device; all other flags are the recipe's."""
     parser.usage = "%(prog)s RECIPE [flags of the recipe] [options]"
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="path, such as recipes/language_modeling.py")
+    parser.add_argument(
+        "recipe",
+        type=recipe_path,
+        metavar="RECIPE",
+        help="a file, or the name of one that `memsave recipes` lists, such as language_modeling",
+    )
     parser.add_argument(
         "--memory_budget_gib",
         type=float,

@@ -7,12 +7,24 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memsave_recipes.cli.flags import STDOUT, add_recipe_flags, write_text, writing
-from memsave_recipes.errors import InputError
+from memsave_recipes.cli.flags import STDOUT, add_recipe_flags, recipes_folder, write_text, writing
+from memsave_recipes.errors import packages_of
 
 if TYPE_CHECKING:
     from memsave_recipes.cli.request import PlanRequest
     from memsave_recipes.planner.frontier import FrontierPoint
+
+
+def add_recipes(parser: argparse.ArgumentParser) -> None:
+    """It has no flags."""
+    parser.set_defaults(command=_recipes)
+
+
+def _recipes(arguments: argparse.Namespace) -> None:
+    folder = recipes_folder()
+    print(folder)
+    for path in sorted([*folder.glob("*.py"), *folder.glob("configs/*.yaml")]):
+        print(f"  {path.relative_to(folder)}")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -118,9 +130,7 @@ def _frontier(arguments: argparse.Namespace) -> None:
 def _draw(path: Path, request: "PlanRequest", points: "list[FrontierPoint]") -> None:
     from memsave_recipes.render.frontier import chart_points_of
 
-    try:
+    with packages_of("plots", "pictures"):
         from memsave_recipes.render.plot import write_frontier_png
-    except ImportError as error:
-        raise InputError("--png needs a package: pip install matplotlib") from error
     with writing(f"--png {path}"):
         write_frontier_png(chart_points_of(points), path, f"{request.title} on {request.place}", request.budget_bytes)

@@ -14,7 +14,7 @@ from typing import TypeVar
 from memsave_recipes.cli.flags import STDOUT, writing
 from memsave_recipes.compare.compare import ComparisonTable, compare
 from memsave_recipes.compare.runs import Run, find_runs, read_run
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, packages_of
 
 T = TypeVar("T")
 
@@ -177,10 +177,8 @@ def _write_html(table: ComparisonTable, path: Path) -> None:
 
 
 def _write_png(table: ComparisonTable, path: Path) -> None:
-    try:
+    with packages_of("plots", "pictures"):
         from memsave_recipes.render.plot import write_png
-    except ImportError as error:
-        raise InputError("--png needs a package: pip install matplotlib") from error
     write_png(table, path)
 
 

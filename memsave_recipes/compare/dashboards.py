@@ -24,7 +24,7 @@ from typing import Any
 
 from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable
 from memsave_recipes.compare.runs import History, Run, history_row, step_of
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.text import first_line, printable, read_json, sanitized
 
 PREFIX = "result/"
@@ -60,7 +60,8 @@ def read_online_runs(project: str) -> tuple[list[Run], list[str]]:
     Raises:
         InputError: W&B has no such project, cannot be reached or does not let the user in.
     """
-    import wandb
+    with packages_of("trackers", "runs of W&B"):
+        import wandb
 
     log_in("--wandb")
     runs, problems = [], []
@@ -191,8 +192,9 @@ def serve(store: Path | None = None, *, port: int | None = None, open_browser: b
         InputError: the store holds no run, or the port is taken.
     """
     _use(store)
-    import trackio
-    from trackio.utils import TRACKIO_DIR
+    with packages_of("trackers", "dashboards"):
+        import trackio
+        from trackio.utils import TRACKIO_DIR
 
     projects = [path.stem for path in TRACKIO_DIR.glob("*.db")]
     if not projects:
@@ -222,10 +224,8 @@ def save_workspace(project: str) -> str:
     entity, _, name = project.partition("/")
     if not entity or not name or "/" in name:
         raise InputError(f"{project} is no W&B project: write it as ENTITY/PROJECT")
-    try:
+    with packages_of("trackers", "views of W&B"):
         import wandb_workspaces.workspaces as workspaces
-    except ImportError as error:
-        raise InputError("wandb-workspace needs a package: pip install 'wandb-workspaces>=0.4'") from error
     log_in("wandb-workspace")
     view = workspaces.Workspace(
         entity=entity,
@@ -252,7 +252,8 @@ def _use(store: Path | None) -> None:
 
 def _import(row: ComparisonRow) -> None:
     """Logs the history of a run; its results join the configuration, as trackio's comparer shows that."""
-    import trackio
+    with packages_of("trackers", "dashboards"):
+        import trackio
 
     known = {key: value for key, value in row.run.config.items() if not key.startswith("_")}  # those are trackio's own
     run = trackio.init(

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from kornia.enhance import normalize as standardize
-from kornia.geometry.transform import warp_affine
 from torch import Tensor
+
+from memsave_recipes.errors import packages_of
+
+with packages_of("vision", "images"):
+    from kornia.enhance import normalize as standardize
+    from kornia.geometry.transform import warp_affine
 
 
 @dataclass(frozen=True, kw_only=True)

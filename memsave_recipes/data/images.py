@@ -16,16 +16,18 @@ import datasets
 import numpy as np
 import torch
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-from PIL import Image, UnidentifiedImageError
 
 from memsave_recipes.data.augmentation import Augmentation
 from memsave_recipes.data.checksums import LIST, check_against_list, fingerprint_of_images
 from memsave_recipes.data.text import LOADING_ERRORS, Splits, progress_bars
-from memsave_recipes.errors import InputError, is_text
+from memsave_recipes.errors import InputError, is_text, packages_of
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.hub import loading_by_name, reason
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.text import first_line, join_names
+
+with packages_of("vision", "images"):
+    from PIL import Image, UnidentifiedImageError
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
 
@@ -227,7 +229,8 @@ def _read_source(dataset: str | None, data_dir: str | None) -> Splits:
 @progress_bars(False)
 def _read_digits() -> Splits:
     """The same stratified 80/20 split always."""
-    from sklearn.datasets import load_digits  # takes a second to import, and only this source needs it
+    with packages_of("vision", "the digits"):
+        from sklearn.datasets import load_digits  # takes a second to import, and only this source needs it
 
     digits = load_digits()
     greys = np.rint(digits.images * (255 / 16)).astype(np.uint8)  # (1797, 8, 8), from 0..16

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.activations import PlanHandle
+from memsave_recipes.activations import PlanHandle, apply_plan
 from memsave_recipes.activations.recompute import batchnorm_layers
 from memsave_recipes.equivalence.outcomes import (
     Key,
@@ -51,7 +51,7 @@ from memsave_recipes.equivalence.reference import (
     only_warn,
 )
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans import Action
+from memsave_recipes.plans import Action, Plan
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import (
     SavedState,
@@ -64,24 +64,27 @@ Step = Callable[[], Tensor]
 """Forward and backward of one global batch, always the same one; returns its loss."""
 
 
-def verify(model: nn.Module, handle: PlanHandle, step: Step) -> Verdict:
+def verify(model: nn.Module, plan: Plan | PlanHandle, step: Step) -> Verdict:
     """Whether ``step`` has the same results with and without the plan (NOTE [ the proof ]); one verdict for all ranks.
 
     Args:
         model: run by ``step``, as wrapped for training; one that is in evaluation mode trains meanwhile.
-        handle: of the plan applied to it.
+        plan: one to apply meanwhile, or the handle of the one that is applied already.
         step: may be called two or three times.
 
     Raises:
+        InputError: ``model`` cannot follow the plan.
         torch.OutOfMemoryError: a run found no memory, most likely the baseline.
     """
-    plan = handle.plan
-    if plan.blocks_under(Action.KEEP) == plan.blocks:
+    if isinstance(plan, Plan):
+        with apply_plan(without_wrapper(model), plan) as handle:
+            return verify(model, handle, step)
+    if plan.plan.blocks_under(Action.KEEP) == plan.plan.blocks:
         return Verdict(status="nothing to verify", note="the plan keeps everything")
     inner = without_wrapper(model)
     try:
         with preserve_state(inner, everything=True) as state:
-            return _Proof(model, handle, step, state).check()
+            return _Proof(model, plan, step, state).check()
     finally:
         empty_cache(device_of(inner))  # the baseline's activations, which training need not hold
 

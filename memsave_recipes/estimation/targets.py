@@ -145,7 +145,7 @@ def find_target(word: str) -> Target:
         return _this_device() if torch.cuda.is_available() else replace(_from_sheet(GENERIC), remark=NO_DEVICE)
     word = ALIASES.get(word, word)
     if word not in SHEETS:
-        raise InputError(f"--target {word}: no figures of such a device; name one of {', '.join(known_targets())}")
+        raise InputError(f"target {word}: no figures of such a device; name one of {', '.join(known_targets())}")
     return _from_sheet(word)
 
 
@@ -184,7 +184,7 @@ def _this_device() -> Target:
     alike = [word for word, sheet in SHEETS.items() if _same_rates(sheet.name, name)]
     if not alike:
         raise InputError(
-            f"--target cuda: no figures of the {name} that is here; name one of {', '.join(known_targets())}"
+            f"target cuda: no figures of the {name} that is here; name one of {', '.join(known_targets())}"
         )
     word = min(alike, key=lambda word: abs(SHEETS[word].memory_gib * GIB - memory_bytes))
     return replace(_from_sheet(word), name=name, memory_bytes=memory_bytes, remark="the device that is here")

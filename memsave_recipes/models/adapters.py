@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, packages_of
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import LoraConfig, PeftModel
@@ -61,7 +61,7 @@ class LoraArguments:
         if not torch.cuda.is_available():
             raise InputError("--load_in_4bit needs a CUDA device, and there is none: leave it out")
         if find_spec("bitsandbytes") is None:
-            raise InputError("--load_in_4bit needs bitsandbytes: pip install bitsandbytes")
+            raise InputError("--load_in_4bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
         if self.lora_merge:
             raise InputError("--lora_merge cannot add to 4-bit weights: save the adapters, and merge them elsewhere")
 
@@ -78,7 +78,8 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
     """
     if not flags.lora:
         return model
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    with packages_of("text", "adapters"):
+        from peft import get_peft_model, prepare_model_for_kbit_training
 
     if flags.load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -96,7 +97,8 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
 
 def lora_config(model: nn.Module, flags: LoraArguments, task_type: str) -> "LoraConfig":
     """The flags as peft's configuration."""
-    from peft import LoraConfig
+    with packages_of("text", "adapters"):
+        from peft import LoraConfig
 
     targets = flags.lora_target_modules
     return LoraConfig(

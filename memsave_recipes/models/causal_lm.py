@@ -130,7 +130,7 @@ def with_liger(head: Head) -> Head:
     if not torch.cuda.is_available():
         raise InputError("--loss liger needs a CUDA device, and there is none: pass --loss chunked")
     if find_spec("liger_kernel") is None:
-        raise InputError("--loss liger needs liger-kernel: pip install liger-kernel")
+        raise InputError("--loss liger needs liger-kernel: pip install 'memsave-recipes[liger]'")
     if head.scale != 1:
         raise InputError(f"--loss liger cannot scale logits by {head.scale:g}, as this model does: pass --loss chunked")
     return LigerHead(head.linear, head.scale, head.softcap)

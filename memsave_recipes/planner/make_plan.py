@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.errors import InputError, naming_parameters
+from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import Forecast, StaticMemory, forecast, plans_to_measure, usable_host_bytes
 from memsave_recipes.planner.trial_step import step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
@@ -18,15 +18,7 @@ from memsave_recipes.text import GIB, gib_that_suffice, to_gib
 MAX_TRIALS = 4
 """Plans that are run at most, each with more memory kept free than the one before, until one fits the budget."""
 
-PARAMETERS = {
-    "--activation_checkpointing": "strategy",
-    "--memory_budget_gib": "budget_gib",
-    "--micro_batch_size": "batch",
-}
-"""Of the functions here, for messages from below that speak of the recipes' flags."""
 
-
-@naming_parameters(PARAMETERS)
 def make_plan(
     model: nn.Module,
     batch: Any = None,
@@ -79,7 +71,6 @@ def make_plan(
     return plan_workload(workload, strategy, int(budget_gib * GIB), static).plan
 
 
-@naming_parameters(PARAMETERS)
 def plan_workload(
     workload: Workload,
     strategy: str,

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import Target, find_target
-from memsave_recipes.planner.budget import overheads_of_target, plans_to_measure, static_memory_of
+from memsave_recipes.planner.budget import overheads_of_target, plans_to_measure, static_memory_of, usable_bytes
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search
 from memsave_recipes.profiling.block_costs import Measurement, Workload
+from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch
@@ -121,6 +123,45 @@ def _load(recipe: Path) -> object:
     sys.modules[recipe.stem] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def estimate(
+    task: Task,
+    *,
+    target: str = "cuda",
+    budget_gib: float | None = None,
+    num_processes: int = 1,
+    mixed_precision: str = "no",
+) -> Choice:
+    """The ways to compute a step of ``task``, with memory and time on a device that need not be here.
+
+    No data is read, no weight is made and nothing is run. The micro-batch size and the strategy that ``task.run`` names
+    are kept; with ``micro_batch_size="auto"`` and ``activation_checkpointing="budget"`` all of them are compared.
+
+    Args:
+        target: ``cpu`` (this one), ``cuda`` (the device that is here, or an A100), or a device such as ``h100``.
+        budget_gib: memory of one device, in GiB, for everything on it. Default: that of ``task.run``, or else 95 % of a
+            GPU's memory, and all of a CPU's.
+        num_processes: devices, with DDP.
+        mixed_precision: ``no``, ``bf16`` or ``fp16``, as for ``accelerate launch``.
+
+    Returns:
+        All candidates; ``chosen`` is the fastest that fits, ``None`` where none does.
+
+    Raises:
+        InputError: no such target or precision, numbers out of range, contradictions in ``task.run``, or a model
+            without blocks for its strategy.
+    """
+    launch = Launch(target=find_target(target), num_processes=num_processes, mixed_precision=mixed_precision)
+    if mixed_precision not in AUTOCAST_DTYPES:
+        raise InputError(f"mixed_precision {mixed_precision}: choose one of {', '.join(AUTOCAST_DTYPES)}")
+    if num_processes < 1:
+        raise InputError(f"num_processes {num_processes}: it must be at least 1")
+    gib = budget_gib if budget_gib is not None else task.run.memory_budget_gib
+    if gib is not None and not 0 < gib < inf:
+        raise InputError(f"budget_gib {gib}: it must be above 0")
+    usable = usable_bytes(launch.target.memory_bytes, launch.target.device_type)
+    return choose_for_target(task, launch, usable if gib is None else int(gib * GIB))
 
 
 def choose_for_target(

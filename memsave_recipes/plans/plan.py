@@ -7,18 +7,19 @@ Blocks stand in the order of the forward. A *span* is a run of neighbouring bloc
 """
 
 import json
+import os
 import re
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
-from memsave_recipes.errors import InputError, check_file
+from memsave_recipes.errors import InputError
 
 FORMAT_VERSION = 1
 STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it as it stands there
 
 
-class Action(str, Enum):
+class Action(StrEnum):
     """On the activations of a span, between its forward and its backward."""
 
     KEEP = "keep"
@@ -134,10 +135,11 @@ def read_plan(path: str | Path) -> Plan:
     Raises:
         InputError: there is no such file, or it holds no plan.
     """
-    check_file("--activation_checkpointing", path)
+    if not os.path.isfile(path):  # unlike pathlib, without an error for what can be no path
+        raise InputError(f"strategy {path} is not a file: check the path")
     try:
         return Plan.from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--activation_checkpointing {path} cannot be read: {error}") from error
+        raise InputError(f"strategy {path} cannot be read: {error}") from error
     except InputError as error:
-        raise InputError(f"--activation_checkpointing {path}: {error}") from error
+        raise InputError(f"strategy {path}: {error}") from error

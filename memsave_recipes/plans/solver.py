@@ -110,9 +110,9 @@ def _plan_of(chain: Chain, path: list[Edge]) -> Plan:
 def _too_small(chain: Chain, budget_bytes: int) -> str:
     smallest = smallest_feasible(chain)
     peak = simulate(chain, solve(chain, smallest)).peak
-    way_out = "a smaller model or optimizer" if peak.phase == "optimizer" else "a smaller --micro_batch_size"
+    way_out = "a smaller model or optimizer" if peak.phase == "optimizer" else "a smaller batch"
     return (
-        f"--memory_budget_gib {to_gib(budget_bytes):g} is too small for any plan: the smallest that works is "
+        f"budget_gib {to_gib(budget_bytes):g} is too small for any plan: the smallest that works is "
         f"{gib_that_suffice(smallest)}, needed in {_describe(peak)}; raise it to that, or take {way_out}"
     )
 

@@ -101,7 +101,7 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
         ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
         spans = all_under(stacks, Action.COMPILE)
         return Plan(strategy=strategy, blocks=blocks, spans=spans, compiled_memory_ratio=ratio)
-    raise InputError(f"--activation_checkpointing {strategy}: no such strategy; choose {KNOWN}")
+    raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")
 
 
 def _parse_count(strategy: str, argument: str, num_blocks: int) -> int:
@@ -109,8 +109,7 @@ def _parse_count(strategy: str, argument: str, num_blocks: int) -> int:
     if not 1 <= count <= num_blocks:
         name = strategy.partition(":")[0]
         raise InputError(
-            f"--activation_checkpointing {strategy}: K in {name}:K is a whole number from 1 to {num_blocks}, "
-            "the blocks of this model"
+            f"strategy {strategy}: K in {name}:K is a whole number from 1 to {num_blocks}, the blocks of this model"
         )
     return count
 
@@ -122,7 +121,7 @@ def _parse_ratio(strategy: str, argument: str) -> float:
         ratio = -1.0
     if not 0 <= ratio <= 1:
         raise InputError(
-            f"--activation_checkpointing {strategy}: RATIO in compiled:RATIO is a number from 0 to 1, "
+            f"strategy {strategy}: RATIO in compiled:RATIO is a number from 0 to 1, "
             "the part of a compiled block's activations that it may keep"
         )
     return ratio

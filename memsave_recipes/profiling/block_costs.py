@@ -203,7 +203,7 @@ def _blocks_in_order(running: Sequence[str], stacks: Sequence[Sequence[str]]) ->
 def _check_order(parts: Sequence[Part], expected: Sequence[str]) -> None:
     if [part.block for part in parts if part.block is not None] != expected:
         raise InputError(
-            f"--activation_checkpointing budget: this model does not run its {len(expected)} blocks once each, in "
+            f"strategy budget: this model does not run its {len(expected)} blocks once each, in "
             "every step and in the order in which they are registered, so their costs are no chain: use full or every:K"
         )
 

@@ -150,7 +150,6 @@ def _as_json(value: Any) -> Any:
 
 
 TRACKERS = ("trackio", "wandb", "tensorboard", "none")
-PACKAGES = {"trackio": "trackio", "wandb": "wandb>=0.30", "tensorboard": "tensorboard"}
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +313,8 @@ def _check_name(name: str) -> None:
 
 def _check_installed(name: str) -> None:
     if name not in map(str, get_available_trackers()):
-        raise InputError(f"--report_to {name}: not installed, `pip install '{PACKAGES[name]}'` or --report_to none")
+        way_out = "pip install 'memsave-recipes[trackers]', or --report_to none"
+        raise InputError(f"--report_to {name} needs {name}, which is not installed: {way_out}")
 
 
 def _as_log_with(name: str, output_dir: Path) -> str | GeneralTracker:

@@ -71,7 +71,7 @@ def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _adamw_8bit(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> Optimizer:
     if find_spec("bitsandbytes") is None:
-        raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install bitsandbytes")
+        raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
     from bitsandbytes.optim.adamw import AdamW8bit  # optional, and slow to import
 
     return AdamW8bit(parameters, lr=lr, weight_decay=weight_decay)

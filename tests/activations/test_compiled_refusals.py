@@ -35,7 +35,7 @@ def test_what_does_not_fit_a_graph_is_refused_by_name():
 def test_models_without_a_layer_that_repeats_are_refused(make_case, name):
     model = make_case(name).model
     before = [dict(vars(module)) for module in model.modules()]
-    with pytest.raises(InputError, match=r"--activation_checkpointing compiled: .* no layer that repeats"):
+    with pytest.raises(InputError, match=r"strategy compiled: .* no layer that repeats"):
         apply_plan(model, plan_blocks(model, "compiled"))
     assert [dict(vars(module)) for module in model.modules()] == before
 

@@ -19,7 +19,7 @@ def test_every_sheet_is_of_a_device_whose_flops_are_known(word):
 
 
 def test_an_unknown_word_is_refused_with_those_that_are_known():
-    with pytest.raises(InputError, match="--target tpu") as refusal:
+    with pytest.raises(InputError, match="target tpu") as refusal:
         find_target("tpu")
     assert all(word in str(refusal.value) for word in known_targets())
 

@@ -202,8 +202,8 @@ def test_too_little_memory_is_one_line_with_the_smallest_budget_that_works():
         solve(chain, smallest - 1)
     message = str(refusal.value)
     assert "\n" not in message
-    assert message.startswith("--memory_budget_gib ")
-    assert "--micro_batch_size" in message
+    assert message.startswith("budget_gib ")
+    assert message.endswith("a smaller batch")
     assert "parameters, optimizer state and batch 1 GiB" in message
     named_gib = float(message.partition("the smallest that works is ")[2].partition(",")[0])
     assert smallest <= math.floor(named_gib * GIB) < smallest + 200_000

@@ -97,7 +97,7 @@ def test_other_ranks_start_nothing(start: Callable, tmp_path: Path) -> None:
     [
         (["wandbb"], ["--report_to wandbb", "did you mean wandb?", "trackio, wandb, tensorboard, none"]),
         (["none", "wandb"], ["none wandb", "stands alone"]),
-        (["wandb"], ["not installed", "pip install 'wandb>=0.30'"]),
+        (["wandb"], ["not installed", "pip install 'memsave-recipes[trackers]'"]),
     ],
 )
 def test_a_mistake_is_one_line_with_the_way_out(

@@ -1,0 +1,38 @@
+"""The two loops of docs/own_loop.md, run as scripts."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs" / "own_loop.md"
+CODE = dict(zip(("pytorch", "accelerate"), re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S), strict=True))
+
+
+@pytest.mark.parametrize("loop", CODE)
+def test_only_the_public_names_are_used(loop):
+    nodes = list(ast.walk(ast.parse(CODE[loop])))
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    assert "memsave_recipes" in imported
+    others = [*imported, *(node.module for node in nodes if isinstance(node, ast.ImportFrom))]
+    assert not [name for name in others if name.startswith("memsave_recipes.")]
+
+
+@pytest.mark.parametrize("loop", CODE)
+def test_the_loop_trains_under_its_plan(loop, tmp_path):
+    script = tmp_path / f"{loop}.py"  # a file: blocks are looked for in the source of the model's forward
+    script.write_text(CODE[loop], encoding="utf-8")
+    names = runpy.run_path(str(script))
+    assert names["plan"].spans
+    assert names["plan"].strategy == "budget"
+    assert len(set(names["losses"])) == len(names["losses"]) > 1
+    model = names["model"]
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+    if loop == "pytorch":
+        assert names["plan"].recomputed
+        assert names["verdict"].status == "identical"
+        assert names["losses"][-1] < names["losses"][0]
+    else:
+        assert names["chosen"].fits

@@ -1,0 +1,136 @@
+"""A wheel of the tree in a virtual environment of its own: what it holds, and how it ends where an extra is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+
+import memsave_recipes
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ("memsave_recipes", "recipes", "accelerate_configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+OF_EXTRAS = (
+    *("PIL", "bitsandbytes", "datasets", "evaluate", "kornia", "kornia_rs", "matplotlib", "peft", "pillow"),
+    *("scikit_learn", "sklearn", "tensorboard", "trackio", "wandb", "wandb_workspaces"),
+)
+SMALL = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", "64", "--vocab_size", "512"]
+PLAN = ["plan", "language_modeling", "--model_type", "gpt2", *SMALL, "--global_batch_size", "4"]
+
+
+class Installed:
+    """An environment that holds the wheel, and everything else by a path to the packages of this one."""
+
+    def __init__(self, folder, wheel, packages):
+        venv.create(folder, with_pip=False)
+        self.folder, self.bin = folder, folder / "bin"
+        pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+        (self.site,) = folder.glob("lib/python*/site-packages")
+        (self.site / "others.pth").write_text(f"{packages}\n")
+
+    def run(self, *words):
+        """The finished process; nothing of this tree is on its path."""
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        env |= {"VIRTUAL_ENV": str(self.folder), "PATH": f"{self.bin}:{env['PATH']}", "OMP_NUM_THREADS": "1"}
+        command = [str(self.bin / words[0]), *map(str, words[1:])]
+        return subprocess.run(command, capture_output=True, text=True, cwd=self.folder, env=env)
+
+    @property
+    def recipes(self):
+        return self.folder / "share" / "memsave_recipes" / "recipes"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in SHIPPED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--wheel-dir", str(folder / "dist"), str(folder)], check=True)
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def everything(wheel, tmp_path_factory):
+    return Installed(tmp_path_factory.mktemp("everything"), wheel, sysconfig.get_path("purelib"))
+
+
+@pytest.fixture(scope="module")
+def core(wheel, tmp_path_factory):
+    """Only what ``install_requires`` names, and what that needs."""
+    packages = tmp_path_factory.mktemp("packages")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(tuple(f"{name}{end}" for name in OF_EXTRAS for end in ("-", "."))) and (
+            path.name not in OF_EXTRAS and "memsave" not in path.name
+        ):
+            (packages / path.name).symlink_to(path)
+    return Installed(tmp_path_factory.mktemp("core"), wheel, packages)
+
+
+def test_types_and_recipes_are_shipped(everything):
+    assert (everything.site / "memsave_recipes" / "py.typed").is_file()
+    printed = everything.run("memsave", "recipes").stdout.splitlines()
+    assert printed[0] == str(everything.recipes)
+    of_tree = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "recipes").glob("configs/*.yaml")]
+    assert printed[1:] == sorted(f"  {path.relative_to(ROOT / 'recipes')}" for path in of_tree)
+
+
+def test_a_recipe_is_planned_by_its_name(everything):
+    done = everything.run("memsave", *PLAN, "--target", "h100", "--memory_budget_gib", "2")
+    assert done.returncode == 0, done.stderr
+    launch = done.stdout.strip().splitlines()[-1].split()
+    assert launch[:3] == ["accelerate", "launch", "--config_file"]
+    assert launch[4] == str(everything.recipes / "language_modeling.py")
+    assert Path(launch[3]).is_file()
+
+
+def test_the_core_plans_a_model_without_any_extra(core):
+    script = (
+        "import memsave_recipes as memsave, torch\n"
+        "layers = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4))\n"
+        "model, batch = torch.nn.Sequential(*layers), torch.ones(64, 8)\n"
+        "plan = memsave.make_plan(model, batch, strategy='budget:bitwise', budget_gib=1)\n"
+        "with memsave.apply_plan(model, plan): model(batch).sum().backward()\n"
+        "from memsave_recipes import Task, estimate, verify, linear_cross_entropy\n"
+    )
+    done = core.run("python", "-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("way", ["planned", "trained"])
+def test_a_missing_extra_is_one_line(core, way):
+    recipe = core.recipes / "language_modeling.py"
+    done = core.run("python", recipe) if way == "trained" else core.run("memsave", "plan", "image_classification")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: the recipes' data need datasets, which is not installed: pip install 'memsave-recipes[vision,text]'\n"
+    )
+
+
+def test_a_missing_package_names_what_needs_it():
+    script = "import sys; sys.modules['kornia'] = None; import memsave_recipes.data.images"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: images need kornia, which is not installed: pip install 'memsave-recipes[vision]'\n"
+
+
+def test_the_version_is_the_same_everywhere():
+    version = memsave_recipes.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
+    assert f"\n## [{version}] - " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_hooks_and_workflow_call_what_is_there():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["entry"].split()[0] for hook in hooks] == [".venv/bin/ruff", ".venv/bin/ruff", ".venv/bin/mypy"]
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["check"]["steps"]
+    assert steps[-1]["run"] == ".ci/run"
+    assert os.access(ROOT / ".ci/run", os.X_OK)
