@@ -1,17 +1,47 @@
-"""The complete examples of the documentation run as they stand."""
+"""The documentation: its examples run, the commands of the README take their flags, its links lead somewhere."""
 
+import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+from memsave_recipes import cli
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAX_README_LINES = 120
 EXAMPLES = [
     (page.name, code)
     for page in DOCS.glob("*.md")
     if page.name != "own_loop.md"  # test_own_loop.py
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    for code in re.findall(r"```python
+(.*?)```", page.read_text(encoding="utf-8"), re.S)
 ]
+
+
+def commands_of(text):
+    """Every command line of the ``bash`` blocks and table cells that runs a recipe or ``memsave``, as words."""
+    lines = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.S)).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"^\|.*`(recipes/\S+\.py .*?)`", text, re.M)
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line for line in words if line and any(word.startswith(("recipes/", "memsave")) for word in line)]
+
+
+def help_of(main, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def main_of(recipe):
+    spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
 
 
 @pytest.mark.parametrize(("page", "code"), EXAMPLES, ids=[page for page, _ in EXAMPLES])
@@ -24,3 +54,28 @@ def test_the_three_lines_recompute_something():
     exec(compile(dict(EXAMPLES)["activation_plans.md"], "activation_plans.md", "exec"), names)
     assert 0 < len(names["plan"].recomputed) < len(names["plan"].blocks)
     assert "forward" not in vars(names["model"])
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("words", commands_of(README), ids=" ".join)
+def test_commands_of_the_readme_take_their_flags(words, capsys):
+    for word in words:
+        if word.startswith(("recipes/", "accelerate_configs/")):
+            assert (ROOT / word).is_file()
+    recipe = next((ROOT / word for word in words if word.startswith("recipes/") and word.endswith(".py")), None)
+    known = help_of(cli.main, words[1:2], capsys) if words[0] == "memsave" else ""
+    known += help_of(main_of(recipe), [], capsys) if recipe else ""
+    flags = words[words.index(recipe.relative_to(ROOT).as_posix()) :] if recipe else words
+    missing = {word for word in flags if word.startswith("--") and not re.search(rf"{word}\b", known)}
+    if words[0] == "memsave":
+        assert words[1] in known
+    assert not missing
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
