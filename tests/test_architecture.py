@@ -1,6 +1,7 @@
 """The import table of docs/architecture.md: what each package may import from the others and from outside."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -129,6 +130,17 @@ def test_no_package_imports_one_that_imports_it():
 
 def test_everything_is_in_the_table():
     assert {package_of(path) for path in FILES} == TABLE.keys()
+
+
+def test_the_page_shows_this_table():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    shown = {name.strip("`"): tuple(set(cell.split(", ")) - {"-"} for cell in cells) for name, _, *cells in rows}
+    assert shown == TABLE
+    prose = " ".join(page.split())
+    for package, modules in ONLY_IN.items():
+        for module in [modules] if isinstance(modules, str) else modules:
+            assert re.search(rf"{package} in [^;]*`{module.removeprefix('memsave_recipes/')}`", prose), package
 
 
 def test_few_files():

@@ -1,6 +1,6 @@
 """A run's figures: a row a logging window while it trains, ``results.json`` when it is done.
 
-Keys are those of ``docs/architecture.md``; the part before the ``/`` becomes a section of a dashboard.
+Keys are those of ``docs/files.md``; the part before the ``/`` becomes a section of a dashboard.
 """
 
 from collections.abc import Callable, Iterator
