@@ -1,6 +1,6 @@
 """What a checkpoint costs: a save against the plain writing of the same bytes, and the call in every step.
 
-    python benchmarks/checkpoint_cost.py [--folder DIR] [--repeats 7]
+    python benchmarks/checkpoint_cost.py [--folder DIR] [--repeats 7] [--quick]
 
 A model and its AdamW state of about 192 and 576 MiB are saved by turns, in an order that is drawn anew every round: as
 one write of the same bytes for each file, the same and waiting for the disk, with the commit layer (which waits for the
@@ -13,30 +13,27 @@ checkpoint that is not on the disk is none.
 Writes docs/results/checkpoint_cost.json and .md.
 """
 
-import argparse
 import os
-import random
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch import nn
 
 from memsave_recipes.checkpoints import Checkpoints, StopSignals, TrainState
 from memsave_recipes.checkpoints.commit import verify_manifest
-from memsave_recipes.run.folder import write_json
 from memsave_recipes.text import format_bytes
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 LAYERS = {192: 16, 576: 48}  # MiB of weights and state: layers of 1024 x 1024 float32, with two of Adam's each
+QUICK_LAYERS = {12: 1}
 PLAIN, ON_DISK, OURS, SAVE_STATE = "plain write", "plain write, on disk", "commit layer", "accelerate save_state"
 CALLS = 20_000
 
@@ -117,65 +114,53 @@ def measure(folder: Path, num_layers: int, repeats: int) -> dict[str, Any]:
         SAVE_STATE: work.save_state,
         "verify": work.verify,
     }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(repeats):
-        for way in random.sample(list(ways), len(ways)):
-            os.sync()  # nobody pays for what another left to be written
-            seconds[way].append(_time_of(ways[way]))
+    # os.sync: nobody pays for what another left to be written
+    seconds = harness.time_in_turns(ways, repeats, before=os.sync)
     medians = {way: statistics.median(times) for way, times in seconds.items()}
-    ratios = [ours / plain for ours, plain in zip(seconds[OURS], seconds[ON_DISK], strict=True)]
-    per_call = _time_of(work.after_steps) / CALLS
+    ratios = harness.ratios(seconds[OURS], seconds[ON_DISK])
+    per_call = harness.seconds_of(work.after_steps) / CALLS
     return {
         "bytes": work.num_bytes,
         "seconds": medians,
         "seconds_of_rounds": seconds,
         "ratio_to_plain_on_disk": medians[OURS] / medians[ON_DISK],
-        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+        "ratio_quartiles": harness.median_and_quartiles(ratios)[1],
         "ratio_to_plain": medians[OURS] / medians[PLAIN],
         "after_step_us": 1e6 * per_call,
     }
 
 
-def _time_of(action: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
-
 def as_markdown(rows: list[dict[str, Any]], device: str) -> str:
     """The table."""
     ways = (PLAIN, ON_DISK, OURS, SAVE_STATE, "verify")
-    lines = [
-        f"| checkpoint | {' | '.join(f'{way} (s)' for way in ways)} | ours / plain on disk | `after_step` (us) |",
-        "| --- |" + " ---: |" * (len(ways) + 2),
-    ]
+    headings = ("checkpoint", *(f"{way} (s)" for way in ways), "ours / plain on disk", "`after_step` (us)")
+    cells = []
     for row in rows:
-        times = " | ".join(f"{row['seconds'][way]:.2f}" for way in ways)
         low, high = row["ratio_quartiles"]
         ratio = f"{row['ratio_to_plain_on_disk']:.2f} ({low:.2f} to {high:.2f})"
-        lines.append(f"| {format_bytes(row['bytes'])} | {times} | {ratio} | {row['after_step_us']:.2f} |")
-    return "\n".join([*lines, "", f"Medians; in brackets the middle half of the rounds. {device}.", ""])
+        times = (f"{row['seconds'][way]:.2f}" for way in ways)
+        cells.append([format_bytes(row["bytes"]), *times, ratio, f"{row['after_step_us']:.2f}"])
+    note = f"Medians; in brackets the middle half of the rounds. {device}."
+    return f"{harness.markdown_table(headings, cells)}\n\n{note}"
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser()
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--folder", help="on the disk to be measured; default: the system's temporary one")
     parser.add_argument("--repeats", type=int, default=7)
-    flags = parser.parse_args()
+    flags = harness.read_flags(parser, None)
     environment = describe_environment(start_accelerator()) | {"num_cpus": os.cpu_count()}
     rows = []
-    for num_layers in LAYERS.values():
+    for num_layers in (QUICK_LAYERS if flags.quick else LAYERS).values():
         folder = Path(tempfile.mkdtemp(dir=flags.folder))
         try:
-            rows.append(measure(folder, num_layers, flags.repeats))
+            rows.append(measure(folder, num_layers, 2 if flags.quick else flags.repeats))
         finally:
             shutil.rmtree(folder)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    write_json(RESULTS / "checkpoint_cost.json", {"rows": rows, "environment": environment})
-    table = as_markdown(rows, environment["device"])
-    (RESULTS / "checkpoint_cost.md").write_text(table, encoding="utf-8")
-    print(table)
+    page = as_markdown(rows, environment["device"])
+    harness.write_results(flags.output_dir, "checkpoint_cost", {"rows": rows, "environment": environment}, page)
+    print(page)
 
 
 if __name__ == "__main__":

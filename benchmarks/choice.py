@@ -7,30 +7,26 @@ prices them, by block costs on this device; then each is really run, all taking 
 held against the fastest of those whose real peak stays below it. Writes docs/results/choice-DEVICE.json and .md.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
-import torch
-from planned.works import ROOT, WORKS, Real, build, task_of
+import harness
+from models import RECIPES
+from recipe_steps import Real, build, task_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
-from memsave_recipes.run.folder import write_json
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.environment import device_name
 
 GLOBAL_BATCH = 8
-NUM_BUDGETS = 6
+NUM_BUDGETS, QUICK_BUDGETS = 6, 3
 
 
 @dataclass
@@ -65,7 +61,9 @@ def price(real: Real, layout: BatchLayout) -> Measurement:
     return measure(workload, plans_to_measure("budget:bitwise", workload, device_type=workload.device.type))
 
 
-def choices(real: Real, measured: dict[int, Measurement], layouts: Sequence[BatchLayout]) -> list[Choice]:
+def choices(
+    real: Real, measured: dict[int, Measurement], layouts: Sequence[BatchLayout], num_budgets: int
+) -> list[Choice]:
     """What is chosen at each budget, from just above the least that works to what the largest plain step needs."""
     static = partial(static_memory_of, real.task.optim, real.model)
     space = partial(SearchSpace, strategy="budget:bitwise", static=static, plan_of=partial(plan_blocks, real.model))
@@ -80,8 +78,8 @@ def choices(real: Real, measured: dict[int, Measurement], layouts: Sequence[Batc
         if candidate.strategy == "none"
     )
     found = []
-    for number in range(NUM_BUDGETS):
-        budget = least + (most - least) * number // (NUM_BUDGETS - 1)
+    for number in range(num_budgets):
+        budget = least + (most - least) * number // (num_budgets - 1)
         of_all = [space(budget_bytes=budget).candidates(measured[g.micro_batch_size], g) for g in layouts]
         found.append(Choice(candidates=tuple(candidate for of_one in of_all for candidate in of_one)))
     return found
@@ -96,27 +94,16 @@ def try_all(real: Real, candidates: Sequence[Candidate], rounds: int) -> dict[An
             with apply_plan(real.model, candidate.forecast.plan):
                 step()
                 tried[identity(candidate)] = Tried(candidate, real.peak_bytes(step))
-    for _ in tqdm(range(rounds), unit="round", leave=False):
-        for one in tried.values():
-            with apply_plan(real.model, one.candidate.forecast.plan):
-                one.seconds.append(timed(partial(real.step, GLOBAL_BATCH, one.candidate.layout.micro_batch_size)))
+    for one in harness.turns(tried.values(), rounds):
+        with apply_plan(real.model, one.candidate.forecast.plan):
+            step = partial(real.step, GLOBAL_BATCH, one.candidate.layout.micro_batch_size)
+            one.seconds.append(harness.seconds_of(step))
     return tried
 
 
 def identity(candidate: Candidate) -> Any:
     """What tells two candidates apart that really differ."""
     return candidate.layout.micro_batch_size, candidate.forecast.plan.spans
-
-
-def timed(step: Any) -> float:
-    """Seconds of a step."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    start = perf_counter()
-    step()
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return perf_counter() - start
 
 
 def judge(name: str, choice: Choice, tried: dict[Any, Tried]) -> dict[str, Any]:
@@ -141,13 +128,13 @@ def judge(name: str, choice: Choice, tried: dict[Any, Tried]) -> dict[str, Any]:
     }
 
 
-def measure_model(name: str, rounds: int) -> list[dict[str, Any]]:
+def measure_model(name: str, rounds: int, num_budgets: int) -> list[dict[str, Any]]:
     """The rows of a model."""
     sizes = ("--global_batch_size", str(GLOBAL_BATCH), "--micro_batch_size", "auto", "--memory_budget_gib", "1")
     real = build(task_of(name, *sizes))
     layouts = open_layouts(real.task.run, real.task.optim, 1)
     measured = {layout.micro_batch_size: price(real, layout) for layout in layouts}
-    found = choices(real, measured, layouts)
+    found = choices(real, measured, layouts, num_budgets)
     tried = try_all(real, [candidate for choice in found for candidate in choice.candidates], rounds)
     return [judge(name, choice, tried) for choice in found]
 
@@ -157,49 +144,44 @@ def as_markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
     below = sum(row["below_budget"] for row in rows)
     near = sum(row["slower_pct"] <= 5 for row in rows)
     lines = [
-        f"`python benchmarks/choice.py` on {about['device']}, {about['num_threads']} threads, torch {about['torch']}; "
+        f"`python benchmarks/choice.py` on {about['device']}, {about['num_threads']} threads, "
+        f"torch {about['versions']['torch']}; "
         f"global batch {GLOBAL_BATCH}, {about['rounds']} rounds.",
         f"{len(rows)} choices: {below} below their budget, {near} within 5 % of the fastest candidate that fits.",
         "",
-        "| model | budget | chosen | peak | step | fastest that fits | its step | slower by |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in rows:
-        cells = [
-            row["model"],
-            f"{row['budget_bytes'] / 2**20:.1f} MiB",
-            row["chosen"],
-            f"{row['peak_bytes'] / 2**20:.1f} MiB",
-            f"{1000 * row['step_s']:.0f} ms",
-            f"{row['fastest']} of {row['num_fitting']}",
-            f"{1000 * row['fastest_s']:.0f} ms",
-            f"{row['slower_pct']:.1f} %",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    headings = ("model", "budget", "chosen", "peak", "step", "fastest that fits", "its step", "slower by")
+    return "\n".join([*lines, harness.markdown_table(headings, map(cells, rows))])
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table as text."""
+    return [
+        row["model"],
+        f"{row['budget_bytes'] / 2**20:.1f} MiB",
+        row["chosen"],
+        f"{row['peak_bytes'] / 2**20:.1f} MiB",
+        f"{1000 * row['step_s']:.0f} ms",
+        f"{row['fastest']} of {row['num_fitting']}",
+        f"{1000 * row['fastest_s']:.0f} ms",
+        f"{row['slower_pct']:.1f} %",
+    ]
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure every model; returns what the JSON file holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=WORKS, nargs="+", default=list(WORKS))
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--model", choices=RECIPES, nargs="+", help="default: all; with --quick BERT")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "docs/results")
-    flags = parser.parse_args(args)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    about = {
-        "device": device_name(device),
-        "num_threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "rounds": flags.rounds,
-    }
-    flags.output_dir.mkdir(parents=True, exist_ok=True)
+    flags = harness.read_flags(parser, args)
+    rounds, num_budgets = (1, QUICK_BUDGETS) if flags.quick else (flags.rounds, NUM_BUDGETS)
+    device = harness.this_device()
+    about = {**harness.describe_machine(device), "rounds": rounds}
     rows: list[dict[str, Any]] = []
-    for name in tqdm(flags.model, unit="model"):
-        rows += measure_model(name, flags.rounds)
+    for name in tqdm(flags.model or (["BERT"] if flags.quick else RECIPES), unit="model"):
+        rows += measure_model(name, rounds, num_budgets)
         results = {"benchmark": "choice", **about, "rows": rows}
-        write_json(flags.output_dir / f"choice-{device.type}.json", results)
-        (flags.output_dir / f"choice-{device.type}.md").write_text(as_markdown(rows, about), encoding="utf-8")
+        harness.write_results(flags.output_dir, f"choice-{device.type}", results, as_markdown(rows, about))
     print(json.dumps({"choices": len(rows), "within_5_pct": sum(row["slower_pct"] <= 5 for row in rows)}))
     return results
 

@@ -14,32 +14,24 @@ frontier.png, or on CUDA frontier-cuda.png.
 
 import argparse
 import json
-import shutil
 from collections.abc import Sequence
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from memory_time import pages, peers, picture
 from memory_time.bench import Bench
-from memory_time.methods import SEQUENTIAL, TINY, Extent, plain
+from memory_time.methods import QUICK, SEQUENTIAL, Extent, plain
 from memory_time.ours import ours
 from memory_time.verdicts import judge
-from memory_time.works import SIZES, TITLES, build_work
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from models import SIZES, TITLES, build_work
 from torch._inductor.utils import fresh_cache
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.run.folder import write_json
-from memsave_recipes.training.environment import device_name
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
-PACKAGES = ("torch", "transformers", "ckptplan")
+PACKAGES = ("transformers", "ckptplan")
 
 
 def measure(name: str, size: dict[str, Any], extent: Extent, rounds: int, device: torch.device) -> dict[str, Any]:
@@ -58,14 +50,8 @@ def measure(name: str, size: dict[str, Any], extent: Extent, rounds: int, device
     rows = bench.rows()
     torch._dynamo.reset()  # graphs hold on to their models
     verdict = judge(name, rows, bench.noise)
-    about = {"model": name, "size": size, "machine": describe_machine(device), "rounds": rounds}
+    about = {"model": name, "size": size, "machine": harness.describe_machine(device, *PACKAGES), "rounds": rounds}
     return {**about, "verdict": verdict, "rows": rows}
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Hardware and the versions of what is installed."""
-    versions = {package: version(package) for package in PACKAGES if find_spec(package)}
-    return {"device": device_name(device), "num_threads": torch.get_num_threads(), "versions": versions}
 
 
 def write(results: dict[str, Any], newest: dict[str, Any], folder: Path) -> None:
@@ -75,8 +61,7 @@ def write(results: dict[str, Any], newest: dict[str, Any], folder: Path) -> None
     plots = {model["model"]: f"frontier-{model['model']}-{device}.png" for model in models}
     picture.write_model(newest, folder / plots[newest["model"]])
     picture.write_all(models, folder.parent / ("frontier.png" if device == "cpu" else f"frontier-{device}.png"))
-    (folder / f"frontier-{device}.md").write_text(pages.to_markdown(results, plots), encoding="utf-8")
-    write_json(folder / f"frontier-{device}.json", results)
+    harness.write_results(folder, f"frontier-{device}", results, pages.to_markdown(results, plots))
 
 
 def with_earlier(models: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
@@ -87,30 +72,23 @@ def with_earlier(models: list[dict[str, Any]], path: Path) -> list[dict[str, Any
 
 
 def show(results: dict[str, Any]) -> None:
-    """The verdicts, 120 columns wide where there is no terminal to say how wide."""
-    table = Table(*pages.VERDICT_HEADINGS, box=box.SIMPLE_HEAD)
-    for cells in pages.verdict_cells(results):
-        table.add_row(*(cell.replace("<br>", "\n") for cell in cells))
-    console = Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns)
-    console.print(table, *(f"beaten: {line}" for line in pages.beaten(results["models"])), sep="\n", highlight=False)
+    """The verdicts, and where ours is beaten."""
+    beaten = (f"beaten: {line}" for line in pages.beaten(results["models"]))
+    harness.show(pages.VERDICT_HEADINGS, pages.verdict_cells(results), *beaten)
 
 
 def parse_flags(args: Sequence[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=TITLES, nargs="+", help="default: all that have a size for the device")
     parser.add_argument("--repetitions", type=int, default=5, help="rounds; default: 5")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and few methods, in seconds")
-    parser.add_argument("--output_dir", type=Path, default=RESULTS)
-    flags = parser.parse_args(args)
+    flags = harness.read_flags(parser, args)
     if flags.repetitions < 1:
         raise InputError(f"--repetitions {flags.repetitions} measures nothing: give at least 1")
     if flags.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch finds none here; run without --device")
-    if flags.tiny and flags.output_dir == RESULTS:
-        raise InputError("--tiny would replace the results in docs/: give another --output_dir")
-    sizes = SIZES["tiny" if flags.tiny else flags.device]
+    sizes = SIZES["tiny" if flags.quick else flags.device]
     flags.model = flags.model or list(sizes)
     if unknown := set(flags.model) - set(sizes):
         raise InputError(f"--model {min(unknown)} has no size for {flags.device}: choose {', '.join(sizes)}")
@@ -126,7 +104,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
     """``main`` on parsed flags."""
-    sizes, extent = SIZES["tiny" if flags.tiny else flags.device], TINY if flags.tiny else Extent()
+    sizes, extent = SIZES["tiny" if flags.quick else flags.device], QUICK if flags.quick else Extent()
     results: dict[str, Any] = {"benchmark": "frontier", "device": flags.device, "models": []}
     for name in flags.model:
         model = measure(name, sizes[name], extent, flags.repetitions, torch.device(flags.device))

@@ -19,39 +19,27 @@ NOTE [ how it is measured ]
 """
 
 import argparse
-import random
-import shutil
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
-from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
-from memsave_recipes.run.folder import write_json
 from memsave_recipes.text import to_mib
-from memsave_recipes.training.environment import device_name
 
+QUICK_SHAPES = [(40, 16, 300)]
 SHAPES_ON_CPU = [(1024, 512, 32_768), (512, 512, 131_072)]
 SHAPES_ON_ACCELERATOR = [(8192, 768, 50_257), (8192, 2048, 128_256), (8192, 2304, 256_000)]  # GPT-2, Llama 1B, Gemma 2B
 PRECISIONS = ["float32", "bfloat16", "autocast"]
 MOST_S = 60
-PACKAGES = ("torch", "liger-kernel", "cut-cross-entropy", "triton")
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+PACKAGES = ("liger-kernel", "cut-cross-entropy", "triton")
 HEADINGS = ("rows x width\nx vocabulary", "way", "peak beyond\nthe gradients", "time", "loss\nerror", "gradient\nerror")
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -142,19 +130,8 @@ class Bench:
 
     def peak_bytes(self, loss_of: Loss) -> int:
         """The peak of one call beyond its gradients."""
-
-        def step(meter: Meter) -> None:
-            self.run(loss_of)
-            meter.mark()
-
-        peak = DeviceInstruments(self.device).read_memory(step)[-1].peak_bytes
+        peak = harness.peak_bytes(partial(self.run, loss_of), self.device)
         return peak - sum(leaf.nbytes for leaf in self.leaves)
-
-    def seconds(self, loss_of: Loss) -> float:
-        """Of one call, on a device that is at rest before and after it."""
-        began = time.perf_counter()
-        self.run(loss_of)[-1][0, 0].item()  # to read a value is to wait for the device
-        return time.perf_counter() - began
 
 
 def measure(bench: Bench, rounds: int) -> list[dict[str, Any]]:
@@ -168,11 +145,9 @@ def measure(bench: Bench, rounds: int) -> list[dict[str, Any]]:
             losses[name] = loss_of
         except Exception as error:  # whatever a peer dislikes here, or no memory for it, is what its row says
             rows[name]["does_not_run"] = str(error).strip().split("\n")[0]
-    shuffler = random.Random(0)
-    for _ in tqdm(range(rounds), desc=" ".join(map(str, bench.work.values())), unit="round"):
-        for name in shuffler.sample(list(losses), len(losses)):
-            if sum(rows[name]["seconds"]) < MOST_S:
-                rows[name]["seconds"].append(bench.seconds(losses[name]))
+    calls = {name: partial(bench.run, loss_of) for name, loss_of in losses.items()}
+    for name, seconds in harness.time_in_turns(calls, rounds, max_s=MOST_S).items():
+        rows[name]["seconds"] = seconds
     for name in losses:
         rows[name] |= ratios(rows[name], rows[YARDSTICK]) if YARDSTICK in losses else {}
     return list(rows.values())
@@ -180,7 +155,7 @@ def measure(bench: Bench, rounds: int) -> list[dict[str, Any]]:
 
 def ratios(row: dict[str, Any], full: dict[str, Any]) -> dict[str, float]:
     """Of memory, and of time in the same round, as far as both took their turns."""
-    time_ratios = [own / other for own, other in zip(row["seconds"], full["seconds"], strict=False)]
+    time_ratios = harness.ratios(row["seconds"], full["seconds"])
     return {"peak_ratio": row["peak_bytes"] / full["peak_bytes"], "time_ratio": median(time_ratios)}
 
 
@@ -198,51 +173,29 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def show(rows: Sequence[Sequence[str]], title: str) -> None:
-    """Print the table, 120 columns wide where there is no terminal to say how wide."""
-    table = Table(*HEADINGS, box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns).print(table)
-
-
-def to_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table for a page."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("\n", "<br>") for line in lines)
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Hardware and the versions of what is installed."""
-    versions = {package: version(package) for package in PACKAGES if find_spec(package.replace("-", "_"))}
-    return {"device": device_name(device), "num_threads": torch.get_num_threads(), "versions": versions}
-
-
 def parse_flags(args: Sequence[str] | None, device: torch.device) -> argparse.Namespace:
     """The flags, with defaults that suit the device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--shape", nargs=3, type=int, action="append", metavar=("ROWS", "WIDTH", "VOCABULARY"))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--rounds", type=int, default=3 if device.type == "cpu" else 20)
-    parser.add_argument("--output", type=Path, default=RESULTS / f"linear_cross_entropy-{device.type}.json")
-    return parser.parse_args(args)
+    return harness.read_flags(parser, args)
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the flags say; returns what the JSON file holds."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = harness.this_device()
     flags = parse_flags(args, device)
-    shapes = SHAPES_ON_CPU if device.type == "cpu" else SHAPES_ON_ACCELERATOR
+    shapes = QUICK_SHAPES if flags.quick else SHAPES_ON_CPU if device.type == "cpu" else SHAPES_ON_ACCELERATOR
     works = product(flags.shape or shapes, flags.precisions)
     rows = [row for work in works for row in measure(Bench(*work, device), flags.rounds)]
-    machine = describe_machine(device)
+    machine = harness.describe_machine(device, *PACKAGES)
     title = f"Loss of a linear head, {machine['device']}, {machine['num_threads']} threads, torch {torch.__version__}"
     table = [cells(row) for row in rows]
-    show(table, title)
+    harness.show(HEADINGS, table, title=title)
     results = {"benchmark": "linear_cross_entropy", "machine": machine, "rounds": flags.rounds, "rows": rows}
-    flags.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(flags.output, results)
-    flags.output.with_suffix(".md").write_text(f"{title}\n\n{to_markdown(table)}\n", encoding="utf-8")
+    page = f"{title}\n\n{harness.markdown_table(HEADINGS, table)}"
+    harness.write_results(flags.output_dir, f"linear_cross_entropy-{device.type}", results, page)
     return results
 
 

@@ -13,26 +13,24 @@ A second torch loop shows what chance makes of equal ones. A peer that is not in
 Writes docs/results/loop_overhead.json, or loop_overhead_tiny.json.
 """
 
-import argparse
 import importlib.util
 import multiprocessing
 import os
-import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
+from models import RandomImages, small_vit
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, Dataset
@@ -41,12 +39,9 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
     get_scheduler,
 )
 
-from memsave_recipes.run.folder import write_json
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import resolve_trackers, start_trackers
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
@@ -54,7 +49,6 @@ from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 LOGGING_STEPS, LEARNING_RATE, MAX_GRAD_NORM, SEED = 10, 3e-4, 1.0, 0
 
 
@@ -82,17 +76,9 @@ class Work:
 
     def make_model(self) -> nn.Module:
         """Always with the same weights."""
-        torch.manual_seed(SEED)
-        config = ViTConfig(
-            hidden_size=self.hidden_size,
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=2,
-            intermediate_size=4 * self.hidden_size,
-            image_size=32,
-            patch_size=self.patch_size,
-            num_labels=10,
+        return small_vit(
+            hidden_size=self.hidden_size, num_hidden_layers=self.num_hidden_layers, patch_size=self.patch_size
         )
-        return ViTForImageClassification(config).train()
 
     def make_optimizer(self, model: nn.Module) -> tuple[AdamW, Any]:
         """And its learning-rate schedule."""
@@ -101,7 +87,7 @@ class Work:
 
     def make_dataset(self) -> Dataset:
         """As many images as all steps train."""
-        return Images(self.total_steps * self.global_batch_size)
+        return RandomImages(self.total_steps * self.global_batch_size)
 
     def make_loader(self) -> DataLoader:
         """Plain torch, for the loops that take it."""
@@ -113,23 +99,6 @@ WORKS = {
     "loop_overhead": Work(),
     "loop_overhead_tiny": Work(hidden_size=16, num_hidden_layers=1, patch_size=32, micro_batch_size=1, num_steps=400),
 }
-
-
-class Images(Dataset):
-    """One epoch of random images out of a store of 64, indexed by a number or by our ``SampleKey``."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-        random_source = torch.Generator().manual_seed(SEED)
-        self.images = torch.randn(64, 3, 32, 32, generator=random_source)
-        self.labels = torch.randint(10, (64,), generator=random_source)
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, key: Any) -> dict[str, Tensor]:
-        index = key if isinstance(key, int) else key.index
-        return {"pixel_values": self.images[index % 64], "labels": self.labels[index % 64]}
 
 
 EndStep = Callable[[], None]
@@ -317,11 +286,8 @@ def measure(work: Work, names: list[str]) -> dict[str, list[float]]:
     """The seconds of every step after the warm-up, by loop; those at one place were measured in one round."""
     runners = {name: Runner(name, work) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    shuffle = random.Random(SEED).shuffle
-    for _ in range(work.total_steps):
-        shuffle(names)
-        for name in names:
-            seconds[name].append(runners[name].step())
+    for name in harness.turns(names, work.total_steps):
+        seconds[name].append(runners[name].step())
     for runner in runners.values():
         runner.close()
     return {name: steps[work.num_warmup_steps :] for name, steps in seconds.items()}
@@ -331,41 +297,40 @@ def summarize(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
     """For every loop its median step and its ratio to the yardstick: the median and the middle half."""
     rows = []
     for name, steps in seconds.items():
-        ratios = [mine / theirs for mine, theirs in zip(steps, seconds[YARDSTICK], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
+        ratio, quartiles = harness.median_and_quartiles(harness.ratios(steps, seconds[YARDSTICK]))
         step_ms = 1000 * statistics.median(steps)
-        rows.append({"loop": name, "step_ms": step_ms, "ratio": median, "ratio_quartiles": [low, high]})
+        rows.append({"loop": name, "step_ms": step_ms, "ratio": ratio, "ratio_quartiles": quartiles})
     return rows
 
 
 def show(rows: list[dict[str, Any]], work: Work, missing: list[str]) -> None:
     """Print the table."""
-    table = Table(title=f"{work.num_steps} steps of {work.accumulation_steps} x {work.micro_batch_size} images")
-    for heading in ("loop", "median step", "ratio to torch", "middle half"):
-        table.add_column(heading, justify="left" if heading == "loop" else "right")
+    cells = []
     for row in rows:
         low, high = row["ratio_quartiles"]
-        table.add_row(row["loop"], f"{row['step_ms']:.2f} ms", f"{row['ratio']:.3f}", f"{low:.3f} to {high:.3f}")
-    table.caption = "".join(f"{name} is not installed. " for name in missing)
-    Console().print(table)
+        cells.append([row["loop"], f"{row['step_ms']:.2f} ms", f"{row['ratio']:.3f}", f"{low:.3f} to {high:.3f}"])
+    title = f"{work.num_steps} steps of {work.accumulation_steps} x {work.micro_batch_size} images"
+    headings = ("loop", "median step", "ratio to torch", "middle half")
+    harness.show(headings, cells, *(f"{name} is not installed." for name in missing), title=title)
 
 
 def main() -> None:
     """Measure all loops that are installed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="hardly any work in a step")
-    name = "loop_overhead_tiny" if parser.parse_args().tiny else "loop_overhead"
+    flags = harness.read_flags(parser, None)
+    name = "loop_overhead_tiny" if flags.tiny or flags.quick else "loop_overhead"
+    work = replace(WORKS[name], num_steps=10, num_warmup_steps=2) if flags.quick else WORKS[name]
     installed = [loop for loop, (_, module) in LOOPS.items() if importlib.util.find_spec(module)]
     missing = [loop for loop in LOOPS if loop not in installed]
-    rows = summarize(measure(WORKS[name], list(installed)))
-    show(rows, WORKS[name], missing)
+    rows = summarize(measure(work, installed))
+    show(rows, work, missing)
     environment = describe_environment(start_accelerator())
     if "Lightning Fabric" in installed:
         environment["versions"]["lightning-fabric"] = version("lightning-fabric")
     environment["num_cpus"] = os.cpu_count()
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    content = {"work": asdict(WORKS[name]), "loops": rows, "not_installed": missing, "environment": environment}
-    write_json(RESULTS / f"{name}.json", content)
+    content = {"work": asdict(work), "loops": rows, "not_installed": missing, "environment": environment}
+    harness.write_results(flags.output_dir, name, content)
 
 
 if __name__ == "__main__":

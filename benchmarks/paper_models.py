@@ -23,7 +23,6 @@ NOTE [ beside a published figure ]
 4. Nothing here is fitted to those figures: the terms of the table come from the model's shapes.
 """
 
-import argparse
 import os
 import platform
 import resource
@@ -31,24 +30,24 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 
+import harness
 import torch
-from paper_cases import CASES, COMPARED, LLAMA_3B, batch_of, loss_of
+from models import CASES, COMPARED, LLAMA_3B, fake_batch_of, loss_of_case
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
-from memsave_recipes.estimation.targets import Target, find_target
+from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
+from memsave_recipes.estimate.targets import Target, find_target
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.run.folder import write_json
 from memsave_recipes.text import GIB
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+QUICK_MODEL = "gpt2"
 STRATEGIES = ("none", "selective", "full")
 PUBLISHED_GIB = {"none": 42.9, "full": 24.9}
 
@@ -73,17 +72,17 @@ def predict(name: str, target: Target) -> Prediction:
     case = CASES[name]
     begin = time.process_time()
     model = fake_model(lambda: case.build().to(case.dtype).train())
-    batch = fake_batch(model, batch_of(model, case))
+    batch = paper_batch(model, fake_batch_of(model, case))
     stacks = block_names(find_stacks(model))
     workload = Workload(
         model=model,
-        forward=lambda: loss_of(model, batch, target),
+        forward=partial(loss_of_case, model, batch, target.device),
         batch=list(batch.values()),
         device=torch.device("cpu"),
         stacks=stacks,
     )
     plans = {strategy: plan_blocks(model, strategy) for strategy in STRATEGIES}
-    measured = estimate_on_target(
+    measured = measure_on_paper(
         workload, [plans["none"], plans["selective"]], target, autocast_dtype=case.autocast_dtype
     )
     seconds = time.process_time() - begin
@@ -163,20 +162,21 @@ def comparison_of(found: Prediction) -> Table:
 
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--target", default="a100", help="the device that is planned for")
-    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
-    flags = parser.parse_args()
+    parser.add_argument("--models", nargs="+", choices=list(CASES), help=f"default: all; with --quick {QUICK_MODEL}")
+    flags = harness.read_flags(parser, None)
+    models = flags.models or ([QUICK_MODEL] if flags.quick else list(CASES))
     target = find_target(flags.target)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        predictions = list(pool.map(predict, flags.models, [target] * len(flags.models)))
+        predictions = list(pool.map(predict, models, [target] * len(models)))
     tables = [table_of(predictions, target)]
     tables += [comparison_of(found) for found in predictions if found.model == COMPARED]
     name = f"paper_models-{target.word}"
-    with (RESULTS / f"{name}.md").open("w", encoding="utf-8") as file:
-        for console in (Console(width=160), Console(file=file, width=160)):
-            for table in tables:
-                console.print(table)
+    console = Console(width=160)
+    with console.capture() as page:
+        console.print(*tables)
+    print(page.get())
     record = {
         "benchmark": "paper_models",
         "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
@@ -184,7 +184,7 @@ def main() -> None:
         "published_gib": PUBLISHED_GIB,
         "predictions": [asdict(found) for found in predictions],
     }
-    write_json(RESULTS / f"{name}.json", record)
+    harness.write_results(flags.output_dir, name, record, page.get())
 
 
 if __name__ == "__main__":

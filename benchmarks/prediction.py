@@ -9,29 +9,27 @@ clipping, update), when the optimizer has its state: all allocations of torch's 
 docs/results/prediction-DEVICE.json and .md.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import harness
 import torch
-from planned.works import ROOT, WORKS, build, task_of
+from models import RECIPES
+from recipe_steps import build, task_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
-from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.estimate.estimate import fake_model, measure_on_paper
+from memsave_recipes.estimate.targets import find_target
 from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
-from memsave_recipes.run.folder import write_json
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, workload_on_paper
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.environment import device_name
 
 OPTIMIZERS, PRECISIONS = ("sgd", "adamw"), ("no", "bf16")
 STRATEGIES = ("none", "full", "segments:3", "selective", "budget")
@@ -65,7 +63,7 @@ class Row(Case):
 def cases_of(models: Sequence[str]) -> Iterator[Case]:
     """All cases of these models."""
     for name in models:
-        for size, precision, optimizer, strategy in product(WORKS[name].sizes, PRECISIONS, OPTIMIZERS, STRATEGIES):
+        for size, precision, optimizer, strategy in product(RECIPES[name].sizes, PRECISIONS, OPTIMIZERS, STRATEGIES):
             yield Case(model=name, optimizer=optimizer, strategy=strategy, precision=precision, micro_batch_size=size)
 
 
@@ -80,10 +78,10 @@ def predict(case: Case, device: str) -> Candidate:
     """What the planner says, before anything real is there."""
     task = task_of_case(case)
     launch = Launch(target=find_target(device), mixed_precision=case.precision)
-    model = fake_model(task.planned_model)
-    workload = fake_workload(task, launch, model, case.micro_batch_size, task.losses[0])
+    model = fake_model(task.build_model)
+    workload = workload_on_paper(task, launch, model, case.micro_batch_size, task.losses[0])
     plans = plans_to_measure(case.strategy, workload, device_type=device, compiles=False)
-    measured = estimate_on_target(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
+    measured = measure_on_paper(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
     layout = BatchLayout.of(case.micro_batch_size, case.micro_batch_size, 1)
     static = static_memory_of(task.optim, model, layout)
     space = partial(SearchSpace, static=lambda _: static, plan_of=partial(plan_blocks, model))
@@ -120,15 +118,16 @@ def as_markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     """A line a model, plan and precision, with the errors of its optimizers and sizes."""
     found = summary(rows)
     lines = [
-        f"`python benchmarks/prediction.py --device {about['kind']}` on {about['device']}, torch {about['torch']}.",
+        f"`python benchmarks/prediction.py --device {about['kind']}` on {about['device']}, "
+        f"torch {about['versions']['torch']}.",
         f"{found['cases']} cases, {found['within_2_pct']} of them within 2 %; largest error "
         f"{found['largest_pct']:.2f} %, median {found['median_pct']:.3f} %.",
         "",
         "Error of the predicted peak in per cent, above 0 where it is too high; real peak in MiB.",
         "",
-        "| model | precision | plan | real | error: " + ", ".join(f"{o}" for o in OPTIMIZERS) + " x 2 micro-batches |",
-        "| --- | --- | --- | --- | --- |",
     ]
+    headings = ("model", "precision", "plan", "real", f"error: {', '.join(OPTIMIZERS)} x 2 micro-batches")
+    cells = []
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.model, row.precision, row.strategy), []).append(row)
@@ -137,28 +136,26 @@ def as_markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
         real = ", ".join(f"{row.real_bytes / 2**20:.1f}" for row in group)
         errors = ", ".join(f"{row.error_pct:+.2f}" for row in group)
         name = {"no": "float32", "bf16": "bf16 autocast"}[precision]
-        lines.append(f"| {model} | {name} | {strategy} | {real} | {errors} |")
-    return "\n".join(lines) + "\n"
+        cells.append([model, name, strategy, real, errors])
+    return "\n".join([*lines, harness.markdown_table(headings, cells)])
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Predict and run every case; returns what the JSON file holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", choices=WORKS, nargs="+", default=list(WORKS))
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "docs/results")
-    flags = parser.parse_args(args)
+    parser.add_argument("--model", choices=RECIPES, nargs="+", help="default: all; with --quick BERT")
+    flags = harness.read_flags(parser, args)
+    cases = list(cases_of(flags.model or (["BERT"] if flags.quick else RECIPES)))
     rows = []
-    for case in tqdm(list(cases_of(flags.model)), unit="case"):
+    for case in tqdm(cases[: len(STRATEGIES)] if flags.quick else cases, unit="case"):
         candidate = predict(case, flags.device)
         real = run(case, candidate)
         rows.append(Row(**asdict(case), predicted_bytes=candidate.peak_bytes, real_bytes=real))
-    about = {"kind": flags.device, "device": device_name(torch.device(flags.device)), "torch": torch.__version__}
+    about = {"kind": flags.device, **harness.describe_machine(torch.device(flags.device))}
     results = {"benchmark": "prediction", **about, "summary": summary(rows)}
     results["rows"] = [{**asdict(row), "error_pct": row.error_pct} for row in rows]
-    flags.output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(flags.output_dir / f"prediction-{flags.device}.json", results)
-    (flags.output_dir / f"prediction-{flags.device}.md").write_text(as_markdown(rows, about), encoding="utf-8")
+    harness.write_results(flags.output_dir, f"prediction-{flags.device}", results, as_markdown(rows, about))
     print(json.dumps(results["summary"], indent=1))
     return results
 

@@ -8,7 +8,6 @@ to the plain run of the same round. Peaks do not vary: on a CPU they are those o
 allocator's. Writes docs/results/techniques-DEVICE.json and .md.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -18,12 +17,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
+import harness
+from harness import ROOT
 from tqdm import tqdm
 
-ROOT = Path(__file__).parents[1]
 PLAIN = [
     *("--model_type", "gpt2", "--config_overrides", "n_layer=6,n_head=8,n_embd=192", "--block_size", "128"),
     *("--global_batch_size", "16", "--vocab_size", "8192", "--max_eval_samples", "16", "--learning_rate", "1e-3"),
@@ -58,36 +55,34 @@ METHODS = [
 
 def main() -> None:
     """Measure, print the table, write it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--max_steps", type=int, default=8)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "docs/results")
-    arguments = parser.parse_args()
-    runs = measure(arguments.rounds, arguments.max_steps)
-    rows = [row_of(method, runs) for method in METHODS]
+    flags = harness.read_flags(parser, None)
+    methods = METHODS[:3] if flags.quick else METHODS
+    runs = measure(methods, 1 if flags.quick else flags.rounds, 4 if flags.quick else flags.max_steps)
+    rows = [row_of(method, runs) for method in methods]
     environment = next(iter(runs.values()))[0]["environment"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    stem = arguments.output_dir / f"techniques-{device}"
-    stem.with_suffix(".json").write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(as_markdown(rows, environment))
-    Console().print(as_table(rows))
+    results = {"environment": environment, "rows": rows}
+    page = as_markdown(rows, environment)
+    harness.write_results(flags.output_dir, f"techniques-{harness.this_device().type}", results, page)
+    harness.show(COLUMNS, map(cells, rows))
 
 
-def measure(rounds: int, max_steps: int) -> dict[str, list[dict[str, Any]]]:
+def measure(methods: list[Method], rounds: int, max_steps: int) -> dict[str, list[dict[str, Any]]]:
     """The results of every method in every round."""
-    runs: dict[str, list[dict[str, Any]]] = {method.name: [] for method in METHODS}
-    with TemporaryDirectory() as folder, tqdm(total=rounds * len(METHODS), unit="run") as progress:
-        for _ in range(rounds):
-            for method in METHODS:
-                progress.set_postfix_str(method.name)
-                runs[method.name].append(run(method, max_steps, Path(folder) / "run"))
-                progress.update()
+    runs: dict[str, list[dict[str, Any]]] = {method.name: [] for method in methods}
+    with TemporaryDirectory() as folder, tqdm(total=rounds * len(methods), unit="run") as progress:
+        for method in harness.turns(methods, rounds, shuffled=False):
+            progress.set_postfix_str(method.name)
+            runs[method.name].append(run(method, max_steps, Path(folder) / "run"))
+            progress.update()
     return runs
 
 
 def run(method: Method, max_steps: int, folder: Path) -> dict[str, Any]:
     """One launch of the recipe; what it left in ``results.json`` and, of ``config.json``, the environment."""
-    config = "single_gpu" if torch.cuda.is_available() else "cpu"
+    config = "cpu" if harness.this_device().type == "cpu" else "single_gpu"
     launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
     where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml"), *method.launch.split()]
     what = [*PLAIN, "--max_steps", str(max_steps), "--output_dir", str(folder), "--overwrite", *method.flags.split()]
@@ -106,7 +101,7 @@ def run(method: Method, max_steps: int, folder: Path) -> dict[str, Any]:
 def row_of(method: Method, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """A row of the table: figures, and their ratios to the plain run."""
     mine, plain = runs[method.name], runs["plain"]
-    times = [a["perf"]["step_time_s"] / b["perf"]["step_time_s"] for a, b in zip(mine, plain, strict=True)]
+    times = harness.ratios(*([one["perf"]["step_time_s"] for one in results] for results in (mine, plain)))
     peak, plain_peak = (results[0]["memory"]["peak_allocated_gib"] for results in (mine, plain))
     return {
         "method": method.name,
@@ -130,21 +125,17 @@ COLUMNS = {
 }
 
 
-def as_table(rows: list[dict[str, Any]]) -> Table:
-    """For the terminal."""
-    table = Table(*COLUMNS)
-    for row in rows:
-        table.add_row(*(cell(row) for cell in COLUMNS.values()))
-    return table
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table as text."""
+    return [cell(row) for cell in COLUMNS.values()]
 
 
 def as_markdown(rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
-    """For docs/results/."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *([cell(row) for cell in COLUMNS.values()] for row in rows)]
+    """The page."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     about = f"`python benchmarks/techniques.py` on {environment['device']}, {environment['num_threads']} threads"
-    return f"{about}; {versions}.\nThe plain run: `{' '.join(PLAIN)}`.\n\n{table}\n"
+    table = harness.markdown_table(COLUMNS, map(cells, rows))
+    return f"{about}; {versions}.\nThe plain run: `{' '.join(PLAIN)}`.\n\n{table}"
 
 
 if __name__ == "__main__":

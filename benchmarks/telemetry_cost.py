@@ -15,7 +15,6 @@ Writes docs/results/telemetry_cost.json and .md.
 """
 
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -25,14 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
+from models import RandomImages, small_vit
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
-from transformers import ViTConfig, ViTForImageClassification
 
-from memsave_recipes.run.folder import write_json
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers, start_trackers
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
@@ -40,10 +38,8 @@ from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import describe_environment
 from memsave_recipes.training.launch import start_accelerator
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
-BATCH_SIZE, LOGGING_STEPS, WARMUP_WINDOWS, WINDOWS, SEED = 32, 10, 2, 40, 0
+BATCH_SIZE, LOGGING_STEPS, WARMUP_WINDOWS, WINDOWS, QUICK_WINDOWS, SEED = 32, 10, 2, 40, 2, 0
 LEARNING_RATE = 3e-4
-NUM_STEPS = LOGGING_STEPS * (WARMUP_WINDOWS + WINDOWS)
 BARE, AGAIN = "no telemetry", "the same again"
 LOOPS: dict[str, list[str] | None] = {  # what --report_to says; None measures nothing
     BARE: None,
@@ -51,17 +47,6 @@ LOOPS: dict[str, list[str] | None] = {  # what --report_to says; None measures n
     "metrics.jsonl": ["none"],
     "metrics.jsonl and trackio": ["trackio"],
 }
-
-
-class Images(Dataset):
-    """Random images, indexed by our ``SampleKey``."""
-
-    def __init__(self) -> None:
-        random_source = torch.Generator().manual_seed(SEED)
-        self.images = torch.randn(64, 3, 32, 32, generator=random_source)
-
-    def __getitem__(self, key: Any) -> dict[str, Tensor]:
-        return {"pixel_values": self.images[key.index % 64], "labels": torch.tensor(key.index % 10)}
 
 
 @dataclass
@@ -88,6 +73,7 @@ class Loop:
 
     report_to: list[str] | None
     folder: Path
+    num_steps: int
     calls: Calls = field(default_factory=Calls)
     step_seconds: list[float] = field(default_factory=list)
 
@@ -103,24 +89,14 @@ class Loop:
     def _run(self) -> Iterator[None]:
         torch.manual_seed(SEED)
         accelerator = start_accelerator()
-        model = ViTForImageClassification(
-            ViTConfig(
-                hidden_size=96,
-                num_hidden_layers=4,
-                num_attention_heads=2,
-                intermediate_size=384,
-                image_size=32,
-                patch_size=8,
-                num_labels=10,
-            )
-        ).train()
+        model = small_vit()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
         batches = GlobalBatches(
             accelerator,
-            Images(),
-            order=SampleOrder(num_samples=NUM_STEPS * BATCH_SIZE, global_batch_size=BATCH_SIZE, seed=SEED),
+            RandomImages(self.num_steps * BATCH_SIZE),
+            order=SampleOrder(num_samples=self.num_steps * BATCH_SIZE, global_batch_size=BATCH_SIZE, seed=SEED),
             layout=BatchLayout.of(BATCH_SIZE, None, 1),
-            num_steps=NUM_STEPS,
+            num_steps=self.num_steps,
             seed=SEED,
         )
         if self.report_to is None:
@@ -147,7 +123,7 @@ class Loop:
             count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
                 log_window(batch.step + 1, learning_rate=LEARNING_RATE)
-            if batch.step + 1 == NUM_STEPS:
+            if batch.step + 1 == self.num_steps:
                 finish_trackers(accelerator, {})
             yield
 
@@ -169,33 +145,34 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: GlobalBatch) -> Te
 
 def main() -> None:
     """Measure, print, write."""
+    flags = harness.read_flags(harness.make_parser(__doc__), None)
+    windows = QUICK_WINDOWS if flags.quick else WINDOWS
+    num_steps = LOGGING_STEPS * (WARMUP_WINDOWS + windows)
     environment = describe_environment(start_accelerator()) | {"num_cpus": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRACKIO_DIR"] = folder
         loops = {
-            name: Loop(report_to, Path(folder) / str(index)) for index, (name, report_to) in enumerate(LOOPS.items())
+            name: Loop(report_to, Path(folder) / str(index), num_steps)
+            for index, (name, report_to) in enumerate(LOOPS.items())
         }
-        take_turns(loops)
+        take_turns(loops, num_steps)
     rows = summarize(loops)
-    content = {"steps": NUM_STEPS, "logging_steps": LOGGING_STEPS, "loops": rows, "environment": environment}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    write_json(RESULTS / "telemetry_cost.json", content)
-    table = as_markdown(rows, environment["device"])
-    (RESULTS / "telemetry_cost.md").write_text(table, encoding="utf-8")
-    print(table)
+    content = {"steps": num_steps, "logging_steps": LOGGING_STEPS, "loops": rows, "environment": environment}
+    page = as_markdown(rows, windows, environment["device"])
+    harness.write_results(flags.output_dir, "telemetry_cost", content, page)
+    print(page)
 
 
-def take_turns(loops: dict[str, Loop]) -> None:
-    """All steps of all loops; what the warm-up cost is forgotten."""
-    order, shuffle = list(loops), random.Random(SEED).shuffle
-    for step in range(NUM_STEPS):
-        if step == LOGGING_STEPS * WARMUP_WINDOWS:
-            for loop in loops.values():
-                loop.step_seconds.clear()
-                loop.calls.seconds = 0.0
-        shuffle(order)
-        for name in order:
-            loops[name].step()
+def take_turns(loops: dict[str, Loop], num_steps: int) -> None:
+    """All steps of all loops; the warm-up is in no figure."""
+    num_warmup_steps = LOGGING_STEPS * WARMUP_WINDOWS
+    for name in harness.turns(loops, num_warmup_steps):
+        loops[name].step()
+    for loop in loops.values():
+        loop.step_seconds.clear()
+        loop.calls.seconds = 0.0
+    for name in harness.turns(loops, num_steps - num_warmup_steps):
+        loops[name].step()
 
 
 def summarize(loops: dict[str, Loop]) -> list[dict[str, Any]]:
@@ -203,13 +180,13 @@ def summarize(loops: dict[str, Loop]) -> list[dict[str, Any]]:
     bare = windows_of(loops[BARE])
     rows = []
     for name, loop in loops.items():
-        low, median, high = statistics.quantiles([own / b for own, b in zip(windows_of(loop), bare, strict=True)], n=4)
+        ratio, quartiles = harness.median_and_quartiles(harness.ratios(windows_of(loop), bare))
         rows.append(
             {
                 "loop": name,
                 "step_ms": 1000 * statistics.median(loop.step_seconds),
-                "ratio": median,
-                "ratio_quartiles": [low, high],
+                "ratio": ratio,
+                "ratio_quartiles": quartiles,
                 "calls_us_per_step": 1e6 * loop.calls.seconds / len(loop.step_seconds),
                 "calls_pct": 100 * loop.calls.seconds / sum(bare),
             }
@@ -223,23 +200,27 @@ def windows_of(loop: Loop) -> list[float]:
     return [sum(steps[first : first + LOGGING_STEPS]) for first in range(0, len(steps), LOGGING_STEPS)]
 
 
-def as_markdown(rows: list[dict[str, Any]], device: str) -> str:
-    """The table."""
-    lines = [
-        f"# What telemetry costs, at one log every {LOGGING_STEPS} steps",
-        "",
-        f"`python benchmarks/telemetry_cost.py`, {WINDOWS} windows of {LOGGING_STEPS} steps on {device}.",
-        "",
-        "| loop | median step | ratio to no telemetry | middle half | calls, a step | calls, of the step time |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+def as_markdown(rows: list[dict[str, Any]], windows: int, device: str) -> str:
+    """The page."""
+    headings = (
+        "loop",
+        "median step",
+        "ratio to no telemetry",
+        "middle half",
+        "calls, a step",
+        "calls, of the step time",
+    )
+    cells = []
     for row in rows:
         low, high = row["ratio_quartiles"]
-        lines.append(
-            f"| {row['loop']} | {row['step_ms']:.1f} ms | {row['ratio']:.4f} | {low:.3f} to {high:.3f} "
-            f"| {row['calls_us_per_step']:.0f} us | {row['calls_pct']:.2f} % |"
-        )
-    return "\n".join(lines) + "\n"
+        ratio = (f"{row['ratio']:.4f}", f"{low:.3f} to {high:.3f}")
+        calls = (f"{row['calls_us_per_step']:.0f} us", f"{row['calls_pct']:.2f} %")
+        cells.append([row["loop"], f"{row['step_ms']:.1f} ms", *ratio, *calls])
+    return (
+        f"# What telemetry costs, at one log every {LOGGING_STEPS} steps\n\n"
+        f"`python benchmarks/telemetry_cost.py`, {windows} windows of {LOGGING_STEPS} steps on {device}.\n\n"
+        f"{harness.markdown_table(headings, cells)}"
+    )
 
 
 if __name__ == "__main__":

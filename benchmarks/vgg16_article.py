@@ -28,23 +28,18 @@ NOTE [ how it is measured ]
 """
 
 import argparse
-import gc
 import os
 import platform
-import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import ceil
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from models import without_dropout
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils import collect_env
@@ -54,24 +49,17 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.models import MODELS
 from memsave_recipes.plans import Plan
-from memsave_recipes.profiling.memory import (
-    read_device_memory,
-    reset_peaks,
-    resident_bytes,
-)
+from memsave_recipes.profiling.memory import read_device_memory, reset_peaks, resident_bytes
 from memsave_recipes.profiling.saved_tensors import SavedTensors
-from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.run.folder import write_json
 from memsave_recipes.text import to_mib
-from memsave_recipes.training.environment import device_name
 
 ON_ACCELERATOR = {"image_size": 224, "batch_size": 64, "rounds": 5, "warmup_steps": 3, "steps": 10}
+QUICK: dict[str, Any] = {"model": "vgg_small", "image_size": 32, "batch_size": 4, "rounds": 1, "steps": 1}
 ON_CPU = {"image_size": 64, "batch_size": 8, "rounds": 3, "warmup_steps": 1, "steps": 2}
 STRATEGIES = ("segments:2", "segments:4", "every:2", "full")
 ACCUMULATED_STRATEGIES, ACCUMULATION_STEPS = ("none", "segments:2"), 4
 MODELS_WITHOUT_BATCHNORM = ("vgg_small", "vgg11", "vgg13", "vgg16", "vgg19")
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 HEADINGS = ("method", "peak\nallocated", "peak\nreserved", "device\nused", "kept for\nbackward", "a step", "result")
 MEMORY_COLUMNS = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "saved_for_backward_bytes")
@@ -155,11 +143,7 @@ class Bench:
         """The same weights at each call."""
         torch.manual_seed(0)
         with self.device:
-            model = MODELS[self.model](num_classes=2)
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        return model
+            return without_dropout(MODELS[self.model](num_classes=2))
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
         """Images (B, 3, H, W) and labels (B,) of a step, the same at each call."""
@@ -185,17 +169,11 @@ class Bench:
     def peaks(self, step: Step, model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
         """The peaks since the warm-up, after one more step, which leaves its gradients."""
         batch = self.batch(self.warmup_steps + self.steps)
-
-        def closing_step(meter: Meter) -> None:
-            step(*batch)
-            meter.mark()
-
         if self.on_cpu:
             resident = resident_bytes(model, optimizer) + sum(tensor.nbytes for tensor in batch)
-            peak = DeviceInstruments(self.device).read_memory(closing_step)[-1].peak_bytes
-            return {"peak_allocated_bytes": resident + peak}
+            return {"peak_allocated_bytes": resident + harness.peak_bytes(lambda: step(*batch), self.device)}
         step(*batch)
-        wait_for_device()
+        harness.wait_for_device()
         return asdict(read_device_memory(self.device))
 
     def saved_for_backward_bytes(self, model: nn.Module, micro_batch_size: int) -> int:
@@ -216,33 +194,18 @@ class Bench:
 
 def timed_step(step: Step, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Seconds and loss of an optimizer step, from a device at rest to a device at rest."""
-    wait_for_device()
-    began = time.perf_counter()
-    loss = step(images, labels)
-    wait_for_device()
-    return time.perf_counter() - began, loss.item()
-
-
-def wait_for_device() -> None:
-    """Until it has done what it was given."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
-def empty_device() -> None:
-    """Give back what earlier turns reserved, so that what is reserved next is the next method's alone."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    losses: list[Tensor] = []
+    seconds = harness.seconds_of(lambda: losses.append(step(images, labels)))
+    return seconds, losses[0].item()
 
 
 def take_turns(bench: Bench, methods: Sequence[Method], rounds: int) -> list[Turn]:
     """Every method once a round."""
     turns = []
-    progress = tqdm([*methods] * rounds, unit="turn")
+    progress = tqdm(harness.turns(methods, rounds, shuffled=False), total=rounds * len(methods), unit="turn")
     for method in progress:
         progress.set_postfix_str(method.name)
-        empty_device()
+        harness.empty_device()
         turns.append(bench.take_turn(method))
     return turns
 
@@ -258,7 +221,7 @@ def summarize_method(turns: list[Turn], plain: list[Turn]) -> dict[str, Any]:
     """One method's turns against plain's turns of the same rounds."""
     memory, plain_memory = largest_memory(turns), largest_memory(plain)
     times = [median(turn.seconds) for turn in turns]
-    time_ratios = [own / median(other.seconds) for own, other in zip(times, plain, strict=True)]
+    time_ratios = harness.ratios(times, [median(turn.seconds) for turn in plain])
     expected = plain[0].losses
     return {
         "method": turns[0].method,
@@ -306,28 +269,12 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def show(rows: Sequence[Sequence[str]], title: str, sentence: str) -> None:
-    """The table and what it shows, 120 columns wide where there is no terminal to say how wide."""
-    table = Table(*HEADINGS, box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns).print(table, sentence, sep="\n")
-
-
-def to_markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The table for a page."""
-    lines = [HEADINGS, ["---"] * len(HEADINGS), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("\n", "<br>") for line in lines)
-
-
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Hardware, versions, and the switches of torch that change memory or time."""
-    machine = {
-        "device": device_name(device),
+    machine = harness.describe_machine(device) | {
         "processor": platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "num_threads": torch.get_num_threads(),
     }
     if device.type != "cuda":
         return machine
@@ -345,15 +292,16 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def parse_flags(args: Sequence[str] | None, device: torch.device) -> argparse.Namespace:
     """The flags, with defaults that suit the device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--model", default="vgg16", choices=MODELS_WITHOUT_BATCHNORM)
     sizes = ON_CPU if device.type == "cpu" else ON_ACCELERATOR
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default here: {default}")
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, help=f"default: {' '.join(STRATEGIES)}")
     parser.add_argument("--bf16", action="store_true", help="forward under bfloat16 autocast")
-    parser.add_argument("--output", type=Path, default=RESULTS / f"vgg16_article-{device.type}.json")
-    flags = parser.parse_args(args)
+    flags = harness.read_flags(parser, args)
+    if flags.quick:
+        vars(flags).update(QUICK)
     for name, least in {**dict.fromkeys(sizes, 1), "image_size": 32}.items():
         if getattr(flags, name) < least:
             raise InputError(f"--{name} {getattr(flags, name)} is too small: give at least {least}")
@@ -377,7 +325,7 @@ def make_methods(model_name: str, batch_size: int, strategies: Sequence[str]) ->
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the flags say; returns what the JSON file holds."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = harness.this_device()
     flags = parse_flags(args, device)
     methods = make_methods(flags.model, flags.batch_size, flags.strategies)
     work = {
@@ -392,18 +340,17 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
         f"{machine['device']}, torch {machine['torch']}"
     )
     table, sentence = [*map(cells, rows), *ARTICLE], describe(rows)
-    show(table, title, sentence)
+    harness.show(HEADINGS, table, sentence, title=title)
     results = {
         "benchmark": "vgg16_article",
         "machine": machine,
-        "flags": {name: value for name, value in vars(flags).items() if name != "output"},
+        "flags": {name: value for name, value in vars(flags).items() if name not in ("output_dir", "quick")},
         "plans": {method.name: method.plan.describe() for method in methods},
         "rows": rows,
         "turns": [asdict(turn) for turn in turns],
     }
-    flags.output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(flags.output, results)
-    flags.output.with_suffix(".md").write_text(f"{title}\n\n{to_markdown(table)}\n\n{sentence}\n", encoding="utf-8")
+    page = f"{title}\n\n{harness.markdown_table(HEADINGS, table)}\n\n{sentence}"
+    harness.write_results(flags.output_dir, f"vgg16_article-{device.type}", results, page)
     return results
 
 

@@ -14,21 +14,21 @@ NOTE [ how it is measured ]
    ``LEAST_NOISE``.
 """
 
-import gc
-import random
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from statistics import median
+from time import perf_counter
 from typing import Any
 
+import harness
 import torch
+from models import Work
 from torch import Tensor
 from tqdm import tqdm
 
 from memory_time.methods import PLAIN, PLAIN_CHUNKED, Forward, Method
-from memory_time.works import Work
-from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 TURNS_BETWEEN_PLAIN = 8
@@ -86,10 +86,10 @@ class Bench:
         if slow > MOST_COMPILING_S:
             entry.reason = f"left out: the first of its kind took {slow:.0f} s until its first step was done"
             return
-        began = time.perf_counter()
+        began = perf_counter()
         entry.forward = entry.method.build()
         self._check(entry)
-        entry.first_s = time.perf_counter() - began
+        entry.first_s = perf_counter() - began
         if not entry.reason:
             self._read_memory(entry)
 
@@ -128,12 +128,7 @@ class Bench:
 
     def _read_memory(self, entry: Entry) -> None:
         self._tidy()
-
-        def step(meter: Meter) -> None:
-            self._step(entry)
-            meter.mark()
-
-        entry.peak_bytes = DeviceInstruments(self.work.device).read_memory(step)[-1].peak_bytes
+        entry.peak_bytes = harness.peak_bytes(partial(self._step, entry), self.work.device)
         gradients = [parameter.grad for parameter in self.work.model.parameters() if parameter.grad is not None]
         entry.activation_bytes = entry.peak_bytes - sum(gradient.nbytes for gradient in gradients)
 
@@ -143,20 +138,18 @@ class Bench:
 
     def _tidy(self) -> None:
         self.work.clear_gradients()
-        gc.collect()
-        if self.work.device.type != "cpu":
-            torch.accelerator.empty_cache()
+        harness.empty_device()
 
     def take_turns(self, rounds: int) -> None:
         """See rules 3 and 4."""
         running = [entry for entry in self.entries if entry.forward]
         plain, others = running[0], running[1:]
-        shuffler = random.Random(0)
         distances: list[float] = []
+        order = harness.turns(others, rounds)
         with tqdm(total=rounds * len(running), desc=self.work.name, unit="turn") as progress:
             for _ in range(rounds):
                 plain_s = [self._seconds(plain)]
-                for turn, entry in enumerate(shuffler.sample(others, len(others))):
+                for turn, entry in enumerate(islice(order, len(others))):
                     if turn % TURNS_BETWEEN_PLAIN == TURNS_BETWEEN_PLAIN - 1:
                         plain_s.append(self._seconds(plain))
                     entry.seconds.append(self._seconds(entry))
@@ -172,15 +165,7 @@ class Bench:
     def _seconds(self, entry: Entry) -> float:
         """Of a forward and backward, on a device that is at rest before and after."""
         self.work.clear_gradients()
-        self._wait()
-        began = time.perf_counter()
-        self._step(entry)
-        self._wait()
-        return time.perf_counter() - began
-
-    def _wait(self) -> None:
-        if self.work.device.type != "cpu":
-            torch.accelerator.synchronize(self.work.device)
+        return harness.seconds_of(partial(self._step, entry))
 
     def rows(self) -> list[dict[str, Any]]:
         """The entries as the JSON file holds them, plain's first."""

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from models import Work
 from torch import Tensor
 
-from memory_time.works import Work
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.models.causal_lm import LossKind
 from memsave_recipes.plans import Plan
@@ -49,7 +49,7 @@ class Extent:
     whole: Sequence[str] = ("gpt2", "llama")  # what torch.compile gets whole; of CNNs ABOUT in pages.py says why not
 
 
-TINY = Extent(num_budgets=3, segments=(2, 3), intervals=(2,), ratios=())
+QUICK = Extent(num_budgets=3, segments=(2, 3), intervals=(2,), ratios=())
 
 
 def plain(work: Work) -> list[Method]:

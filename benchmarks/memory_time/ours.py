@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from models import Work
+
 from memory_time.methods import BITWISE, BUDGET, Extent, Method, applied
-from memory_time.works import Work
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.models.causal_lm import LossKind
 from memsave_recipes.planner.budget import RESERVE, StaticMemory, forecast, keep_all, plans_to_measure

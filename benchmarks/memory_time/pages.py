@@ -3,9 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from harness import markdown_table
+from models import LANGUAGE_MODELS, TITLES
+
 from memory_time.methods import OURS, SEGMENTS, SEQUENTIAL, WHOLE
 from memory_time.verdicts import FASTER, MODERATE, OUT_OF_REACH, SAME_MEMORY, SLOWER, TIE, count
-from memory_time.works import LANGUAGE_MODELS, TITLES
 from memsave_recipes.text import to_mib
 
 ABOUT = f"""\
@@ -36,7 +38,7 @@ def to_markdown(results: dict[str, Any], picture_of: dict[str, str]) -> str:
     parts = [
         f"# Memory against time: ours and the others, {results['device']}\n",
         ABOUT,
-        _table(VERDICT_HEADINGS, [_verdict_cells(model) for model in models]),
+        markdown_table(VERDICT_HEADINGS, [_verdict_cells(model) for model in models]),
         _beaten(models),
     ]
     for model in models:
@@ -129,7 +131,7 @@ def _rows(model: dict[str, Any]) -> str:
         if "reason" in row:
             reasons.setdefault(row["reason"], []).append(row["method"])
     failed = [f"* {'; '.join(methods)}: {reason}" for reason, methods in reasons.items()]
-    table = _table(HEADINGS, [_cells(row) for row in running])
+    table = markdown_table(HEADINGS, [_cells(row) for row in running])
     return table + ("\n\nDid not take part:\n\n" + "\n".join(failed) if failed else "") + "\n"
 
 
@@ -155,8 +157,3 @@ def _gradients(row: dict[str, Any]) -> str:
     if not row["is_bitwise"]:
         return difference
     return "same bits" if row["loss"] == "full" else f"same bits as plain with this loss, {difference}"
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

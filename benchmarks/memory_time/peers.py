@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from models import CNNS, Work
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint_sequential
@@ -24,7 +25,6 @@ from memory_time.methods import (
     Method,
     planned,
 )
-from memory_time.works import CNNS, Work
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.activations.blocks import begins_in_place
 

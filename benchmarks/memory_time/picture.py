@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from models import TITLES
 
 from memory_time.methods import (
     BITWISE,
@@ -20,7 +21,6 @@ from memory_time.methods import (
     SEQUENTIAL,
     WHOLE,
 )
-from memory_time.works import TITLES
 
 LOOKS = {  # marker, color, size
     SEQUENTIAL: ("s", "#c0392b", 30),

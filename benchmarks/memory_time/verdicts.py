@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from models import CNNS, LANGUAGE_MODELS
+
 from memory_time.methods import BUDGET, OURS, PLAIN, PLAIN_CHUNKED, SEGMENTS, SEQUENTIAL, WHOLE
-from memory_time.works import CNNS, LANGUAGE_MODELS
 
 SAME_MEMORY = 0.005
 FASTER, TIE, SLOWER, OUT_OF_REACH = "faster", "as fast", "slower", "not as small"

@@ -1,35 +1,25 @@
 """The benchmark on tiny models: what it writes, that a wrong method cannot take part, and what its verdicts count."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from memsave_recipes.errors import InputError
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "frontier.py"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    sys.path.insert(0, str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("frontier", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(SCRIPT.parent))
+def benchmark(load):
+    return load("frontier")
 
 
 @pytest.fixture(scope="module")
 def run(benchmark, tmp_path_factory):
     """The results of a whole run, and the folder that it wrote to."""
     folder = tmp_path_factory.mktemp("run") / "results"
-    arguments = ["--tiny", "--model", "vgg16", "gpt2", "--repetitions", "2", "--output_dir", str(folder)]
+    arguments = ["--quick", "--model", "vgg16", "gpt2", "--repetitions", "2", "--output_dir", str(folder)]
     return benchmark.main(arguments), folder
 
 
@@ -266,7 +256,6 @@ def test_where_ours_is_beaten_the_page_says_so(benchmark):
     ("arguments", "message"),
     [
         (["--repetitions", "0"], "--repetitions 0"),
-        (["--tiny"], "--output_dir"),
         pytest.param(
             ["--device", "cuda"], "--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one")
         ),

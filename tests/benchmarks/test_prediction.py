@@ -1,26 +1,6 @@
 """A few cases of the benchmarks of the planner, end to end."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-    def load_benchmark(name):
-        specification = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-        module = importlib.util.module_from_spec(specification)
-        monkeypatch.setitem(sys.modules, name, module)
-        specification.loader.exec_module(module)
-        return module
-
-    return load_benchmark
 
 
 @pytest.mark.parametrize(
@@ -32,7 +12,9 @@ def test_a_prediction_is_within_2_percent(load, model, strategy, precision):
     candidate = prediction.predict(case, "cpu")
     row = prediction.Row(**vars(case), predicted_bytes=candidate.peak_bytes, real_bytes=prediction.run(case, candidate))
     assert abs(row.error_pct) <= 2
-    assert "1 of them within 2 %" in prediction.as_markdown([row], {"kind": "cpu", "device": "a CPU", "torch": "2"})
+    assert "1 of them within 2 %" in prediction.as_markdown(
+        [row], {"kind": "cpu", "device": "a CPU", "versions": {"torch": "2"}}
+    )
 
 
 @pytest.mark.slow

@@ -1,11 +1,8 @@
 """The benchmark on a tiny network: what it writes, and that what it claims of its rows is measured."""
 
 import gc
-import importlib.util
 import json
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,27 +10,22 @@ import torch
 from memsave_recipes.errors import InputError
 from memsave_recipes.profiling.memory import DeviceMemory
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vgg16_article.py"
 TINY = ["--model", "vgg_small", "--image_size", "32", "--batch_size", "6", "--steps", "1"]
 PLAIN, SEGMENTS, FULL = "plain", "segments:2", "full"
 ACCUMULATED = ["plain, 2 at a time", "segments:2, 2 at a time"]
 
 
 @pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("vgg16_article", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def benchmark(load):
+    return load("vgg16_article")
 
 
 @pytest.fixture(scope="module")
 def run(benchmark, tmp_path_factory):
     """The results of a whole run, and the path of its JSON file."""
-    path = tmp_path_factory.mktemp("run") / "results" / "tiny.json"
-    arguments = ["--rounds", "2", "--strategies", SEGMENTS, FULL, "--output", str(path)]
-    return benchmark.main([*TINY, *arguments]), path
+    folder = tmp_path_factory.mktemp("run") / "results"
+    arguments = ["--rounds", "2", "--strategies", SEGMENTS, FULL, "--output_dir", str(folder)]
+    return benchmark.main([*TINY, *arguments]), folder / "vgg16_article-cpu.json"
 
 
 @pytest.fixture
@@ -72,7 +64,7 @@ def test_accumulation_changes_them_by_rounding(run):
 
 
 def test_the_same_holds_under_autocast(benchmark, tmp_path):
-    arguments = ["--bf16", "--rounds", "1", "--strategies", SEGMENTS, "--output", str(tmp_path / "bf16.json")]
+    arguments = ["--bf16", "--rounds", "1", "--strategies", SEGMENTS, "--output_dir", str(tmp_path)]
     row = rows_of(benchmark.main([*TINY, *arguments]))[SEGMENTS]
     assert row["loss_difference"] == row["gradient_difference"] == 0
 
@@ -186,7 +178,6 @@ def test_a_device_fills_every_column_and_rounds_are_compared_pairwise(benchmark)
     ],
 )
 def test_a_mistake_costs_no_run(benchmark, tmp_path, arguments, message):
-    path = tmp_path / "none.json"
     with pytest.raises(InputError, match=message):
-        benchmark.main([*TINY, *arguments, "--output", str(path)])
-    assert not path.exists()
+        benchmark.main([*TINY, *arguments, "--output_dir", str(tmp_path)])
+    assert not list(tmp_path.iterdir())

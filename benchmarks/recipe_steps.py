@@ -1,13 +1,14 @@
-"""Six models as the recipes know them, and a real training step of each."""
+"""A real training step of a recipe's model, without its data and its loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from harness import ROOT
+from models import RECIPES
 from torch import Tensor, nn
 
 from memsave_recipes.planner.task import Task, read_task
@@ -16,51 +17,11 @@ from memsave_recipes.training.batching import Batch
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer
 
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Work:
-    """A recipe's flags for a model, and its micro-batches."""
-
-    recipe: str
-    flags: str
-    sizes: tuple[int, int]
-
-
-IMAGES, TEXT = "image_classification", "language_modeling"
-NO_DROPOUT_IN_VIT = "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
-WORKS = {
-    "VGG16": Work(IMAGES, "--model vgg16 --image_size 96 --augmentation none", (2, 4)),
-    "DenseNet-121": Work(IMAGES, "--model densenet121 --image_size 96 --augmentation none", (2, 4)),
-    "ViT": Work(
-        IMAGES,
-        "--model_type vit --image_size 112 --augmentation none --config_overrides "
-        "hidden_size=192,num_hidden_layers=8,num_attention_heads=4,intermediate_size=768,patch_size=8",
-        (2, 4),
-    ),
-    "GPT-2": Work(
-        TEXT, "--model_type gpt2 --config_overrides n_layer=6,n_embd=192,n_head=4 --block_size 256 --loss full", (2, 4)
-    ),
-    "Llama": Work(
-        TEXT,
-        "--model_type llama --block_size 256 --config_overrides hidden_size=192,intermediate_size=512,"
-        "num_hidden_layers=6,num_attention_heads=4,num_key_value_heads=2",
-        (2, 4),
-    ),
-    "BERT": Work(
-        "text_classification",
-        "--model_type bert --max_length 128 --config_overrides "
-        "hidden_size=192,num_hidden_layers=6,num_attention_heads=4,intermediate_size=768",
-        (4, 8),
-    ),
-}
-
 
 def task_of(name: str, *flags: str) -> Task:
     """The recipe with the flags of a model, and others."""
-    work = WORKS[name]
-    return read_task(ROOT / "recipes" / f"{work.recipe}.py", [*work.flags.split(), *flags])
+    recipe = RECIPES[name]
+    return read_task(ROOT / "recipes" / f"{recipe.name}.py", [*recipe.flags.split(), *flags])
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""What the benchmarks of the planner are run on."""
