@@ -1,4 +1,4 @@
-"""Memory against time of six models: plans made for a budget, and what others offer, measured in turns.
+"""Memory against time of six models: plans made for a budget and other methods, measured in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/frontier.py                  # six models at a size for a CPU
     python benchmarks/frontier.py --device cuda                      # VGG16, DenseNet-121, GPT-2 124M, Llama 1B

@@ -1,4 +1,4 @@
-"""Predicted against real: the peak of a whole training step, planned on paper and then run on this device.
+"""Predicted against real: the peak of a whole training step, estimated on fake tensors and then run on this device.
 
     python benchmarks/prediction.py                     # 240 cases, about 15 minutes on one core
     python benchmarks/prediction.py --device cuda       # the same on a GPU, against max_memory_allocated

@@ -4,7 +4,7 @@
 
 Every method is a launch of recipes/language_modeling.py on the text of Python's own library. Methods take turns, round
 after round, so that a slow minute of the machine meets them all; the time ratio is the median over rounds of the ratio
-to the plain run of the same round. Peaks do not vary: on a CPU they are those of one instrumented step, elsewhere the
+to the baseline's of the same round. Peaks do not vary: on a CPU they are those of one instrumented step, elsewhere the
 allocator's. Writes docs/results/techniques-DEVICE.json and .md.
 """
 
@@ -99,7 +99,7 @@ def run(method: Method, max_steps: int, folder: Path) -> dict[str, Any]:
 
 
 def row_of(method: Method, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """A row of the table: figures, and their ratios to the plain run."""
+    """A row of the table: figures, and their ratios to the baseline."""
     mine, plain = runs[method.name], runs["plain"]
     times = harness.ratios(*([one["perf"]["step_time_s"] for one in results] for results in (mine, plain)))
     peak, plain_peak = (results[0]["memory"]["peak_allocated_gib"] for results in (mine, plain))
@@ -135,7 +135,7 @@ def as_markdown(rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     about = f"`python benchmarks/techniques.py` on {environment['device']}, {environment['num_threads']} threads"
     table = harness.markdown_table(COLUMNS, map(cells, rows))
-    return f"{about}; {versions}.\nThe plain run: `{' '.join(PLAIN)}`.\n\n{table}"
+    return f"{about}; {versions}.\nThe baseline (plain): `{' '.join(PLAIN)}`.\n\n{table}"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 On a GPU: 224 px, batch 64, SGD with learning rate 0.001 and momentum 0.9, two classes, float32. The device has to hold
 plain training: if it cannot, add `--batch_size 32` or `--bf16`. On a CPU it runs by itself at a reduced size, with the
-same columns; there weights, gradients and momentum are most of the memory, so look at what is kept for the backward.
+same columns; there weights, gradients and momentum are most of the memory, so look at the bytes saved for backward.
 Prints one table; writes it (.md) and every raw figure (.json) to docs/results/.
 
 The article's rows are from the article on checkpoint_sequential with VGG16, dogs-vs-cats, that this project grew from:
@@ -61,7 +61,7 @@ STRATEGIES = ("segments:2", "segments:4", "every:2", "full")
 ACCUMULATED_STRATEGIES, ACCUMULATION_STEPS = ("none", "segments:2"), 4
 MODELS_WITHOUT_BATCHNORM = ("vgg_small", "vgg11", "vgg13", "vgg16", "vgg19")
 
-HEADINGS = ("method", "peak\nallocated", "peak\nreserved", "device\nused", "kept for\nbackward", "a step", "result")
+HEADINGS = ("method", "peak\nallocated", "peak\nreserved", "device\nused", "saved for\nbackward", "a step", "result")
 MEMORY_COLUMNS = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "saved_for_backward_bytes")
 ARTICLE = (
     ("article: plain", "-", "-", "14,222 MB", "-", "5:00 min\nan epoch", "79 %\naccuracy"),

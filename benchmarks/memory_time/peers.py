@@ -1,4 +1,4 @@
-"""What others offer: torch's segments and compiler, every block, every n-th, selected operators, ckptplan."""
+"""Methods of others: segments and compiler of torch, every block, every n-th, selected operators, ckptplan."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

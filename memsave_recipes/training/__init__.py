@@ -2,5 +2,5 @@
 
 import logging
 
-# transformers imports peft, peft bitsandbytes, and that one warns, on some CPUs, of a kernel that only 4-bit layers use.
+# transformers imports peft, which imports bitsandbytes, which warns on some CPUs of a kernel for 4-bit layers alone.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
