@@ -82,7 +82,7 @@ def peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
 
     def step(meter: Meter) -> None:
         call()
-        meter.note()
+        meter.mark()
 
     return DeviceInstruments(device).read_memory(step)[-1].peak_bytes
 

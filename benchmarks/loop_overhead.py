@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -165,7 +164,8 @@ def our_loop(work: Work, end_step: EndStep) -> None:
         for batch in report.clock.loading(batches):
             learning_rate = scheduler.get_last_lr()[0]
             report.count_flops(batch, loss_of)
-            grad_norm = report.run(batch.step, partial(train_step, batch))
+            with report.measured(batch.step):
+                grad_norm = train_step(batch)
             report.count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
                 report.log_window(batch.step + 1, learning_rate=learning_rate)

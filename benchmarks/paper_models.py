@@ -41,8 +41,8 @@ from rich.console import Console
 from rich.table import Table
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.estimate.estimate import fake_model, measure_on_paper, paper_batch
-from memsave_recipes.estimate.targets import Target, find_target
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.targets import Target, find_target
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.text import GIB
@@ -72,7 +72,7 @@ def predict(name: str, target: Target) -> Prediction:
     case = CASES[name]
     begin = time.process_time()
     model = fake_model(lambda: case.build().to(case.dtype).train())
-    batch = paper_batch(model, fake_batch_of(model, case))
+    batch = fake_batch(model, fake_batch_of(model, case))
     stacks = block_names(find_stacks(model))
     workload = Workload(
         model=model,
@@ -82,7 +82,7 @@ def predict(name: str, target: Target) -> Prediction:
         stacks=stacks,
     )
     plans = {strategy: plan_blocks(model, strategy) for strategy in STRATEGIES}
-    measured = measure_on_paper(
+    measured = estimate_on_target(
         workload, [plans["none"], plans["selective"]], target, autocast_dtype=case.autocast_dtype
     )
     seconds = time.process_time() - begin

@@ -24,11 +24,11 @@ from recipe_steps import build, task_of
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.estimate.estimate import fake_model, measure_on_paper
-from memsave_recipes.estimate.targets import find_target
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, workload_on_paper
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
 from memsave_recipes.training.batch_layout import BatchLayout
 
 OPTIMIZERS, PRECISIONS = ("sgd", "adamw"), ("no", "bf16")
@@ -78,10 +78,10 @@ def predict(case: Case, device: str) -> Candidate:
     """What the planner says, before anything real is there."""
     task = task_of_case(case)
     launch = Launch(target=find_target(device), mixed_precision=case.precision)
-    model = fake_model(task.build_model)
-    workload = workload_on_paper(task, launch, model, case.micro_batch_size, task.losses[0])
+    model = fake_model(task.planned_model)
+    workload = fake_workload(task, launch, model, case.micro_batch_size, task.losses[0])
     plans = plans_to_measure(case.strategy, workload, device_type=device, compiles=False)
-    measured = measure_on_paper(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
+    measured = estimate_on_target(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
     layout = BatchLayout.of(case.micro_batch_size, case.micro_batch_size, 1)
     static = static_memory_of(task.optim, model, layout)
     space = partial(SearchSpace, static=lambda _: static, plan_of=partial(plan_blocks, model))

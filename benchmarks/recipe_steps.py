@@ -55,7 +55,10 @@ class Real:
         """All that torch's allocator holds at the highest moment of ``step``."""
         device = self.accelerator.device
         if device.type == "cpu":
-            return break_down_peak(step, self.model, self.optimizer.optimizer, device)[1].total_bytes
+            with break_down_peak(self.model, self.optimizer.optimizer, device) as peak:
+                step()
+            assert peak.breakdown is not None
+            return peak.breakdown.total_bytes
         torch.accelerator.reset_peak_memory_stats()
         step()
         return torch.accelerator.max_memory_allocated()

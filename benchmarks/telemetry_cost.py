@@ -119,7 +119,8 @@ class Loop:
         count, log_window = self.calls.timed(report.count), self.calls.timed(report.log_window)
         for batch in report.clock.loading(report.batches):
             report.count_flops(batch, partial(summed_loss, memory.model))
-            grad_norm = report.run(batch.step, partial(train_step, memory.model, memory.optimizer, batch))
+            with report.measured(batch.step):
+                grad_norm = train_step(memory.model, memory.optimizer, batch)
             count(batch, grad_norm)
             if (batch.step + 1) % LOGGING_STEPS == 0:
                 log_window(batch.step + 1, learning_rate=LEARNING_RATE)

@@ -17,8 +17,7 @@ EXAMPLES = [
     (page.name, code)
     for page in DOCS.glob("*.md")
     if page.name != "own_loop.md"  # test_own_loop.py
-    for code in re.findall(r"```python
-(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
 ]
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from memsave_recipes.planner.frontier import FrontierPoint
 from memsave_recipes.planner.search import Candidate
+from memsave_recipes.render import new_console, new_table, print_lines
 from memsave_recipes.render.charts import (
     Axis,
     ChartPoint,
@@ -32,7 +33,6 @@ from memsave_recipes.render.choice import (
     overhead_lines,
     scale_of,
 )
-from memsave_recipes.render.console import new_console, new_table, print_lines
 from memsave_recipes.render.run_page import fill_page
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
 

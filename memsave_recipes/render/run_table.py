@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsave_recipes.compare.compare import METRICS, ComparisonRow, ComparisonTable, Figure, differences_within
-from memsave_recipes.render.console import new_console, new_table
+from memsave_recipes.render import new_console, new_table
 from memsave_recipes.text import HUGE, format_bytes, format_rate, format_seconds
 
 NO_FIGURE = Figure(value=None)
