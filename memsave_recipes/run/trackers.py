@@ -48,7 +48,7 @@ from memsave_recipes.run.dashboards import (
 NAME = "metrics.jsonl"
 
 
-class MetricsFile(GeneralTracker):
+class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no types, its decorators neither
     """Appends one JSON object a line to ``metrics.jsonl``: ``{"step": n, **values}``, on disk as soon as it is logged.
 
     Floats keep every digit. JSON has no word for the ones that are not finite, so they are the strings ``"NaN"``,
@@ -69,7 +69,7 @@ class MetricsFile(GeneralTracker):
         """The file, as ``accelerator.get_tracker("metrics_file", unwrap=True)`` returns it."""
         return self.path
 
-    @on_main_process
+    @on_main_process  # type: ignore[untyped-decorator]
     def start(self) -> None:
         """Opens the file at its end, so that a resumed run continues it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class MetricsFile(GeneralTracker):
         with self.path.open("rb") as written:
             self.num_rows = sum(1 for _ in written)
 
-    @on_main_process
+    @on_main_process  # type: ignore[untyped-decorator]
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Writes one row; values are ``int``, ``float``, ``str``, ``bool`` or ``None``."""
         if self._file is None:
@@ -94,7 +94,7 @@ class MetricsFile(GeneralTracker):
             os.fsync(self._file.fileno())
         return self.num_rows
 
-    @on_main_process
+    @on_main_process  # type: ignore[untyped-decorator]
     def finish(self) -> None:
         """Closes the file."""
         if self._file is not None:
@@ -129,9 +129,9 @@ def cut_back(folder: Path, step: int, *, evaluated_at: int | None, num_rows: int
 
 def _read_row(line: bytes, place: str) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
-        match json.loads(line):
-            case {"step": int() | None} as row:
-                return row
+        row: dict[str, Any] = json.loads(line)
+        if isinstance(row, dict) and isinstance(row.get("step", ""), int | None):
+            return row
     raise InputError(
         f"--resume: {place} is no row of a run: repair it, or delete the line, whose figures are then lost"
     )
@@ -140,7 +140,8 @@ def _read_row(line: bytes, place: str) -> dict[str, Any]:
 def _is_kept(row: dict[str, Any], step: int, evaluated_at: int) -> bool:
     if row["step"] is None or any(key.startswith("result/") for key in row):
         return False
-    return row["step"] <= (evaluated_at if any(key.startswith("eval/") for key in row) else step)
+    last: int = evaluated_at if any(key.startswith("eval/") for key in row) else step
+    return bool(row["step"] <= last)
 
 
 def _as_json(value: Any) -> Any:
@@ -258,7 +259,8 @@ def _launch(
     """Starts one tracker through Accelerate, alone (rule 2)."""
     accelerator.log_with, accelerator.trackers = [tracker], []
     accelerator.init_trackers(project, config, {_name_of(tracker): init_kwargs})
-    return accelerator.trackers
+    started: list[GeneralTracker] = accelerator.trackers
+    return started
 
 
 def _start_plain(launch: Launch, run: RunLabels) -> list[GeneralTracker]:
