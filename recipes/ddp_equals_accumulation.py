@@ -195,7 +195,7 @@ def prove(
 
     expected = train(undivided, exact)
     cuts = []
-    for layout in tqdm(layouts, disable=not accelerator.is_main_process, unit="geometry"):
+    for layout in tqdm(layouts, disable=not accelerator.is_main_process, unit="layout"):
         cut: dict[str, Any] = {"geometry": layout.describe(), "micro_batch_size": layout.micro_batch_size}
         for loop in (exact, usual):
             cut[loop.__name__] = list(map(largest_difference, train(layout, loop), expected))

@@ -78,7 +78,9 @@ class ModelArguments(TransformerArguments):
     """Which causal language model, and how it makes its loss."""
 
     loss: LossKind = field(default="auto", metadata={"help": "chunked never makes the logits; auto: where it pays"})
-    dropout: float = field(default=0.0, metadata={"help": "of every dropout layer; 0 gives every geometry one curve"})
+    dropout: float = field(
+        default=0.0, metadata={"help": "dropout probability; with 0 the batch layout changes no loss"}
+    )
     prompt: str | None = field(default=None, metadata={"help": "continued at the end; default: held-out text"})
 
     @property

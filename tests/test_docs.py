@@ -78,3 +78,25 @@ def test_commands_of_the_readme_take_their_flags(words, capsys):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+PRIVATE_WORDS = (
+    *(
+        "on paper",
+        "undisturbed",
+        "sketch",
+        "beside_the_step",
+        "the house",
+        "rehearsal",
+        "SafetyArguments",
+        "FiniteGate",
+    ),
+    *("told_in_one_line", "by_rank_0", "rank_0_first", "OBEY:", "PRICE:", "DECIDE:"),
+)
+
+
+@pytest.mark.parametrize("word", PRIVATE_WORDS)
+def test_the_fields_words_stand_for_private_ones(word):
+    files = [*(ROOT / "memsave_recipes").rglob("*.py"), *(ROOT / "recipes").glob("*.py"), *DOCS.glob("*.md")]
+    named = [path.name for path in (*files, ROOT / "README.md") if word in path.read_text(encoding="utf-8")]
+    assert named == []

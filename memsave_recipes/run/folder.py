@@ -84,7 +84,7 @@ def begin_run(
         project: where dashboards keep the runs of a recipe.
         work: what is trained, such as ``vgg16-gbs64-224px``; runs of the same work are meant to be compared.
         flags: of the command line.
-        planned: the memory plan. Its strategy's words and the geometry are the method, and name the run.
+        planned: the memory plan; its strategy and the batch layout name the run.
 
     Returns:
         What ``RunReport`` wants to know of it.
