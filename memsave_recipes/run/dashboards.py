@@ -1,10 +1,8 @@
-"""What a dashboard is told about a run before the run trains.
+"""Runs on W&B and in trackio: their labels, how they start and how they finish.
 
-A run on W&B: online if the server takes it in time, else in a folder that ``wandb sync`` uploads later.
-
-What it may cost a run, and why, is said in NOTE [ never in the way ] of ``trackers.py``.
-
-A run in trackio: a local database and dashboard, which need no account and no network.
+W&B is online if the server takes the run in time, else offline in a folder that ``wandb sync`` uploads later; the time
+limits are those of NOTE [ trackers never stop a run ] in ``trackers.py``. Trackio is a local database and dashboard
+without account or network.
 """
 
 import contextlib
@@ -70,7 +68,7 @@ def write_wandb_summary(tracker: GeneralTracker, figures: dict[str, int | float 
 
 
 def finish_wandb(tracker: GeneralTracker) -> str | None:
-    """Close the run; returns the command that uploads what the server does not have, if there is anything."""
+    """Close the run; returns the command that uploads the rows that the server lacks, if any."""
     run = tracker.tracker
     folder, log, offline = shlex.quote(run.sync_dir), Path(run.settings.log_internal), run.offline
     try:
@@ -96,7 +94,7 @@ def _init_kwargs(mode: str, run: RunLabels) -> dict[str, Any]:
         silent=mode != "online",
     )
     labels: dict[str, Any] = {"group": run.group, "name": run.name, "tags": run.tags}
-    if run.earlier and "wandb" in run.earlier:  # what it has of the steps that are done again is the same
+    if run.earlier and "wandb" in run.earlier:  # its rows of repeated steps are the same
         labels |= {"id": run.earlier["wandb"], "resume": "allow"}
     return {**labels, "mode": mode, "dir": str(run.output_dir), "settings": settings}
 

@@ -1,6 +1,6 @@
-"""How a recipe ends: everything that can be foreseen in one line, or on one page, with an exit code of its own.
+"""Exit codes and last messages of a recipe: expected failures end in one line, or on one page, with their own code.
 
-The codes are those of ``docs/failures.md``; what is not foreseen keeps its traceback and ends with 1.
+The codes are those of ``docs/failures.md``; an unexpected error keeps its traceback and ends with 1.
 """
 
 import os
@@ -27,7 +27,7 @@ FAILED_VERIFICATION = 5
 
 
 def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) -> None:
-    """Call ``main()``; what ends it becomes a message on stderr and an exit code. ``--debug`` adds the traceback.
+    """Call ``main()`` and turn its exception into a message on stderr and an exit code. ``--debug`` adds the traceback.
 
     What all ranks know is told once: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
     signal. What one rank finds is told by that rank: a data worker that died, or no memory left, on the page that
@@ -87,7 +87,7 @@ def _advice(task: Callable[[], Task]) -> str:
 
 
 def _is_rank_0() -> bool:
-    # Rank 0 speaks for what all ranks find; what only another rank can find, such as a broken image in its share, is
+    # Rank 0 reports the errors that all ranks find; those of one rank alone, such as a broken image in its share, are
     # told by that rank. The launcher ends all ranks when one exits, so the silent ones let rank 0 finish.
     return os.environ.get("RANK", "0") == "0"
 

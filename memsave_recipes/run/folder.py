@@ -1,8 +1,7 @@
-"""A run's folder: who may have it, and what it holds from the run's beginning to its ``results.json``.
+"""The folder of a run: checked, cleared or resumed, described by ``config.json``, finished with ``results.json``.
 
-What a run leaves when it is done: ``final/`` and ``results.json``, each whole or not there.
-
-Before them comes a checkpoint of the last step, so that a full disk costs nothing: ``--resume`` writes what is missing.
+``final/`` and ``results.json`` are each whole or not there. A checkpoint of the last step comes before them, so that a
+full disk costs nothing: ``--resume`` writes the rest.
 """
 
 import json
@@ -76,13 +75,13 @@ def begin_run(
     layout: BatchLayout,
     resumed: Resumed | None = None,
 ) -> RunSettings:
-    """Claim the run's folder, write its configuration and start its trackers: what a run does last before it trains.
+    """Claim the run's folder, write its configuration and start its trackers; the last thing before training.
 
     One that has ``resumed`` takes up its folder and its trackers where the checkpoint left them.
 
     Args:
         project: where dashboards keep the runs of a recipe.
-        work: what is trained, such as ``vgg16-gbs64-224px``; runs of the same work are meant to be compared.
+        work: names model and data, such as ``vgg16-gbs64-224px``; runs of the same work are meant to be compared.
         flags: of the command line.
         planned: the memory plan; its strategy and the batch layout name the run.
 
@@ -191,7 +190,7 @@ def print_lines(accelerator: Accelerator, *lines: str) -> None:
 
 
 def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: Resumed | None) -> list[str]:
-    """Clear ``folder`` of an earlier run, or of what it wrote of later steps, and describe this one in it.
+    """Clear ``folder`` of an earlier run, or of the later steps of the resumed one, and describe this run in it.
 
     Returns:
         A line on the rows that are missing, where any are.
@@ -252,7 +251,7 @@ def save_final(accelerator: Accelerator, folder: Path, *writers: Callable[[Path]
     """Let ``writers`` fill ``final/`` on rank 0, one after the other; it replaces that of an earlier life.
 
     Raises:
-        InputError: on all ranks, where the disk does not take it; what was there before is as it was.
+        InputError: on all ranks, where the disk does not take it; an earlier ``final/`` is left as it was.
     """
 
     def write(temporary: Path) -> None:

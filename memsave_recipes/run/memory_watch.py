@@ -1,11 +1,11 @@
 """The memory of a run, on every rank: two instrumented steps at the start, then the allocator's figures.
 
-The first step counts what the first micro-batch's forward keeps for the backward. The second one is recorded,
+The first step counts the bytes that the first micro-batch's forward saves for backward. The second one is recorded,
 allocation by allocation: from then on the optimizer's state is there, so its peak is that of every later step. It gives
 the breakdown, and on a CPU, which has no allocator statistics, the exact peak. Both steps are the clock's warm-up. A
 run of one step has only that.
 
-Under a plan that compiles the first step also compiles; what that takes is no figure of the run.
+Under a plan that compiles the first step also compiles; the memory of that counts in no figure.
 
 A step that finds no memory left ends with a page that explains it (``memsave_recipes.run.out_of_memory``).
 """
@@ -137,7 +137,7 @@ class MemoryWatch:
         }
 
     def results(self, of_ranks: dict[str, list[float]]) -> dict[str, Any]:
-        """The ``memory`` entry of ``results.json`` from what ``end_run`` gave on every rank."""
+        """The ``memory`` entry of ``results.json`` from the figures of ``end_run`` on every rank."""
         figures = {name: ranks for name, ranks in of_ranks.items() if not name.startswith(BREAKDOWN)}
         peaks = of_ranks.get("peak_allocated", [0])
         hungriest = peaks.index(max(peaks))

@@ -30,7 +30,7 @@ COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_loss
 
 
 def check_state(state: Any) -> None:
-    """Refuse to go on from what no ``RunReport.state_dict`` has given.
+    """Refuse a record that no ``RunReport.state_dict`` has made.
 
     Raises:
         InputError: something is missing, or is of another kind.
@@ -60,7 +60,7 @@ class RunReport:
         accelerator: for the ranks and the trackers.
         batches: the steps of the run.
         model, optimizer: as prepared.
-        settings: what ``begin_run`` returned; without it nobody is told which flags would free memory.
+        settings: those of ``begin_run``; without them the out-of-memory page names no flags.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class RunReport:
         Raises:
             NotFinite: more steps than allowed are not finite.
         """
-        self.clock.synchronize()  # what follows waits for the device, in time that is left out
+        self.clock.synchronize()  # waits for the device follow, in time that does not count
         return {
             **{name: getattr(self, name) for name in COUNTED},
             "tokens_seen": int(self.tokens_seen),
@@ -194,7 +194,7 @@ class RunReport:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave."""
+        """Take up the counts of ``state_dict``."""
         for name in (*COUNTED, "tokens_seen"):
             setattr(self, name, state[name])
         self.losses.load_state_dict(state["losses"])

@@ -8,7 +8,7 @@ NOTE [ the order of a run ]
    prepared. ``--verify`` proves it here.
 3. ``begin`` restores the newest checkpoint or clears the folder. From here on files are written.
 4. A step is finished with ``log_step``, ``evaluate_if_due``, ``save_if_due``, in that order. The last step is saved
-   before its evaluation: whatever fails from then on costs nothing, ``--resume`` writes the rest.
+   before its evaluation: a failure from then on costs nothing, ``--resume`` writes the rest.
 5. ``finish`` writes ``final/`` and ``results.json``; the end of ``open`` prints the summary and closes the trackers.
 """
 
@@ -116,8 +116,8 @@ class Run:
             recipe: its name, such as ``image_classification``.
 
         Raises:
-            InputError: the folder holds another run, or is in use, or cannot be written, or this run cannot go on with
-                what it holds; or the launch is not what was asked for.
+            InputError: the folder holds another run, is in use, cannot be written or cannot be resumed; or the launch
+                is not the one of the flags.
         """
         path = check_run_folder(args.output_dir, overwrite=args.overwrite, resume=args.resume)
         earlier = read_earlier(path / CONFIG, path / CHECKPOINTS) if args.resume else None
@@ -312,7 +312,7 @@ class Run:
         evaluated: dict[str, Any] | None = None,
         **figures: Any,
     ) -> dict[str, Any]:
-        """Take the plan off, write ``final/`` and ``results.json``; returns what the latter holds.
+        """Take the plan off, write ``final/`` and ``results.json``, and return the content of the latter.
 
         Args:
             trained: the model whose weights are written.

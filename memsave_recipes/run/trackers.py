@@ -1,10 +1,8 @@
-"""``metrics.jsonl``: the run's own record, as one of Accelerate's trackers.
+"""Trackers of a run: ``metrics.jsonl``, which every run writes, and dashboards, which never prompt, hang or stop it.
 
-Trackers: a run always writes its own ``metrics.jsonl``, and no dashboard can prompt, hang or stop it.
+All are Accelerate's trackers, on the main process only.
 
-All of it goes through Accelerate's trackers, on the main process only.
-
-NOTE [ never in the way ]
+NOTE [ trackers never stop a run ]
 
 1. ``metrics.jsonl`` is the run's own record and needs no package, no account and no network.
 2. Trackers start, log and finish one by one: one that fails is one warning, and the others and the run go on.
@@ -102,7 +100,7 @@ class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no ty
 
 
 def cut_back(folder: Path, step: int, *, evaluated_at: int | None, num_rows: int | None) -> list[str]:
-    """Take out the rows after ``step``, what a killed run left half written, and the final figures.
+    """Remove the rows after ``step``, a half-written row of a killed run, and the final figures.
 
     A run that goes on from ``step`` writes them again. So it does with the evaluation of ``step`` itself where the
     checkpoint does not know of it: the last one that it knows is ``evaluated_at``.
@@ -115,7 +113,7 @@ def cut_back(folder: Path, step: int, *, evaluated_at: int | None, num_rows: int
     """
     path = folder / NAME
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    whole = [line for line in lines if line.endswith(b"\n")]  # all but what a kill has cut off
+    whole = [line for line in lines if line.endswith(b"\n")]  # without a row that a kill has cut off
     rows = [_read_row(line, f"{path} line {number}") for number, line in enumerate(whole, start=1)]
     kept = [line for line, row in zip(whole, rows, strict=True) if _is_kept(row, step, evaluated_at or 0)]
     if lines:
@@ -156,7 +154,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_trackers(report_to: list[str], output_dir: Path) -> list[str | GeneralTracker]:
-    """What ``Accelerator(log_with=...)`` takes for ``--report_to``: the metrics file first, then what was asked for.
+    """The trackers for ``Accelerator(log_with=...)``: the metrics file, then those of ``--report_to``.
 
     Raises ``InputError`` for a tracker that is not known or not installed, and for ``none`` beside another one.
     """
@@ -185,7 +183,7 @@ def start_trackers(
 ) -> None:
     """Starts each tracker of the accelerator; one that cannot start is left out with a warning.
 
-    ``group`` is the work, ``name`` the method, ``config`` what ``config.json`` holds. A run that goes on has the
+    ``group`` is the work, ``name`` the method, ``config`` the content of ``config.json``. A run that goes on has the
     ``tracker_ids`` of the ``earlier`` one and the ``first_step`` that it logs, from 1.
     """
     if not accelerator.is_main_process:
@@ -202,7 +200,7 @@ def start_trackers(
     asked, started = accelerator.log_with, []
     for tracker in asked:
         if isinstance(tracker, TensorBoardTracker) and earlier is not None:
-            tracker.init_kwargs["purge_step"] = first_step  # hides what the earlier one logged from there on
+            tracker.init_kwargs["purge_step"] = first_step  # hides the rows that were logged from there on
         launch = functools.partial(_launch, accelerator, tracker, project)
         with _nonfatal(_name_of(tracker), "start"):
             started += _START.get(_name_of(tracker), _start_plain)(launch, run)
@@ -292,7 +290,7 @@ _FINISH = {"trackio": finish_trackio, "wandb": finish_wandb}
 def _nonfatal(tracker_name: str, action: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever it is, it is not worth the run
+    except Exception as error:  # no error of a tracker is worth the run
         _warn_once(f"{tracker_name} could not {action}, the run goes on without: {_first_line(error)}")
 
 

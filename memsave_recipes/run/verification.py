@@ -1,6 +1,6 @@
 """``--verify``: prove before training that the plan changes nothing, or end the run with exit code 5.
 
-And ``--full_determinism``: try before training whether every operator of it has a deterministic kernel.
+``--full_determinism``: find out before training whether every operator has a deterministic kernel.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,7 +50,7 @@ def verify_plan(
     batches: GlobalBatches,
     loss_of: Callable[[Batch], Tensor],
 ) -> dict[str, Any]:
-    """Do what ``--verify`` says, on the run's first global batch and without a trace; it costs two global batches.
+    """Carry out ``--verify`` on the run's first global batch and restore all state; it costs two global batches.
 
     Args:
         mode: ``off``, ``stop`` or ``warn``.
