@@ -37,8 +37,8 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memsave_recipes.losses import default_chunk_bytes, linear_cross_entropy
-from memsave_recipes.models import MODELS
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
+from memsave_recipes.models.image_classifiers import MODELS
 
 CNNS = ("vgg16", "densenet121", "resnet50")
 LANGUAGE_MODELS = ("gpt2", "llama")

@@ -47,7 +47,7 @@ from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.models import MODELS
+from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.memory import read_device_memory, reset_peaks, resident_bytes
 from memsave_recipes.profiling.saved_tensors import SavedTensors

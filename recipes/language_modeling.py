@@ -78,9 +78,7 @@ class ModelArguments(TransformerArguments):
     """Which causal language model, and how it makes its loss."""
 
     loss: LossKind = field(default="auto", metadata={"help": "chunked never makes the logits; auto: where it pays"})
-    dropout: float = field(
-        default=0.0, metadata={"help": "dropout probability; with 0 the batch layout changes no loss"}
-    )
+    dropout: float = field(default=0.0, metadata={"help": "dropout probability; 0: the same loss in every layout"})
     prompt: str | None = field(default=None, metadata={"help": "continued at the end; default: held-out text"})
 
     @property
@@ -168,7 +166,7 @@ def task(argv: list[str] | None = None) -> Task:
 def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_token_id: int | None) -> Task:
     """The model, its loss and the tensors of a micro-batch: the same for training and for planning."""
     tokens = {"vocab_size": vocab_size, "bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    options = {"dtype": args.torch_dtype, "in_4bit": args.load_in_4bit, **tokens}
+    options = {"dtype": args.torch_dtype, "in_4bit": args.load_in_4bit, "with_weights": False, **tokens}
 
     def micro_batch(size: int) -> Batch:
         shape = (1, size * args.block_size) if args.one_row and args.packing else (size, args.block_size)

@@ -160,12 +160,11 @@ def describe(
         shapes = {"input_ids": (size, args.max_length), "attention_mask": (size, args.max_length), "labels": (size,)}
         return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
 
+    options = {"in_4bit": args.load_in_4bit, "with_weights": False, **tokens}
     return Task(
         run=args,
         optim=args,
-        build_model=partial(
-            build_text_classifier, args, label_names, args.torch_dtype, in_4bit=args.load_in_4bit, **tokens
-        ),
+        build_model=partial(build_text_classifier, args, label_names, args.torch_dtype, **options),
         adapt=partial(add_lora, flags=args, task_type="SEQ_CLS"),
         loss_of=summed_loss,
         micro_batch=micro_batch,

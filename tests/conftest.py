@@ -26,7 +26,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from memsave_recipes.models import MODELS
+from memsave_recipes.models.image_classifiers import MODELS
 
 sys.path.append(str(Path(__file__).parent))
 pytest_plugins = ["nursery"]

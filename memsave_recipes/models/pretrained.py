@@ -79,7 +79,7 @@ def build_transformer(
     *,
     dtype: torch.dtype,
     in_4bit: bool = False,
-    with_weights: bool = False,
+    with_weights: bool = True,
     **config_changes: Any,
 ) -> PreTrainedModel:
     """The model that the flags name, ready to train: ``from_pretrained`` alone leaves dropout off.

@@ -183,4 +183,4 @@ def test_the_missing_package_is_named_with_its_command(tmp_path: Path) -> None:
         [sys.executable, "-c", block + "sys.exit(main(['wandb-workspace', 'me/mine']))"], capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "pip install 'wandb-workspaces>=0.4'" in done.stderr
+    assert "pip install 'memsave-recipes[trackers]'" in done.stderr

@@ -32,9 +32,9 @@ def test_what_writes_in_place_allocates_nothing(fake):
 def test_each_shape_runs_once(fake, monkeypatch):
     runs = []
 
-    def counted(step, record=fake_step.record_allocations):
-        runs.append(step)
-        return record(step)
+    def counted(record=fake_step.record_allocations):
+        runs.append(record)
+        return record()
 
     monkeypatch.setattr(fake_step, "record_allocations", counted)
     known = Workspaces()

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.losses import linear_cross_entropy
-from memsave_recipes.models import MODELS
+from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.profiling import flops as flops_module
 from memsave_recipes.profiling.flops import ModelFlops
 

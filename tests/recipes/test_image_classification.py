@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification
 
-from memsave_recipes.models import MODELS
+from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import plan_for
 from memsave_recipes.run.failures import run_recipe
 

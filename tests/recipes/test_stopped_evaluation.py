@@ -16,6 +16,7 @@ from lives import FLAGS, Killed, assert_the_same_run, assert_the_same_weights, r
 from memsave_recipes import distributed
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
 from memsave_recipes.checkpoints.resume import committed
+from memsave_recipes.run import run
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 for name in FLAGS:
@@ -36,7 +37,7 @@ def live(accelerator, *, recipe, folder, signal_in=None, killed_after=None):
     distributed.POLL_EVERY_S = 0  # these evaluations take a moment
     batches_of = []
     gets_it = accelerator.process_index == accelerator.num_processes - 1
-    module.evaluation_batches = counted(module.evaluation_batches, batches_of, signal_in if gets_it else None)
+    run.evaluation_batches = counted(run.evaluation_batches, batches_of, signal_in if gets_it else None)
     Checkpoints.after_step = ending(Checkpoints.after_step, killed_after)
     words = [*FLAGS[recipe], "--learning_rate", "0.01", "--save_best", "--resume", "--report_to", "none"]
     try:

@@ -181,5 +181,5 @@ def test_what_does_not_contradict_passes():
 
 def test_8bit_without_its_library(monkeypatch):
     monkeypatch.setattr("memsave_recipes.training.optimizers.find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install bitsandbytes"):
+    with pytest.raises(InputError, match=r"pip install 'memsave-recipes\[bitsandbytes\]'"):
         make_optimizer(OptimizerArguments(optimizer="adamw_8bit"), build())
