@@ -31,7 +31,7 @@ BITS += ["training/test_batching.py", "training/test_ddp_with_plans.py", "recipe
 
 def run_tests(tests, environment):
     """In a process of their own: the libraries read their variables when they are loaded."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900", "-m", "not slow"]
     done = subprocess.run(
         [*command, *(str(TESTS / test) for test in tests)],
         cwd=TESTS.parent,
@@ -52,4 +52,4 @@ def test_a_sample(kind):
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all(kind):
-    run_tests([*BITS, "-m", "not slow"], KINDS[kind])
+    run_tests(BITS, KINDS[kind])
