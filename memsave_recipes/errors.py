@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from memsave_recipes.text import printable
 
@@ -42,6 +43,16 @@ class InputError(ValueError):
     def found_by_one_rank(self) -> bool:
         """Whether it comes from the data that one rank was reading; the other ranks then know nothing of it."""
         return str(self).startswith("Caught ")
+
+
+def require(holds: bool, flag: str, value: Any, rule: str) -> None:
+    """Refuse a flag's value.
+
+    Raises:
+        InputError: ``holds`` is false.
+    """
+    if not holds:
+        raise InputError(f"{flag} {value}: must be {rule}")
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -38,17 +38,18 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.checkpoints import locked_run_folder
 from memsave_recipes.compare.runs import read_run
 from memsave_recipes.data.augmentation import to_pixel_values
-from memsave_recipes.data.images import load_images
+from memsave_recipes.data.images import ImageDataArguments, load_images
 from memsave_recipes.distributed import main_process_first
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, require
+from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes import num_workers
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, save_model, write_results
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments, require
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder, seed_for
-from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import deterministic_kernels, device_name, matmul_precision
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
@@ -82,6 +83,7 @@ class ProofArguments(RunArguments):
         budget = self.memory_budget_gib
         require(budget is None, "--memory_budget_gib", budget, "left to the recipes that train once")
         require(self.verify == "off", "--verify", self.verify, "left to the recipes that train once")
+        require(not self.eval_only, "--eval_only", True, "left out: the proof trains")
         if self.compare_with is not None and not os.path.isfile(Path(self.compare_with, WEIGHTS)):
             raise InputError(
                 f"--compare_with {self.compare_with} holds no {WEIGHTS}: name a finished run's --output_dir"
@@ -126,7 +128,7 @@ def prove(
 
     # Data
     with main_process_first(accelerator):
-        images = load_images(dataset="digits", data_dir=None, image_size=16, augmentation=None, seed=run.seed)
+        images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=run.seed)
     order = SampleOrder(
         num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
     )
@@ -244,12 +246,12 @@ def collate_and_hide_labels(samples: list[dict[str, Any]]) -> Batch:
     """A batch that has lost the label of about every second sample: always the same ones."""
     batch = default_collate(samples)
     hidden = torch.tensor([seed_for(index) % 2 == 0 for index in batch["index"].tolist()])
-    return batch | {"labels": batch["labels"].masked_fill(hidden, IGNORED)}
+    return batch | {"labels": batch["labels"].masked_fill(hidden, IGNORED_LABEL)}
 
 
 def count_labels(batch: Batch) -> Tensor:
     """How many samples of a batch count in the loss."""
-    return (batch["labels"] != IGNORED).sum()
+    return (batch["labels"] != IGNORED_LABEL).sum()
 
 
 def largest_difference(weights: Tensor, expected: Tensor) -> float:

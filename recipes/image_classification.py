@@ -15,95 +15,53 @@ Expect the loss curve and the accuracy of training without checkpointing, digit 
 The flags of all recipes are in `memsave_recipes/training/arguments.py`, those of this one below; `--help` lists them.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 
-from memsave_recipes.data.augmentation import AUGMENTATIONS, to_pixel_values
-from memsave_recipes.data.images import count_classes, load_images
+from memsave_recipes.data.augmentation import to_pixel_values
+from memsave_recipes.data.images import ImageDataArguments, count_classes, load_images
 from memsave_recipes.models.image_classifiers import (
     ImageModelArguments,
     build_image_classifier,
     check_image_size,
     normalization,
 )
-from memsave_recipes.recipe import (
-    Batch,
-    RecipeArguments,
-    Run,
-    Task,
-    classification_metrics,
-    clip_gradients,
-    gather_counted,
-    main_process_first,
-    parse_arguments,
-    require,
-    run_recipe,
-    synchronize_batchnorm,
-)
+from memsave_recipes.recipe import Batch, RecipeArguments, Run, Task, evaluate_classifier, parse_arguments, run_recipe
+from memsave_recipes.training.launch import synchronize_batchnorm
 
 DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are there
 
 
 @dataclass(kw_only=True)
-class DataArguments:
-    """Which images, at which size, how augmented."""
-
-    dataset: str | None = field(default=None, metadata={"help": "digits (the default, built in) or a Hub id"})
-    data_dir: str | None = field(
-        default=None, metadata={"help": "folder with train/ and validation/, a folder a class"}
-    )
-    image_size: int = field(default=32, metadata={"help": "images are scaled to this many pixels a side"})
-    augmentation: Literal["digits", "article", "none"] | None = field(
-        default=None, metadata={"help": "of the training images; default: digits for digits, else article"}
-    )
-    skip_broken_images: bool = field(default=False, metadata={"help": "leave out and count unreadable images"})
-
-    def __post_init__(self) -> None:
-        require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
-        self.dataset = self.dataset or (None if self.data_dir else "digits")
-        self.augmentation = self.augmentation or ("digits" if self.dataset == "digits" else "article")
-
-
-@dataclass(kw_only=True)
-class Arguments(RecipeArguments, ImageModelArguments, DataArguments):
-    """Every flag of this recipe."""
+class Arguments(RecipeArguments, ImageModelArguments, ImageDataArguments):
+    """The flags of image classification."""
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Train as the flags say; returns the content of ``results.json``."""
+    """Train an image classifier as the flags say; returns the content of ``results.json``."""
     (args,) = parse_arguments(Arguments, args=argv)
     with Run.open(args, recipe="image_classification") as run:
         return train(run.args, run)
 
 
 def train(args: Arguments, run: Run) -> dict[str, Any]:
-    """The training itself, in a folder that is its own."""
-    accelerator = run.accelerator
-
+    """Train the classifier in the run's folder."""
     # Data: each batch is one optimizer step, the same samples in the same order on any number of ranks
-    with main_process_first(accelerator):
-        images = load_images(
-            dataset=args.dataset,
-            data_dir=args.data_dir,
-            image_size=args.image_size,
-            augmentation=AUGMENTATIONS[args.augmentation],
-            seed=args.seed,
-            skip_broken_images=args.skip_broken_images,
-        )
+    with run.main_process_first():
+        images = load_images(args, seed=args.seed)
     run.train_on(images.train)
 
     # Model and optimizer
     task = describe(args, images.label_names)
     bare = task.build_model(with_weights=True)
     if args.sync_batchnorm:
-        bare = synchronize_batchnorm(bare, accelerator.device)
+        bare = synchronize_batchnorm(bare, run.accelerator.device)
     else:
         check_image_size(bare, args.image_size, run.smallest_micro_batch)
     model, optimizer, scheduler = run.prepare(bare)
@@ -113,13 +71,14 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
     run.begin(data=images.fingerprint, work=work, notices=(images.notice,))
 
-    validate = partial(evaluate_model, model, accelerator, pixels=pixels_for(args))
+    logits_of = partial(logits_of_images, pixels=pixels_for(args))
+    validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of)
     run.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
     for batch in run.steps():
         with run.measured(batch):
             for micro_batch in batch.forwards(model):
                 batch.backward(task.loss_of(model, micro_batch))
-            grad_norm = clip_gradients(args, accelerator, model)
+            grad_norm = run.clip_gradients()
             if run.should_step(batch, grad_norm):
                 optimizer.step()
             scheduler.step()
@@ -161,36 +120,18 @@ def pixels_for(args: Arguments) -> Callable[..., Tensor]:
     return partial(to_pixel_values, **normalization(args), dtype=args.torch_dtype)
 
 
-def summed_loss(trained: nn.Module, micro_batch: Batch, *, pixels: Callable[..., Tensor]) -> Tensor:
-    """The cross-entropy of a micro-batch, summed over its images."""
-    logits = logits_of(trained(pixels(micro_batch["images"], micro_batch.get("affine"))))
-    return F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
-
-
-def logits_of(output: Any) -> Tensor:
+def logits_of_images(model: nn.Module, batch: Batch, *, pixels: Callable[..., Tensor]) -> Tensor:
     """The (B, num_classes) logits in at least float32; bare from our models, in a record from those of transformers."""
+    output = model(pixels(batch["images"], batch.get("affine")))
     logits = getattr(output, "logits", output)
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-@torch.no_grad()
-def evaluate_model(
-    model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], pixels: Callable[..., Tensor]
-) -> dict[str, float]:
-    """Accuracy and mean loss over every sample of ``batches``, each once, however many ranks share them."""
-    predictions: list[int] = []
-    references: list[int] = []
-    loss_sum = torch.tensor(0.0, device=accelerator.device)
-    model.eval()
-    for batch in batches:
-        logits = logits_of(model(pixels(batch["images"], None)))
-        loss_sum = loss_sum + F.cross_entropy(logits, batch["labels"], reduction="sum")
-        predicted, expected = gather_counted(accelerator, logits.argmax(dim=-1), batch["labels"])
-        predictions += predicted.tolist()
-        references += expected.tolist()
-    model.train()
-    figures = classification_metrics(predictions, references)
-    return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
+def summed_loss(trained: nn.Module, micro_batch: Batch, *, pixels: Callable[..., Tensor]) -> Tensor:
+    """The cross-entropy of a micro-batch, summed over its images."""
+    return F.cross_entropy(
+        logits_of_images(trained, micro_batch, pixels=pixels), micro_batch["labels"], reduction="sum"
+    )
 
 
 if __name__ == "__main__":

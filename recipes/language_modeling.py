@@ -25,52 +25,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from memsave_recipes.data.packing import check_positions, count_valid, fingerprint_of, keeps_documents_apart, pack, pad
-from memsave_recipes.data.text import BYTES_A_TOKEN, TextSplits, load_documents
-from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
+from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart
+from memsave_recipes.data.rows import RowArguments, TokenRows, load_rows
+from memsave_recipes.data.text import BYTES_A_TOKEN
+from memsave_recipes.data.tokenizers import check_vocabulary
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
-from memsave_recipes.recipe import (
-    Batch,
-    InputError,
-    RecipeArguments,
-    Run,
-    Task,
-    clip_gradients,
-    deterministic_kernels,
-    main_process_first,
-    parse_arguments,
-    require,
-    run_recipe,
-)
-
-
-@dataclass(kw_only=True)
-class DataArguments:
-    """Which text, in which tokens, in rows of which length."""
-
-    dataset: str | None = field(default=None, metadata={"help": "python-stdlib (the default, built in) or a Hub id"})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "which part of a Hub data set"})
-    train_file: str | None = field(default=None, metadata={"help": "text in a .txt, .jsonl or .parquet"})
-    validation_file: str | None = field(default=None, metadata={"help": "default: a twentieth of the training text"})
-    text_column: str = field(default="text", metadata={"help": "where the text is in a .jsonl, .parquet or Hub set"})
-    streaming: bool = field(default=False, metadata={"help": "read only as much of a Hub set as --max_steps needs"})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
-    vocab_size: int = field(default=8192, metadata={"help": "of the tokenizer that is trained where none is given"})
-    block_size: int = field(default=1024, metadata={"help": "tokens of a row"})
-    packing: bool = field(default=True, metadata={"help": "fill rows with several documents, kept apart; else pad"})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "evaluate on so many rows; default: all"})
-
-    def __post_init__(self) -> None:
-        require(self.block_size >= 2, "--block_size", self.block_size, "at least 2")
-        limit = self.max_eval_samples
-        require(limit is None or limit >= 1, "--max_eval_samples", limit, "at least 1")
-        require(self.vocab_size >= 260, "--vocab_size", self.vocab_size, "at least 260 (all bytes)")
-        self.dataset = self.dataset or (None if self.train_file else "python-stdlib")
+from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
+from memsave_recipes.training.environment import deterministic_kernels
 
 
 @dataclass(kw_only=True)
@@ -88,8 +54,8 @@ class ModelArguments(TransformerArguments):
 
 
 @dataclass(kw_only=True)
-class Arguments(RecipeArguments, LoraArguments, ModelArguments, DataArguments):
-    """Every flag of this recipe."""
+class Arguments(RecipeArguments, LoraArguments, ModelArguments, RowArguments):
+    """The flags of language modeling."""
 
     @property
     def stream_bytes(self) -> int | None:
@@ -101,26 +67,33 @@ class Arguments(RecipeArguments, LoraArguments, ModelArguments, DataArguments):
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Train as the flags say; returns the content of ``results.json``."""
+    """Train a language model as the flags say; returns the content of ``results.json``."""
     (args,) = parse_arguments(Arguments, args=argv)
     with Run.open(args, recipe="language_modeling") as run:
         return train(run.args, run)
 
 
 def train(args: Arguments, run: Run) -> dict[str, Any]:
-    """The training itself, in a folder that is its own."""
+    """Train the language model in the run's folder."""
     accelerator = run.accelerator
 
     # Data: each batch is one optimizer step, the same rows in the same order on any number of ranks
-    with main_process_first(accelerator):
-        text, tokenizer, rows, held_out = load_rows(args)
-    run.train_on(rows, count_valid=count_valid, collate_fn=rows.collate)
+    with run.main_process_first():
+        rows = load_rows(
+            args,
+            tokenizer_name=args.model_name_or_path,
+            trust_remote_code=args.trust_remote_code,
+            stream_bytes=args.stream_bytes,
+            one_row=args.one_row,
+        )
+    run.train_on(rows.train, count_valid=count_valid, collate_fn=rows.train.collate)
 
-    # Model and optimizer
+    # Model with its loss, and optimizer
+    tokenizer = rows.tokenizer
     task = describe(args, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
     bare = task.build_model(with_weights=True).to(accelerator.device)
     with accelerator.autocast():  # flash attention refuses float32
-        check_model(bare, tokenizer, args)
+        check_model(bare, rows, args)
     saved = task.adapt(bare)
     with accelerator.autocast():
         model = CausalLMLoss(bare, args.loss)
@@ -129,29 +102,29 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     # The activation plan: the one that the flags name, or the fastest that fits the memory
     run.apply_plan(task)
     work = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok"
-    run.begin(saved=saved, data=fingerprint_of(rows, held_out, tokenizer), work=work, notices=(text.notice,))
+    run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice,))
 
-    evaluation = {"num_samples": args.max_eval_samples, "collate_fn": held_out.collate}
-    validate = partial(evaluate_model, model, accelerator, rows=held_out)
-    run.evaluate_if_due(validate, held_out, **evaluation)  # a signal may have ended that of a resumed run
+    evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
+    validate = partial(evaluate_model, model, accelerator, rows=rows.validation)
+    run.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
     for batch in run.steps():
         with run.measured(batch):
             for micro_batch in batch.forwards(model):
                 batch.backward(task.loss_of(model, micro_batch))
-            grad_norm = clip_gradients(args, accelerator, model)
+            grad_norm = run.clip_gradients()
             if run.should_step(batch, grad_norm):
                 optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         run.log_step(batch, grad_norm)
-        run.evaluate_if_due(validate, held_out, **evaluation)
+        run.evaluate_if_due(validate, rows.validation, **evaluation)
         run.save_if_due()
 
     figures = {"model": args.name, "num_trained_parameters": run.num_trained}
     results = run.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
     if accelerator.is_main_process:
         with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough
-            print("sample:", continue_text(bare, tokenizer, args.prompt or text.validation[0]["text"][:100]))
+            print("sample:", continue_text(bare, tokenizer, args.prompt or rows.prompt))
     return results
 
 
@@ -191,26 +164,9 @@ def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
     return model(**micro_batch)
 
 
-def load_rows(args: Arguments) -> tuple[TextSplits, PreTrainedTokenizerBase, Any, Any]:
-    """The text, its tokenizer, and the rows of tokens to train and to evaluate on."""
-    text = load_documents(
-        dataset=args.dataset,
-        train_file=args.train_file,
-        validation_file=args.validation_file,
-        text_column=args.text_column,
-        dataset_config_name=args.dataset_config_name,
-        stream_bytes=args.stream_bytes,
-    )
-    source, code = args.tokenizer_name or args.model_name_or_path, {"trust_remote_code": args.trust_remote_code}
-    tokenizer = load_tokenizer(source, text.train["text"], vocab_size=args.vocab_size, **code)
-    in_rows = partial(pack, one_row=args.one_row) if args.packing else pad
-    rows, held_out = (in_rows(part, tokenizer, args.block_size) for part in (text.train, text.validation))
-    return text, tokenizer, rows, held_out
-
-
-def check_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: Arguments) -> None:
+def check_model(model: PreTrainedModel, rows: TokenRows, args: Arguments) -> None:
     """Refuse rows and tokens that the model cannot take."""
-    check_vocabulary(tokenizer, model.config.vocab_size)
+    check_vocabulary(rows.tokenizer, model.config.vocab_size)
     check_positions(args.block_size, getattr(model.config, "max_position_embeddings", None))
     check_causal(model, args.name)
     if args.packing and not keeps_documents_apart(model, one_row=args.one_row):

@@ -18,17 +18,15 @@ On one GPU or several, fine-tuning a model of the Hub (or of a folder) on GLUE o
 Expect an accuracy of 0.74 to 0.80 of the first line (the largest class has 0.17), and one loss curve for every plan.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 
-from memsave_recipes.data.labelled_text import load_labelled_text
+from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.tokenizers import check_inputs, check_length, check_vocabulary, load_text_tokenizer, tokenize
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier
@@ -38,10 +36,7 @@ from memsave_recipes.recipe import (
     RecipeArguments,
     Run,
     Task,
-    classification_metrics,
-    clip_gradients,
-    gather_counted,
-    main_process_first,
+    evaluate_classifier,
     parse_arguments,
     require,
     run_recipe,
@@ -51,61 +46,44 @@ DEFAULT_CLASSES = 2  # where a plan is made before the texts are there
 
 
 @dataclass(kw_only=True)
-class DataArguments:
-    """Which labelled texts, and how much of each."""
+class DataArguments(LabelledTextArguments):
+    """Which labelled texts, in which tokens, and how much of each."""
 
-    dataset: str | None = field(default=None, metadata={"help": "docstrings (the default, built in) or a Hub id"})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "part of a Hub data set, such as sst2"})
-    train_file: str | None = field(default=None, metadata={"help": "texts and labels in a .csv, .jsonl or .parquet"})
-    validation_file: str | None = field(default=None, metadata={"help": "goes with --train_file"})
-    text_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
-    text_pair_column: str | None = field(default=None, metadata={"help": "the second text, where pairs are classified"})
-    label_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
     tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
     vocab_size: int = field(default=8192, metadata={"help": "of the tokenizer that is trained where none is given"})
     max_length: int = field(default=128, metadata={"help": "tokens after which a text or pair is cut off"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self.vocab_size >= 258, "--vocab_size", self.vocab_size, "at least 258 (256 bytes, padding, boundary)")
         require(self.max_length >= 8, "--max_length", self.max_length, "at least 8")
-        self.dataset = self.dataset or (None if self.train_file or self.validation_file else "docstrings")
 
 
 @dataclass(kw_only=True)
 class Arguments(RecipeArguments, LoraArguments, TransformerArguments, DataArguments):
-    """Every flag of this recipe."""
+    """The flags of text classification."""
 
     learning_rate: float = field(default=5e-5, metadata={"help": "take about 1e-3 from scratch, 3e-4 with --lora"})
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Train as the flags say; returns the content of ``results.json``."""
+    """Train a text classifier as the flags say; returns the content of ``results.json``."""
     (args,) = parse_arguments(Arguments, args=argv)
     with Run.open(args, recipe="text_classification") as run:
         return train(run.args, run)
 
 
 def train(args: Arguments, run: Run) -> dict[str, Any]:
-    """The training itself, in a folder that is its own."""
-    accelerator = run.accelerator
-
+    """Train the classifier in the run's folder."""
     # Data: each batch is one optimizer step, the same texts in the same order on any number of ranks
-    with main_process_first(accelerator):
-        texts = load_labelled_text(
-            dataset=args.dataset,
-            dataset_config_name=args.dataset_config_name,
-            train_file=args.train_file,
-            validation_file=args.validation_file,
-            text_column=args.text_column,
-            text_pair_column=args.text_pair_column,
-            label_column=args.label_column,
-        )
+    with run.main_process_first():
+        texts = load_labelled_text(args)
         source, code = args.tokenizer_name or args.model_name_or_path, {"trust_remote_code": args.trust_remote_code}
         tokenizer = load_text_tokenizer(source, texts, vocab_size=args.vocab_size, **code)
         tokens = tokenize(texts, tokenizer, max_length=args.max_length)
     run.train_on(tokens.train, collate_fn=tokens.train.collate)
 
-    # Model and optimizer
+    # Model, adapters and optimizer
     names = [f"{kind}_token_id" for kind in ("pad", "bos", "eos", "cls", "sep")]
     special = {name: getattr(tokenizer, name) for name in names}
     task = describe(args, texts.label_names, vocab_size=len(tokenizer), **special)
@@ -121,13 +99,13 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     work = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok"
     run.begin(saved=saved, data=tokens.fingerprint, work=work, notices=(texts.notice, tokens.notice))
 
-    validate = partial(evaluate_model, model, accelerator)
+    validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of_texts, with_f1=True)
     run.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
     for batch in run.steps():
         with run.measured(batch):
             for micro_batch in batch.forwards(model):
                 batch.backward(task.loss_of(model, micro_batch))
-            grad_norm = clip_gradients(args, accelerator, model)
+            grad_norm = run.clip_gradients()
             if run.should_step(batch, grad_norm):
                 optimizer.step()
             scheduler.step()
@@ -173,35 +151,15 @@ def describe(
     )
 
 
+def logits_of_texts(model: nn.Module, batch: Batch) -> Tensor:
+    """The (B, num_classes) logits in at least float32."""
+    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def summed_loss(trained: nn.Module, micro_batch: Batch) -> Tensor:
     """The cross-entropy of a micro-batch, summed over its texts."""
-    logits, labels = logits_and_labels(trained, micro_batch)
-    return F.cross_entropy(logits, labels, reduction="sum")
-
-
-def logits_and_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(B, num_classes) in at least float32, and (B,)."""
-    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-    return logits if logits.dtype == torch.float64 else logits.float(), batch["labels"]
-
-
-@torch.no_grad()
-def evaluate_model(model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch]) -> dict[str, float]:
-    """Accuracy, F1 and mean loss over ``batches``. F1 is that of the second of two classes, else their mean."""
-    predictions: list[int] = []
-    references: list[int] = []
-    loss_sum = torch.tensor(0.0, device=accelerator.device)
-    model.eval()
-    for batch in batches:
-        logits, labels = logits_and_labels(model, batch)
-        loss_sum = loss_sum + F.cross_entropy(logits, labels, reduction="sum")
-        predicted, expected = gather_counted(accelerator, logits.argmax(dim=-1), labels)
-        predictions += predicted.tolist()
-        references += expected.tolist()
-    model.train()
-    average = "binary" if logits.shape[-1] == 2 else "macro"
-    figures = classification_metrics(predictions, references, average=average)
-    return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
+    return F.cross_entropy(logits_of_texts(trained, micro_batch), micro_batch["labels"], reduction="sum")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes import hub
 from memsave_recipes.data.images import read_images
-from memsave_recipes.data.labelled_text import load_labelled_text
-from memsave_recipes.data.text import load_documents
+from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
+from memsave_recipes.data.text import TextArguments, load_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError
 from memsave_recipes.metrics import METRICS
@@ -39,9 +39,9 @@ def build(name: str) -> torch.nn.Module:
 
 LOAD = {
     "images": lambda name: read_images(name, None),
-    "text": lambda name: load_documents(dataset=name),
-    "streamed text": lambda name: load_documents(dataset=name, stream_bytes=100),
-    "labelled text": lambda name: load_labelled_text(dataset=name),
+    "text": lambda name: load_documents(TextArguments(dataset=name)),
+    "streamed text": lambda name: load_documents(TextArguments(dataset=name), stream_bytes=100),
+    "labelled text": lambda name: load_labelled_text(LabelledTextArguments(dataset=name)),
     "tokenizer": lambda name: load_tokenizer(name, []),
     "model": build,
 }
@@ -75,9 +75,9 @@ def test_what_is_cached_is_used(serve, tmp_path, answer, caplog):
     cache_model(tmp_path / "hub" / "models--some--name")
     cache_texts(tmp_path)
     silent = serve(answer)
-    assert load_documents(dataset=NAME).train["text"][:] == TEXTS
-    assert load_documents(dataset=NAME, stream_bytes=10**6).train["text"][:] == TEXTS
-    assert load_labelled_text(dataset=NAME).label_names == ("no", "yes")
+    assert load_documents(TextArguments(dataset=NAME)).train["text"][:] == TEXTS
+    assert load_documents(TextArguments(dataset=NAME), stream_bytes=10**6).train["text"][:] == TEXTS
+    assert load_labelled_text(LabelledTextArguments(dataset=NAME)).label_names == ("no", "yes")
     assert len(load_tokenizer(NAME, [])) == 257
     assert build(NAME).config.n_embd == TINY["n_embd"]
     assert image_processor_config(NAME) == {"image_mean": [0.1, 0.2, 0.3]}
@@ -115,8 +115,8 @@ def test_what_is_at_hand_asks_nobody(serve, tmp_path):
     load_tokenizer(folder, [])
     build(folder)
     image_processor_config(folder)
-    load_documents(train_file=str(path))
-    load_labelled_text(dataset=None, train_file=str(path), validation_file=str(path))
+    load_documents(TextArguments(train_file=str(path)))
+    load_labelled_text(LabelledTextArguments(dataset=None, train_file=str(path), validation_file=str(path)))
     evaluate.load(str(METRICS))
     assert served.requests == []
 

@@ -1,4 +1,20 @@
-"""Apply an activation plan to a model and remove it; gradients are those without checkpointing."""
+"""Apply an activation plan to a model and remove it; gradients are those without checkpointing.
+
+NOTE [ decisions ]
+* An ``nn.Sequential`` is a stack that we run ourselves, so any run of its children can recompute together; a
+  BatchNorm or an in-place ReLU joins the block before it, so every boundary is safe. Dense blocks of a DenseNet open
+  up into layers.
+* Layers of transformers models (``GradientCheckpointingLayer``) are called by the model. Those that return a bare
+  tensor can recompute together, the others one by one. Each runs when the model calls it, so its states may be read
+  and layers left out: ``spans.py``. A model may name its own stacks in a class attribute ``activation_stacks``.
+* A child of an ``nn.Sequential`` that its parent loops over is a layer that the model calls: replacing the
+  ``forward`` of such a Sequential would have no effect. Layers alike in an ``nn.ModuleList`` are found in the same
+  way, each by itself.
+* ``bottleneck`` is DenseNet's ``memory_efficient=True``, as a strategy and not an argument of the model, so that
+  BatchNorm counts once and the plan can be removed.
+* Applying a plan replaces the ``forward`` of module instances, nothing else: no parameter, buffer, hook or state-dict
+  key changes. Without gradients the model runs as if there were no plan.
+"""
 
 from memsave_recipes.activations.apply import PlanHandle, apply_plan, plan_blocks
 from memsave_recipes.activations.blocks import block_names, find_bottlenecks, find_stacks

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.estimation.targets import Target, find_target
 from memsave_recipes.planner.budget import usable_bytes
@@ -25,7 +25,7 @@ from memsave_recipes.planner.search import Candidate, Choice, open_layouts
 from memsave_recipes.planner.task import Launch, Task, read_task
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.text import GIB, to_gib
-from memsave_recipes.training.arguments import AUTO, MAX_GIB, require
+from memsave_recipes.training.arguments import AUTO, MAX_GIB
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.parsing import named_flags, underscored
 

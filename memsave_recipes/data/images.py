@@ -8,19 +8,19 @@ sample is asked for, so that a broken one can be named, and given as uint8. Augm
 import glob
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
 import torch
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from memsave_recipes.data.augmentation import Augmentation
+from memsave_recipes.data.augmentation import AUGMENTATIONS, Augmentation
 from memsave_recipes.data.checksums import LIST, check_against_list, fingerprint_of_images
 from memsave_recipes.data.text import LOADING_ERRORS, Splits, progress_bars
-from memsave_recipes.errors import InputError, is_text, packages_of
+from memsave_recipes.errors import InputError, is_text, packages_of, require
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.hub import loading_by_name, reason
 from memsave_recipes.losses import IGNORED_LABEL
@@ -30,6 +30,26 @@ with packages_of("vision", "images"):
     from PIL import Image, UnidentifiedImageError
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
+
+
+@dataclass(kw_only=True)
+class ImageDataArguments:
+    """Which images, at which size, how augmented."""
+
+    dataset: str | None = field(default=None, metadata={"help": "digits (the default, built in) or a Hub id"})
+    data_dir: str | None = field(
+        default=None, metadata={"help": "folder with train/ and validation/, a folder a class"}
+    )
+    image_size: int = field(default=32, metadata={"help": "images are scaled to this many pixels a side"})
+    augmentation: Literal["digits", "article", "none"] | None = field(
+        default=None, metadata={"help": "of the training images; default: digits for digits, else article"}
+    )
+    skip_broken_images: bool = field(default=False, metadata={"help": "leave out and count unreadable images"})
+
+    def __post_init__(self) -> None:
+        require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
+        self.dataset = self.dataset or (None if self.data_dir else "digits")
+        self.augmentation = self.augmentation or ("digits" if self.dataset == "digits" else "article")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,32 +117,23 @@ class ImageSplits:
         return f"note: {'; '.join(listed + broken)}" if listed or broken else None
 
 
-def load_images(
-    *,
-    dataset: str | None,
-    data_dir: str | None,
-    image_size: int,
-    augmentation: Augmentation | None,
-    seed: int,
-    skip_broken_images: bool = False,
-) -> ImageSplits:
-    """Load one source of labelled images; only the training images are augmented.
+def load_images(flags: ImageDataArguments, *, seed: int) -> ImageSplits:
+    """Load the labelled images that the flags name; only the training images are augmented.
+
+    A folder has ``train/CLASS/*`` and ``validation/CLASS/*`` (or the first there is of valid, val, dev, test). The
+    class of an image is the name of the folder that it lies in. With a ``SHA256SUMS`` of ``sha256sum`` in the folder,
+    every image must match it. Every image is resized to a square, whatever its aspect ratio.
+
+    With ``--skip_broken_images`` every image is decoded now, and those that fail are left out (``datasets`` caches the
+    answer), as are links that lead nowhere.
 
     Args:
-        dataset: ``digits`` (scikit-learn's 1,797 scanned digits, offline), or a name for ``datasets.load_dataset``; its
-            first image column and its first class column are used.
-        data_dir: a folder with ``train/CLASS/*`` and ``validation/CLASS/*`` (or the first there is of valid, val, dev,
-            test). The class of an image is the name of the folder that it lies in. With a ``SHA256SUMS`` of
-            ``sha256sum`` in the folder, every image must match it.
-        image_size: side S that every image is resized to, in pixels, whatever its aspect ratio.
-        augmentation: of the training images.
         seed: of the augmentation; how the digits are split does not depend on it.
-        skip_broken_images: decode every image now and leave out those that fail (``datasets`` caches the answer), and
-            links that lead nowhere.
 
     Raises:
         InputError: as ``read_images``; or an image that differs from the list.
     """
+    dataset, data_dir, skip_broken_images = flags.dataset, flags.data_dir, flags.skip_broken_images
     splits = read_images(dataset, data_dir, skip_broken_images=skip_broken_images)
     listed = check_against_list(splits, data_dir) if data_dir else {}
     num_lost = len(lost_links(data_dir)) if data_dir and skip_broken_images else 0
@@ -136,8 +147,8 @@ def load_images(
             splits, f"{f'--dataset {dataset}' if dataset else f'--data_dir {data_dir}'} without its broken images"
         )
     train, validation = (
-        ImageDataset(rows=splits[name], split=name, image_size=image_size, augmentation=applied, seed=seed)
-        for name, applied in (("train", augmentation), ("validation", None))
+        ImageDataset(rows=splits[name], split=name, image_size=flags.image_size, augmentation=applied, seed=seed)
+        for name, applied in (("train", AUGMENTATIONS[str(flags.augmentation)]), ("validation", None))
     )
     return ImageSplits(
         train=train,

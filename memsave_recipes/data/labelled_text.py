@@ -18,7 +18,7 @@ import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +69,22 @@ COLUMNS = {
 }
 
 
+@dataclass(kw_only=True)
+class LabelledTextArguments:
+    """Which labelled texts."""
+
+    dataset: str | None = field(default=None, metadata={"help": "docstrings (the default, built in) or a Hub id"})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "part of a Hub data set, such as sst2"})
+    train_file: str | None = field(default=None, metadata={"help": "texts and labels in a .csv, .jsonl or .parquet"})
+    validation_file: str | None = field(default=None, metadata={"help": "goes with --train_file"})
+    text_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
+    text_pair_column: str | None = field(default=None, metadata={"help": "the second text, where pairs are classified"})
+    label_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
+
+    def __post_init__(self) -> None:
+        self.dataset = self.dataset or (None if self.train_file or self.validation_file else BUILT_IN)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LabelledText:
     """Two splits with the columns ``text``, of pairs also ``text_pair``, and ``label``, the index of a class."""
@@ -96,30 +112,15 @@ class LabelledText:
                 yield from self.train[column]
 
 
-def load_labelled_text(
-    *,
-    dataset: str | None,
-    dataset_config_name: str | None = None,
-    train_file: str | None = None,
-    validation_file: str | None = None,
-    text_column: str | None = None,
-    text_pair_column: str | None = None,
-    label_column: str | None = None,
-) -> LabelledText:
-    """Load one source of labelled texts.
-
-    Args:
-        dataset: ``docstrings`` (built in, offline), or a Hub id; ``glue`` is short for ``nyu-mll/glue``.
-        dataset_config_name: which part of a Hub data set, such as ``sst2``.
-        train_file, validation_file: CSV, JSON lines or Parquet, both together, instead of ``dataset``.
-        text_column, text_pair_column, label_column: for columns whose names are not found.
+def load_labelled_text(flags: LabelledTextArguments) -> LabelledText:
+    """Load the labelled texts that the flags name: built in, of files, or of the Hub (``glue`` is ``nyu-mll/glue``).
 
     Raises:
-        InputError: no source or two; a file, split, column, row, text or label is missing; fewer than two classes; a
+        InputError: two sources; a file, split, column, row, text or label is missing; fewer than two classes; a
             label outside the classes. Rows are counted from 1.
     """
-    parts = _read_splits(dataset, dataset_config_name, train_file, validation_file)
-    columns = _find_columns(parts["train"], text_column, text_pair_column, label_column)
+    parts = _read_splits(flags.dataset, flags.dataset_config_name, flags.train_file, flags.validation_file)
+    columns = _find_columns(parts["train"], flags.text_column, flags.text_pair_column, flags.label_column)
     parts = {split: _select(part, columns) for split, part in parts.items()}
     names, index_of = _classes(parts["train"])
     with progress_bars(False):

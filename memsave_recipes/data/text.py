@@ -24,7 +24,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,21 @@ Splits = dict[str, datasets.Dataset]
 Generator = Callable[..., Iterator[dict[str, str]]]
 
 
+@dataclass(kw_only=True)
+class TextArguments:
+    """Which text."""
+
+    dataset: str | None = field(default=None, metadata={"help": "python-stdlib (the default, built in) or a Hub id"})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "which part of a Hub data set"})
+    train_file: str | None = field(default=None, metadata={"help": "text in a .txt, .jsonl or .parquet"})
+    validation_file: str | None = field(default=None, metadata={"help": "default: a twentieth of the training text"})
+    text_column: str = field(default="text", metadata={"help": "where the text is in a .jsonl, .parquet or Hub set"})
+    streaming: bool = field(default=False, metadata={"help": "read only as much of a Hub set as --max_steps needs"})
+
+    def __post_init__(self) -> None:
+        self.dataset = self.dataset or (None if self.train_file else STANDARD_LIBRARY)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextSplits:
     """Two data sets with the one column ``text``, a document a row, and a line on the documents held or left out."""
@@ -64,58 +79,41 @@ class TextSplits:
     notice: str | None
 
 
-def load_documents(
-    *,
-    dataset: str | None = None,
-    train_file: str | None = None,
-    validation_file: str | None = None,
-    text_column: str = "text",
-    dataset_config_name: str | None = None,
-    stream_bytes: int | None = None,
-) -> TextSplits:
-    """Load one source of text; NOTE [ documents ] says what a document is and which of them are held out.
+def load_documents(flags: TextArguments, *, stream_bytes: int | None = None) -> TextSplits:
+    """Load the text that the flags name; NOTE [ documents ] says what a document is and which of them are held out.
+
+    Code that comes with a data set of the Hub is never run.
 
     Args:
-        dataset: ``python-stdlib`` (the running Python's own library, without its tests; offline), or a
-            name for ``datasets.load_dataset``. Code that comes with a data set is never run.
-        train_file: a ``.txt`` in UTF-8, a ``.jsonl`` with one object a line, or a ``.parquet``.
-        validation_file: the same for the held-out documents.
-        text_column: where the text is in all but ``.txt``.
-        dataset_config_name: which configuration of the Hub's data set.
         stream_bytes: stream the Hub's data set, and stop after that many bytes of text in UTF-8.
 
     Raises:
-        InputError: no source or two; a source, a column or the text is missing or malformed.
+        InputError: two sources; a source, a column or the text is missing or malformed.
     """
-    _check_combination(dataset, train_file, validation_file, dataset_config_name, stream_bytes)
+    _check_combination(flags, stream_bytes)
+    dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column
     if dataset == STANDARD_LIBRARY:
         with progress_bars(False):
             splits = read_standard_library()
     elif dataset is None:
-        splits = {"train": read_file("--train_file", str(train_file), text_column)}
-        if validation_file is not None:
-            splits["validation"] = read_file("--validation_file", validation_file, text_column)
+        splits = {"train": read_file("--train_file", str(flags.train_file), text_column)}
+        if flags.validation_file is not None:
+            splits["validation"] = read_file("--validation_file", flags.validation_file, text_column)
     elif stream_bytes is None:
-        splits = read_hub(dataset, dataset_config_name, text_column)
+        splits = read_hub(dataset, config_name, text_column)
     else:
-        splits = stream_hub(dataset, dataset_config_name, text_column, stream_bytes)
+        splits = stream_hub(dataset, config_name, text_column, stream_bytes)
     with progress_bars(False):
-        return _train_and_validation(splits, f"--dataset {dataset}" if dataset else f"--train_file {train_file}")
+        return _train_and_validation(splits, f"--dataset {dataset}" if dataset else f"--train_file {flags.train_file}")
 
 
-def _check_combination(
-    dataset: str | None,
-    train_file: str | None,
-    validation_file: str | None,
-    dataset_config_name: str | None,
-    stream_bytes: int | None,
-) -> None:
-    if (dataset is None) == (train_file is None):
+def _check_combination(flags: TextArguments, stream_bytes: int | None) -> None:
+    if (flags.dataset is None) == (flags.train_file is None):
         raise InputError("give the text by exactly one of --dataset python-stdlib, --dataset HUB_ID and --train_file")
-    if validation_file is not None and train_file is None:
+    if flags.validation_file is not None and flags.train_file is None:
         raise InputError("--validation_file goes with --train_file: leave it out")
-    if dataset in (None, STANDARD_LIBRARY):
-        for flag, value in (("--dataset_config_name", dataset_config_name), ("--streaming", stream_bytes)):
+    if flags.dataset in (None, STANDARD_LIBRARY):
+        for flag, value in (("--dataset_config_name", flags.dataset_config_name), ("--streaming", stream_bytes)):
             if value is not None:
                 raise InputError(f"{flag} goes with --dataset HUB_ID: leave it out")
 

@@ -1,4 +1,16 @@
-"""The planner: the fastest micro-batch size and activation checkpointing plan that fit a memory budget."""
+"""The planner: the fastest micro-batch size and activation checkpointing plan that fit a memory budget.
+
+NOTE [ decisions ]
+* A recipe describes its task: ``task`` beside ``main`` gives the model, the loss and a micro-batch before there are
+  data or weights; ``memsave plan`` needs nothing else.
+* Nothing is interpolated: each micro-batch size, halvings of a rank's share, is measured or estimated by itself, and
+  the search ends with the first size in which nothing fits.
+* A choice runs once as a trial step before it is used, a run's and ``make_plan``'s (``trial_step.py``). Memory that
+  is in no tensor of a step (the device's context, workspaces, a reserve of 1 %) is part of the budget and shown by
+  itself.
+* The plan of a run is made after ``prepare``, so that a measured step is that of the training, with its precision.
+* The loss of a language model is compared in estimates only; in a run ``--loss auto`` decides by size.
+"""
 
 from memsave_recipes.planner.budget import Forecast, StaticMemory
 from memsave_recipes.planner.make_plan import make_plan, plan_workload

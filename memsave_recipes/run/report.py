@@ -201,11 +201,9 @@ class RunReport:
         self.clock.load_state_dict(state["clock"])
 
     def results(self) -> dict[str, Any]:
-        """The part of ``results.json`` that every recipe fills alike."""
+        """The part of ``results.json`` that every recipe fills alike; of a training, its figures as well."""
         layout = self.batches.layout
-        perf = self.clock.figures()
-        perf |= self._utilization(perf) | self._model_flops() | {"train_time_s": self.clock.train_time_s}
-        return {
+        results = {
             "global_batch_size": layout.global_batch_size,
             "micro_batch_size": layout.micro_batch_size,
             "accumulation_steps": layout.accumulation_steps,
@@ -214,11 +212,13 @@ class RunReport:
             "mixed_precision": self.accelerator.mixed_precision,
             "steps": self.batches.steps.stop,
             **self._seen(),
-            **self.losses.skipped(),
-            "train_loss": self.train_loss,
-            "memory": self.memory.results(gather_figures(self.accelerator, self.memory.end_run())),
-            "perf": perf,
         }
+        if not self.batches.steps.stop:
+            return results
+        perf = self.clock.figures()
+        perf |= self._utilization(perf) | self._model_flops() | {"train_time_s": self.clock.train_time_s}
+        memory = self.memory.results(gather_figures(self.accelerator, self.memory.end_run()))
+        return results | {**self.losses.skipped(), "train_loss": self.train_loss, "memory": memory, "perf": perf}
 
     def _forward_and_backward(self, micro_batch: Batch, loss_of: Callable[[Batch], Tensor]) -> None:
         with self.accelerator.no_sync(self.model):

@@ -37,7 +37,7 @@ from memsave_recipes.checkpoints.resume import (
 )
 from memsave_recipes.compare.compare import compare
 from memsave_recipes.compare.runs import read_run
-from memsave_recipes.distributed import missing_ranks_end_the_run, on_main_process
+from memsave_recipes.distributed import main_process_first, missing_ranks_end_the_run, on_main_process
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.task import Task
@@ -61,11 +61,12 @@ from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import AUTO, RecipeArguments
 from memsave_recipes.training.batch_layout import SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches, evaluation_batches
+from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import deterministic_kernels, let_segments_grow, matmul_precision
+from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch import batchnorm_notice, start_accelerator
 from memsave_recipes.training.non_finite import NonFiniteGuard, NotFinite
-from memsave_recipes.training.optimizers import check_in_backward, make_optimizer, make_scheduler
+from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import flag_values
 
 
@@ -143,6 +144,10 @@ class Run:
                 finish_trackers(accelerator, {})
                 raise
 
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """What stands inside runs on the main process first, so that the others find what it keeps in caches."""
+        return main_process_first(self.accelerator)
+
     def train_on(self, dataset: Any, **options: Any) -> None:
         """Take the samples to train on, in global batches: one for each optimizer step.
 
@@ -158,7 +163,7 @@ class Run:
             dataset,
             order=order,
             layout=args.layout(self.accelerator.num_processes),
-            num_steps=args.max_steps or ceil(args.num_epochs * order.steps_per_epoch),
+            num_steps=0 if args.eval_only else args.max_steps or ceil(args.num_epochs * order.steps_per_epoch),
             seed=args.seed,
             num_workers=self.num_workers,
             **options,
@@ -227,7 +232,6 @@ class Run:
             resumed=resumed,
         )
         self._count_parameters()
-        self._count_parameters()
         layout, order = self._batches.layout, self._batches.order
         lines = (layout.describe(), self.planned.plan.describe(), *notices, order.notice)
         self.accelerator.print(*filter(None, (*lines, batchnorm_notice(self._bare, layout))), sep="\n")
@@ -238,6 +242,8 @@ class Run:
 
     def steps(self) -> Iterator[GlobalBatch]:
         """The global batches that are left, with a progress bar on a terminal. FLOPs are counted beside the first."""
+        if self.args.eval_only:
+            return
         off_terminal = None if self.accelerator.is_main_process else True  # tqdm: only where stderr is a terminal
         self._progress = tqdm(self._batches, disable=off_terminal, unit="step")
         for batch in self._report.clock.loading(self._progress):
@@ -252,6 +258,10 @@ class Run:
             torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
         """
         return self._report.measured(batch.step)
+
+    def clip_gradients(self) -> Tensor | None:
+        """The norm of the global batch's gradient, now clipped; ``None`` where the backward has used them up."""
+        return clip_gradients(self.args, self.accelerator, self._model)
 
     def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
         """Whether the optimizer may step: ``False`` where loss or gradient is not finite and ``--skip_nonfinite``."""
@@ -281,13 +291,16 @@ class Run:
     ) -> None:
         """Log ``evaluate(batches)`` after ``--eval_steps`` or an epoch, and keep the best weights with ``--save_best``.
 
-        Before the first step it is due where a signal has ended the evaluation of the run that is resumed.
+        Before the first step it is due with ``--eval_only``, and where a signal has ended the evaluation of the run
+        that is resumed.
 
         Args:
             evaluate: figures of this rank's batches, with a ``loss``.
             options: ``num_samples`` and ``collate_fn`` of ``evaluation_batches``.
         """
-        if not self.step or not self._report.evaluation_is_due(self.step, every=self.args.eval_steps):
+        if not (self.step or self.args.eval_only):
+            return
+        if not self._report.evaluation_is_due(self.step, every=self.args.eval_steps):
             return
         with self._report.clock.paused(synchronize=True):
             size = self._batches.layout.micro_batch_size
@@ -314,6 +327,8 @@ class Run:
     ) -> dict[str, Any]:
         """Take the plan off, write ``final/`` and ``results.json``, and return the content of the latter.
 
+        With ``--eval_only`` there is no ``final/``: the model is as it was.
+
         Args:
             trained: the model whose weights are written.
             writers: write other files of ``final/``, such as a tokenizer's, into the folder that they are given.
@@ -324,7 +339,8 @@ class Run:
             InputError: the disk does not take them; ``--resume`` writes them later.
         """
         self._handle.remove()
-        save_final(self.accelerator, self.folder.path, partial(save_model, self.accelerator, trained), *writers)
+        if not self.args.eval_only:
+            save_final(self.accelerator, self.folder.path, partial(save_model, self.accelerator, trained), *writers)
         self.results = {
             "recipe": self.recipe,
             **figures,
@@ -338,7 +354,8 @@ class Run:
         return self.results
 
     def _make_checkpoints(self, train_state: TrainState, data: Fingerprint) -> Checkpoints:
-        on_main_process(self.accelerator, lambda: check_room(self.folder.path, train_state, self.flags))
+        if not self.args.eval_only:
+            on_main_process(self.accelerator, lambda: check_room(self.folder.path, train_state, self.flags))
         return Checkpoints.from_args(
             self.args,
             self.accelerator,
@@ -370,6 +387,8 @@ class Run:
         """Print the summary and close the trackers of a run that is done."""
         if self.results is None:
             return
-        if self.accelerator.is_main_process:
+        if self.args.eval_only:
+            self.accelerator.print(", ".join(f"{name} {value:.4f}" for name, value in self.results["eval"].items()))
+        elif self.accelerator.is_main_process:
             show(compare([read_run(self.folder.path)]))
         finish_trackers(self.accelerator, self.results)

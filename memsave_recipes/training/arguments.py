@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, require
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.training.batch_layout import BatchLayout
 
@@ -87,6 +87,7 @@ class RunArguments:
         default=None,
         metadata={"help": "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU"},
     )
+    eval_only: bool = field(default=False, metadata={"help": "evaluate the model as it is, and train nothing"})
     eval_steps: int | None = field(
         default=None, metadata={"help": "optimizer steps between evaluations; default: an epoch"}
     )
@@ -111,6 +112,8 @@ class RunArguments:
         )
         self.verify = VERIFY_WORDS.get(self.verify.lower(), self.verify)
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
+        if self.eval_only and (self.activation_checkpointing != "none" or self.verify != "off"):
+            raise InputError("--eval_only trains nothing: leave out --activation_checkpointing and --verify")
         self._check_micro_batch_size()
         self._check_budget()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
@@ -257,13 +260,5 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         own = [group for group in type(self).__bases__ if group is not RecipeArguments]
         for group in (*reversed(own), *reversed(RecipeArguments.__bases__)):
             group.__post_init__(self)  # type: ignore[attr-defined]
-
-
-def require(holds: bool, flag: str, value: Any, rule: str) -> None:
-    """Refuse a flag's value.
-
-    Raises:
-        InputError: ``holds`` is false.
-    """
-    if not holds:
-        raise InputError(f"{flag} {value}: must be {rule}")
+        if self.eval_only and self.resume:
+            raise InputError("--eval_only trains nothing, so --resume has nothing to go on with: leave it out")

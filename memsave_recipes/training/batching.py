@@ -18,7 +18,7 @@ NOTE [ the exact global batch ]
 7. *Not equal* are BatchNorm, which normalises by micro-batch, and dropout masks, which depend on the batch layout.
 """
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.losses import IGNORED_LABEL as IGNORED
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
 from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleKey, SampleOrder, seed_for
 
@@ -183,47 +182,6 @@ class GlobalBatch:
         nan_unless_finite = 0 * loss.detach()
         self.accelerator.backward(loss * (self.accelerator.num_processes + nan_unless_finite))
         self.loss = self.loss + loss.detach()
-
-
-def evaluation_batches(
-    accelerator: Accelerator,
-    dataset: Sized,
-    micro_batch_size: int,
-    *,
-    num_samples: int | None = None,
-    collate_fn: Callable[[list[Any]], Batch] = default_collate,
-    num_workers: int = 0,
-) -> Iterator[Batch]:
-    """This rank's part of a data set, or of its first ``num_samples``, each once over all ranks, on the device.
-
-    All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out.
-    """
-    num_processes = accelerator.num_processes
-    layout = BatchLayout(
-        global_batch_size=micro_batch_size * num_processes,
-        micro_batch_size=micro_batch_size,
-        num_processes=num_processes,
-    )
-    num_samples = min(num_samples or len(dataset), len(dataset))
-    order = SampleOrder(num_samples=num_samples, global_batch_size=layout.global_batch_size, seed=None)
-    sampler = MicroBatchSampler(
-        order=order,
-        layout=layout,
-        rank=accelerator.process_index,
-        first_step=0,
-        last_step=order.steps_per_epoch,
-    )
-    for batch in make_loader(accelerator, dataset, sampler, collate_fn, num_workers):
-        yield send_to_device(batch, accelerator.device, non_blocking=True)
-
-
-def gather_counted(accelerator: Accelerator, predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Predictions and labels of all ranks, both (n,), without padding; uneven ranks are welcome."""
-    both = torch.stack([predictions, labels], dim=1)  # (B, 2)
-    padded = accelerator.pad_across_processes(both, dim=0, pad_index=IGNORED)
-    gathered = accelerator.gather(padded)
-    counted = gathered[gathered[:, 1] != IGNORED]
-    return counted[:, 0], counted[:, 1]
 
 
 def make_loader(

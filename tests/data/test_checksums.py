@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from memsave_recipes.data import checksums
-from memsave_recipes.data.images import load_images
+from memsave_recipes.data.images import ImageDataArguments, load_images
 from memsave_recipes.errors import InputError
 
 MAKE_LIST = "find -L train validation -type f -exec sha256sum {} + > SHA256SUMS"  # as in docs/failures.md
@@ -23,7 +23,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def load(folder, **options):
-    return load_images(dataset=None, data_dir=str(folder), image_size=8, augmentation=None, seed=0, **options)
+    return load_images(ImageDataArguments(data_dir=str(folder), image_size=8, augmentation="none", **options), seed=0)
 
 
 def make_list(folder):

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from memsave_recipes.data.labelled_text import load_labelled_text
+from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.errors import InputError
 
 ROWS = [{"text": f"{name} number {i}", "label": name} for i in range(6) for name in ("cat", "dog")]
@@ -24,7 +24,7 @@ def load(tmp_path):
     def run(train, validation=None, suffix=".jsonl", **names):
         files = {"train_file": train, "validation_file": train if validation is None else validation}
         paths = {flag: write(tmp_path / f"{flag}{suffix}", rows) for flag, rows in files.items()}
-        return load_labelled_text(dataset=None, **paths, **names)
+        return load_labelled_text(LabelledTextArguments(dataset=None, **paths, **names))
 
     return run
 
@@ -66,7 +66,7 @@ def test_the_columns_of_glue_are_found(monkeypatch, task):
         return {"train": split, validation: split, "test": split}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    texts = load_labelled_text(dataset="glue", dataset_config_name=task)
+    texts = load_labelled_text(LabelledTextArguments(dataset="glue", dataset_config_name=task))
     assert asked == [("nyu-mll/glue", task)]
     first, *second = (f"{column} 0" for column in GLUE[task])
     assert texts.train[0] == {"text": first, "label": 0} | ({"text_pair": second[0]} if second else {})
@@ -81,7 +81,7 @@ def test_one_column_cannot_be_both_text_and_label(load):
 
 def test_a_part_of_a_hub_data_set_goes_with_its_name():
     with pytest.raises(InputError, match="--dataset_config_name sst2 goes with --dataset HUB_ID"):
-        load_labelled_text(dataset="docstrings", dataset_config_name="sst2")
+        load_labelled_text(LabelledTextArguments(dataset="docstrings", dataset_config_name="sst2"))
 
 
 def test_named_columns_win_over_found_ones(load):
@@ -99,7 +99,7 @@ def test_a_text_may_be_the_word_that_others_read_as_nothing(load):
 def test_labels_of_words_and_of_whole_numbers_need_not_be_of_one_type_in_both_files(tmp_path):
     train = write(tmp_path / "train.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 2}])
     held_out = write(tmp_path / "held_out.jsonl", [{"text": "c", "label": "2"}])
-    texts = load_labelled_text(dataset=None, train_file=train, validation_file=held_out)
+    texts = load_labelled_text(LabelledTextArguments(dataset=None, train_file=train, validation_file=held_out))
     assert texts.validation[:]["label"] == [1]
 
 
@@ -137,7 +137,7 @@ def test_a_jsonl_row_without_the_text_column_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + '\n{"label": "cat"}\n')
     files = {"train_file": str(tmp_path / "a.jsonl"), "validation_file": str(tmp_path / "a.jsonl")}
     with pytest.raises(InputError, match=r"a\.jsonl: row 13 has no text"):
-        load_labelled_text(dataset=None, **files)
+        load_labelled_text(LabelledTextArguments(dataset=None, **files))
 
 
 BROKEN_FILES = {
@@ -160,7 +160,7 @@ def test_a_broken_file_is_named(tmp_path, name):
     good = write(tmp_path / "good.jsonl", ROWS)
     for files in ((str(tmp_path / name), good), (good, str(tmp_path / name))):
         with pytest.raises(InputError) as error:
-            load_labelled_text(dataset=None, train_file=files[0], validation_file=files[1])
+            load_labelled_text(LabelledTextArguments(dataset=None, train_file=files[0], validation_file=files[1]))
         assert words in str(error.value)
         assert name in str(error.value)
         assert "\n" not in str(error.value)
@@ -169,7 +169,6 @@ def test_a_broken_file_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     "source",
     [
-        {"dataset": None},
         {"dataset": None, "train_file": "a.csv"},
         {"dataset": None, "validation_file": "a.csv"},
         {"dataset": "docstrings", "train_file": "a.csv", "validation_file": "b.csv"},
@@ -177,12 +176,12 @@ def test_a_broken_file_is_named(tmp_path, name):
 )
 def test_one_whole_source_is_needed(source):
     with pytest.raises(InputError, match="--train_file and --validation_file"):
-        load_labelled_text(**source)
+        load_labelled_text(LabelledTextArguments(**source))
 
 
 def test_a_hub_set_while_offline():
     with pytest.raises(InputError, match="--dataset nobody/nothing cannot be loaded"):
-        load_labelled_text(dataset="nobody/nothing")
+        load_labelled_text(LabelledTextArguments(dataset="nobody/nothing"))
 
 
 def test_an_unlabelled_split_of_the_hub_is_refused(monkeypatch):
@@ -191,7 +190,7 @@ def test_an_unlabelled_split_of_the_hub_is_refused(monkeypatch):
     test = datasets.Dataset.from_dict({"text": ["c", "d"], "label": [-1, -1]}, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: {"train": train, "test": test})
     with pytest.raises(InputError, match="split test: row 1 has the label -1, which is none of the 2 classes"):
-        load_labelled_text(dataset="some/set")
+        load_labelled_text(LabelledTextArguments(dataset="some/set"))
     monkeypatch.setattr(datasets, "load_dataset", lambda *names: {"train": train})
     with pytest.raises(InputError, match="no validation split"):
-        load_labelled_text(dataset="some/set")
+        load_labelled_text(LabelledTextArguments(dataset="some/set"))

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from memsave_recipes.data import images as images_module
 from memsave_recipes.data.augmentation import AUGMENTATIONS
-from memsave_recipes.data.images import load_images
+from memsave_recipes.data.images import ImageDataArguments, load_images
 from memsave_recipes.errors import InputError
 
 ARTICLE = AUGMENTATIONS["article"]
@@ -38,8 +38,9 @@ def offline_with_an_own_cache(tmp_path, monkeypatch):
 
 
 def load(**changes):
-    options = {"dataset": None, "data_dir": None, "image_size": 16, "augmentation": None, "seed": 0}
-    return load_images(**{**options, **changes})
+    options = {"image_size": 16, "augmentation": "none", **changes}
+    seed = options.pop("seed", 0)
+    return load_images(ImageDataArguments(**options), seed=seed)
 
 
 def picture(seed=0, size=(20, 14)):
@@ -104,7 +105,7 @@ def test_digits_are_all_there_once_with_their_own_pixels():
 
 
 def test_a_batch_is_what_the_default_collation_makes():
-    splits = load(dataset="digits", augmentation=ARTICLE)
+    splits = load(dataset="digits", augmentation="article")
     batch = next(iter(DataLoader(splits.train, batch_size=4)))
     assert (batch["images"].shape, batch["images"].dtype) == ((4, 3, 16, 16), torch.uint8)
     assert (batch["affine"].shape, batch["affine"].dtype) == ((4, 2, 3), torch.float32)
@@ -113,14 +114,14 @@ def test_a_batch_is_what_the_default_collation_makes():
 
 
 def test_validation_images_are_not_augmented():
-    splits = load(dataset="digits", augmentation=ARTICLE)
+    splits = load(dataset="digits", augmentation="article")
     assert "affine" in splits.train[0]
     assert "affine" not in splits.validation[0]
     assert "affine" not in load(dataset="digits").train[0]
 
 
 def test_a_key_says_epoch_and_whether_the_sample_counts():
-    train = load(dataset="digits", augmentation=ARTICLE, seed=5).train
+    train = load(dataset="digits", augmentation="article", seed=5).train
     sample = train[Key(index=3, epoch=2, counted=True)]
     assert torch.equal(sample["affine"], ARTICLE.draw(seed=5, epoch=2, index=3, image_size=16))
     assert torch.equal(sample["images"], train[3]["images"])
@@ -130,7 +131,7 @@ def test_a_key_says_epoch_and_whether_the_sample_counts():
 
 
 def test_workers_change_nothing(folder):
-    train = load(data_dir=str(folder), augmentation=ARTICLE).train
+    train = load(data_dir=str(folder), augmentation="article").train
     keys = [[Key(index, 1, True) for index in group] for group in ((0, 4), (2, 5), (3,))]
     alone, shared = (
         list(DataLoader(train, batch_sampler=keys, num_workers=workers, multiprocessing_context=context))
@@ -141,7 +142,7 @@ def test_workers_change_nothing(folder):
 
 
 def test_a_dataset_can_be_pickled(folder):
-    train = load(data_dir=str(folder), augmentation=ARTICLE).train
+    train = load(data_dir=str(folder), augmentation="article").train
     copy = pickle.loads(pickle.dumps(train))
     assert torch.equal(copy[5]["images"], train[5]["images"])
     assert torch.equal(copy[5]["affine"], train[5]["affine"])
@@ -296,9 +297,9 @@ def test_whatever_loading_raises_is_one_line(monkeypatch, error):
 # Bad input
 
 
-def test_one_source_is_needed_and_only_one(folder):
-    assert "exactly one of --dataset digits, --dataset HUB_ID and --data_dir DIR" in refusal()
-    assert "exactly one of" in refusal(dataset="digits", data_dir=str(folder))
+def test_one_source_at_most(folder):
+    message = refusal(dataset="digits", data_dir=str(folder))
+    assert "exactly one of --dataset digits, --dataset HUB_ID and --data_dir DIR" in message
 
 
 def test_a_folder_that_is_not_there(tmp_path):

@@ -14,11 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.run.folder import save_model
 from memsave_recipes.run.trackers import finish_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder
-from memsave_recipes.training.batching import IGNORED, Batch, GlobalBatches
+from memsave_recipes.training.batching import Batch, GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
@@ -32,18 +33,18 @@ class Rows(Dataset):
         length = int(torch.randint(6, LONGEST_ROW + 1, (), generator=random))
         tokens = torch.randint(VOCABULARY, (length,), generator=random)
         num_masked = int(0.7 * length * torch.rand((), generator=random)) if key.counted else length
-        labels = torch.where(torch.arange(length) < num_masked, IGNORED, tokens)
+        labels = torch.where(torch.arange(length) < num_masked, IGNORED_LABEL, tokens)
         return {"tokens": tokens, "labels": labels, "id": key.index if key.counted else None}
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     tokens = pad_sequence([row["tokens"] for row in rows], batch_first=True)
-    labels = pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORED)
+    labels = pad_sequence([row["labels"] for row in rows], batch_first=True, padding_value=IGNORED_LABEL)
     return {"tokens": tokens, "labels": labels, "ids": [row["id"] for row in rows if row["id"] is not None]}
 
 
 def count_targets(batch: Batch) -> Tensor:
-    return (batch["labels"][:, 1:] != IGNORED).sum()
+    return (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
 
 
 def main() -> None:

@@ -49,6 +49,19 @@ def test_checkpointing_changes_memory_and_nothing_else(train, tmp_path, model):
     assert planned["memory"]["peak_allocated_gib"] < plain["memory"]["peak_allocated_gib"]
 
 
+def test_eval_only_evaluates_the_model_and_trains_nothing(train, tmp_path, capsys):
+    trained = train("--model", "vgg_small", *SHORT, output="trained")
+    weights = tmp_path / "trained" / "final" / "model.safetensors"
+    evaluated = train("--model", "vgg_small", "--weights", str(weights), *SHORT, "--eval_only", output="evaluated")
+    assert evaluated["eval"] == trained["eval"]
+    assert evaluated["steps"] == 0
+    folder = tmp_path / "evaluated"
+    assert json.loads((folder / "results.json").read_text()) == evaluated
+    assert not (folder / "final").exists()
+    assert not (folder / "checkpoints").exists()
+    assert f"accuracy {evaluated['eval']['accuracy']:.4f}, loss" in capsys.readouterr().out
+
+
 def test_what_a_run_leaves_behind(train, tmp_path):
     results = train("--model", "vgg_small", *SHORT, "--activation_checkpointing", "segments:4")
     folder = tmp_path / "run"
@@ -69,16 +82,16 @@ def test_what_a_run_leaves_behind(train, tmp_path):
 
 def test_channels_last_and_the_precision_of_products_are_those_of_training(recipe, train, tmp_path, monkeypatch):
     """Also of a run that goes on, whose optimizer's state lies as the weights do."""
-    seen, clip = [], recipe.clip_gradients
+    seen, clip = [], recipe.Run.clip_gradients
 
-    def watched(optim, accelerator, model):
-        for parameter in model.parameters():
+    def watched(run):
+        for parameter in run._model.parameters():
             if parameter.ndim == 4:
                 layout = parameter.is_contiguous(memory_format=torch.channels_last)
                 seen.append((layout, torch.get_float32_matmul_precision()))
-        return clip(optim, accelerator, model)
+        return clip(run)
 
-    monkeypatch.setattr(recipe, "clip_gradients", watched)
+    monkeypatch.setattr(recipe.Run, "clip_gradients", watched)
     flags = ["--model", "vgg_small", *SHORT, "--channels_last", "--matmul_precision", "high"]
     flags += ["--lr_scheduler_type", "constant", "--save_every", "2"]
     straight = train(*flags, output="straight")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Co
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from memsave_recipes.data.text import load_documents
+from memsave_recipes.data.text import TextArguments, load_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
 
 RECIPE = "language_modeling"
@@ -90,7 +90,9 @@ def test_figures_of_the_evaluation(train, tmp_path, small, packing):
 
 
 def test_a_pretrained_folder_fine_tunes_and_what_is_saved_generates(train, tmp_path, text_file):
-    tokenizer = load_tokenizer(None, load_documents(train_file=str(text_file)).train["text"], vocab_size=300)
+    tokenizer = load_tokenizer(
+        None, load_documents(TextArguments(train_file=str(text_file))).train["text"], vocab_size=300
+    )
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(tokenizer), n_layer=2, n_head=2, n_embd=32, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "pretrained")
@@ -176,7 +178,9 @@ def test_data_that_cannot_be_read(refuse, tmp_path):
 
 
 def test_code_that_comes_with_a_model_is_not_run(refuse, tmp_path, text_file):
-    tokenizer = load_tokenizer(None, load_documents(train_file=str(text_file)).train["text"], vocab_size=300)
+    tokenizer = load_tokenizer(
+        None, load_documents(TextArguments(train_file=str(text_file))).train["text"], vocab_size=300
+    )
     tokenizer.save_pretrained(tmp_path / "model")
     config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
@@ -186,7 +190,9 @@ def test_code_that_comes_with_a_model_is_not_run(refuse, tmp_path, text_file):
 
 
 def test_a_tokenizer_that_is_larger_than_the_vocabulary(refuse, tmp_path, text_file):
-    tokenizer = load_tokenizer(None, load_documents(train_file=str(text_file)).train["text"], vocab_size=300)
+    tokenizer = load_tokenizer(
+        None, load_documents(TextArguments(train_file=str(text_file))).train["text"], vocab_size=300
+    )
     GPT2LMHeadModel(GPT2Config(vocab_size=280, n_layer=1, n_head=2, n_embd=8)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     line = refuse(*SHORT, "--train_file", str(text_file), "--model_name_or_path", str(tmp_path / "model"))

@@ -62,14 +62,14 @@ def test_a_step_that_is_not_finite_stops_the_run(recipe, spoil, loaded, tmp_path
 
 def test_a_gradient_that_is_not_finite_stops_the_run(recipe, monkeypatch, tmp_path, capsys):
     """The loss is fine: only the norm shows it."""
-    clip, calls = recipe.clip_gradients, count()
+    clip, calls = recipe.Run.clip_gradients, count()
 
-    def infinite(optim, accelerator, model):
+    def infinite(run):
         if next(calls) == 2:
-            next(model.parameters()).grad[0] = float("inf")
-        return clip(optim, accelerator, model)
+            next(run._model.parameters()).grad[0] = float("inf")
+        return clip(run)
 
-    monkeypatch.setattr(recipe, "clip_gradients", infinite)
+    monkeypatch.setattr(recipe.Run, "clip_gradients", infinite)
     assert end_of(recipe, tmp_path / "run") == NOT_FINITE
     assert "error: step 3 is not finite (loss 2.3" in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from memsave_recipes.data.labelled_text import load_labelled_text
+from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.tokenizers import load_text_tokenizer
 from memsave_recipes.run.failures import run_recipe
 
@@ -107,7 +107,9 @@ def files(tmp_path):
 @pytest.fixture
 def tokenizer(files):
     return load_text_tokenizer(
-        None, load_labelled_text(dataset=None, train_file=files[1], validation_file=files[3]), vocab_size=300
+        None,
+        load_labelled_text(LabelledTextArguments(dataset=None, train_file=files[1], validation_file=files[3])),
+        vocab_size=300,
     )
 
 

@@ -38,6 +38,8 @@ def parse(*args):
         ["--lr_scheduler_type", "lin"],
         ["--gradient_checkpointing", "--activation_checkpointing", "segments:2"],
         ["--verify", "waarn"],
+        ["--eval_only", "--verify"],
+        ["--eval_only", "--activation_checkpointing", "full"],
         ["--save_every", "0"],
         ["--save_every_minutes", "-1"],
         ["--save_every_minutes", "inf"],

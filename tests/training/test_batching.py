@@ -23,16 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder
 from memsave_recipes.training.batching import (
-    IGNORED,
     Batch,
     GlobalBatch,
     GlobalBatches,
-    evaluation_batches,
-    gather_counted,
 )
+from memsave_recipes.training.evaluation import evaluation_batches, gather_counted
 from memsave_recipes.training.launch import batchnorm_notice
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 
@@ -75,19 +74,19 @@ class Rows(Dataset):
         length = int(torch.randint(6, LONGEST_ROW + 1, (), generator=random))
         tokens = torch.randint(VOCABULARY, (length,), generator=random)
         num_masked = int(0.7 * length * torch.rand((), generator=random))
-        labels = torch.where(torch.arange(length) < num_masked, IGNORED, tokens)
+        labels = torch.where(torch.arange(length) < num_masked, IGNORED_LABEL, tokens)
         return _sample(key, tokens, labels, self.unlabelled)
 
 
 def _sample(key: SampleKey, inputs: Tensor, labels: Tensor, unlabelled: frozenset[int]) -> dict[str, Any]:
     if not key.counted or key.index in unlabelled:
-        labels = torch.full_like(labels, IGNORED)
+        labels = torch.full_like(labels, IGNORED_LABEL)
     return {"inputs": inputs, "labels": labels, "index": key.index, "counted": key.counted}
 
 
 def _collate_rows(samples: list[dict[str, Any]]) -> Batch:
     """Pads to the longest row of the micro-batch, so that the shapes depend on the batch layout."""
-    padding = {"inputs": 0, "labels": IGNORED}
+    padding = {"inputs": 0, "labels": IGNORED_LABEL}
     padded = {
         name: pad_sequence([sample.pop(name) for sample in samples], batch_first=True, padding_value=value)
         for name, value in padding.items()
@@ -117,11 +116,11 @@ def _language_model_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _count_labels(batch: Batch) -> Tensor:
-    return (batch["labels"] != IGNORED).sum()
+    return (batch["labels"] != IGNORED_LABEL).sum()
 
 
 def _count_shifted_labels(batch: Batch) -> Tensor:
-    return (batch["labels"][:, 1:] != IGNORED).sum()
+    return (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
 
 
 @dataclass(frozen=True)

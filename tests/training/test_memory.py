@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling import flops
@@ -18,7 +19,7 @@ from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.text import GIB
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.batching import IGNORED, GlobalBatches
+from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.non_finite import gather_figures
 
 NUM_SAMPLES, WIDTH, HIDDEN, MIB = 10, 4, 8, 2**20
@@ -27,7 +28,7 @@ PER_SAMPLE = 2 * WIDTH * HIDDEN * (3 + 2)  # FLOPs of two layers; the first need
 
 class Points(torch.utils.data.Dataset):
     def __getitem__(self, key):
-        label = key.index % WIDTH if key.counted else IGNORED
+        label = key.index % WIDTH if key.counted else IGNORED_LABEL
         return {"inputs": torch.full((WIDTH,), float(key.index)), "labels": torch.tensor(label)}
 
 
@@ -71,7 +72,7 @@ def train(accelerator, *, hungry_rank=None, **options):
         logits = model(micro_batch["inputs"])
         if accelerator.process_index == hungry_rank:
             logits = logits + torch.zeros(64 * MIB, dtype=torch.uint8)[0]
-        return nn.functional.cross_entropy(logits, micro_batch["labels"], ignore_index=IGNORED, reduction="sum")
+        return nn.functional.cross_entropy(logits, micro_batch["labels"], ignore_index=IGNORED_LABEL, reduction="sum")
 
     def train_step(batch):
         for micro_batch in batch.forwards(model):

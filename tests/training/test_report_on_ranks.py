@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.batching import IGNORED, GlobalBatches
+from memsave_recipes.training.batching import GlobalBatches
 
 NUM_SAMPLES, GLOBAL_BATCH_SIZE, WIDTH, MIB = 10, 6, 4, 2**20
 NUM_STEPS = 6  # three epochs of a step of 6 samples and a step of 4
@@ -21,7 +22,7 @@ class Rows(torch.utils.data.Dataset):
 
     def __getitem__(self, key):
         labels = torch.arange(WIDTH)
-        labels[1 + key.index % WIDTH if key.counted else 0 :] = IGNORED
+        labels[1 + key.index % WIDTH if key.counted else 0 :] = IGNORED_LABEL
         return {"inputs": torch.ones(WIDTH), "labels": labels}
 
 
@@ -51,7 +52,7 @@ def train(hungry_rank, accelerator):
         layout=BatchLayout.of(GLOBAL_BATCH_SIZE, 2, accelerator.num_processes),
         num_steps=NUM_STEPS,
         seed=0,
-        count_valid=lambda batch: (batch["labels"] != IGNORED).sum(),
+        count_valid=lambda batch: (batch["labels"] != IGNORED_LABEL).sum(),
     )
     model = nn.Linear(WIDTH, WIDTH)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -62,7 +63,7 @@ def train(hungry_rank, accelerator):
             outputs = model(micro_batch["inputs"])
             if accelerator.process_index == hungry_rank:
                 outputs = outputs + torch.zeros(64 * MIB, dtype=torch.uint8)[0]
-            batch.backward(outputs[micro_batch["labels"] != IGNORED].sum())
+            batch.backward(outputs[micro_batch["labels"] != IGNORED_LABEL].sum())
         optimizer.step()
         optimizer.zero_grad()
 

@@ -1,0 +1,95 @@
+"""Evaluation on any number of ranks: every sample once, and the figures of all of them together."""
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.utils.data.dataloader import default_collate
+from tqdm import tqdm
+
+from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.metrics import classification_metrics
+from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder
+from memsave_recipes.training.batching import Batch, make_loader
+
+BAR_AFTER_S = 5
+
+
+def evaluation_batches(
+    accelerator: Accelerator,
+    dataset: Sized,
+    micro_batch_size: int,
+    *,
+    num_samples: int | None = None,
+    collate_fn: Callable[[list[Any]], Batch] = default_collate,
+    num_workers: int = 0,
+) -> Iterator[Batch]:
+    """This rank's part of a data set, or of its first ``num_samples``, each once over all ranks, on the device.
+
+    All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out.
+    """
+    num_processes = accelerator.num_processes
+    layout = BatchLayout(
+        global_batch_size=micro_batch_size * num_processes,
+        micro_batch_size=micro_batch_size,
+        num_processes=num_processes,
+    )
+    num_samples = min(num_samples or len(dataset), len(dataset))
+    order = SampleOrder(num_samples=num_samples, global_batch_size=layout.global_batch_size, seed=None)
+    sampler = MicroBatchSampler(
+        order=order,
+        layout=layout,
+        rank=accelerator.process_index,
+        first_step=0,
+        last_step=order.steps_per_epoch,
+    )
+    loader = make_loader(accelerator, dataset, sampler, collate_fn, num_workers)
+    off_terminal = None if accelerator.is_main_process else True  # tqdm: only where stderr is a terminal
+    for batch in tqdm(loader, desc="evaluating", delay=BAR_AFTER_S, leave=False, disable=off_terminal):
+        yield send_to_device(batch, accelerator.device, non_blocking=True)
+
+
+def gather_counted(accelerator: Accelerator, predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Predictions and labels of all ranks, both (n,), without padding; uneven ranks are welcome."""
+    both = torch.stack([predictions, labels], dim=1)  # (B, 2)
+    padded = accelerator.pad_across_processes(both, dim=0, pad_index=IGNORED_LABEL)
+    gathered = accelerator.gather(padded)
+    counted = gathered[gathered[:, 1] != IGNORED_LABEL]
+    return counted[:, 0], counted[:, 1]
+
+
+@torch.no_grad()
+def evaluate_classifier(
+    model: nn.Module,
+    accelerator: Accelerator,
+    batches: Iterable[Batch],
+    *,
+    logits_of: Callable[[nn.Module, Batch], Tensor],
+    with_f1: bool = False,
+) -> dict[str, float]:
+    """``accuracy`` and mean ``loss`` over every sample of ``batches``, each once, however many ranks share them.
+
+    Args:
+        logits_of: a batch's logits (B, num_classes), in float32 or float64; its ``labels`` are (B,).
+        with_f1: F1 as well: that of the second of two classes, else the mean over the classes.
+    """
+    predictions: list[int] = []
+    references: list[int] = []
+    loss_sum = torch.tensor(0.0, device=accelerator.device)
+    num_classes = 0
+    model.eval()
+    for batch in batches:
+        logits, labels = logits_of(model, batch), batch["labels"]
+        num_classes = logits.shape[-1]
+        loss_sum = loss_sum + F.cross_entropy(logits, labels, reduction="sum")
+        predicted, expected = gather_counted(accelerator, logits.argmax(dim=-1), labels)
+        predictions += predicted.tolist()
+        references += expected.tolist()
+    model.train()
+    average = ("binary" if num_classes == 2 else "macro") if with_f1 else None
+    figures = classification_metrics(predictions, references, average=average)
+    return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
