@@ -19,7 +19,12 @@ from typing import Any
 
 from memsave_recipes.text import printable
 
-FLAGS = {"strategy": "--activation_checkpointing", "budget_gib": "--memory_budget_gib", "target": "--target"}
+FLAGS = {
+    "strategy": "--activation_checkpointing",
+    "budget_gib": "--memory_budget_gib",
+    "target": "--target",
+    "target_memory_gib": "--target_memory",
+}
 """The arguments that begin the message of a library function, and the flags of recipes and commands for them."""
 ARGUMENT = re.compile(rf"\A({'|'.join(FLAGS)})(?=[ :])")
 

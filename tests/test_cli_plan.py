@@ -160,6 +160,8 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
             "0.2 is too small for any plan",
         ),
         ([*SMALL, "--target", "abacus"], "--target abacus: no figures of such a device"),
+        ([*SMALL, "--target_memory", "much"], "much: write a size such as 12GiB"),
+        ([*SMALL, "--target_memory", "0GiB"], "--target_memory 0.0: must be above 0"),
         ([*SMALL, "--target", "a100", "--num_processes", "0"], "--num_processes 0: must be"),
         ([*SMALL, "--target", "a100", "--memory_budget_gib", "-1"], "--memory_budget_gib -1.0: must be"),
         ([*SMALL, "--target", "cpu", "--mixed_precision", "fp16"], "fp16 does not work on the CPU"),

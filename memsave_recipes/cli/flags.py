@@ -1,14 +1,17 @@
 """Flags that commands share, the writing of files that flags name, and where the recipes are."""
 
 import argparse
+import re
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.text import GIB, MIB
 
 STDOUT = "-"
+UNITS = {"": GIB, "gib": GIB, "gb": 10**9, "mib": MIB}
 
 
 def recipes_folder() -> Path:
@@ -44,7 +47,13 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         help="memory of a device, in GiB; default: 95 %% of a GPU's, all of a CPU's",
     )
     parser.add_argument(
-        "--target", metavar="DEVICE", help="device to plan for: cpu, cuda, h100, ...; default: this machine's"
+        "--target", metavar="DEVICE", help="device to plan for: cpu, cuda, h100, rtx3060, ...; default: this machine's"
+    )
+    parser.add_argument(
+        "--target_memory",
+        type=memory_gib,
+        metavar="GIB",
+        help="memory of that device, such as 12GiB; without --target: of any GPU, at the rates of an A100",
     )
     parser.add_argument("--num_processes", type=int, default=1, metavar="N", help="number of devices; default: 1")
     parser.add_argument(
@@ -54,6 +63,18 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         help="precision of autocast; default: no",
     )
     parser.set_defaults(flags=[])
+
+
+def memory_gib(word: str) -> float:
+    """GiB of ``12``, ``12GiB``, ``12GB`` (10^9 bytes each) or ``512MiB``.
+
+    Raises:
+        ArgumentTypeError: none of these.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GiB|GB|MiB|)", word, re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{word}: write a size such as 12GiB")
+    return float(found[1]) * UNITS[found[2].lower()] / GIB
 
 
 def write_text(flag: str, path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.estimate import fake_model
-from memsave_recipes.estimation.targets import Target, find_target
+from memsave_recipes.estimation.targets import Target, target_of
 from memsave_recipes.planner.budget import usable_bytes
 from memsave_recipes.planner.frontier import FrontierPoint, run_points
 from memsave_recipes.planner.savings import budget_too_small
@@ -34,7 +34,10 @@ DATA_SHEET_SECONDS = (
     "seconds are lower bounds by the data sheet, without the optimizer's update: they rank plans, they predict no clock"
 )
 CPU_SECONDS = "seconds are estimates by the rates measured here, without the optimizer's update: they rank plans"
-FRAGMENTATION_NOTE = "not in any figure: fragmentation of the allocator; the default budget leaves 5 % for it"
+FRAGMENTATION_NOTE = (
+    "not in any figure: fragmentation of the allocator, workspaces of cuDNN's convolutions; the default budget leaves "
+    "5 % for both"
+)
 CONFIGS = "accelerate_configs"
 FORMAT_VERSION = 1
 
@@ -101,7 +104,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     """
     flags = underscored(arguments.flags)
     named = named_flags(flags)
-    target = find_target(arguments.target or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target = target_of(arguments.target, arguments.target_memory)
     _check(arguments, target)
     usable_gib = to_gib(usable_bytes(target.memory_bytes, target.device_type))
     gib = arguments.memory_budget_gib

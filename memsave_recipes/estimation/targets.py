@@ -8,15 +8,18 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from time import perf_counter
 
 import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import Rates
+from memsave_recipes.profiling.cards import CARDS, PCIE_3, PCIE_4, PCIE_5, Card
 from memsave_recipes.profiling.flops import PEAK_TFLOPS, peak_flops
 from memsave_recipes.text import GIB, MIB
 
+MAX_MEMORY_GIB = 100_000
 GENERIC = "a100-80gb"
 """The target ``cuda`` where there is no CUDA device."""
 
@@ -101,14 +104,19 @@ class _Sheet:
     memory_gib: float
 
 
-PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0  # GB/s of 16 lanes one way: 8, 16, 32 GT/s, 128 of 130 bits
-
 # Rates as the vendors state them, to be checked against the data sheets that ``profiling/flops.py`` names. Sizes are
 # those that torch finds: the total capacity in public reports of its out-of-memory errors, rounded down.
-SHEETS: dict[str, _Sheet] = {
+SHEETS: dict[str, _Sheet | Card] = {
+    "p100": _Sheet("Tesla P100-PCIE-16GB", 732, PCIE_3, 15.8),
+    "p100-sxm2": _Sheet("Tesla P100-SXM2-16GB", 732, PCIE_3, 15.8),
     "v100": _Sheet("Tesla V100-SXM2-32GB", 900, PCIE_3, 31.7),
+    "v100-16gb": _Sheet("Tesla V100-SXM2-16GB", 900, PCIE_3, 15.7),
     "t4": _Sheet("Tesla T4", 320, PCIE_3, 14.5),
+    "a2": _Sheet("NVIDIA A2", 200, PCIE_4 / 2, 14.5),
+    "a10g": _Sheet("NVIDIA A10G", 600, PCIE_4, 22),
     "a10": _Sheet("NVIDIA A10", 600, PCIE_4, 22),
+    "a16": _Sheet("NVIDIA A16", 200, PCIE_4 / 2, 14.5),
+    "a30": _Sheet("NVIDIA A30", 933, PCIE_4, 23.5),
     "a40": _Sheet("NVIDIA A40", 696, PCIE_4, 44.3),
     "a100-40gb": _Sheet("NVIDIA A100-SXM4-40GB", 1555, PCIE_4, 39.3),
     "a100-80gb": _Sheet("NVIDIA A100-SXM4-80GB", 2039, PCIE_4, 79.1),
@@ -116,6 +124,7 @@ SHEETS: dict[str, _Sheet] = {
     "rtx4090": _Sheet("NVIDIA GeForce RTX 4090", 1008, PCIE_4, 23.5),
     "rtx5090": _Sheet("NVIDIA GeForce RTX 5090", 1792, PCIE_5, 31.3),
     "l4": _Sheet("NVIDIA L4", 300, PCIE_4, 22),
+    "l40": _Sheet("NVIDIA L40", 864, PCIE_4, 44.3),
     "l40s": _Sheet("NVIDIA L40S", 864, PCIE_4, 44.3),
     "h100": _Sheet("NVIDIA H100 80GB HBM3", 3350, PCIE_5, 79.1),
     "h100-pcie": _Sheet("NVIDIA H100 PCIe", 2000, PCIE_5, 79.1),
@@ -123,9 +132,14 @@ SHEETS: dict[str, _Sheet] = {
     "h200": _Sheet("NVIDIA H200", 4800, PCIE_5, 139.8),
     "h200-nvl": _Sheet("NVIDIA H200 NVL", 4800, PCIE_5, 139.8),
     "b200": _Sheet("NVIDIA B200", 8000, PCIE_5, 178.3),
+    "mi210": _Sheet("AMD Instinct MI210", 1638, PCIE_4, 63.9),
+    "mi250x": _Sheet("AMD Instinct MI250X", 1638, PCIE_4, 63.9),  # one of its two dies, as torch sees it
+    "mi300x": _Sheet("AMD Instinct MI300X", 5300, PCIE_5, 191.9),
+    "mi325x": _Sheet("AMD Instinct MI325X", 6000, PCIE_5, 255.9),
+    "rx7900xtx": _Sheet("AMD Radeon RX 7900 XTX", 960, PCIE_4, 23.9),
 }
-BEFORE_AMPERE = ("v100", "t4")
-ALIASES = {"a100": "a100-80gb", "4090": "rtx4090", "3090": "rtx3090", "5090": "rtx5090"}
+SHEETS |= CARDS
+ALIASES = {"a100": "a100-80gb", "a100-40g": "a100-40gb", "v100-32gb": "v100"}
 
 
 def find_target(word: str) -> Target:
@@ -138,15 +152,47 @@ def find_target(word: str) -> Target:
     Raises:
         InputError: no such word, or a CUDA device is here that is in no table; the message names the words.
     """
-    word = word.lower()
-    if word == "cpu":
+    if word.lower() == "cpu":
         return _this_cpu()
-    if word == "cuda":
+    if word.lower() == "cuda":
         return _this_device() if torch.cuda.is_available() else replace(_from_sheet(GENERIC), remark=NO_DEVICE)
-    word = ALIASES.get(word, word)
-    if word not in SHEETS:
-        raise InputError(f"target {word}: no figures of such a device; name one of {', '.join(known_targets())}")
-    return _from_sheet(word)
+    spellings = {_plain(known): known for known in SHEETS} | {_plain(word): known for word, known in ALIASES.items()}
+    plain = _plain(word)
+    known = spellings.get(plain) or spellings.get(f"rtx{plain}")
+    if known is None:
+        close = ", ".join(spellings[name] for name in get_close_matches(plain, spellings, n=3))
+        meant = f" (did you mean {close}?)" if close else ""
+        raise InputError(
+            f"target {word}: no figures of such a device{meant}; give its memory "
+            f"alone (--target_memory 12GiB, or target_memory_gib=12), or name one of {', '.join(known_targets())}"
+        )
+    return _from_sheet(known)
+
+
+def target_of(word: str | None, memory_gib: float | None) -> Target:
+    """The device ``word`` with so much memory, where that is given: a part of a device, or a variant of it.
+
+    Args:
+        word: as ``find_target``. ``None``: where ``memory_gib`` is given any GPU, at the rates of an A100; else this
+            machine's device.
+
+    Raises:
+        InputError: as ``find_target``, or not a size.
+    """
+    if memory_gib is None:
+        return find_target(word or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not 0 < memory_gib < MAX_MEMORY_GIB:
+        raise InputError(f"target_memory_gib {memory_gib}: must be above 0 and below {MAX_MEMORY_GIB:,}")
+    memory_bytes = int(memory_gib * GIB)
+    if word is None:
+        name = f"GPU with {memory_gib:g} GiB"
+        return replace(_from_sheet(GENERIC), name=name, memory_bytes=memory_bytes, remark="at the rates of an A100")
+    return replace(find_target(word), memory_bytes=memory_bytes, remark=f"with {memory_gib:g} GiB of memory")
+
+
+def _plain(word: str) -> str:
+    """Without the maker's name, blanks and hyphens: ``NVIDIA RTX 3060 Ti`` is ``rtx3060ti``."""
+    return re.sub(r"nvidia|geforce|tesla|amd|instinct|radeon|[ _-]", "", word.lower())
 
 
 def known_targets() -> list[str]:
@@ -156,25 +202,28 @@ def known_targets() -> list[str]:
 
 def _from_sheet(word: str) -> Target:
     sheet = SHEETS[word]
+    flops = _flops_per_s(sheet)
     is_hopper = any(family in sheet.name for family in ("H100", "H200", "B200"))
     return Target(
         word=word,
         name=sheet.name,
         device_type="cuda",
-        flops_per_s=_flops_per_s(sheet.name),
+        flops_per_s=flops,
         bytes_per_s=sheet.memory_gb_per_s * 1e9,
         host_bytes_per_s=sheet.host_gb_per_s * 1e9,
         memory_bytes=int(sheet.memory_gib * GIB),
         kernel_s=KERNEL_S,
-        has_flash_attention=word not in BEFORE_AMPERE,
+        has_flash_attention=any(name in flops for name in ("bfloat16", "tf32")),
         allocation_bytes=ALLOCATION_BYTES,
         context_bytes=CONTEXT_BYTES,
         cublas_workspace_bytes=HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES,
     )
 
 
-def _flops_per_s(name: str) -> dict[str, float]:
-    rates = {precision: peak_flops(name, precision) for precision in PRECISIONS}
+def _flops_per_s(sheet: _Sheet | Card) -> dict[str, float]:
+    if isinstance(sheet, Card):
+        return {precision: tflops * 1e12 for precision, tflops in sheet.tflops.items()}
+    rates = {precision: peak_flops(sheet.name, precision) for precision in PRECISIONS}
     return {precision: rate for precision, rate in rates.items() if rate is not None}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
-from memsave_recipes.estimation.targets import Target, find_target
+from memsave_recipes.estimation.targets import Target, find_target, target_of
 from memsave_recipes.planner.budget import overheads_of_target, plans_to_measure, static_memory_of, usable_bytes
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search
 from memsave_recipes.profiling.block_costs import Measurement, Workload
@@ -128,7 +128,8 @@ def _load(recipe: Path) -> object:
 def estimate(
     task: Task,
     *,
-    target: str = "cuda",
+    target: str | None = "cuda",
+    target_memory_gib: float | None = None,
     budget_gib: float | None = None,
     num_processes: int = 1,
     mixed_precision: str = "no",
@@ -140,6 +141,7 @@ def estimate(
 
     Args:
         target: ``cpu`` (this one), ``cuda`` (the device that is here, or an A100), or a device such as ``h100``.
+        target_memory_gib: memory of that device; with ``target=None`` that of any GPU, at the rates of an A100.
         budget_gib: memory of one device, in GiB, for everything on it. Default: that of ``task.run``, or else 95 % of a
             GPU's memory, and all of a CPU's.
         num_processes: devices, with DDP.
@@ -152,7 +154,9 @@ def estimate(
         InputError: no such target or precision, numbers out of range, contradictions in ``task.run``, or a model
             without blocks for its strategy.
     """
-    launch = Launch(target=find_target(target), num_processes=num_processes, mixed_precision=mixed_precision)
+    launch = Launch(
+        target=target_of(target, target_memory_gib), num_processes=num_processes, mixed_precision=mixed_precision
+    )
     if mixed_precision not in AUTOCAST_DTYPES:
         raise InputError(f"mixed_precision {mixed_precision}: choose one of {', '.join(AUTOCAST_DTYPES)}")
     if num_processes < 1:

@@ -11,7 +11,8 @@ Known limits: other kernels from outside torch (Triton) and grouped products cou
 
 Peaks are the dense rates of the vendors: where a data sheet gives those for 2:4 sparse factors, their half. Products of
 half precision have sums in float32, as torch computes them. A device or precision that is not in the table has no
-figure: nothing is guessed from relatives (an A10G is slower than an A10, a MIG slice than its device).
+figure: nothing is guessed from relatives (an A10G is slower than an A10, a MIG slice than its device). GeForce and
+workstation cards follow from their cores and clocks (``cards.py``).
 """
 
 import re
@@ -26,6 +27,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from memsave_recipes.profiling.cards import CARDS
+
 # Pattern of the whole device name: TFLOP/s by precision.
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     # https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
@@ -33,8 +36,19 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "Tesla V100-PCIE.*GB": {"float64": 7, "float32": 14, "float16": 112},
     # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
     "Tesla T4": {"float32": 8.1, "float16": 65},
+    # https://images.nvidia.com/content/tesla/pdf/nvidia-tesla-p100-datasheet.pdf
+    "Tesla P100-SXM2-16GB": {"float64": 5.3, "float32": 10.6, "float16": 21.2},
+    "Tesla P100-PCIE-16GB": {"float64": 4.7, "float32": 9.3, "float16": 18.7},
+    # https://www.nvidia.com/content/dam/en-zz/solutions/data-center/a2/pdf/a2-datasheet.pdf
+    "NVIDIA A2": {"float32": 4.5, "tf32": 9, "bfloat16": 18, "float16": 18},
+    # https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
+    "NVIDIA A10G": {"float32": 35, "tf32": 35, "bfloat16": 70, "float16": 70},
     # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf
     "NVIDIA A10": {"float32": 31.2, "tf32": 62.5, "bfloat16": 125, "float16": 125},
+    # https://images.nvidia.com/content/Solutions/data-center/vgpu/A16_Data_Sheet.pdf (one of its four GPUs)
+    "NVIDIA A16": {"float32": 4.5, "tf32": 9, "bfloat16": 17.9, "float16": 17.9},
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/data-center/products/a30-gpu/pdf/a30-datasheet.pdf
+    "NVIDIA A30": {"float64": 10.3, "float32": 10.3, "tf32": 82, "bfloat16": 165, "float16": 165},
     # https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf
     "NVIDIA A40": {"float32": 37.4, "tf32": 74.8, "bfloat16": 149.7, "float16": 149.7},
     # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
@@ -53,6 +67,8 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "NVIDIA GeForce RTX 5090": {"float32": 104.8, "tf32": 104.8, "bfloat16": 209.5, "float16": 209.5},
     # https://www.nvidia.com/en-us/data-center/l4/ (tensor cores: sparse)
     "NVIDIA L4": {"float32": 30.3, "tf32": 60, "bfloat16": 121, "float16": 121},
+    # https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/support-guide/NVIDIA-L40-Datasheet-January-2023.pdf
+    "NVIDIA L40": {"float32": 90.5, "tf32": 90.5, "bfloat16": 181, "float16": 181},
     # https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413
     "NVIDIA L40S": {"float32": 91.6, "tf32": 183, "bfloat16": 362, "float16": 362},
     # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (tensor cores: sparse)
@@ -65,11 +81,19 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "NVIDIA H200 NVL": {"float64": 60, "float32": 60, "tf32": 417.5, "bfloat16": 835.5, "float16": 835.5},
     # https://resources.nvidia.com/en-us-blackwell-architecture/datasheet (one GPU of HGX B200; tensor cores: sparse)
     "NVIDIA B200": {"float64": 37, "float32": 75, "tf32": 1100, "bfloat16": 2250, "float16": 2250},
+    # https://www.amd.com/en/products/accelerators/instinct/mi200/mi210.html
+    "AMD Instinct MI210": {"float64": 45.3, "float32": 45.3, "bfloat16": 181, "float16": 181},
     # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html (torch sees its two dies as two devices)
     "AMD Instinct MI250X": {"float64": 47.9, "float32": 47.9, "bfloat16": 191.5, "float16": 191.5},
     # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
     "AMD Instinct MI300X": {"float64": 163.4, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4},
+    # https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html
+    "AMD Instinct MI325X": {"float64": 163.4, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4},
+    # https://www.amd.com/en/products/graphics/desktops/radeon/7000-series/amd-radeon-rx-7900xtx.html
+    "AMD Radeon RX 7900 XTX": {"float32": 61.4, "bfloat16": 122.8, "float16": 122.8},
 }
+for _card in CARDS.values():
+    PEAK_TFLOPS.setdefault(re.escape(_card.name), _card.tflops)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.targets import SHEETS, find_target, known_targets
+from memsave_recipes.estimation.targets import SHEETS, find_target, known_targets, target_of
 from memsave_recipes.text import GIB
 
 
@@ -26,6 +26,54 @@ def test_an_unknown_word_is_refused_with_those_that_are_known():
 
 def test_short_words_in_any_case():
     assert find_target("A100").name == find_target("a100-80gb").name == "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("3060", "NVIDIA GeForce RTX 3060"),
+        ("NVIDIA GeForce RTX 3060 Ti", "NVIDIA GeForce RTX 3060 Ti"),
+        ("rtx_4070_ti_super", "NVIDIA GeForce RTX 4070 Ti SUPER"),
+        ("RTX A6000", "NVIDIA RTX A6000"),
+        ("Tesla P100", "Tesla P100-PCIE-16GB"),
+        ("AMD Instinct MI300X", "AMD Instinct MI300X"),
+    ],
+)
+def test_names_as_people_write_them(word, name):
+    assert find_target(word).name == name
+
+
+def test_an_unknown_card_is_answered_with_the_nearest_spellings():
+    with pytest.raises(InputError, match="did you mean rtx4070super"):
+        find_target("rtx4070supr")
+
+
+def test_figures_of_a_card_that_follow_from_its_cores_and_clock():
+    """NVIDIA's GA102 white paper, table 8: GeForce RTX 3080, sums in float32."""
+    target = find_target("rtx3080")
+    assert target.flops_per_s["float32"] == pytest.approx(29.8e12, rel=0.01)
+    assert target.flops_per_s["tf32"] == pytest.approx(29.8e12, rel=0.01)
+    assert target.flops_per_s["float16"] == pytest.approx(59.5e12, rel=0.01)
+    assert target.bytes_per_s == 760e9
+    assert find_target("rtx-a6000").flops_per_s["bfloat16"] == pytest.approx(154.8e12, rel=0.01)  # its data sheet
+    assert find_target("rtx2080").flops_per_s["float16"] == pytest.approx(40.3e12, rel=0.01)  # the Turing white paper
+
+
+def test_bfloat16_and_flash_attention_begin_with_ampere():
+    old = {word for word in SHEETS if not find_target(word).has_flash_attention}
+    assert old == {word for word in SHEETS if "bfloat16" not in find_target(word).flops_per_s}
+    assert {"p100", "v100", "t4", "rtx2080ti", "quadro-rtx8000"} <= old
+    assert not {"a2", "rtx3050", "rtx5090", "mi210"} & old
+
+
+def test_a_size_in_place_of_a_name_or_beside_it():
+    any_gpu = target_of(None, 12)
+    assert (any_gpu.name, any_gpu.memory_bytes, any_gpu.device_type) == ("GPU with 12 GiB", 12 * GIB, "cuda")
+    assert any_gpu.flops_per_s == find_target("a100").flops_per_s
+    half = target_of("h100", 39.5)
+    assert (half.name, half.memory_bytes) == (find_target("h100").name, int(39.5 * GIB))
+    with pytest.raises(InputError, match="target_memory_gib 0: must be above 0"):
+        target_of("h100", 0)
 
 
 def test_cuda_without_a_device_is_a_named_one_and_says_so(monkeypatch):

@@ -28,7 +28,8 @@ def test_known_rates(name, precision, tflops):
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        ("NVIDIA A10G", "bfloat16"),
+        ("NVIDIA A10M", "bfloat16"),
+        ("NVIDIA GeForce RTX 2080 Ti", "bfloat16"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bfloat16"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bfloat16"),
         ("NVIDIA H100 80GB HBM3", "float8_e4m3fn"),
