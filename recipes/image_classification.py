@@ -5,10 +5,10 @@ On the CPU of any machine, without a network (scikit-learn's scanned digits; a m
     accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py \
         --model vgg_small --activation_checkpointing segments:4 --output_dir out/digits
 
-On one GPU or several, with images in DIR/train/CLASS/ and DIR/validation/CLASS/:
+On one GPU or several, with images in DIR/CLASS/, or in DIR/train/CLASS/ and DIR/validation/CLASS/:
 
     accelerate launch --config_file accelerate_configs/single_gpu.yaml recipes/image_classification.py \
-        --model vgg16 --data_dir DIR --image_size 224 --activation_checkpointing segments:2 --output_dir out/vgg16
+        --model vgg16 --data_dir DIR --activation_checkpointing segments:2 --output_dir out/vgg16
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 4 recipes/... (the same flags)
 
 Expect the loss curve and the accuracy of training without checkpointing, digit for digit, in less memory and more time.
@@ -31,6 +31,7 @@ from memsave_recipes.models.image_classifiers import (
     build_image_classifier,
     check_image_size,
     normalization,
+    pretrained_image_size,
 )
 from memsave_recipes.recipe import Batch, RecipeArguments, Run, Task, evaluate_classifier, parse_arguments, run_recipe
 from memsave_recipes.training.launch import synchronize_batchnorm
@@ -41,6 +42,12 @@ DEFAULT_CLASSES = 1000  # ImageNet's, where a plan is made before the images are
 @dataclass(kw_only=True)
 class Arguments(RecipeArguments, ImageModelArguments, ImageDataArguments):
     """The flags of image classification."""
+
+    def __post_init__(self) -> None:
+        is_size_given = self.image_size is not None
+        super().__post_init__()
+        if not is_size_given:
+            self.image_size = pretrained_image_size(self) or self.image_size
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -69,7 +76,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     # The activation plan: the one that the flags name, or the fastest that fits the memory
     run.apply_plan(task)
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
-    run.begin(data=images.fingerprint, work=work, notices=(images.notice,))
+    run.begin(data=images.fingerprint, work=work, notices=images.notices)
 
     logits_of = partial(logits_of_images, pixels=pixels_for(args))
     validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of)
@@ -92,7 +99,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
 def task(argv: list[str] | None = None) -> Task:
     """The task of the flags, for ``memsave plan``: before there are images or weights."""
     (args,) = parse_arguments(Arguments, args=argv)
-    known = count_classes(args.dataset, args.data_dir)
+    known = count_classes(args)
     assumed = () if known else (f"{DEFAULT_CLASSES:,} classes",)
     return describe(args, tuple(map(str, range(known or DEFAULT_CLASSES))), assumed=assumed)
 

@@ -24,7 +24,7 @@ TABLE = {
     "models": ({"hub", "losses"}, {"torch", "safetensors", "transformers", "peft", "liger_kernel"}),
     "data": (
         {"fingerprint", "hub", "losses"},  # losses: the label that they leave out
-        {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn"},
+        {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn", "tqdm"},
     ),
     "activations": ({"plans"}, {"torch", "transformers"}),
     "profiling": ({"activations", "plans"}, {"torch", "numpy", "psutil"}),

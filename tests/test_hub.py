@@ -14,7 +14,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes import hub
-from memsave_recipes.data.images import read_images
+from memsave_recipes.data.images import ImageDataArguments, read_images
 from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text import TextArguments, load_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
@@ -38,7 +38,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 LOAD = {
-    "images": lambda name: read_images(name, None),
+    "images": lambda name: read_images(ImageDataArguments(dataset=name)),
     "text": lambda name: load_documents(TextArguments(dataset=name)),
     "streamed text": lambda name: load_documents(TextArguments(dataset=name), stream_bytes=100),
     "labelled text": lambda name: load_labelled_text(LabelledTextArguments(dataset=name)),

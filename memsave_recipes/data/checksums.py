@@ -9,7 +9,6 @@ SHA256SUMS`` reads every byte again.
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +16,13 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
+from memsave_recipes.data.decoding import Stored, of_each_image
 from memsave_recipes.data.text import LONG_BYTES, progress_bars
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
 
 LIST = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
-HASHING_THREADS = 8  # reading and hashing leave Python's lock
 ROWS_AT_ONCE = 1000
 SPLITS = {"train": "training images", "validation": "held-out images"}
 
@@ -44,14 +43,14 @@ def check_against_list(splits: dict[str, datasets.Dataset], data_dir: str) -> di
         return {}
     root = os.path.abspath(data_dir)
     listed = _read_list(root)
-    names = {split: [os.path.relpath(image["path"], root) for image in rows["image"]] for split, rows in splits.items()}
+    names = {split: names_below(rows, data_dir) for split, rows in splits.items()}
     found = {name for split in names.values() for name in split}
     _refuse(data_dir, found - listed.keys(), f"not in {LIST}", "delete, or add with sha256sum")
     _refuse(data_dir, _lost(listed.keys() - found, root, found), f"in {LIST}, but not there", "restore, or take out")
     changed = {
         name
         for split, rows in splits.items()
-        for name, digest in zip(names[split], _digests(rows), strict=True)
+        for name, digest in zip(names[split], of_each_image(rows, _sha256, "hashing images"), strict=True)
         if digest != listed[name]
     }
     _refuse(data_dir, changed, f"other bytes than {LIST} says", "restore, or make the list again if that is meant")
@@ -149,27 +148,22 @@ def _read_list(root: str) -> dict[str, str]:
 
 
 def _lost(names: set[str], root: str, found: set[str]) -> set[str]:
-    """The missing files of the splits that are read."""
+    """The missing files of the splits that are read; a flat folder, where none is named train, is read as a whole."""
     read = {Path(name).parts[0] for name in found}
+    if "train" not in read:
+        read = {Path(name).parts[0] for name in names}
     return {name for name in names if Path(name).parts[0] in read and not os.path.exists(os.path.join(root, name))}
 
 
-def _digests(rows: datasets.Dataset) -> list[str]:
-    hashed = rows.map(
-        _sha256_of_images, batched=True, input_columns="image", remove_columns=rows.column_names, desc="hashing images"
-    )
-    digests: list[str] = hashed["sha256"][:]
-    return digests
+def names_below(rows: datasets.Dataset, folder: str) -> list[str]:
+    """The paths of the images below a folder."""
+    root = os.path.abspath(folder)
+    return [os.path.relpath(image["path"], root) for image in rows["image"]]
 
 
-def _sha256_of_images(images: list[dict[str, Any]]) -> dict[str, list[str]]:
-    with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        return {"sha256": list(threads.map(_sha256, [image["path"] for image in images]))}
-
-
-def _sha256(path: str) -> str:
-    with _readable(path):
-        return sha256_of_file(path)
+def _sha256(image: Stored) -> str:
+    with _readable(image["path"]):
+        return sha256_of_file(image["path"])
 
 
 def _stat(path: str) -> os.stat_result:

@@ -1,35 +1,36 @@
 """Labelled images as samples: the digits of scikit-learn, a folder of class folders, or a data set of the Hub.
 
-Each source is read as splits with the columns ``image``, still encoded, and ``label``. An image is decoded when its
-sample is asked for, so that a broken one can be named, and given as uint8. Augmentation is only *drawn* here
-(``augmentation.py``) and applied to the batch on the device.
+Each source is read as splits with the columns ``image``, still encoded, and ``label``; ``decoding.py`` makes samples of
+them. Augmentation is only *drawn* beside the data (``augmentation.py``) and applied to the batch on the device.
+
+NOTE [ images held out ]
+1. A source without a validation split has a part of its training images held out: ``--validation_fraction`` of every
+   class, as nearly as whole images allow. Every class keeps an image to train on, and at least one is held out.
+2. Which ones follows from ``--seed`` and the paths below the folder (for a data set of the Hub, the places in it), by a
+   hash. Ranks, the order of the file system and other images' contents take no part in it.
+3. A resumed run compares both parts: NOTE [ the same data ] in ``fingerprint.py``.
 """
 
-import glob
-import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import datasets
 import numpy as np
-import torch
-from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from memsave_recipes.data.augmentation import AUGMENTATIONS, Augmentation
-from memsave_recipes.data.checksums import LIST, check_against_list, fingerprint_of_images
-from memsave_recipes.data.text import LOADING_ERRORS, Splits, progress_bars
-from memsave_recipes.errors import InputError, is_text, packages_of, require
-from memsave_recipes.fingerprint import Fingerprint
-from memsave_recipes.hub import loading_by_name, reason
-from memsave_recipes.losses import IGNORED_LABEL
-from memsave_recipes.text import first_line, join_names
+from memsave_recipes.data.augmentation import AUGMENTATIONS
+from memsave_recipes.data.checksums import LIST, check_against_list, fingerprint_of_images, names_below
+from memsave_recipes.data.decoding import MAX_KEPT_BYTES, MAX_NAMED, ImageDataset, ResizeMode, without_broken
+from memsave_recipes.data.image_folder import choose_splits, find_images, first_of, read_folder
+from memsave_recipes.data.text import Splits, progress_bars
+from memsave_recipes.errors import InputError, packages_of, require
+from memsave_recipes.fingerprint import Fingerprint, digest_of
+from memsave_recipes.hub import loading_by_name
+from memsave_recipes.text import join_names, printable
 
-with packages_of("vision", "images"):
-    from PIL import Image, UnidentifiedImageError
-
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "val", "dev", "test")}
+DIGITS_SIZE, PHOTOGRAPH_SIZE = 32, 224
+VALIDATION_FRACTION = 0.1
+MAX_CLASSES_NAMED = 12
 
 
 @dataclass(kw_only=True)
@@ -38,203 +39,236 @@ class ImageDataArguments:
 
     dataset: str | None = field(default=None, metadata={"help": "digits (the default, built in) or a Hub id"})
     data_dir: str | None = field(
-        default=None, metadata={"help": "folder with train/ and validation/, a folder a class"}
+        default=None, metadata={"help": "folder with a folder a class, or with train/ and validation/ of such folders"}
     )
-    image_size: int = field(default=32, metadata={"help": "images are scaled to this many pixels a side"})
+    nested_classes: bool = field(
+        default=False, metadata={"help": "count images in folders inside a class folder to that class"}
+    )
+    validation_fraction: float | None = field(
+        default=None,
+        metadata={
+            "help": "part of the images of each class to hold out where there is no validation split; default: 0.1"
+        },
+    )
+    image_size: int = field(  # never None after __post_init__
+        default=None,  # type: ignore[assignment]
+        metadata={
+            "help": "pixels a side of the images in training; default: those that --model_name_or_path was made for, "
+            "else 32 for digits and 224 for others"
+        },
+    )
+    resize_mode: ResizeMode = field(
+        default="crop",
+        metadata={
+            "help": "crop: resize the shorter side to --image_size, then cut out the middle; squash: resize both sides"
+        },
+    )
     augmentation: Literal["digits", "article", "none"] | None = field(
         default=None, metadata={"help": "of the training images; default: digits for digits, else article"}
     )
-    skip_broken_images: bool = field(default=False, metadata={"help": "leave out and count unreadable images"})
+    skip_broken_images: bool = field(default=False, metadata={"help": "leave out and name unreadable images"})
 
     def __post_init__(self) -> None:
-        require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
+        if self.dataset and self.data_dir:
+            raise InputError("give the images by exactly one of --dataset digits, --dataset HUB_ID and --data_dir DIR")
         self.dataset = self.dataset or (None if self.data_dir else "digits")
-        self.augmentation = self.augmentation or ("digits" if self.dataset == "digits" else "article")
+        is_digits, fraction = self.dataset == "digits", self.validation_fraction
+        require(fraction is None or 0 < fraction < 1, "--validation_fraction", fraction, "above 0 and below 1")
+        if is_digits and fraction is not None:
+            raise InputError(f"--validation_fraction {fraction}: digits have a validation split: leave it out")
+        if self.nested_classes and not self.data_dir:
+            raise InputError("--nested_classes goes with --data_dir: leave it out")
+        if self.image_size is None:
+            self.image_size = DIGITS_SIZE if is_digits else PHOTOGRAPH_SIZE
+        require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
+        self.augmentation = self.augmentation or ("digits" if is_digits else "article")
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """One split, decoded sample by sample.
-
-    A key is an ``int`` (a counted sample of epoch 0) or has ``index``, ``epoch`` and ``counted``. A sample suits
-    torch's default collation: ``images`` uint8 (3, S, S), ``labels`` int64 () that is -100 where it is not
-    counted, ``index``, and with an augmentation ``affine`` float32 (2, 3).
-
-    Raises:
-        InputError: an image cannot be decoded; the message holds its path.
-    """
-
-    rows: datasets.Dataset
-    split: str
-    image_size: int
-    augmentation: Augmentation | None
-    seed: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, key: Any) -> dict[str, Any]:
-        index, epoch, counted = (key, 0, True) if isinstance(key, int) else (key.index, key.epoch, key.counted)
-        row = self.rows[index]
-        label = torch.tensor(row["label"] if counted else IGNORED_LABEL)
-        sample = {"images": self._pixels(row["image"], index), "labels": label, "index": index}
-        if self.augmentation is not None:
-            sample["affine"] = self.augmentation.draw(
-                seed=self.seed, epoch=epoch, index=index, image_size=self.image_size
-            )
-        return sample
-
-    def _pixels(self, stored: dict[str, Any], index: int) -> torch.Tensor:
-        try:
-            image = _decode(stored)
-        except Exception as error:
-            name = (stored or {}).get("path") or f"image {index} of the {self.split} split"
-            way_out = "replace it, delete it, or pass --skip_broken_images"
-            raise InputError(f"{name} is not a readable image ({_reason(error)}): {way_out}") from error
-        image = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()  # (3, S, S)
+    @property
+    def source(self) -> str:
+        """The flag that names the images, and its value."""
+        return f"--data_dir {self.data_dir}" if self.data_dir else f"--dataset {self.dataset}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSplits:
-    """Two splits over the same classes, how many images agree with ``SHA256SUMS``, and how many broken are left out.
+    """Two splits over the same classes; by the fingerprint a resumed run checks that they are the same.
 
-    By the fingerprint a resumed run checks that they are the same.
+    Args:
+        image_size: pixels a side.
+        num_listed: images that agree with ``SHA256SUMS``.
+        broken: those that are left out, by name.
+        held_out_by: the flags that hold out validation images; ``None`` where the source has a validation split.
     """
 
     train: ImageDataset
     validation: ImageDataset
     label_names: tuple[str, ...]
+    image_size: int
+    resize_mode: ResizeMode
     num_listed: int
-    num_broken: int
+    broken: tuple[str, ...]
+    held_out_by: str | None
     fingerprint: Fingerprint
 
     @property
-    def notice(self) -> str | None:
-        """How many images agree with their list and how many were left out, in one line, where any did or were."""
-        listed = [f"{self.num_listed} images are what {LIST} says"] if self.num_listed else []
-        broken = [f"{self.num_broken} broken images are left out"] if self.num_broken else []
-        return f"note: {'; '.join(listed + broken)}" if listed or broken else None
+    def notices(self) -> tuple[str, ...]:
+        """Lines to print before training: the size of the splits, the classes, the images that are left out."""
+        sizes = f"{len(self.train):,} training images, {len(self.validation):,} held out"
+        classes = f"{len(self.label_names):,} classes: {first_of(self.label_names, MAX_CLASSES_NAMED)}"
+        lines = [f"{sizes}; {classes}"]
+        if self.held_out_by:
+            lines.append(f"note: without a validation split, a part of each class is held out by {self.held_out_by}")
+        if self.num_listed:
+            lines.append(f"note: {self.num_listed:,} images are what {LIST} says")
+        if self.broken:
+            named = first_of(self.broken, MAX_NAMED)
+            lines.append(f"note: {len(self.broken):,} broken images are left out: {named}")
+        return tuple(map(printable, lines))
 
 
 def load_images(flags: ImageDataArguments, *, seed: int) -> ImageSplits:
     """Load the labelled images that the flags name; only the training images are augmented.
 
-    A folder has ``train/CLASS/*`` and ``validation/CLASS/*`` (or the first there is of valid, val, dev, test). The
-    class of an image is the name of the folder that it lies in. With a ``SHA256SUMS`` of ``sha256sum`` in the folder,
-    every image must match it. Every image is resized to a square, whatever its aspect ratio.
-
-    With ``--skip_broken_images`` every image is decoded now, and those that fail are left out (``datasets`` caches the
-    answer), as are links that lead nowhere.
+    NOTE [ folders of images ] in ``image_folder.py`` says how a folder is read. With a ``SHA256SUMS`` of ``sha256sum``
+    in it, every image must match that. Before anything trains the header of every image is checked. With
+    ``--skip_broken_images`` every image is decoded instead, and those that fail are left out, as are links that lead
+    nowhere. ``datasets`` caches the answers.
 
     Args:
-        seed: of the augmentation; how the digits are split does not depend on it.
+        seed: of the augmentation, and of the images that are held out; how the digits are split does not depend on it.
 
     Raises:
-        InputError: as ``read_images``; or an image that differs from the list.
+        InputError: as ``read_images``; an image is broken, or differs from the list; there are too few to hold out.
     """
-    dataset, data_dir, skip_broken_images = flags.dataset, flags.data_dir, flags.skip_broken_images
-    splits = read_images(dataset, data_dir, skip_broken_images=skip_broken_images)
-    listed = check_against_list(splits, data_dir) if data_dir else {}
-    num_lost = len(lost_links(data_dir)) if data_dir and skip_broken_images else 0
-    num_found = sum(map(len, splits.values())) + num_lost
-    if skip_broken_images:
-        splits = {
-            name: rows.filter(_is_readable, input_columns="image", desc="checking images")
-            for name, rows in splits.items()
-        }
-        check_labels(
-            splits, f"{f'--dataset {dataset}' if dataset else f'--data_dir {data_dir}'} without its broken images"
-        )
+    splits, lost_links = read_images(flags)
+    listed = check_against_list(splits, flags.data_dir) if flags.data_dir else {}
+    broken: list[str] = []
+    if flags.dataset != "digits":
+        splits, broken = without_broken(splits, flags.source, flags.data_dir, skip=flags.skip_broken_images)
+    if broken:
+        check_labels(splits, f"{flags.source} without its broken images")
+    held_out_by = None
+    if "validation" not in splits:
+        fraction = flags.validation_fraction or VALIDATION_FRACTION
+        held_out_by = f"--validation_fraction {fraction} and --seed {seed}"
+        splits = _hold_out(splits["train"], flags, fraction, seed)
+    num_bytes = sum(map(len, splits.values())) * 3 * flags.image_size**2
     train, validation = (
-        ImageDataset(rows=splits[name], split=name, image_size=flags.image_size, augmentation=applied, seed=seed)
+        ImageDataset(
+            rows=splits[name],
+            split=name,
+            image_size=flags.image_size,
+            resize_mode=flags.resize_mode,
+            augmentation=applied,
+            seed=seed,
+            keeps_pixels=num_bytes <= MAX_KEPT_BYTES,
+        )
         for name, applied in (("train", AUGMENTATIONS[str(flags.augmentation)]), ("validation", None))
     )
     return ImageSplits(
         train=train,
         validation=validation,
         label_names=tuple(splits["train"].features["label"].names),
+        image_size=flags.image_size,
+        resize_mode=flags.resize_mode,
         num_listed=len(listed),
-        num_broken=num_found - len(train) - len(validation),
-        fingerprint=fingerprint_of_images(splits, data_dir, listed),
+        broken=(*lost_links, *broken),
+        held_out_by=held_out_by,
+        fingerprint=fingerprint_of_images(splits, flags.data_dir, listed),
     )
 
 
-def read_images(dataset: str | None, data_dir: str | None, *, skip_broken_images: bool = False) -> Splits:
-    """``train`` and ``validation`` of one source, checked.
-
-    Args:
-        dataset: ``digits``, or a name for ``datasets.load_dataset``.
-        data_dir: a folder with ``train/CLASS/*`` and ``validation/CLASS/*``.
-        skip_broken_images: leave out links that lead nowhere, which are counted by ``lost_links``.
+def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
+    """``train`` and, where the source has one, ``validation``; and the links of a folder that lead nowhere.
 
     Raises:
-        InputError: no source or two; a source, a split, a column or images missing; a link that leads nowhere; a file
-            whose name cannot be read, or that names classes of its own; one class; unknown classes.
+        InputError: as ``find_images``; a source, a split, a column or images missing; one class; unknown classes; or
+            ``--validation_fraction`` where there is a validation split.
     """
-    source = f"--dataset {dataset}" if dataset else f"--data_dir {data_dir}"
-    if data_dir and not dataset and not skip_broken_images:
-        _refuse_lost_links(data_dir)
-    splits = {split: _image_and_label(rows, source) for split, rows in _read_source(dataset, data_dir).items()}
-    check_labels(splits, source)
-    return splits
+    lost_links: list[str] = []
+    if flags.data_dir:
+        files = find_images(
+            flags.data_dir, nested_classes=flags.nested_classes, skip_lost_links=flags.skip_broken_images
+        )
+        splits, lost_links = read_folder(files, flags.source), files.lost_links
+    elif flags.dataset == "digits":
+        splits = _read_digits()
+    else:
+        splits = _read_hub(str(flags.dataset))
+    if flags.validation_fraction is not None and "validation" in splits:
+        raise InputError(
+            f"--validation_fraction {flags.validation_fraction}: {flags.source} has a validation split: leave it out"
+        )
+    splits = {split: _image_and_label(rows, flags.source) for split, rows in splits.items()}
+    check_labels(splits, flags.source)
+    return splits, lost_links
 
 
-def count_classes(dataset: str | None, data_dir: str | None) -> int | None:
+def count_classes(flags: ImageDataArguments) -> int | None:
     """The classes of a source, without reading an image; ``None`` where only reading would tell.
 
     Raises:
-        InputError: ``data_dir`` is no folder, or has no training split.
+        InputError: as ``find_images``.
     """
-    if data_dir:
-        folders = dict(_splits_of(_root(data_dir)))
-        return len(_folders(Path(data_dir, folders["train"])))
-    return 10 if dataset == "digits" else None
+    if flags.data_dir:
+        files = find_images(
+            flags.data_dir, nested_classes=flags.nested_classes, skip_lost_links=flags.skip_broken_images
+        )
+        return len(files.label_names)
+    return 10 if flags.dataset == "digits" else None
 
 
 def check_labels(splits: Splits, source: str) -> None:
     """Raises ``InputError`` where ``splits`` are nothing to learn from: a class missing, one alone, or unknown."""
     names = splits["train"].features["label"].names
-    known, asked = (set(splits[split]["label"][:]) for split in ("train", "validation"))
-    if unlabelled := (known | asked) - set(range(len(names))):
+    known, *others = (set(rows["label"][:]) for rows in splits.values())
+    if unlabelled := known.union(*others) - set(range(len(names))):
         raise InputError(f"{source} has images without a class (label {join_names(unlabelled)}): leave them out")
     if len(known) < 2:
         raise InputError(f"{source} has training images of {len(known)} class(es): give at least 2 to tell apart")
-    if not asked:
-        raise InputError(f"{source} has no validation images: add some")
-    if unknown := asked - known:
-        listed = join_names(names[label] for label in unknown)
+    for asked in others:
+        if not asked:
+            raise InputError(f"{source} has no validation images: add some")
+        if unknown := asked - known:
+            listed = join_names(names[label] for label in unknown)
+            raise InputError(
+                f"{source} has validation images of classes that train has none of ({listed}): add or remove them"
+            )
+
+
+def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
+    """The places of the images to hold out, sorted, by NOTE [ images held out ]; none where no class can spare one.
+
+    scikit-learn's stratified split, which ``datasets`` uses, refuses a class of one image, and fewer held-out images
+    than classes.
+
+    Args:
+        labels: int64 (N,), from 0.
+        names: of the images; their order does not matter.
+        fraction: of all images, above 0 and below 1.
+    """
+    hashes = np.array([digest_of(f"{seed} {name}".encode()) for name in names])
+    sizes = np.bincount(labels)
+    by_class = np.lexsort((hashes, labels))
+    rank = np.empty_like(by_class)  # of an image within its class, from 0
+    rank[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    # Whoever comes first in a class of n stands for the share up to 1 / n of it, half of that on average.
+    share = (rank + 0.5) / sizes[labels]
+    in_turn = np.lexsort((hashes, share))
+    can_go = in_turn[rank[in_turn] < sizes[labels[in_turn]] - 1]
+    return np.sort(can_go[: max(1, round(fraction * len(labels)))])
+
+
+def _hold_out(rows: datasets.Dataset, flags: ImageDataArguments, fraction: float, seed: int) -> Splits:
+    labels = np.array(rows["label"][:])
+    names = names_below(rows, flags.data_dir) if flags.data_dir else list(map(str, range(len(rows))))
+    held_out = choose_held_out(labels, names, fraction, seed)
+    if not len(held_out):
         raise InputError(
-            f"{source} has validation images of classes that train has none of ({listed}): add or remove them"
+            f"{flags.source} has no validation split, and one image a class, so none can be held out: add some"
         )
-
-
-def lost_links(data_dir: str) -> list[str]:
-    """The links to files or folders that are not there, by their paths below ``data_dir``."""
-    root = _root(data_dir)
-    return [
-        os.path.relpath(path, root)
-        for _, name in _splits_of(root)
-        for path in _paths_below(root / name)
-        if os.path.islink(path) and not os.path.exists(path)
-    ]
-
-
-def _refuse_lost_links(data_dir: str) -> None:
-    if lost := lost_links(data_dir):
-        others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise InputError(
-            f"--data_dir {data_dir}: {min(lost)}{others} is a link that leads nowhere: mount its disk, delete it, "
-            "or pass --skip_broken_images"
-        )
-
-
-def _read_source(dataset: str | None, data_dir: str | None) -> Splits:
-    if dataset and not data_dir:
-        return _read_digits() if dataset == "digits" else _read_hub(dataset)
-    if data_dir and not dataset:
-        return _read_folder(_root(data_dir))
-    raise InputError("give the images by exactly one of --dataset digits, --dataset HUB_ID and --data_dir DIR")
+    trained = np.setdiff1d(np.arange(len(rows)), held_out)
+    return {"train": rows.select(trained), "validation": rows.select(held_out)}
 
 
 @progress_bars(False)
@@ -253,79 +287,10 @@ def _read_digits() -> Splits:
     return {"train": rows["train"], "validation": rows["test"]}
 
 
-@progress_bars(False)
-def _read_folder(root: Path) -> Splits:
-    patterns = {}
-    for split, name in _splits_of(root):
-        _check_names(root, name)
-        classes = _folders(root / name)
-        if not any(file.suffix.lower() in ImageFolder.EXTENSIONS for path in classes for file in path.rglob("*")):
-            raise InputError(f"--data_dir {root} has no images in {name}/CLASS/: make a folder per class and fill it")
-        # One pattern per class, because ``**`` follows a link only where it starts.
-        patterns[split] = [f"{glob.escape(str(path))}/**" for path in classes]
-    try:
-        splits: Splits = datasets.load_dataset("imagefolder", data_files=patterns, drop_labels=False)
-    except LOADING_ERRORS as error:
-        raise InputError(f"--data_dir {root} cannot be read: {reason(error)}") from error
-    return splits
-
-
-def _check_names(root: Path, split: str) -> None:
-    """Refuse names that ``datasets`` cannot read, and files that it would read as a table of the images."""
-    for path in _paths_below(root / split):
-        name = os.path.relpath(path, root)
-        if not is_text(name):
-            raise InputError(f"--data_dir {root}: the name {name!r} is not UTF-8 text: rename it")
-        if os.path.basename(name) in ImageFolder.METADATA_FILENAMES:
-            raise InputError(
-                f"--data_dir {root}: {name} describes images in a way of its own, and their class is the name of their "
-                f"folder: move it out of {split}/"
-            )
-
-
-def _paths_below(split: Path) -> Iterator[str]:
-    """Of all classes, and of all files, folders and links in them, but those that are hidden."""
-
-    def refuse(error: OSError) -> None:
-        raise InputError(f"{error.filename} cannot be read: {error.strerror}; check folder and disk") from error
-
-    for path in sorted(split.iterdir()):
-        if path.name.startswith(".") or not (path.is_dir() or path.is_symlink()):
-            continue
-        yield str(path)
-        for parent, folders, files in os.walk(path, onerror=refuse) if path.is_dir() else ():
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            yield from (os.path.join(parent, name) for name in (*folders, *files) if not name.startswith("."))
-
-
-def _splits_of(root: Path) -> Iterator[tuple[str, str]]:
-    return _choose_splits([path.name for path in _folders(root)], f"--data_dir {root}")
-
-
-def _root(data_dir: str) -> Path:
-    root = Path(data_dir)
-    if not os.path.isdir(root):  # unlike pathlib, without an error for what can be no path
-        raise InputError(f"--data_dir {root} is not a directory: name one that holds train/ and validation/")
-    return root
-
-
-def _folders(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
 def _read_hub(dataset: str) -> Splits:
     with loading_by_name(dataset, f"--dataset {dataset}", "use --dataset digits or --data_dir DIR"):
         splits = datasets.load_dataset(dataset)
-    return {split: splits[name] for split, name in _choose_splits(list(splits), f"--dataset {dataset}")}
-
-
-def _choose_splits(available: list[str], source: str) -> Iterator[tuple[str, str]]:
-    for split, names in SPLIT_NAMES.items():
-        present = [name for name in names if name in available]
-        if not present:
-            found = f"(found: {join_names(available)})"
-            raise InputError(f"{source} has no {split} split {found}: one must be named {' or '.join(names)}")
-        yield split, present[0]
+    return {split: splits[name] for split, name in choose_splits(splits, f"--dataset {dataset}")}
 
 
 def _image_and_label(rows: datasets.Dataset, source: str) -> datasets.Dataset:
@@ -340,29 +305,3 @@ def _image_and_label(rows: datasets.Dataset, source: str) -> datasets.Dataset:
         columns[found[0]] = name
     rows = rows.select_columns(list(columns)).rename_columns(columns)
     return rows.cast_column("image", datasets.Image(decode=False))
-
-
-def _is_readable(stored: dict[str, Any]) -> bool:
-    try:
-        _decode(stored)
-    except Exception:
-        return False
-    return True
-
-
-def _decode(stored: dict[str, Any]) -> Image.Image:
-    """Upright and RGB. Pillow's plugins raise nearly any exception, so all of them mean a broken image."""
-    image: Image.Image = datasets.Image().decode_example(stored)
-    if image.mode.startswith("I;16"):  # Pillow would turn every value above 255 white
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError("32-bit pixels have no agreed range")
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # otherwise Pillow warns
-    return image.convert("RGB")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "no image format that Pillow knows"  # its own words hold a memory address
-    return first_line(error)

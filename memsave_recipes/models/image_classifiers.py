@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -12,12 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AutoModelForImageClassification
+from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.errors import InputError, check_file
 from memsave_recipes.models.convnets import SIZES, build_densenet, build_vgg
-from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
+from memsave_recipes.models.pretrained import (
+    LOADING_ERRORS,
+    TransformerArguments,
+    build_transformer,
+    image_processor_config,
+)
 
 VGG_NAMES = ("vgg_small", *(f"vgg{depth}{suffix}" for depth in (11, 13, 16, 19) for suffix in ("", "_bn")))
 
@@ -100,6 +106,31 @@ def normalization(flags: ImageModelArguments) -> dict[str, Any]:
     expected = {} if name is None else image_processor_config(name)
     mean, std = expected.get("image_mean"), expected.get("image_std")
     return {"mean": mean or IMAGENET_DEFAULT_MEAN, "std": std or IMAGENET_DEFAULT_STD}
+
+
+def pretrained_image_size(flags: ImageModelArguments) -> int | None:
+    """Pixels a side of the images that a pretrained network was made for; ``None`` where it does not say, or is none.
+
+    Its image processor says it, else its configuration. What cannot be read here fails in ``build_image_classifier``.
+    """
+    name = flags.model_name_or_path
+    if name is None:
+        return None
+    processor = image_processor_config(name)
+    sizes = [processor.get("crop_size"), processor.get("size")]
+    with suppress(*LOADING_ERRORS):
+        config = AutoConfig.from_pretrained(name, trust_remote_code=flags.trust_remote_code)
+        sizes.append(getattr(config, "image_size", None))
+    return next((side for side in map(_side, sizes) if side), None)
+
+
+def _side(size: Any) -> int | None:
+    """Of a square, as image processors and configurations of transformers write it; ``None`` for anything else."""
+    if isinstance(size, dict):
+        size = [size.get("shortest_edge")] if "shortest_edge" in size else [size.get("height"), size.get("width")]
+    sides = set(size) if isinstance(size, list | tuple) else {size}
+    side = sides.pop() if len(sides) == 1 else None
+    return side if isinstance(side, int) and side > 0 else None
 
 
 def check_image_size(model: nn.Module, image_size: int, num_images: int = 2) -> None:

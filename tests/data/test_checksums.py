@@ -54,9 +54,9 @@ def folder(tmp_path):
 def test_a_whole_folder_is_loaded_and_says_so(folder):
     splits = load(folder)
     assert splits.num_listed == 8
-    assert splits.notice == "note: 8 images are what SHA256SUMS says"
+    assert splits.notices[1:] == ("note: 8 images are what SHA256SUMS says",)
     (folder / "SHA256SUMS").unlink()
-    assert (load(folder).num_listed, load(folder).notice) == (0, None)
+    assert (load(folder).num_listed, load(folder).notices[1:]) == (0, ())
 
 
 def flip_a_bit(content):
@@ -96,6 +96,22 @@ def test_a_file_that_is_lost_or_new(folder):
     assert ": not in SHA256SUMS: train/cat/1.png; delete, or add with sha256sum" in refusal(folder)
     (folder / "train" / "cat" / "1.png").unlink()
     assert ": in SHA256SUMS, but not there: train/cat/0.png; restore, or take out" in refusal(folder)
+
+
+def test_a_flat_folder(folder):
+    flat = folder / "train"
+    subprocess.run("find -L . -mindepth 2 -type f -exec sha256sum {} + > SHA256SUMS", shell=True, cwd=flat, check=True)
+    for name in ("cat", "dog"):
+        (flat / name / "0.jpg").rename(flat / name / "1.jpg")
+    assert ": not in SHA256SUMS: cat/1.jpg and 1 more; delete" in refusal(flat)
+    for name in ("cat", "dog"):
+        (flat / name / "1.jpg").rename(flat / name / "0.jpg")
+    splits = load(flat)
+    assert (splits.num_listed, len(splits.train), len(splits.validation)) == (4, 3, 1)
+    (flat / "wolf").mkdir()
+    with (flat / "SHA256SUMS").open("a") as listed:
+        listed.write(f"{'0' * 64}  wolf/0.png\n")
+    assert ": in SHA256SUMS, but not there: wolf/0.png; restore, or take out" in refusal(flat)
 
 
 def test_what_is_listed_and_not_read_does_not_matter(folder):

@@ -1,10 +1,7 @@
 """Every source gives the same samples, every kind of image becomes RGB, every bad input is one line that names it."""
 
-import os
 import pickle
-import shutil
 import warnings
-from io import BytesIO
 from typing import NamedTuple
 
 import datasets
@@ -13,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
+from pictures import encoded, load, picture, refusal
 from PIL import Image
 from torch.utils.data import DataLoader
+from transformers import BitImageProcessorPil
 
-from memsave_recipes.data import images as images_module
+from memsave_recipes.data import decoding, images
 from memsave_recipes.data.augmentation import AUGMENTATIONS
-from memsave_recipes.data.images import ImageDataArguments, load_images
+from memsave_recipes.data.decoding import decode, resized
 from memsave_recipes.errors import InputError
 
+pytestmark = pytest.mark.usefixtures("offline_with_an_own_cache")
 ARTICLE = AUGMENTATIONS["article"]
 
 
@@ -30,50 +30,12 @@ class Key(NamedTuple):
     counted: bool
 
 
-@pytest.fixture(autouse=True)
-def offline_with_an_own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-
-
-def load(**changes):
-    options = {"image_size": 16, "augmentation": "none", **changes}
-    seed = options.pop("seed", 0)
-    return load_images(ImageDataArguments(**options), seed=seed)
-
-
-def picture(seed=0, size=(20, 14)):
-    width, height = size
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """train/{cat,dog} and val/{cat,dog} of three PNGs each."""
-    root = tmp_path / "pets"
-    for split in ("train", "val"):
-        for label, name in enumerate(("cat", "dog")):
-            (root / split / name).mkdir(parents=True)
-            for number in range(3):
-                picture(10 * label + number).save(root / split / name / f"{number}.png")
-    return root
-
-
-def refusal(**options):
-    with pytest.raises(InputError) as caught:
-        load(**options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 # The digits
 
 
 def test_digits_are_scikit_learns_split_in_the_same_way_whatever_the_seed(capfd):
     first, second = load(dataset="digits", image_size=8), load(dataset="digits", image_size=8, seed=7)
-    assert (len(first.train), len(first.validation), first.num_broken) == (1437, 360, 0)
+    assert (len(first.train), len(first.validation), first.broken) == (1437, 360, ())
     assert first.label_names == tuple("0123456789")
     for split in ("train", "validation"):
         rows, others = getattr(first, split).rows, getattr(second, split).rows
@@ -148,54 +110,6 @@ def test_a_dataset_can_be_pickled(folder):
     assert torch.equal(copy[5]["affine"], train[5]["affine"])
 
 
-# Folders
-
-
-def test_a_folder_of_class_folders(folder, capfd):
-    splits = load(data_dir=str(folder), image_size=10)
-    assert (len(splits.train), len(splits.validation)) == (6, 6)
-    assert splits.label_names == ("cat", "dog")
-    assert [int(splits.train[index]["labels"]) for index in range(6)] == [0, 0, 0, 1, 1, 1]
-    expected = np.asarray(picture(11).resize((10, 10), Image.Resampling.BILINEAR))
-    assert np.array_equal(splits.train[4]["images"].permute(1, 2, 0).numpy(), expected)
-    assert "".join(capfd.readouterr()) == ""
-
-
-def test_the_first_of_the_validation_names_is_taken(folder):
-    shutil.copytree(folder / "val", folder / "test")
-    (folder / "val" / "cat" / "0.png").unlink()
-    assert len(load(data_dir=str(folder)).validation) == 5
-    shutil.rmtree(folder / "val")
-    assert len(load(data_dir=str(folder)).validation) == 6
-
-
-def test_names_that_mean_something_to_a_glob_or_to_datasets(folder, tmp_path):
-    root = tmp_path / "[a] test*"
-    folder.rename(root)
-    for split in ("train", "val"):
-        (root / split / "cat").rename(root / split / "test")
-    splits = load(data_dir=str(root))
-    assert splits.label_names == ("dog", "test")
-    assert (len(splits.train), len(splits.validation)) == (6, 6)
-
-
-def test_linked_folders_are_followed_and_hidden_ones_are_not(folder, tmp_path):
-    (folder / "train" / "dog").rename(tmp_path / "elsewhere")
-    (folder / "train" / "dog").symlink_to(tmp_path / "elsewhere")
-    (folder / "train" / ".thumbnails").mkdir()
-    picture().save(folder / "train" / ".thumbnails" / "0.png")
-    splits = load(data_dir=str(folder))
-    assert splits.label_names == ("cat", "dog")
-    assert len(splits.train) == 6
-
-
-def test_a_class_may_be_missing_in_validation(folder):
-    shutil.rmtree(folder / "val" / "dog")
-    assert len(load(data_dir=str(folder)).validation) == 3
-    (folder / "val" / "dog").mkdir()
-    assert len(load(data_dir=str(folder)).validation) == 3
-
-
 # Data sets by name
 
 
@@ -237,10 +151,18 @@ def test_a_missing_column(tmp_path, missing, word):
 
 
 def test_a_missing_split(tmp_path):
-    name = save_parquet(tmp_path / "a", COLUMNS, train=rows_of([0, 1]))
-    assert "has no validation split (found: train)" in refusal(dataset=name)
-    name = save_parquet(tmp_path / "b", COLUMNS, test=rows_of([0, 1]))
-    assert "has no train split (found: test)" in refusal(dataset=name)
+    name = save_parquet(tmp_path / "set", COLUMNS, test=rows_of([0, 1]))
+    assert f"--dataset {name} has no train split (found: test): one must be named train" in refusal(dataset=name)
+
+
+def test_a_data_set_without_a_validation_split_holds_out_a_part(tmp_path):
+    name = save_parquet(tmp_path / "set", COLUMNS, train=rows_of([0, 1] * 10))
+    splits = load(dataset=name)
+    assert (len(splits.train), len(splits.validation)) == (18, 2)
+    assert sorted(splits.validation.rows["label"][:]) == [0, 1]
+    assert splits.held_out_by == "--validation_fraction 0.1 and --seed 0"
+    held_out = [load(dataset=name, seed=seed).validation.rows["image"][:] for seed in (0, 0, 1)]
+    assert held_out[0] == held_out[1] != held_out[2]
 
 
 def test_other_bytes_or_labels_are_told_from_the_same(tmp_path):
@@ -306,78 +228,7 @@ def test_a_folder_that_is_not_there(tmp_path):
     assert f"--data_dir {tmp_path / 'no'} is not a directory" in refusal(data_dir=str(tmp_path / "no"))
 
 
-@pytest.mark.parametrize(("removed", "split"), [("train", "train"), ("val", "validation")])
-def test_a_folder_without_a_split(folder, removed, split):
-    shutil.rmtree(folder / removed)
-    assert f"--data_dir {folder} has no {split} split" in refusal(data_dir=str(folder))
-
-
-def test_an_empty_folder(tmp_path):
-    assert "has no train split (found: none)" in refusal(data_dir=str(tmp_path))
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_folder_without_images(folder, split):
-    for file in (folder / split).rglob("*.png"):
-        file.rename(file.with_suffix(".txt"))
-    assert f"--data_dir {folder} has no images in {split}/CLASS/" in refusal(data_dir=str(folder))
-
-
-def test_a_folder_with_images_beside_the_class_folders_only(folder):
-    shutil.rmtree(folder / "train")
-    (folder / "train").mkdir()
-    picture().save(folder / "train" / "0.png")
-    assert "has no images in train/CLASS/" in refusal(data_dir=str(folder))
-
-
-def test_one_class(folder):
-    shutil.rmtree(folder / "train" / "dog")
-    shutil.rmtree(folder / "val" / "dog")
-    assert f"--data_dir {folder} has training images of 1 class(es): give at least 2" in refusal(data_dir=str(folder))
-
-
-def test_a_class_that_training_lacks(folder):
-    (folder / "val" / "dog").rename(folder / "val" / "wolf")
-    assert "classes that train has none of (wolf)" in refusal(data_dir=str(folder))
-
-
-@pytest.mark.parametrize("name", ["train/dog/9.png", "train/dog/more", "train/wolf", "val/cat/9.png"])
-def test_a_link_that_leads_nowhere(folder, tmp_path, name):
-    (folder / name).symlink_to(tmp_path / "a disk that is not mounted" / "9.png")
-    assert f"--data_dir {folder}: {name} is a link that leads nowhere" in refusal(data_dir=str(folder))
-    splits = load(data_dir=str(folder), skip_broken_images=True)
-    assert splits.num_broken == 1
-    assert len(splits.train) == 6
-
-
-@pytest.mark.parametrize("name", [b"train/dog/caf\xe9.png", b"train/caf\xe9/0.png", b"val/cat/\xff.png"])
-def test_a_name_that_is_no_text(folder, name):
-    path = os.path.join(os.fsencode(folder), name)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path, "wb") as file:
-        picture().save(file, "png")
-    assert "is not UTF-8 text: rename it" in refusal(data_dir=str(folder))
-
-
-def test_a_table_in_a_class_folder(folder):
-    (folder / "train" / "dog" / "metadata.jsonl").write_text('{"file_name": "0.png", "label": 7}\n')
-    assert "train/dog/metadata.jsonl describes images in a way of its own" in refusal(data_dir=str(folder))
-
-
-def test_what_is_hidden_or_beside_the_classes_is_not_read(folder):
-    (folder / "train" / ".old").mkdir()
-    for name in (".old/metadata.jsonl", "metadata.jsonl", "dog/.#0.png"):
-        (folder / "train" / name).symlink_to("nowhere") if "#" in name else (folder / "train" / name).write_text("{}")
-    assert len(load(data_dir=str(folder)).train) == 6
-
-
 # Broken images
-
-
-def encoded(extension):
-    buffer = BytesIO()
-    picture(size=(64, 64)).save(buffer, extension)
-    return buffer.getvalue()
 
 
 BROKEN = {
@@ -389,8 +240,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_image_is_named_when_it_is_reached(folder, name):
+HEADER_IS_WHOLE = ("cut.png", "cut.jpg")
+
+
+@pytest.mark.parametrize("name", HEADER_IS_WHOLE)
+def test_a_truncated_image_is_named_when_it_is_reached(folder, name):
     path = folder / "train" / "dog" / name
     path.write_bytes(BROKEN[name])
     train = load(data_dir=str(folder)).train
@@ -404,11 +258,37 @@ def test_a_broken_image_is_named_when_it_is_reached(folder, name):
     assert " at 0x" not in message
 
 
+@pytest.mark.parametrize("name", BROKEN.keys() - HEADER_IS_WHOLE)
+def test_an_image_without_a_header_is_named_when_the_data_is_loaded(folder, name):
+    (folder / "train" / "dog" / name).write_bytes(BROKEN[name])
+    unknown = "no image format that Pillow knows"
+    reason = "Truncated File Read" if name == "header.png" else unknown
+    assert refusal(data_dir=str(folder)) in [
+        f"--data_dir {folder}: 1 of 13 images cannot be read: train/dog/{name} ({why}): replace them, delete them, or "
+        "pass --skip_broken_images"
+        for why in (reason, unknown)
+    ]
+
+
+def test_the_first_ten_broken_images_are_named(folder):
+    for number in range(12):
+        (folder / "train" / "dog" / f"broken {number:02}.jpg").write_bytes(b"no image")
+    named = ", ".join(f"train/dog/broken {number:02}.jpg (no image format that Pillow knows)" for number in range(10))
+    assert f"12 of 24 images cannot be read: {named} and 2 more: replace" in refusal(data_dir=str(folder))
+    notices = load(data_dir=str(folder), skip_broken_images=True).notices
+    assert notices[-1] == f"note: 12 broken images are left out: {named} and 2 more"
+
+
+def test_pixels_without_an_agreed_range_are_refused_by_the_header(folder):
+    Image.new("F", (4, 3), 0.5).save(folder / "train" / "dog" / "a.tiff")
+    assert "train/dog/a.tiff (32-bit pixels have no agreed range)" in refusal(data_dir=str(folder))
+
+
 def test_broken_images_are_left_out_and_counted(folder):
     for number, (name, content) in enumerate(BROKEN.items()):
         (folder / ("train", "val")[number % 2] / "dog" / name).write_bytes(content)
     splits = load(data_dir=str(folder), skip_broken_images=True)
-    assert splits.num_broken == len(BROKEN)
+    assert len(splits.broken) == len(BROKEN)
     assert (len(splits.train), len(splits.validation)) == (6, 6)
     assert [splits.train[index]["index"] for index in range(6)] == list(range(6))
 
@@ -416,12 +296,12 @@ def test_broken_images_are_left_out_and_counted(folder):
 def test_the_check_is_remembered_until_a_file_changes(folder, monkeypatch):
     path = folder / "train" / "dog" / "cut.png"
     path.write_bytes(BROKEN["cut.png"])
-    assert load(data_dir=str(folder), skip_broken_images=True).num_broken == 1
+    assert len(load(data_dir=str(folder), skip_broken_images=True).broken) == 1
     with monkeypatch.context() as patch:
         patch.setattr(datasets.Image, "decode_example", lambda self, stored: pytest.fail("decoded again"))
-        assert load(data_dir=str(folder), skip_broken_images=True).num_broken == 1
+        assert len(load(data_dir=str(folder), skip_broken_images=True).broken) == 1
     picture().save(path)
-    assert load(data_dir=str(folder), skip_broken_images=True).num_broken == 0
+    assert load(data_dir=str(folder), skip_broken_images=True).broken == ()
 
 
 def test_a_class_whose_images_are_all_broken(folder):
@@ -433,11 +313,13 @@ def test_a_class_whose_images_are_all_broken(folder):
 
 
 def test_a_broken_image_without_a_path_is_named_by_its_place(tmp_path):
-    images = [{"bytes": encoded("png"), "path": None}, {"bytes": b"broken", "path": None}]
+    images = [{"bytes": encoded("png"), "path": None}, {"bytes": BROKEN["cut.png"], "path": None}]
     columns = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["x", "y"])}
     rows = {"image": images, "label": [0, 1]}
     name = save_parquet(tmp_path / "set", columns, train=rows, validation=rows)
-    with pytest.raises(InputError, match=r"image 1 of the train split is not a readable image \(no image format"):
+    with pytest.raises(
+        InputError, match=r"image 1 of the train split is not a readable image \(image file is truncated"
+    ):
         load(dataset=name).train[1]
 
 
@@ -447,6 +329,77 @@ def test_a_broken_image_in_a_worker_is_an_input_error(folder):
     loader = DataLoader(load(data_dir=str(folder)).validation, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(InputError, match=r"cut\.png is not a readable image"):
         list(loader)
+
+
+# Pixels that are kept
+
+
+def count_decoding(monkeypatch):
+    decoded, decode_once = [], decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda stored: decoded.append(stored["path"]) or decode_once(stored))
+    return decoded
+
+
+def test_a_second_epoch_decodes_nothing_and_has_the_same_bits(folder, monkeypatch):
+    splits = load(data_dir=str(folder), augmentation="article")
+    decoded = count_decoding(monkeypatch)
+    first = [splits.train[Key(index, 0, True)] for index in range(6)]
+    second = [splits.train[Key(index, 1, False)] for index in range(6)]
+    assert len(decoded) == 6
+    for before, after in zip(first, second, strict=True):
+        assert torch.equal(before["images"], after["images"])
+        assert not torch.equal(before["affine"], after["affine"])
+        assert (before["labels"] in (0, 1), after["labels"]) == (True, -100)
+
+
+def test_more_than_the_limit_is_decoded_again(folder, monkeypatch):
+    monkeypatch.setattr(images, "MAX_KEPT_BYTES", 12 * 3 * 16 * 16 - 1)
+    splits = load(data_dir=str(folder))
+    decoded = count_decoding(monkeypatch)
+    assert torch.equal(splits.train[0]["images"], splits.train[0]["images"])
+    assert len(decoded) == 2
+
+
+def test_kept_pixels_are_not_sent_to_workers(folder):
+    train = load(data_dir=str(folder)).train
+    empty = len(pickle.dumps(train))
+    for index in range(6):
+        train[index]
+    assert len(pickle.dumps(train)) == empty
+
+
+# Sizes
+
+
+def test_wide_tall_and_tiny_images_are_cropped_as_transformers_crops_them():
+    processor = BitImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}, resample=2, do_rescale=False
+    )
+    for size in ((40, 20), (20, 40), (33, 17), (17, 33), (1, 1), (5, 3), (3, 5), (16, 16), (100, 7), (640, 479)):
+        expected = processor(picture(size=size), do_normalize=False)["pixel_values"][0].transpose(1, 2, 0)
+        assert np.array_equal(np.asarray(resized(picture(size=size), 16, "crop")), expected), size
+
+
+def test_the_middle_of_a_very_long_image_is_cropped():
+    stripes = np.zeros((2, 200_000, 3), dtype=np.uint8)
+    stripes[:, 99_990:100_010] = 255
+    assert (np.asarray(resized(Image.fromarray(stripes), 32, "crop")) == 255).all()
+    assert (np.asarray(resized(Image.fromarray(stripes.transpose(1, 0, 2)), 32, "crop")) == 255).all()
+
+
+def test_squash_resizes_both_sides_and_digits_are_square():
+    wide = picture(size=(40, 20))
+    expected = np.asarray(wide.resize((16, 16), Image.Resampling.BILINEAR))
+    assert np.array_equal(np.asarray(resized(wide, 16, "squash")), expected)
+    crop, squash = (load(dataset="digits", image_size=32, resize_mode=mode).train for mode in ("crop", "squash"))
+    assert all(torch.equal(crop[index]["images"], squash[index]["images"]) for index in range(0, len(crop), 50))
+
+
+def test_the_size_is_that_of_the_kind_of_images(folder):
+    assert (load(image_size=None).image_size, load(image_size=None).resize_mode) == (32, "crop")
+    splits = load(data_dir=str(folder), image_size=None, resize_mode="squash")
+    assert (splits.image_size, splits.resize_mode) == (224, "squash")
+    assert splits.train[0]["images"].shape == (3, 224, 224)
 
 
 # Kinds of images
@@ -461,7 +414,7 @@ def with_orientation(image, orientation, path):
 def decoded(path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return np.asarray(images_module._decode({"bytes": None, "path": str(path)}))
+        return np.asarray(decode({"bytes": None, "path": str(path)}))
 
 
 @pytest.mark.parametrize(

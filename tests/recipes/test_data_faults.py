@@ -63,6 +63,32 @@ def no_text_as_name(folder):
     return ["--data_dir", str(folder / "pets")]
 
 
+def no_header(folder):
+    (image_folder(folder) / "SHA256SUMS").unlink()
+    for name in ("train/cat/a.png", "val/dog/e.jpg"):
+        (folder / "pets" / name).write_bytes(b"no image")
+    return ["--data_dir", str(folder / "pets")]
+
+
+def nested_folder(folder):
+    (image_folder(folder) / "train/cat/more").mkdir()
+    return ["--data_dir", str(folder / "pets")]
+
+
+def table_of_images(folder):
+    (image_folder(folder) / "train/cat/metadata.jsonl").write_text("{}")
+    return ["--data_dir", str(folder / "pets")]
+
+
+def no_training_split(folder):
+    shutil.rmtree(image_folder(folder) / "train")
+    return ["--data_dir", str(folder / "pets")]
+
+
+def part_beside_a_split(folder):
+    return ["--data_dir", str(image_folder(folder)), "--validation_fraction", "0.2"]
+
+
 def no_images(folder):
     for path in image_folder(folder).rglob("*.*"):
         path.unlink()
@@ -116,6 +142,15 @@ FAULTS = {
     "a JPEG with a flipped bit": (IMAGES, flipped("val/dog/e.jpg"), "other bytes than SHA256SUMS says: val/dog/e.jpg"),
     "a link that leads nowhere": (IMAGES, lost_link, "train/cat/z.png is a link that leads nowhere"),
     "a name that is no text": (IMAGES, no_text_as_name, r"'train/cat/\udcff.png' is not UTF-8 text: rename it"),
+    "two images without a header": (
+        IMAGES,
+        no_header,
+        "2 of 5 images cannot be read: train/cat/a.png (no image format that Pillow knows), val/dog/e.jpg (",
+    ),
+    "a folder inside a class folder": (IMAGES, nested_folder, "train/cat/more is a folder inside a class folder"),
+    "a table of images": (IMAGES, table_of_images, "train/cat/metadata.jsonl describes images in a way of its own"),
+    "no training split": (IMAGES, no_training_split, "has no train split (found: val): one must be named train"),
+    "a part beside a split": (IMAGES, part_beside_a_split, "--validation_fraction 0.2: --data_dir"),
     "no images": (IMAGES, no_images, "has no images in train/CLASS/"),
     "no documents": (TEXT, documents(0), "text.jsonl has no text"),
     "no labelled texts": (LABELLED, labelled(0), "train.jsonl is empty"),

@@ -145,6 +145,9 @@ BAD_FLAGS = {
     "Hub model while offline": (["--model_name_or_path", "nobody/nothing"], "nobody/nothing"),
     "Hub data while offline": (["--model", "vgg_small", "--dataset", "nobody/nothing"], "nobody/nothing"),
     "no such folder": (["--model", "vgg_small", "--data_dir", "absent"], "absent"),
+    "size of 0": (["--model", "vgg_small", "--image_size", "0"], "--image_size 0"),
+    "part of the digits": (["--model", "vgg_small", "--validation_fraction", "0.2"], "--validation_fraction 0.2"),
+    "nested digits": (["--model", "vgg_small", "--nested_classes"], "--nested_classes goes with --data_dir"),
     "a pixel alone": (["--model_type", "resnet", "--image_size", "4", "--micro_batch_size", "1"], "micro-batch of one"),
     "drop_last of everything": (["--model", "vgg_small", "--global_batch_size", "2000", "--drop_last"], "--drop_last"),
 }
@@ -193,14 +196,17 @@ def image_folder(tmp_path):
 
 
 def test_an_image_folder_with_the_augmentation_of_the_article(train, image_folder):
-    results = train("--model", "vgg_small", "--data_dir", str(image_folder), *SHORT, "--dataloader_num_workers", "2")
+    flags = ["--model", "vgg_small", "--data_dir", str(image_folder), "--image_size", "32", *SHORT]
+    results = train(*flags, "--dataloader_num_workers", "2")
     assert results["eval"]["accuracy"] in {i / 8 for i in range(9)}
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_an_unreadable_image_stops_the_run_or_is_left_out(recipe, train, tmp_path, image_folder, capsys, workers):
-    (image_folder / "train" / "cat" / "0.png").write_bytes(b"no image")
-    flags = ["--model", "vgg_small", "--data_dir", str(image_folder), "--dataloader_num_workers", workers, *SHORT]
+    path = image_folder / "train" / "cat" / "0.png"
+    path.write_bytes(path.read_bytes()[:-200])
+    flags = ["--model", "vgg_small", "--data_dir", str(image_folder), "--image_size", "32", *SHORT]
+    flags += ["--dataloader_num_workers", workers]
     with pytest.raises(SystemExit) as end:
         run_recipe(lambda: train(*flags, output="stopped"))
     assert end.value.code == 2
@@ -210,8 +216,78 @@ def test_an_unreadable_image_stops_the_run_or_is_left_out(recipe, train, tmp_pat
     paused = train(*flags, "--skip_broken_images", "--drop_last", output="left_out")
     assert paused["samples_seen"] == 48
     printed = capsys.readouterr().out
-    assert "note: 1 broken images are left out" in printed
+    assert "note: 1 broken images are left out: train/cat/0.png (" in printed
     assert "note: --drop_last leaves 7 of 23 samples out of every epoch" in printed
+
+
+@pytest.fixture
+def flat_folder(image_folder):
+    return image_folder / "train"
+
+
+def test_a_flat_folder_trains_with_one_line_and_goes_on_with_the_same_images(train, flat_folder, tmp_path, capsys):
+    flags = ["--model", "vgg_small", "--data_dir", str(flat_folder), "--image_size", "32", *SHORT]
+    flags += ["--lr_scheduler_type", "constant", "--save_every", "2"]
+    straight = train(*flags, output="straight")
+    lines = capsys.readouterr().out.splitlines()
+    assert "22 training images, 2 held out; 2 classes: cat, dog" in lines
+    assert (
+        "note: without a validation split, a part of each class is held out by --validation_fraction 0.1 and --seed 0"
+    ) in lines
+    train(*flags, "--max_steps", "2", output="resumed")
+    assert train(*flags, "--resume", output="resumed")["eval"] == straight["eval"]
+    weights = [load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "resumed")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+SIZES_OF_PROCESSORS = {
+    "both sides": {"size": {"height": 48, "width": 48}},
+    "a shortest edge": {"size": {"shortest_edge": 48}},
+    "a number": {"size": 48},
+    "a crop": {"size": {"shortest_edge": 64}, "crop_size": {"height": 48, "width": 48}},
+}
+
+
+@pytest.fixture
+def vit(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=48, patch_size=16)).save_pretrained(tmp_path / "vit")
+    return tmp_path / "vit"
+
+
+@pytest.mark.parametrize("processor", [None, *SIZES_OF_PROCESSORS])
+def test_images_have_the_size_that_a_pretrained_model_was_made_for(recipe, vit, processor):
+    if processor is not None:
+        config = json.loads((vit / "config.json").read_text())
+        (vit / "config.json").write_text(json.dumps(config | {"image_size": 96}))
+        entries = {"image_processor_type": "ViTImageProcessor", **SIZES_OF_PROCESSORS[processor]}
+        (vit / "preprocessor_config.json").write_text(json.dumps(entries))
+    flags = ["--model_name_or_path", str(vit), "--output_dir", "x"]
+    for data in ([], ["--data_dir", "photographs"]):
+        assert arguments(recipe, *flags, *data).image_size == 48
+    assert arguments(recipe, *flags, "--image_size", "64").image_size == 64
+
+
+def test_a_pretrained_model_trains_at_its_own_size(recipe, train, vit, image_folder, tmp_path):
+    flags = ["--model_name_or_path", str(vit), "--data_dir", str(image_folder)]
+    train(*flags, *SHORT)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["image_size"] == 48
+    planned = recipe.task([*flags, "--output_dir", "x"])
+    assert planned.micro_batch(2)["images"].shape == (2, 3, 48, 48)
+    assert planned.assumed == ()
+
+
+def test_other_models_take_32_pixels_of_digits_and_224_of_photographs(recipe):
+    for model in (["--model", "vgg16"], ["--model_type", "vit"]):
+        flags = [*model, "--output_dir", "x"]
+        assert arguments(recipe, *flags).image_size == 32
+        assert arguments(recipe, *flags, "--data_dir", "photographs").image_size == 224
+        assert arguments(recipe, *flags, "--dataset", "some/photographs").image_size == 224
+
+
+def arguments(recipe, *flags):
+    (parsed,) = recipe.parse_arguments(recipe.Arguments, args=flags)
+    return parsed
 
 
 def launch(config, *flags, timeout=280):

@@ -46,7 +46,7 @@ def make_data(folder):
 
 def data_flags(name, data):
     if name == "image_classification":
-        return ["--data_dir", str(data)]
+        return ["--data_dir", str(data), "--image_size", "32"]
     return ["--train_file", str(data / "train.jsonl"), "--validation_file", str(data / "validation.jsonl")]
 
 

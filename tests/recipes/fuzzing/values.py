@@ -141,6 +141,9 @@ FLAGS: dict[str, dict[str, Values]] = {
         "dataset": Values(("digits",), (None, *ODD_PATHS, "a/b", "digit")),
         "data_dir": Values(("f/images",), (None, *ODD_PATHS)),
         "image_size": whole("8", "16", "17", odd=("1", "2", "5", "1000000"), codes=(3,)),
+        "resize_mode": Values(("crop", "squash"), (None, "", "x")),
+        "validation_fraction": real(bad=("0", "1", "1.5"), odd=("0.2",)),  # of data without a validation split alone
+        "nested_classes": Values(("no",), SWITCH[1], (None, "true")),
         "augmentation": Values(("digits", "article", "none"), (None, "", "x")),
         "skip_broken_images": Values(*SWITCH),
         "channels_last": Values(*SWITCH),

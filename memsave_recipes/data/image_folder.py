@@ -1,0 +1,203 @@
+"""A folder of images: its splits, its class folders and the files in them, each checked by name before one is read.
+
+NOTE [ folders of images ]
+1. A folder holds ``train/CLASS/*`` and ``validation/CLASS/*`` (or the first there is of valid, val, dev, test),
+   ``train/CLASS/*`` alone, or ``CLASS/*``: it is flat where none of its folders is named as a split.
+2. The class of an image is the name of the folder directly below the split. A folder inside a class folder could be a
+   part of that class or another one, so it is refused, unless ``--nested_classes`` makes it a part.
+3. Not read are hidden files and folders (their names begin with a dot), files that do not end as an image does, and
+   files beside the class folders. A class folder without images is no class.
+4. Links to images and to class folders are followed, links to folders inside of a class folder are refused.
+5. Images come by class, then by path, whatever order the file system has.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+from memsave_recipes.data.text import LOADING_ERRORS, VALIDATION_NAMES, Splits, progress_bars
+from memsave_recipes.errors import InputError, is_text
+from memsave_recipes.hub import reason
+from memsave_recipes.text import join_names
+
+SPLIT_NAMES = {"train": ("train",), "validation": VALIDATION_NAMES}
+ENDINGS = frozenset(ImageFolder.EXTENSIONS)
+Images = Iterator[dict[str, str | int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFiles:
+    """The images of a folder.
+
+    Args:
+        paths: absolute, by split and class.
+        lost_links: links that lead nowhere, by their paths below the folder.
+    """
+
+    paths: dict[str, dict[str, list[str]]]
+    lost_links: list[str]
+
+    @property
+    def label_names(self) -> list[str]:
+        """The classes of all splits."""
+        return sorted({name for classes in self.paths.values() for name in classes})
+
+
+def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links: bool = False) -> ImageFiles:
+    """Find the images of a folder as NOTE [ folders of images ] says, without reading one.
+
+    Raises:
+        InputError: no such folder, no training split, no images; a folder inside a class folder; a link that leads
+            nowhere, unless ``skip_lost_links``; a file that cannot be read by its name, or that describes images in a
+            way of its own.
+    """
+    if not os.path.isdir(data_dir):  # unlike pathlib, without an error for what can be no path
+        raise InputError(f"--data_dir {data_dir} is not a directory: name one that holds a folder per class")
+    search = _Search(data_dir, nested_classes)
+    folders = dict(search.splits())
+    paths = {split: search.classes_in(folder) for split, folder in folders.items()}
+    if search.lost_links and not skip_lost_links:
+        raise search.refused(
+            f"{first_of(search.lost_links, 1)} is a link that leads nowhere: mount its disk, delete it, or pass "
+            "--skip_broken_images"
+        )
+    for split, folder in folders.items():
+        if not paths[split]:
+            place = os.path.join(folder, "CLASS", "")
+            raise InputError(f"--data_dir {data_dir} has no images in {place}: make a folder per class and fill it")
+    return ImageFiles(paths=paths, lost_links=search.lost_links)
+
+
+def read_folder(files: ImageFiles, source: str) -> Splits:
+    """Each split with the columns ``image`` (a path) and ``label``, in the cache of ``datasets`` until a file changes.
+
+    Raises:
+        InputError: the files or the cache cannot be read.
+    """
+    names = files.label_names
+    features = datasets.Features(image=datasets.Image(decode=False), label=datasets.ClassLabel(names=names))
+    splits = {}
+    for split, classes in files.paths.items():
+        labelled = [(path, label) for label, name in enumerate(names) for path in classes.get(name, [])]
+        try:
+            versions = [f"{state.st_size} {state.st_mtime_ns}" for state in (os.stat(path) for path, _ in labelled)]
+            with progress_bars(False):
+                splits[split] = datasets.Dataset.from_generator(
+                    _rows, features=features, gen_kwargs={"images": tuple(labelled), "versions": tuple(versions)}
+                )
+        except LOADING_ERRORS as error:
+            raise InputError(f"{source} cannot be read: {reason(error)}") from error
+    return splits
+
+
+def _rows(images: tuple[tuple[str, int], ...], versions: tuple[str, ...]) -> Images:
+    """``versions`` are there for the hash of the arguments alone."""
+    for path, label in images:
+        yield {"image": path, "label": label}
+
+
+def choose_splits(available: Iterable[str], source: str, *ways_out: str) -> Iterator[tuple[str, str]]:
+    """``train`` and, where there is one, ``validation``, each with the name that it has in the source.
+
+    Raises:
+        InputError: there is no training split.
+    """
+    available = list(available)
+    for split, names in SPLIT_NAMES.items():
+        present = [name for name in names if name in available]
+        if present:
+            yield split, present[0]
+        elif split == "train":
+            way_out = ", ".join(("one must be named train", *ways_out))
+            raise InputError(f"{source} has no train split (found: {join_names(available)}): {way_out}")
+
+
+def first_of(names: Iterable[str], at_most: int) -> str:
+    """``a, b and 7 more``."""
+    named = list(names)
+    others = f" and {len(named) - at_most:,} more" if len(named) > at_most else ""
+    return ", ".join(named[:at_most]) + others
+
+
+class _Search:
+    """One pass over a folder; collects ``lost_links``, by their paths below it, on the way."""
+
+    def __init__(self, data_dir: str, nested_classes: bool) -> None:
+        self.data_dir = data_dir
+        self.root = os.path.abspath(data_dir)
+        self.nested_classes = nested_classes
+        self.lost_links: list[str] = []
+
+    def splits(self) -> Iterator[tuple[str, str]]:
+        """Each split with the name of its folder; of a flat folder ``train`` alone, which is the folder itself."""
+        folders = [entry.name for entry in _visible(self.root) if entry.is_dir()]
+        if any(name in names for names in SPLIT_NAMES.values() for name in folders):
+            yield from choose_splits(folders, f"--data_dir {self.data_dir}", "or name no folder as a split")
+        else:
+            yield "train", ""
+
+    def classes_in(self, folder: str) -> dict[str, list[str]]:
+        """The paths of the images in a split's folder, by class."""
+        classes = {}
+        for entry in self._entries(os.path.join(self.root, folder)):
+            if entry.is_dir():
+                self._check_name(entry)
+                if images := sorted(self._images_in(entry.path)):
+                    classes[entry.name] = images
+        return classes
+
+    def _images_in(self, folder: str) -> Iterator[str]:
+        for entry in self._entries(folder):
+            self._check_name(entry)
+            if entry.is_dir():
+                self._check_nested(entry)
+                yield from self._images_in(entry.path)
+            elif entry.name in ImageFolder.METADATA_FILENAMES:
+                raise self.refused(
+                    f"{self._name_of(entry)} describes images in a way of its own, and their class is the name of "
+                    "their folder: move it away"
+                )
+            elif Path(entry.name).suffix.lower() in ENDINGS and entry.is_file():
+                yield entry.path
+
+    def _entries(self, folder: str) -> Iterator["os.DirEntry[str]"]:
+        for entry in _visible(folder):
+            if entry.is_symlink() and not os.path.exists(entry.path):
+                self.lost_links.append(self._name_of(entry))
+            else:
+                yield entry
+
+    def _check_name(self, entry: "os.DirEntry[str]") -> None:
+        if not is_text(entry.name):
+            raise self.refused(f"the name {self._name_of(entry)!r} is not UTF-8 text: rename it")
+
+    def _check_nested(self, entry: "os.DirEntry[str]") -> None:
+        name = self._name_of(entry)
+        if not self.nested_classes:
+            raise self.refused(
+                f"{name} is a folder inside a class folder: move its images up, pass --nested_classes to count them to "
+                "the class, or name the folder that holds the class folders"
+            )
+        if entry.is_symlink():
+            raise self.refused(f"{name} is a link to a folder inside a class folder: put the folder itself there")
+
+    def _name_of(self, entry: "os.DirEntry[str]") -> str:
+        return os.path.relpath(entry.path, self.root)
+
+    def refused(self, message: str) -> InputError:
+        """For the caller to raise."""
+        return InputError(f"--data_dir {self.data_dir}: {message}")
+
+
+def _visible(folder: str) -> list["os.DirEntry[str]"]:
+    """What is in a folder and not hidden, by name."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}; check folder and disk") from error
+    return sorted(found, key=lambda entry: entry.name)
