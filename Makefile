@@ -23,8 +23,6 @@ $(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
 
 install: $(VENV)/.installed  ## make .venv with everything in it
 
-# TORCH_CPP_LOG_LEVEL: torch's CPU profiler warns of each tensor that is older than the step whose memory it records.
-demo: export TORCH_CPP_LOG_LEVEL ?= ERROR
 demo: install  ## train a network on the CPU without checkpointing and in half the memory, and compare (a minute)
 	$(RECIPE) --activation_checkpointing none --output_dir out/demo/baseline
 	$(RECIPE) --activation_checkpointing budget --memory_budget_gib 0.025 --output_dir out/demo/budget

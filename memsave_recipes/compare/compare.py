@@ -37,7 +37,7 @@ TRAITS: dict[str, tuple[str, ...]] = {
 # These two change the loss alone: the memory and speed of runs that differ in them are comparable.
 OF_THE_LOSS_ALONE = {"steps", "seed"}
 # Flags without an influence on training, which no list of differences names.
-INCIDENTAL_FLAGS = {"output_dir", "overwrite", "report_to", "resume", "verify"}
+INCIDENTAL_FLAGS = {"output_dir", "overwrite", "report_to", "project", "run_name", "tags", "resume", "verify"}
 DERIVED_FROM_FLAGS = ("plan.", "geometry.")  # and shown in the table
 # Metrics of an evaluation; a terminal shows the first of them that was recorded.
 METRICS = ("accuracy", "f1", "bits_per_byte", "loss")

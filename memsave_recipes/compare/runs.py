@@ -60,7 +60,7 @@ class History:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A finished run. ``name`` is that of its folder.
+    """A finished run. ``name`` is its ``--run_name``, else that of its folder.
 
     ``path`` is unique: its folder, or ``entity/project/id`` of a run on W&B.
     """
@@ -100,11 +100,13 @@ def read_run(folder: Path | str) -> Run:
     results = _read_object("results.json", folder)
     if not any(key in results for key in FIGURES):
         raise InputError(f"{folder} has a results.json with none of our figures, so it is no run of ours: leave it out")
+    config = _read_object("config.json", folder)
+    run_name = config.get("run_name")
     return Run(
-        name=printable(folder.name),
+        name=printable(run_name if isinstance(run_name, str) and run_name else folder.name),
         path=folder,
         results=results,
-        config=_read_object("config.json", folder),
+        config=config,
         history=History(_LoggedRows(folder)),
     )
 

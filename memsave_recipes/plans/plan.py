@@ -96,9 +96,13 @@ class Plan:
     def describe(self) -> str:
         """One line for people: ``segments:2: 9 of 18 blocks recomputed, in 1 span``."""
         num_spans = sum(span.action is Action.RECOMPUTE for span in self.spans)
-        plural = "span" if num_spans == 1 else "spans"
-        parts = [f"{len(self.recomputed)} of {len(self.blocks)} blocks recomputed, in {num_spans} {plural}"]
-        parts += [f"{len(names)} {words}" for action, words in IN_WORDS.items() if (names := self.blocks_under(action))]
+        recomputed = f"recomputed, in {num_spans} {'span' if num_spans == 1 else 'spans'}"
+        by_words = {recomputed: self.recomputed, **{words: self.blocks_under(one) for one, words in IN_WORDS.items()}}
+        found = [(len(names), words) for words, names in by_words.items() if names]
+        if not found:
+            return f"{self.strategy}: no activation checkpointing"
+        (number, words), *others = found
+        parts = [f"{number} of {len(self.blocks)} blocks {words}", *(f"{more} {words}" for more, words in others)]
         return f"{self.strategy}: {'; '.join(parts)}"
 
     def to_json(self) -> str:

@@ -19,6 +19,7 @@ the step and of its own allocations. Elsewhere it is the allocator's, and anythi
 (workspaces, rounding) counts as temporary.
 """
 
+import ctypes
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 MARK = "memsave label "
+C10_ERROR = 2
+"""The level of errors in the C++ log of torch, above that of warnings."""
 
 
 class Use(Enum):
@@ -87,11 +90,30 @@ class Labels:
 def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
     """The events of the block on all devices, in the order of time; they are in the list when the block has ended."""
     events: list[Event] = []
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with _only_errors_of_c10(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         yield events
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     found = _walk(roots, Use.ACTIVATIONS, labels.added if labels else [])
     events += [event for _, event in sorted(found, key=lambda timed: timed[0])]
+
+
+@contextmanager
+def _only_errors_of_c10() -> Iterator[None]:
+    """Without its warning that a block is released that was allocated before the profile, as some always are.
+
+    torch reads the level from the environment when it is imported (``TORCH_CPP_LOG_LEVEL``), and has no function that
+    changes it. Where its library does not export the variable, the warning is printed.
+    """
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        yield
+        return
+    before, level.value = level.value, max(level.value, C10_ERROR)
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -1,19 +1,37 @@
 """Tables, HTML pages and plots of plans and of compared runs; here the terminal's width and the form of its tables."""
 
+import re
 import shutil
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import IO, Any, cast
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 FALLBACK_COLUMNS = 120
+BLANKS = re.compile(" +$", re.MULTILINE)
+"""At the ends of lines."""
+
+
+class _Trimmed:
+    """A stream that is written to without ``BLANKS``, which fill the last column of a table; else the stream itself."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._stream.write(BLANKS.sub("", text))
 
 
 def new_console() -> Console:
     """As wide as the terminal; ``FALLBACK_COLUMNS`` where there is none."""
-    return Console(width=shutil.get_terminal_size(fallback=(FALLBACK_COLUMNS, 24)).columns)
+    width = shutil.get_terminal_size(fallback=(FALLBACK_COLUMNS, 24)).columns
+    return Console(width=width, file=cast(IO[str], _Trimmed(sys.stdout)))
 
 
 def new_table(**options: Any) -> Table:

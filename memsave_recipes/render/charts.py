@@ -204,9 +204,9 @@ def badge(number: int) -> str:
 
 
 def scatter(entries: Sequence[Entry]) -> str:
-    """Peak memory against throughput, with a line through the Pareto-optimal runs; empty if no run has both."""
+    """Peak memory against throughput, with a line through the Pareto-optimal runs; empty unless two runs have both."""
     positions = {number: row.position for number, row in entries if row.position}
-    if not positions:
+    if len(positions) < 2:
         return ""
     x = memory_axis([peak for peak, _ in positions.values()])
     y = speed_axis([speed for _, speed in positions.values()])

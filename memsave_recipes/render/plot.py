@@ -1,9 +1,10 @@
-"""Plots as PNG: of a comparison, three charts for each model, and of a frontier.
+"""Plots as PNG: of a comparison, up to three charts for each model, and of a frontier.
 
 matplotlib is optional and imported in no other module.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -34,15 +35,18 @@ PART_COLORS = dict(
 
 
 def write_png(table: ComparisonTable, path: Path) -> None:
-    """Draws memory against throughput, the peaks and the training losses."""
+    """Draws memory against throughput, the peaks and the training losses; a chart that would be empty is left out."""
     sections = table.sections
     heights = [max(4.0, 0.22 * len(rows) + 1.5) for rows in sections]
-    figure = Figure(figsize=(17, sum(heights)), dpi=120, layout="constrained")
-    all_axes = figure.subplots(len(sections), 3, squeeze=False, height_ratios=heights)
-    for rows, axes in zip(sections, all_axes, strict=True):
-        _draw_scatter(axes[0], rows)
-        _draw_bars(axes[1], rows)
-        _draw_losses(axes[2], rows)
+    charts = [chart for chart in CHARTS if any(map(chart.has_content, sections))]
+    figure = Figure(figsize=(1 + 16 * len(charts) / 3, sum(heights)), dpi=120, layout="constrained")
+    all_axes = figure.subplots(len(sections), len(charts), squeeze=False, height_ratios=heights)
+    for rows, row_of_axes in zip(sections, all_axes, strict=True):
+        for chart, axes in zip(charts, row_of_axes, strict=True):
+            if chart.has_content(rows):
+                chart.draw(axes, rows)
+            else:
+                axes.set_axis_off()
     figure.savefig(path, format="png")
 
 
@@ -140,6 +144,27 @@ def _draw_losses(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
     axes.locator_params(axis="x", nbins=5)
     if len(rows) <= MAX_ROWS:
         axes.legend(fontsize=8)
+
+
+def _has_places(rows: Sequence[ComparisonRow]) -> bool:
+    """Whether there are two runs to hold against one another."""
+    return sum(row.position is not None for row in rows) > 1
+
+
+def _has_curves(rows: Sequence[ComparisonRow]) -> bool:
+    """Whether a run has two points of its loss."""
+    return any(len(by_samples_seen(row.run, "train/loss")) > 1 for row in rows)
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """Draws the runs of a model, if they have the content for it."""
+
+    draw: Callable[[Axes, Sequence[ComparisonRow]], None]
+    has_content: Callable[[Sequence[ComparisonRow]], bool]
+
+
+CHARTS = (_Chart(_draw_scatter, _has_places), _Chart(_draw_bars, bool), _Chart(_draw_losses, _has_curves))
 
 
 def _unit(rows: Sequence[ComparisonRow]) -> tuple[str, int]:

@@ -165,6 +165,8 @@ def all_columns(rows: Sequence[ComparisonRow]) -> list[Column]:
 def notes(table: ComparisonTable) -> list[str]:
     """Notes on the figures; ``!`` begins a warning."""
     lines = [f"peak memory: {'; '.join(table.memory_sources)}"] if table.memory_sources else []
+    if any(row.saved_for_backward.value is not None for row in table.rows):
+        lines.append("saved for backward: activations that the forward keeps for the backward")
     if any(row.is_pareto_optimal for row in table.rows):
         lines.append("pareto: no run of the same workload has both less memory and more speed")
     if len(table.sections) > 1:

@@ -16,6 +16,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import LOST, SECOND_RANK_S, LostWorker, code_of_another_rank, lost_worker, tell_ranks
 from memsave_recipes.profiling.memory import is_out_of_memory
+from memsave_recipes.run.log import recorded
 from memsave_recipes.run.verification import VerificationFailed
 from memsave_recipes.training.non_finite import NotFinite
 from memsave_recipes.training.parsing import wants_traceback
@@ -26,6 +27,7 @@ NOT_FINITE = 4
 FAILED_VERIFICATION = 5
 
 
+@recorded()
 def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) -> None:
     """Call ``main()`` and turn its exception into a message on stderr and an exit code. ``--debug`` adds the traceback.
 

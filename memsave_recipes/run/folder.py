@@ -33,6 +33,7 @@ from memsave_recipes.checkpoints.resume import (
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.run_plan import RunPlan
+from memsave_recipes.run.log import LOG, write_log
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import check_state
 from memsave_recipes.run.trackers import NAME as METRICS
@@ -44,8 +45,10 @@ from memsave_recipes.training.environment import (
 )
 
 CONFIG, PLAN, RESULTS, FINAL, CHECKPOINTS = "config.json", "plan.json", "results.json", "final", "checkpoints"
-OURS = (CONFIG, PLAN, METRICS, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
+OURS = (CONFIG, PLAN, METRICS, LOG, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
 LEFTOVERS = (f"{TEMPORARY}{FINAL}", f"{TRASH}{FINAL}")
+NAMES = ("project", "run_name", "tags")
+"""The flags that name a run in dashboards."""
 OUR_SNAPSHOTS = "memory_snapshot*.pickle"
 
 
@@ -80,10 +83,10 @@ def begin_run(
     One that has ``resumed`` takes up its folder and its trackers where the checkpoint left them.
 
     Args:
-        project: where dashboards keep the runs of a recipe.
+        project: where dashboards keep the run, unless ``--project`` names another one.
         work: names model and data, such as ``vgg16-gbs64-224px``; runs of the same work are meant to be compared.
-        flags: of the command line.
-        planned: the memory plan; its strategy and the batch layout name the run.
+        flags: of the command line; those of ``NAMES`` as the run was begun with.
+        planned: the memory plan; its strategy and the batch layout name the run, unless ``--run_name`` does.
 
     Returns:
         What ``RunReport`` wants to know of it.
@@ -93,7 +96,8 @@ def begin_run(
     """
     if flags.get("memory_snapshot") and accelerator.device.type != "cuda":
         raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
-    plan, name, earlier, step = planned.plan, _name_of(accelerator, planned, layout), None, 0
+    plan, earlier, step = planned.plan, None, 0
+    name = flags["run_name"] or _name_of(accelerator, planned, layout)
     if resumed is not None:
         check_state(resumed.state)
         earlier, step = resumed.state["trackers"], resumed.step
@@ -109,10 +113,10 @@ def begin_run(
     )
     start_trackers(
         accelerator,
-        project=project,
+        project=flags["project"] or project,
         group=work,
         name=name,
-        tags=[plan.strategy, flags["dtype"], _device_word(accelerator)],
+        tags=list(dict.fromkeys([plan.strategy, flags["dtype"], _device_word(accelerator), *flags["tags"]])),
         config=config,
         output_dir=folder,
         earlier=earlier,
@@ -126,6 +130,27 @@ def begin_run(
         compiles=not plan.is_bitwise,
         predicted_peak_bytes=planned.predicted_peak_bytes,
     )
+
+
+def earlier_names(earlier: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The names of a run that goes on, which are those that it was begun with, and a line for each flag that asks for
+    others.
+
+    Args:
+        earlier: ``config.json`` of the run; one of an earlier version, or edited by hand, may have no names.
+        flags: of the command line.
+    """
+    match earlier:
+        case {"project": str() | None, "run_name": str() | None, "tags": list(tags)} if all(map(_is_text, tags)):
+            names = {flag: earlier[flag] for flag in NAMES}
+        case _:
+            names = {}
+    other = [flag for flag in names if flags[flag] and flags[flag] != names[flag]]
+    return names, [f"note: the run goes on under its own names, so another --{flag} is left out" for flag in other]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _name_of(accelerator: Accelerator, planned: RunPlan, layout: BatchLayout) -> str:
@@ -211,6 +236,7 @@ def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: R
             delete(folder / RESULTS)
         _write_whole(folder / PLAN, plan + "\n")
         write_json(folder / CONFIG, config)
+    write_log(folder)
     return notices
 
 

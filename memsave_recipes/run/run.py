@@ -51,11 +51,13 @@ from memsave_recipes.run.folder import (
     begin_run,
     check_room,
     check_run_folder,
+    earlier_names,
     print_lines,
     save_final,
     save_model,
     write_results,
 )
+from memsave_recipes.run.log import recorded
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.run.verification import settle_kernels, verify_plan
@@ -100,6 +102,9 @@ class Run:
         self.flags = flag_values((args,))
         self.args = args
         if folder.earlier is not None:
+            names, notices = earlier_names(folder.earlier, self.flags)
+            print_lines(accelerator, *notices)
+            self.flags |= names
             plan, num_processes = folder.path / PLAN, accelerator.num_processes
             self.args = with_previous_plan(args, folder.earlier, plan=plan, num_processes=num_processes)
         self.num_workers = num_workers(args.dataloader_num_workers, accelerator)
@@ -125,6 +130,7 @@ class Run:
         notices = check_same_flags(earlier, flag_values((args,))) if earlier else []
         limit_s = 60 * args.collective_timeout_minutes
         with ExitStack() as stack:
+            stack.enter_context(recorded())
             stack.enter_context(deterministic_kernels(args.full_determinism, later=args.verify != "off"))
             stack.enter_context(matmul_precision(args.matmul_precision))
             let_segments_grow()

@@ -1,5 +1,6 @@
 """The flags that every recipe shares, each checked when it is read."""
 
+import os
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Literal
@@ -23,11 +24,48 @@ MAX_WORKERS = 1024
 POLYNOMIAL_END = 1e-7  # of transformers
 MAX_RATE = 1e30
 """Of learning rate, weight decay and clipping norm; not far above it float32 overflows."""
+MAX_NAME, MAX_TAG = 128, 64
+NOT_IN_A_PROJECT = set("/\\#?%:")
+"""The characters that W&B refuses in the name of a project; the lengths are its own as well."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(kw_only=True)
-class RunArguments:
+class TrackerArguments:
+    """Trackers, and the names of the run in them.
+
+    The defaults of the names are those of W&B's environment variables, for all trackers. A run that goes on keeps its
+    names.
+    """
+
+    report_to: list[str] = field(
+        default_factory=lambda: ["trackio"],
+        metadata={"help": "trackers: trackio, wandb, tensorboard (one or several), or none"},
+    )
+    project: str | None = field(
+        default_factory=lambda: os.environ.get("WANDB_PROJECT") or None,
+        metadata={"help": "project of the run; default: WANDB_PROJECT, else memsave- and the name of the recipe"},
+    )
+    run_name: str | None = field(
+        default_factory=lambda: os.environ.get("WANDB_NAME") or None,
+        metadata={"help": "name of the run; default: WANDB_NAME, else the plan, the batch layout and the devices"},
+    )
+    tags: list[str] = field(
+        default_factory=lambda: [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag],
+        metadata={"help": "tags of the run, beside its plan, dtype and device; default: WANDB_TAGS"},
+    )
+
+    def __post_init__(self) -> None:
+        for flag, name in (("--project", self.project), ("--run_name", self.run_name)):
+            require(name is None or _is_label(name, MAX_NAME), flag, name, f"one line of at most {MAX_NAME} characters")
+        for tag in self.tags:
+            require(_is_label(tag, MAX_TAG), "--tags", tag, f"each one line of at most {MAX_TAG} characters")
+        forbidden = sorted(NOT_IN_A_PROJECT.intersection(self.project or ""))
+        require(not forbidden, "--project", self.project, f"without {' '.join(forbidden)}, which W&B does not take")
+
+
+@dataclass(kw_only=True)
+class RunArguments(TrackerArguments):
     """The folder, global batch, memory plan and length of a run."""
 
     output_dir: str = field(metadata={"help": "folder of everything that the run writes"})
@@ -95,13 +133,10 @@ class RunArguments:
     memory_snapshot: int | None = field(
         default=None, metadata={"help": "steps, from the first one on, over which the CUDA allocator is recorded"}
     )
-    report_to: list[str] = field(
-        default_factory=lambda: ["trackio"],
-        metadata={"help": "trackers: trackio, wandb, tensorboard (one or several), or none"},
-    )
     debug: bool = field(default=False, metadata={"help": "print the traceback of one-line errors as well"})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.gradient_checkpointing and self.activation_checkpointing not in (None, "full"):
             raise InputError(
                 "--gradient_checkpointing means --activation_checkpointing full, "
@@ -262,3 +297,7 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
             group.__post_init__(self)  # type: ignore[attr-defined]
         if self.eval_only and self.resume:
             raise InputError("--eval_only trains nothing, so --resume has nothing to go on with: leave it out")
+
+
+def _is_label(name: str, longest: int) -> bool:
+    return name.isprintable() and len(name) <= longest

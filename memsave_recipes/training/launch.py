@@ -19,6 +19,8 @@ NOTE [ silent launches ], as of Accelerate 1.15
 4. More processes than GPUs share a GPU: NCCL fails late, with an error that does not say so.
 5. ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` in the environment divides every gradient, and
    FSDP, DeepSpeed and Megatron cut up the weights that our checkpoints and figures take for whole.
+6. ``dynamo_backend`` of the user's own config file, which ``accelerate config`` has written, compiles the whole model:
+   other bits than those of a plan, and other memory than the planner has measured.
 
 psutil reads the command line because the standard library cannot, on any system; Accelerate itself depends on it.
 Limit: only the parent process is looked at. A launch by other means (torchrun, mpirun, a shell script under
@@ -27,6 +29,7 @@ Limit: only the parent process is looked at. A launch by other means (torchrun, 
 
 import atexit
 import os
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +53,7 @@ from accelerate.utils import (
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
@@ -82,9 +86,11 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
 
     Raises:
         InputError: the number of processes is not the one asked for or exceeds this machine's accelerators, or the
-            precision does not work on the CPU, or the device is Apple's, or the weights are to be cut up.
+            precision does not work on the CPU, or the device is Apple's, or the weights are to be cut up, or the model
+            is to be compiled.
     """
     _check_whole_weights()
+    _check_not_compiled()
     end_with_launcher()
     request = read_launch_request()
     world = get_cpu_distributed_information()  # the launcher's environment variables, with or without GPUs
@@ -110,6 +116,8 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
         )
     if on_cpu:
         atexit.register(drain_gloo)
+    if not accelerator.is_main_process or not sys.stderr.isatty():
+        disable_progress_bar()  # of transformers, which would draw it into a log file, and once a rank
     return accelerator
 
 
@@ -153,6 +161,16 @@ def _check_whole_weights() -> None:
                 f"{name} cuts up the weights, which the recipes do not: launch with "
                 "`--config_file accelerate_configs/multi_gpu.yaml`"
             )
+
+
+def _check_not_compiled() -> None:
+    """Rule 6 of NOTE [ silent launches ]."""
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend != "no":
+        raise InputError(
+            f"dynamo_backend {backend} compiles the whole model, which no plan is made for: launch with "
+            "`--dynamo_backend no`, and compile its layers with --activation_checkpointing compiled"
+        )
 
 
 def _check_all_started(request: LaunchRequest, started: int, on_cpu: bool) -> None:

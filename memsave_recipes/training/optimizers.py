@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments
@@ -79,6 +78,8 @@ def _adamw_8bit(parameters: list[nn.Parameter], lr: float, weight_decay: float) 
 
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
     """Linear warm-up, then the named schedule over ``num_steps`` optimizer steps."""
+    from transformers import get_scheduler  # slow to import, and of no use to --help
+
     length = max(num_steps, optim.warmup_steps + 1)  # transformers' polynomial divides by the steps after the warm-up
     scheduler: LRScheduler = get_scheduler(optim.lr_scheduler_type, optimizer, optim.warmup_steps, length)
     return scheduler

@@ -4,12 +4,14 @@
 """
 
 import sys
-from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentTypeError
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from copy import copy
+from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from inspect import get_annotations
+from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -35,6 +37,9 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "they follow from --global_batch_size and --micro_batch_size",
 }
 """Flags that people know from other programs, and their counterpart here."""
+USAGE = "%(prog)s --output_dir DIR [--config FILE.yaml] [--flag [VALUE] ...]"
+METAVARS = {string_to_bool: "yes|no", int: "N", float: "X"}
+"""Of the values of a flag in ``--help``, by its type; the others are named after the flag."""
 
 
 def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -43,8 +48,9 @@ def parse_arguments(*dataclasses: type, args: Sequence[str] | None = None) -> tu
     Raises:
         InputError: an unknown flag or preset key, a value of the wrong type, or one that a dataclass refuses.
     """
-    parser = _RecipeParser(list(dataclasses), allow_abbrev=False, formatter_class=_HelpFormatter)  # type: ignore[arg-type]
-    parser.add_argument("--config", help="YAML file of flags, which those of the command line override")
+    form = {"usage": USAGE, "allow_abbrev": False, "formatter_class": _HelpFormatter}
+    parser = _RecipeParser(list(dataclasses), **form)  # type: ignore[arg-type]
+    parser.add_argument("--config", metavar="FILE.yaml", help="flags, which those of the command line override")
     command_line = list(sys.argv[1:] if args is None else args)
     check_words(command_line)
     preset = _preset_path(command_line)
@@ -104,14 +110,44 @@ def _underscored(word: str) -> str:
 
 
 class _HelpFormatter(ArgumentDefaultsHelpFormatter):
-    """Shows the defaults, but no ``None``: there the text says what is taken."""
+    """Shows each flag once, and its default where there is one that the text does not tell."""
 
     def _get_help_string(self, action: Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+        is_told = action.default is None or action.default is False or "default: " in str(action.help)
+        if isinstance(action.default, list) and action.default and not is_told:
+            return f"{action.help} (default: {' '.join(action.default)})"
+        return action.help if is_told or action.default == [] else super()._get_help_string(action)
+
+    def _get_default_metavar_for_optional(self, action: Action) -> str:
+        return METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+    def _format_action_invocation(self, action: Action) -> str:
+        shown = copy(action)
+        shown.option_strings = list(dict.fromkeys(map(_underscored, action.option_strings)))
+        return super()._format_action_invocation(shown)
 
 
 class _RecipeParser(HfArgumentParser):
-    """An argument parser whose complaints are one line, with the nearest known flag."""
+    """An argument parser with one group of flags a dataclass; its complaints are one line, with the nearest known flag.
+
+    A flag belongs to the class that first declares it, whichever subclass changes its default.
+    """
+
+    def _add_dataclass_arguments(self, dtype: type) -> None:
+        groups: dict[type, Any] = {}
+        hints = get_type_hints(dtype)
+        for field in fields(dtype):
+            field.type = hints[field.name]
+            owner = next(part for part in reversed(dtype.__mro__) if field.name in get_annotations(part))
+            if owner not in groups:
+                groups[owner] = self.add_argument_group(str(owner.__doc__).partition("\n")[0].rstrip("."))
+            self._parse_dataclass_field(groups[owner], field)
+
+    @staticmethod
+    def _parse_dataclass_field(parser: ArgumentParser, field: Field[Any]) -> None:
+        HfArgumentParser._parse_dataclass_field(parser, field)
+        if field.default is True:
+            parser._option_string_actions[f"--no_{field.name}"].help = f"switch --{field.name} off"
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (--help lists the flags)")

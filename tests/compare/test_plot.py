@@ -25,6 +25,15 @@ def test_a_row_of_charts_for_each_model(make_run: Make, checkpointed: Make, tmp_
     assert heights[1] == 2 * heights[0]
 
 
+def test_a_chart_that_would_be_empty_is_left_out(make_run: Make, checkpointed: Make, tmp_path: Path) -> None:
+    widths = []
+    for runs in ([make_run("a"), checkpointed()], [make_run("a")], [make_run("a", losses=(2.0,))]):
+        write_png(compare(runs), tmp_path / "plot.png")
+        widths.append(int.from_bytes((tmp_path / "plot.png").read_bytes()[16:20], "big"))
+    three, two, one = widths
+    assert three - two == two - one > 500
+
+
 def test_a_bare_run_is_no_error(tmp_path: Path) -> None:
     bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=History([]))
     write_png(compare([bare]), tmp_path / "plot.png")

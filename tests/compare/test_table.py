@@ -11,7 +11,7 @@ from rich.console import Console
 from memsave_recipes.compare.compare import ComparisonTable, compare
 from memsave_recipes.compare.runs import History, Run
 from memsave_recipes.render.run_page import to_html
-from memsave_recipes.render.run_table import render, to_csv, to_markdown
+from memsave_recipes.render.run_table import render, show, to_csv, to_markdown
 
 Make = Callable[..., Run]
 
@@ -36,6 +36,20 @@ def test_the_table_fits_the_terminal_with_every_figure_whole(width: int, make_ru
     figures = ("vgg11", "segments:2", "666 MiB", "-35 %", "102 MiB", "-80 %", "x0.80", "60.5 s", "x1.21", "0.9805")
     for figure in (*figures, "same", "2.1e-07", "baseline", "one instrumented step", "pareto"):
         assert figure in text
+
+
+def test_no_line_ends_with_blanks(make_run: Make, checkpointed: Make, capsys: pytest.CaptureFixture) -> None:
+    show(compare([make_run("plain"), checkpointed()]))
+    lines = capsys.readouterr().out.splitlines()
+    assert any("segments:2" in line for line in lines)
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_the_terms_of_the_table_are_explained_below_it(make_run: Make, checkpointed: Make) -> None:
+    alone, two = printed(compare([make_run("plain")]), 120), printed(compare([make_run("plain"), checkpointed()]), 120)
+    assert "saved for backward: activations that the forward keeps" in alone
+    assert "pareto: no run" in two
+    assert "pareto" not in alone
 
 
 def test_a_language_run_shows_tokens_and_bits_per_byte(make_run: Make) -> None:

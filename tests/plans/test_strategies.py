@@ -38,6 +38,24 @@ def test_segments_differ_by_at_most_one_block_and_the_last_is_kept():
     assert plan_for("segments:8", STACKS).recomputed == tuple("abcdefg")
 
 
+@pytest.mark.parametrize(
+    ("actions", "words"),
+    [
+        ("kkk", "mine: no activation checkpointing"),
+        ("rrk", "mine: 2 of 3 blocks recomputed, in 2 spans"),
+        (
+            "rso",
+            "mine: 1 of 3 blocks recomputed, in 1 span; 1 recompute their cheap operators; 1 offloaded to the host",
+        ),
+        ("oos", "mine: 1 of 3 blocks recompute their cheap operators; 2 offloaded to the host"),
+    ],
+)
+def test_a_plan_in_words(actions, words):
+    kinds = {"k": Action.KEEP, "r": Action.RECOMPUTE, "s": Action.SELECT_OPS, "o": Action.OFFLOAD}
+    each = tuple(Span(start=i, stop=i + 1, action=kinds[letter]) for i, letter in enumerate(actions))
+    assert Plan(strategy="mine", blocks=tuple("abc"), spans=each).describe() == words
+
+
 def test_one_action_for_all_blocks():
     assert plan_for("selective", STACKS).blocks_under(Action.SELECT_OPS) == tuple("abcdefgh")
     assert plan_for("offload", STACKS).blocks_under(Action.OFFLOAD) == tuple("abcdefgh")

@@ -1,5 +1,6 @@
 """The breakdown of a step's peak: by hand, against torch's own tracker, and against the profiler's own sum."""
 
+import ctypes
 from dataclasses import asdict
 
 import pytest
@@ -236,3 +237,16 @@ def test_on_cuda_the_sum_is_the_allocators_peak():
     breakdown = peak.breakdown
     assert breakdown.total_bytes == torch.cuda.max_memory_allocated(device)
     assert breakdown.optimizer_state_bytes >= 4 * WEIGHT
+
+
+def test_torch_does_not_warn_of_blocks_that_are_older_than_the_profile(capfd):
+    level = ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
+    before, older = level.value, [torch.ones(100) for _ in range(2000)]
+    with record_allocations():
+        older.clear()
+    assert "CPUAllocator" not in capfd.readouterr().err
+    assert level.value == before
+    older += [torch.ones(100) for _ in range(2000)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
+        older.clear()
+    assert "CPUAllocator" in capfd.readouterr().err  # what would have been there

@@ -84,7 +84,13 @@ def test_what_a_run_leaves_is_whole_or_can_be_written_later(
     run = tmp_path / "run"
     assert line.startswith(f"error: --output_dir {run}: {named} cannot be written")
     assert line.endswith("see to that, then go on with --resume")
-    there = {path.name for path in run.iterdir()} - {"metrics.jsonl", "config.json", "plan.json", "checkpoints"}
+    there = {path.name for path in run.iterdir()} - {
+        "metrics.jsonl",
+        "run.log",
+        "config.json",
+        "plan.json",
+        "checkpoints",
+    }
     assert there == ({"final"} if writer == "write_results" else set())
     assert find_newest(run / "checkpoints").step == 10
     train(*FLAGS[recipe.__name__], "--resume")

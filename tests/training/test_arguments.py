@@ -1,6 +1,7 @@
 """Flags and presets: what is wrong ends in one line that names the flag."""
 
 import os
+from dataclasses import dataclass, field
 
 import pytest
 import yaml
@@ -73,6 +74,55 @@ def test_defaults_and_the_alias():
     run, *_ = parse()
     assert run.activation_checkpointing == "none"
     assert parse("--gradient_checkpointing")[0].activation_checkpointing == "full"
+
+
+def help_of(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    return capsys.readouterr().out
+
+
+def test_the_help_has_a_group_for_each_dataclass(capsys):
+    *_, trackers, run, optimizer, checkpoints = help_of(capsys).split("\n\n")
+    assert trackers.startswith("Trackers, and the names of the run in them:\n  --report_to ")
+    assert run.startswith("The folder, global batch, memory plan and length of a run:\n  --output_dir ")
+    assert optimizer.startswith("The optimizer, its schedule and clipping:\n  --optimizer ")
+    assert "--resume [yes|no] " in checkpoints
+
+
+def test_the_help_shows_each_flag_once_and_both_spellings_are_taken(capsys):
+    text = help_of(capsys)
+    assert "  --output_dir " in text
+    assert "--output-dir" not in text
+    assert parse("--max-steps", "7")[0].max_steps == 7
+
+
+@dataclass
+class Switch:
+    """A switch that is on."""
+
+    packing: bool = field(default=True, metadata={"help": "pack rows"})
+    words: list[str] = field(default_factory=lambda: ["a", "b"], metadata={"help": "some words"})
+
+
+@dataclass
+class OtherDefault(Switch):
+    """The same with another default."""
+
+    words: list[str] = field(default_factory=lambda: ["c"], metadata={"help": "other words"})
+
+
+def test_the_help_of_a_switch_its_opposite_and_a_list(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(OtherDefault, args=["--help"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-5:] == [
+        "A switch that is on:",
+        "--packing [yes|no] pack rows (default: True)",
+        "--no_packing switch --packing off",
+        "--words WORDS [WORDS ...]",
+        "other words (default: c)",
+    ]
 
 
 def preset(tmp_path, text):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs
+from transformers.utils import logging
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import launch_arguments
@@ -126,6 +127,12 @@ def wait_until_listening(port: int) -> None:
 
 
 class TestRealLaunches:
+    def test_quiet_leaves_out_the_traceback_of_the_launcher(self, launcher: Launcher) -> None:
+        code, output = launcher.run("--quiet", "--config_file", str(CONFIGS / "cpu.yaml"), exit_code=2)
+        assert code == 1
+        assert len(ranks_seen(launcher.folder)) == 1
+        assert "Traceback" not in output
+
     def test_cpu_file_gives_one_process(self, launcher: Launcher) -> None:
         code, output = launcher.run("--config_file", str(CONFIGS / "cpu.yaml"))
         assert code == 0, output
@@ -414,6 +421,20 @@ class TestWhatElseALaunchCanSay:
     ) -> None:
         monkeypatch.setenv(f"ACCELERATE_USE_{name.upper()}", "true")
         assert machine.refusal().startswith(f"{name} cuts up the weights")
+
+    def test_a_model_that_accelerate_would_compile_is_refused(
+        self, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+        line = machine.refusal()
+        assert line.startswith("dynamo_backend inductor compiles the whole model")
+        assert "--dynamo_backend no" in line
+
+    def test_the_bars_of_transformers_stay_out_of_log_files(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(logging, "_tqdm_active", True)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        start_accelerator()
+        assert not logging.is_progress_bar_enabled()
 
     def test_accumulation_in_the_environment_divides_no_gradient(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
