@@ -46,11 +46,17 @@ from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes import num_workers
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, save_model, write_results
+from memsave_recipes.run.model_card import CardFacts, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder, seed_for
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
-from memsave_recipes.training.environment import deterministic_kernels, device_name, matmul_precision
+from memsave_recipes.training.environment import (
+    describe_environment,
+    deterministic_kernels,
+    device_name,
+    matmul_precision,
+)
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
@@ -209,7 +215,23 @@ def prove(
     # Finish, with the weights of the undivided global batch
     plan_handle.remove()
     vector_to_parameters(expected[-1], bare.parameters())
-    save_final(accelerator, folder, partial(save_model, accelerator, model), way_out=AGAIN)
+    facts = CardFacts(
+        model=bare,
+        flags={**asdict(run), **asdict(optim), "dataset": "digits"},
+        results={
+            "recipe": RECIPE,
+            "model": "vit",
+            "num_parameters": len(expected[-1]),
+            "plan": plan.strategy,
+            "eval": {},
+        },
+        steps=run.max_steps,
+        batch=undivided.describe(),
+        versions=describe_environment(accelerator)["versions"],
+        mixed_precision=accelerator.mixed_precision,
+    )
+    card, weights = partial(write_model_card, facts=facts), partial(save_model, accelerator, model)
+    save_final(accelerator, folder, weights, card, way_out=AGAIN)
     results = {
         "recipe": RECIPE,
         "model": "vit",

@@ -33,6 +33,7 @@ from memsave_recipes.models.image_classifiers import (
     normalization,
     pretrained_image_size,
 )
+from memsave_recipes.models.saved import save_image_classifier
 from memsave_recipes.recipe import Batch, RecipeArguments, Run, Task, evaluate_classifier, parse_arguments, run_recipe
 from memsave_recipes.training.launch import synchronize_batchnorm
 
@@ -93,7 +94,17 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         run.log_step(batch, grad_norm)
         run.evaluate_if_due(validate, images.validation)
         run.save_if_due()
-    return run.finish(bare, model=args.name)
+
+    save_others = partial(  # the files of final/ beside the weights
+        save_image_classifier,
+        architecture=args.architecture,
+        label_names=images.label_names,
+        dtype=args.torch_dtype,
+        image_size=args.image_size,
+        resize_mode=args.resize_mode,
+        **normalization(args),
+    )
+    return run.finish(bare, save_others, model=args.name)
 
 
 def task(argv: list[str] | None = None) -> Task:

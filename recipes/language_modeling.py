@@ -81,7 +81,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     with run.main_process_first():
         rows = load_rows(
             args,
-            tokenizer_name=args.model_name_or_path,
+            tokenizer_name=args.tokenizer_name_or_path,
             trust_remote_code=args.trust_remote_code,
             stream_bytes=args.stream_bytes,
             one_row=args.one_row,
@@ -154,7 +154,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
         trained=lambda model, loss, device: CausalLMLoss(model, loss or args.loss, default_chunk_bytes(device)),
         loss_of=summed_loss,
         micro_batch=micro_batch,
-        takes_adapters=not args.lora,
+        takes_adapters=not args.has_adapters,
         losses=("full", "chunked") if args.loss == "auto" else (args.loss,),
     )
 

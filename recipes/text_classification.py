@@ -30,6 +30,7 @@ from memsave_recipes.data.labelled_text import LabelledTextArguments, load_label
 from memsave_recipes.data.tokenizers import check_inputs, check_length, check_vocabulary, load_text_tokenizer, tokenize
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier
+from memsave_recipes.models.saved import save_text_processor
 from memsave_recipes.recipe import (
     Batch,
     InputError,
@@ -78,7 +79,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     # Data: each batch is one optimizer step, the same texts in the same order on any number of ranks
     with run.main_process_first():
         texts = load_labelled_text(args)
-        source, code = args.tokenizer_name or args.model_name_or_path, {"trust_remote_code": args.trust_remote_code}
+        source, code = args.tokenizer_name or args.tokenizer_name_or_path, {"trust_remote_code": args.trust_remote_code}
         tokenizer = load_text_tokenizer(source, texts, vocab_size=args.vocab_size, **code)
         tokens = tokenize(texts, tokenizer, max_length=args.max_length)
     run.train_on(tokens.train, collate_fn=tokens.train.collate)
@@ -116,7 +117,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
 
     trained, majority = merged(saved) if args.lora_merge else saved, {"majority_share": texts.majority_share}
     figures = {"model": args.name, "num_trained_parameters": run.num_trained}
-    return run.finish(trained, tokenizer.save_pretrained, evaluated=majority, **figures)
+    of_tokens = {"tokenizer": tokenizer, "max_length": args.max_length, "label_names": texts.label_names}
+    return run.finish(trained, partial(save_text_processor, **of_tokens), evaluated=majority, **figures)
 
 
 def task(argv: list[str] | None = None) -> Task:
@@ -146,7 +148,7 @@ def describe(
         adapt=partial(add_lora, flags=args, task_type="SEQ_CLS"),
         loss_of=summed_loss,
         micro_batch=micro_batch,
-        takes_adapters=not args.lora,
+        takes_adapters=not args.has_adapters,
         assumed=assumed,
     )
 

@@ -26,6 +26,7 @@ TABLE = {
         {"fingerprint", "hub", "losses"},  # losses: the label that they leave out
         {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn", "tqdm"},
     ),
+    "inference": ({"data", "models"}, {"torch", "transformers", "PIL", "tqdm"}),
     "activations": ({"plans"}, {"torch", "transformers"}),
     "profiling": ({"activations", "plans"}, {"torch", "numpy", "psutil"}),
     "estimation": ({"activations", "plans", "profiling"}, {"torch"}),
@@ -52,7 +53,7 @@ TABLE = {
         {"torch", "accelerate", "tqdm", "wandb", "trackio", "huggingface_hub"},
     ),
     "recipe": ({"planner", "run", "training"}, set()),
-    "cli": ({"compare", "estimation", "planner", "plans", "render", "training"}, {"torch", "tqdm"}),
+    "cli": ({"compare", "estimation", "inference", "planner", "plans", "render", "training"}, {"torch", "tqdm"}),
     "recipes": (
         {
             *("activations", "checkpoints", "compare", "data", "distributed", "losses", "models", "planner"),

@@ -1,4 +1,4 @@
-"""The ``memsave`` command: plans runs and compares them; it never trains."""
+"""The ``memsave`` command: plans runs, compares them and predicts with their models; it never trains."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memsave_recipes.cli.plan import add_frontier, add_plan, add_recipes
+from memsave_recipes.cli.predict import add_predict
 from memsave_recipes.cli.runs import add_compare, add_dashboard, add_workspace
 from memsave_recipes.errors import InputError, check_words
 
@@ -34,7 +35,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="memsave", description="Plan runs of the recipes, and compare them.")
+    parser = _OneLineParser(prog="memsave", description="Plan runs of the recipes, compare them, and use their models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, add_flags, summary in COMMANDS:
         add_flags(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
@@ -45,6 +46,7 @@ COMMANDS = (
     ("recipes", add_recipes, "the folder of the recipes, with their names and presets"),
     ("plan", add_plan, "fastest run of a recipe that fits in memory, found before anything is launched"),
     ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
+    ("predict", add_predict, "classes of images and texts, or continued prompts, by the model of a run"),
     ("compare", add_compare, "runs side by side: memory, throughput, accuracy, loss curves"),
     ("dashboard", add_dashboard, "runs in trackio's dashboard, served on this machine alone"),
     ("wandb-workspace", add_workspace, "view for comparing the runs of a W&B project, saved there"),

@@ -2,11 +2,15 @@
 
 The layers are put into the model where it stands, so the names of its blocks, and with them every activation plan, stay
 as they are. Recomputation works although the first block's input needs no gradient, because it is not reentrant.
+
+``--model_name_or_path`` may be a folder of adapters, which then go on training, with the rank and the layers that they
+have, or are evaluated or merged.
 """
 
 import warnings
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +18,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError, packages_of
+from memsave_recipes.models.pretrained import LOADING_ERRORS, adapter_config
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import LoraConfig, PeftModel
 
 ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_NAMES = {  # of flags in peft's configuration
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_target_modules": "target_modules",
+}
 
 
 @dataclass(kw_only=True)
@@ -50,13 +62,39 @@ class LoraArguments:
             raise InputError(f"--lora_alpha {self.lora_alpha}: must be at least 1")
         if not 0 <= self.lora_dropout < 1:
             raise InputError(f"--lora_dropout {self.lora_dropout}: must be in [0, 1)")
-        if self.lora_merge and not self.lora:
-            raise InputError("--lora_merge merges adapters, and there are none: pass --lora or leave it out")
+        if self.lora_merge and not self.has_adapters:
+            raise InputError(
+                "--lora_merge merges adapters, and there are none: pass --lora, name a folder of adapters with "
+                "--model_name_or_path, or leave it out"
+            )
         if self.load_in_4bit:
             self._check_4bit()
+        if (adapter := self._adapter) is not None:
+            self._check_adapter(adapter)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the model has adapters: new ones by ``--lora``, or those of ``--model_name_or_path``."""
+        return self.lora or self._adapter is not None
+
+    @property
+    def _adapter(self) -> str | None:
+        """``TransformerArguments.adapter``, where a recipe has these flags as well."""
+        return getattr(self, "adapter", None)
+
+    def _check_adapter(self, folder: str) -> None:
+        """Adapters from a folder have the rank, the scale and the layers that they were trained with."""
+        config = adapter_config(folder)
+        for flag, name in PEFT_NAMES.items():
+            value, default = getattr(self, flag), getattr(LoraArguments(), flag)
+            there = config.get(name)
+            is_same = sorted(there) == sorted(value) if isinstance(there, list) else there == value
+            if value != default and not is_same:
+                asked, had = (" ".join(one) if isinstance(one, list) else one for one in (value, there))
+                raise InputError(f"--{flag} {asked}: the adapters of {folder} have {had}: leave it out")
 
     def _check_4bit(self) -> None:
-        if not self.lora:
+        if not self.has_adapters:
             raise InputError("--load_in_4bit freezes the weights, so nothing is left to train: pass --lora")
         if not torch.cuda.is_available():
             raise InputError("--load_in_4bit needs a CUDA device, and there is none: leave it out")
@@ -67,22 +105,27 @@ class LoraArguments:
 
 
 def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) -> "PreTrainedModel | PeftModel":
-    """``model`` with adapters, everything else frozen, as peft's model; ``model`` itself without ``--lora``.
+    """``model`` with adapters, everything else frozen, as peft's model; ``model`` itself where the flags name none.
+
+    They are new with ``--lora``, or those of the folder that ``--model_name_or_path`` names.
 
     Args:
         model: changed in place; goes on to work as it is.
         task_type: ``CAUSAL_LM``, or ``SEQ_CLS``, which trains the new head as well.
 
     Raises:
-        InputError: none of the target modules is there.
+        InputError: none of the target modules is there; or as ``load_adapters``.
     """
-    if not flags.lora:
+    if not flags.has_adapters:
         return model
     with packages_of("text", "adapters"):
         from peft import get_peft_model, prepare_model_for_kbit_training
 
     if flags.load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    if flags._adapter is not None:
+        source = f"--model_name_or_path {flags._adapter}"
+        return load_adapters(model, flags._adapter, task_type=task_type, source=source, is_trainable=True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers under an old name
@@ -93,6 +136,44 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
         raise InputError(
             f"--lora_target_modules {asked}: no such layers in this model (linear ones: {found})"
         ) from error
+
+
+def load_adapters(
+    model: PreTrainedModel, folder: str | Path, *, task_type: str, source: str, is_trainable: bool = False
+) -> "PeftModel":
+    """``model`` with the LoRA adapters of ``folder``, everything else frozen.
+
+    Args:
+        model: changed in place; on the meta device it gets adapters of their shapes, and none are read.
+        task_type: as ``add_lora``.
+        source: names the folder in messages.
+
+    Raises:
+        InputError: they are of another kind or for another task, are no safetensors, or do not fit the model.
+    """
+    with packages_of("text", "adapters"):
+        from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+
+    if not Path(folder, ADAPTER_WEIGHTS).is_file():
+        raise InputError(f"{source} holds no {ADAPTER_WEIGHTS}, and other files are not read: save them with peft")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # as in add_lora
+            config = PeftConfig.from_pretrained(str(folder))
+            if not isinstance(config, LoraConfig) or config.task_type != task_type:
+                found = f"{getattr(config.peft_type, 'value', 'unknown')} adapters for {config.task_type}"
+                raise InputError(f"{source} holds {found}, not LORA adapters for {task_type}: take others")
+            config.inference_mode = not is_trainable
+            if next(model.parameters()).is_meta:
+                return get_peft_model(model, config, autocast_adapter_dtype=False)
+            return PeftModel.from_pretrained(
+                model, str(folder), config=config, is_trainable=is_trainable, autocast_adapter_dtype=False
+            )
+    except InputError:
+        raise
+    except (*LOADING_ERRORS, RuntimeError) as error:
+        why = " ".join(str(error).split())
+        raise InputError(f"{source}: its adapters do not fit {type(model).__name__} ({why[:200]})") from error
 
 
 def lora_config(model: nn.Module, flags: LoraArguments, task_type: str) -> "LoraConfig":

@@ -1,5 +1,7 @@
 """Image classifiers by name: our VGG and DenseNet, or any of transformers; weight files are read without pickle."""
 
+import logging
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +18,8 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from memsave_recipes.errors import InputError, check_file
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.convnet_config import WEIGHTS, ConvnetConfig
 from memsave_recipes.models.convnets import SIZES, build_densenet, build_vgg
 from memsave_recipes.models.pretrained import (
     LOADING_ERRORS,
@@ -32,6 +35,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(build_densenet, name) for name in SIZES},
 }
 """Our own models: ``MODELS[name](num_classes=10)``."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -52,9 +57,23 @@ class ImageModelArguments(TransformerArguments):
             raise InputError(f"--model {self.model} is not known: choose one of {', '.join(MODELS)}")
         if self.model is None and self.weights is not None:
             raise InputError("--weights are those of a --model: leave them out")
-        if self.model is not None and (self.dropout is not None or self.attn_implementation is not None):
+        is_ours = self.model is not None or self.saved_convnet is not None
+        if is_ours and (self.dropout is not None or self.attn_implementation is not None):
             raise InputError("--dropout and --attn_implementation shape models of transformers: leave them out")
+        if self.adapter is not None:
+            raise InputError(f"--model_name_or_path {self.adapter} holds adapters of a language model: take another")
         self.check_transformer()
+
+    @property
+    def architecture(self) -> str | None:
+        """The name of our model; ``None`` for one of transformers."""
+        saved = self.saved_convnet
+        return self.model if saved is None else saved.architecture
+
+    @property
+    def saved_convnet(self) -> ConvnetConfig | None:
+        """What is saved in ``--model_name_or_path``, where that is one of our models."""
+        return None if self.model_name_or_path is None else read_convnet(self.model_name_or_path)
 
     @property
     def name(self) -> str:
@@ -72,6 +91,8 @@ def build_image_classifier(
 ) -> nn.Module:
     """The network that the flags name, with one output a label.
 
+    Pretrained for another number of classes, it gets a new last layer.
+
     Args:
         image_size: of the images that it has to take.
         dtype: of the parameters.
@@ -80,7 +101,8 @@ def build_image_classifier(
     Raises:
         InputError: no such model or weights, or it does not take images of that size.
     """
-    if flags.model is None:
+    saved = flags.saved_convnet
+    if flags.model is None and saved is None:
         names = list(label_names)
         labels: dict[str, Any] = {
             "id2label": dict(enumerate(names)),
@@ -91,13 +113,41 @@ def build_image_classifier(
         model: nn.Module = build_transformer(
             AutoModelForImageClassification, flags, dtype=dtype, with_weights=with_weights, **labels
         )
+    elif saved is not None:
+        folder = str(flags.model_name_or_path)
+        model = MODELS[saved.architecture](num_classes=len(label_names))
+        if with_weights:
+            source = f"--model_name_or_path {folder}"
+            load_saved_convnet(model, folder, source=source, new_head=len(saved.label_names) != len(label_names))
+        model = model.to(dtype)
     else:
-        model = MODELS[flags.model](num_classes=len(label_names))
+        model = MODELS[str(flags.model)](num_classes=len(label_names))
         if flags.weights is not None and with_weights:
             load_weights(model, flags.weights)
         model = model.to(dtype)
     check_image_size(model, image_size)
     return model.to(memory_format=torch.channels_last) if flags.channels_last else model  # type: ignore[call-overload]
+
+
+def read_convnet(folder: str | Path) -> ConvnetConfig | None:
+    """What is saved in ``folder``, where that is one of our models."""
+    config = ConvnetConfig.read(folder)
+    return config if config is not None and config.architecture in MODELS else None
+
+
+def load_saved_convnet(model: nn.Module, folder: str | Path, *, source: str, new_head: bool = False) -> None:
+    """Load the weights of ``folder`` into one of our models.
+
+    Args:
+        source: names the folder in messages.
+        new_head: leave the last layer as it is, because the classes are others; a line says so.
+
+    Raises:
+        InputError: as ``load_weights``.
+    """
+    load_weights(model, Path(folder, WEIGHTS), source=source, new_head=new_head)
+    if new_head and os.environ.get("LOCAL_RANK", "0") == "0":
+        logger.warning("note: %s was trained on other classes, so the last layer of the model is new", folder)
 
 
 def normalization(flags: ImageModelArguments) -> dict[str, Any]:
@@ -162,15 +212,20 @@ _OLD_DENSENET_KEY = re.compile(
 )
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str | Path, *, source: str | None = None, new_head: bool = False) -> None:
     """Load the tensors of ``path`` into ``model``; all names and shapes must agree.
 
     Reads ``.safetensors`` and what ``torch.save(model.state_dict())`` wrote, torchvision's published files among them.
 
+    Args:
+        source: names the file in messages; default: the flag ``--weights`` and the path.
+        new_head: pass over tensors of the classifier that have another shape.
+
     Raises:
         InputError: no such file, not a file of tensors, or other names, shapes or kinds of numbers than the model's.
     """
-    weights = {_OLD_DENSENET_KEY.sub(r"\1\2", name): tensor for name, tensor in _read(Path(path)).items()}
+    source = source or f"--weights {path}"
+    weights = {_OLD_DENSENET_KEY.sub(r"\1\2", name): tensor for name, tensor in _read(Path(path), source).items()}
     expected = model.state_dict()
     # Files older than torch 0.4.1 do not know num_batches_tracked.
     missing = [name for name in expected if name not in weights and not name.endswith("num_batches_tracked")]
@@ -178,10 +233,14 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     shared = [name for name in weights if name in expected]
     other_kind = [name for name in shared if not _is_alike(weights[name], expected[name])]
     other_shape = [name for name in shared if name not in other_kind and weights[name].shape != expected[name].shape]
+    if new_head:
+        head = [name for name in other_shape if name.startswith("classifier.")]
+        weights = {name: tensor for name, tensor in weights.items() if name not in head}
+        other_shape = [name for name in other_shape if name not in head]
     problems = {"lacks": missing, "has unknown": unknown, "has other numbers for": other_kind}
     for problem, names in (problems | {"has another shape for": other_shape}).items():
         if names:
-            raise InputError(f"--weights {path} {problem} {names[0]} ({_detail(names, weights, expected)}): {_ADVICE}")
+            raise InputError(f"{source} {problem} {names[0]} ({_detail(names, weights, expected)}): {_ADVICE}")
     model.load_state_dict(weights, strict=False)
 
 
@@ -214,15 +273,16 @@ def _described(tensor: Tensor) -> str:
     return f"{' '.join([*words, str(tensor.dtype)])} {tuple(tensor.shape)}".replace("torch.", "")
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    check_file("--weights", path)
+def _read(path: Path, source: str) -> dict[str, Tensor]:
+    if not os.path.isfile(path):  # reading a pipe or a device may never end
+        raise InputError(f"{source} is not a file: check the path")
     try:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except Exception as error:  # bytes that are no such file raise anything, KeyError and IndexError included
-        raise InputError(f"--weights {path} cannot be read as a file of tensors: {_reason(error)}") from error
+        raise InputError(f"{source} cannot be read as a file of tensors: {_reason(error)}") from error
     items = weights.items() if isinstance(weights, dict) else [(None, None)]
     if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in items):
-        raise InputError(f"--weights {path} holds no state dict: save model.state_dict()")
+        raise InputError(f"{source} holds no state dict: save model.state_dict()")
     return weights
 
 

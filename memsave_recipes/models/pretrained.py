@@ -1,5 +1,9 @@
-"""Models of transformers: from a folder or the Hub, or from scratch by type; weights from safetensors, never pickle."""
+"""Models of transformers: from a folder or the Hub, or from scratch by type; weights from safetensors, never pickle.
 
+A folder of adapters stands for the model that they were trained on; ``adapters.py`` puts them into it.
+"""
+
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,11 +22,13 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import INVALID_CONFIGURATION, ask_hub_for, reason
+from memsave_recipes.text import read_json
 
 LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, ImportError, ArithmeticError, AssertionError, AttributeError),
     INVALID_CONFIGURATION,
 )
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(kw_only=True)
@@ -30,7 +36,8 @@ class TransformerArguments:
     """Which model of transformers, and how it computes attention."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "folder or Hub id of a transformers model to fine-tune"}
+        default=None,
+        metadata={"help": "folder or Hub id of a transformers model to fine-tune, or folder of its LoRA adapters"},
     )
     model_type: str | None = field(
         default=None, metadata={"help": "type of a transformers model to train from scratch, such as gpt2"}
@@ -71,6 +78,66 @@ class TransformerArguments:
     def name(self) -> str:
         """The model's name in tables and dashboards."""
         return self.model_type or Path(str(self.model_name_or_path)).name
+
+    @property
+    def adapter(self) -> str | None:
+        """``--model_name_or_path`` where it is a folder of adapters."""
+        name = self.model_name_or_path
+        return name if name is not None and is_adapter(name) else None
+
+    @property
+    def base_name_or_path(self) -> str | None:
+        """The model of ``--model_name_or_path``; of adapters the one that they were trained on."""
+        return self.model_name_or_path if self.adapter is None else base_of_adapter(self.adapter)
+
+    @property
+    def tokenizer_name_or_path(self) -> str | None:
+        """Where the model's tokenizer is: a folder of adapters may have its own."""
+        has_own = self.adapter is None or os.path.isfile(os.path.join(self.adapter, "tokenizer_config.json"))
+        return self.model_name_or_path if has_own else self.base_name_or_path
+
+
+def is_adapter(name_or_path: str | Path) -> bool:
+    """Whether it is a folder of adapters, in the layout of peft."""
+    return os.path.isfile(os.path.join(name_or_path, ADAPTER_CONFIG))
+
+
+def adapter_config(folder: str | Path) -> dict[str, Any]:
+    """The entries of ``adapter_config.json``.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    path = Path(folder, ADAPTER_CONFIG)
+    try:
+        content = read_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({reason(error)}): take another folder of adapters") from error
+    return content if isinstance(content, dict) else {}
+
+
+def base_of_adapter(folder: str | Path) -> str:
+    """The folder or Hub id of the model that adapters were trained on.
+
+    Raises:
+        InputError: their configuration names none.
+    """
+    base = adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise InputError(
+            f"{Path(folder, ADAPTER_CONFIG)} names no base model: write its folder or Hub id into "
+            "base_model_name_or_path"
+        )
+    return base
+
+
+def missing_base(source: str | Path, base: str, error: BaseException) -> InputError:
+    """The refusal of adapters whose base model cannot be loaded; ``source`` names their folder."""
+    why = "no such folder" if os.path.isabs(base) and not os.path.isdir(base) else reason(error)
+    return InputError(
+        f"{source} holds adapters of {base}, which cannot be loaded ({why}): put that "
+        f"model there, or name another place as base_model_name_or_path in {ADAPTER_CONFIG}"
+    )
 
 
 def build_transformer(
@@ -196,7 +263,7 @@ def _pretrained_config(flags: TransformerArguments, config_changes: dict[str, An
     of_a_tokenizer = {name for name in config_changes if name == "vocab_size" or name.endswith("_token_id")}
     changes = {name: value for name, value in config_changes.items() if name not in of_a_tokenizer}
     source = {"trust_remote_code": flags.trust_remote_code}
-    config: PreTrainedConfig = AutoConfig.from_pretrained(str(flags.model_name_or_path), **source, **changes)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(str(flags.base_name_or_path), **source, **changes)
     _set_dropout(config, flags.dropout)
     return config
 
@@ -209,7 +276,7 @@ def _from_pretrained(
     if in_4bit:
         packing = {"quantization_config": nf4(), "device_map": {"": torch.cuda.current_device()}}
     model: PreTrainedModel = auto_class.from_pretrained(
-        flags.model_name_or_path,
+        flags.base_name_or_path,
         config=config,
         dtype=dtype,
         attn_implementation=flags.attn_implementation,
@@ -249,8 +316,9 @@ def _set_dropout(config: PreTrainedConfig, probability: float | None) -> None:
 
 
 def _naming_the_model(flags: TransformerArguments, build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    if flags.model_name_or_path is not None:
-        ask_hub_for(flags.model_name_or_path)
+    base = flags.base_name_or_path
+    if base is not None:
+        ask_hub_for(base)
     try:
         return build()
     except LOADING_ERRORS as error:
@@ -260,6 +328,8 @@ def _naming_the_model(flags: TransformerArguments, build: Callable[[], PreTraine
                 f"--model_name_or_path {name} brings code of its own, which is not run: read it, then pass "
                 "--trust_remote_code"
             ) from error
+        if flags.adapter is not None:
+            raise missing_base(f"--model_name_or_path {flags.adapter}", str(base), error) from error
         flags_to_check = "--model_type and --config_overrides" if flags.model_type else "--model_name_or_path"
         raise InputError(
             f"the transformers model {name} cannot be made: {reason(error)}; check {flags_to_check}"

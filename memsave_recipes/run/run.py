@@ -58,13 +58,19 @@ from memsave_recipes.run.folder import (
     write_results,
 )
 from memsave_recipes.run.log import recorded
+from memsave_recipes.run.model_card import CardFacts, write_model_card
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import AUTO, RecipeArguments
 from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
-from memsave_recipes.training.environment import deterministic_kernels, let_segments_grow, matmul_precision
+from memsave_recipes.training.environment import (
+    describe_environment,
+    deterministic_kernels,
+    let_segments_grow,
+    matmul_precision,
+)
 from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch import batchnorm_notice, start_accelerator
 from memsave_recipes.training.non_finite import NonFiniteGuard, NotFinite
@@ -333,7 +339,7 @@ class Run:
     ) -> dict[str, Any]:
         """Take the plan off, write ``final/`` and ``results.json``, and return the content of the latter.
 
-        With ``--eval_only`` there is no ``final/``: the model is as it was.
+        With ``--eval_only`` there is no ``final/``, as the model is as it was; unless adapters were merged into it.
 
         Args:
             trained: the model whose weights are written.
@@ -345,17 +351,18 @@ class Run:
             InputError: the disk does not take them; ``--resume`` writes them later.
         """
         self._handle.remove()
-        if not self.args.eval_only:
-            save_final(self.accelerator, self.folder.path, partial(save_model, self.accelerator, trained), *writers)
-        self.results = {
+        known = {
             "recipe": self.recipe,
             **figures,
             "num_parameters": self.num_parameters,
             "plan": self.planned.plan.strategy,
             "eval": {**self._report.evaluated, **(evaluated or {})},
-            **self._equivalence,
-            **self._report.results(),
         }
+        if not self.args.eval_only or self.flags.get("lora_merge"):
+            card = partial(write_model_card, facts=self._card(trained, known))
+            weights = partial(save_model, self.accelerator, trained)
+            save_final(self.accelerator, self.folder.path, weights, *writers, card)
+        self.results = {**known, **self._equivalence, **self._report.results()}
         write_results(self.accelerator, self.folder.path, self.results, self._checkpoints)
         return self.results
 
@@ -371,6 +378,17 @@ class Run:
             data,
             signals=self.folder.signals,
             lock=self.folder.lock,
+        )
+
+    def _card(self, trained: nn.Module, results: dict[str, Any]) -> CardFacts:
+        return CardFacts(
+            model=trained,
+            flags=self.flags,
+            results=results,
+            steps=self.step,
+            batch=self._batches.layout.describe(),
+            versions=describe_environment(self.accelerator)["versions"],
+            mixed_precision=self.accelerator.mixed_precision,
         )
 
     @property

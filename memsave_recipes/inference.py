@@ -1,0 +1,236 @@
+"""Predictions of a saved model for images, texts and prompts, as ``memsave predict`` prints them.
+
+Classifiers compute the probabilities of the recipe's evaluation: images are decoded as for training, and texts end at
+the same length. Language models continue a prompt greedily; where the tokenizer has a chat template, the prompt is a
+user's message and the continuation its reply.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.utils.logging import disable_progress_bar
+
+from memsave_recipes.data.decoding import decode, reason_of
+from memsave_recipes.errors import InputError, packages_of, require
+from memsave_recipes.models.saved import SavedModel, load
+from memsave_recipes.text import first_line, read_json
+
+with packages_of("vision", "images"):
+    from PIL import Image
+
+BAR_AFTER_S = 5
+TABLES = (".txt", ".jsonl")
+MESSAGES = "messages"  # of a conversation, in a .jsonl
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictArguments:
+    """How inputs are read, and what is computed of them.
+
+    Attributes:
+        top_k: classes of each input, the most probable first.
+        max_new_tokens: of a continuation.
+        chat: whether a prompt is a message; by default where the tokenizer has a chat template.
+    """
+
+    batch_size: int = 8
+    top_k: int = 5
+    max_new_tokens: int = 60
+    text_column: str = "text"
+    text_pair_column: str | None = None
+    chat: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "top_k", "max_new_tokens"):
+            require(getattr(self, name) >= 1, f"--{name}", getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """The path of an image; or a text, a pair of texts or a conversation; and its name in the output."""
+
+    name: str
+    value: Any
+
+
+def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False) -> SavedModel:
+    """``load`` on a device, such as ``cpu`` or ``cuda:1``; by default on a GPU where there is one.
+
+    Raises:
+        InputError: as ``load``; or there is no such device.
+    """
+    word = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=word)
+    except (RuntimeError, AssertionError) as error:  # the latter of torch without CUDA
+        raise InputError(f"--device {word} is not there ({first_line(error)}): leave it out") from error
+    disable_progress_bar()  # of transformers, for every file of weights
+    saved = load(folder, trust_remote_code=trust_remote_code)
+    saved.model.to(word)
+    return saved
+
+
+def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments) -> list[Input]:
+    """The inputs that ``words`` name: images and folders of them; or texts, and files with a text a line or row.
+
+    Raises:
+        InputError: a file is missing, unreadable, or not what the model takes.
+    """
+    read = _images_of if saved.task == "image-classification" else _texts_of
+    inputs = [found for word in words for found in read(word, flags)]
+    if any(isinstance(found.value, list) for found in inputs) and not _has_template(saved):
+        raise InputError("the rows are conversations, and the model has no chat template: name a --text_column")
+    return inputs
+
+
+def _images_of(word: str, flags: PredictArguments) -> Iterator[Input]:
+    if os.path.isdir(word):
+        found = sorted(path for path in Path(word).rglob("*") if _is_image(path) and path.is_file())
+        if not found:
+            raise InputError(f"{word} has no images: name a folder of image files")
+    elif os.path.isfile(word):
+        found = [Path(word)]
+    else:
+        raise InputError(f"{word} is no file, and the model classifies images: name image files or folders of them")
+    for path in found:
+        try:
+            with Image.open(path):  # reads the header
+                pass
+        except Exception as error:  # of Pillow's plugins
+            raise _broken(path, error) from error
+        yield Input(name=str(path), value=path)
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in Image.registered_extensions()
+
+
+def _broken(path: Path, error: Exception) -> InputError:
+    return InputError(f"{path} is not a readable image ({reason_of(error)}): replace it, or leave it out")
+
+
+def _texts_of(word: str, flags: PredictArguments) -> Iterator[Input]:
+    path = Path(word)
+    if path.suffix not in TABLES:
+        if os.path.exists(word):
+            kind = "a folder" if os.path.isdir(word) else f"a {path.suffix or 'file'}"
+            raise InputError(f"{word} is {kind}, and the model takes text: give texts, a .txt or a .jsonl")
+        yield Input(name=word, value=word)
+        return
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise InputError(f"{word} cannot be read ({why}): check the path") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            value = line if path.suffix == ".txt" else _value_of(f"{word} row {number}", line, flags)
+            yield Input(name=_name_of(value), value=value)
+
+
+def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
+    """The text of a JSON object, the pair of its texts, or its conversation."""
+    try:
+        content = read_json(line)
+    except ValueError as error:
+        raise InputError(f"{row} is no JSON ({error}): a .jsonl has an object a line") from error
+    found = content if isinstance(content, dict) else {}
+    if isinstance(found.get(MESSAGES), list) and flags.text_column not in found:
+        return found[MESSAGES]
+    columns = [flags.text_column, *([flags.text_pair_column] if flags.text_pair_column else [])]
+    for column in columns:
+        if not isinstance(found.get(column), str):
+            raise InputError(f"{row} has no text {column!r}: name it with --text_column or --text_pair_column")
+    texts = tuple(found[column] for column in columns)
+    return texts if len(texts) > 1 else texts[0]
+
+
+def _name_of(value: Any) -> str:
+    """Of a conversation its last message."""
+    if isinstance(value, list):
+        last = value[-1] if value and isinstance(value[-1], dict) else {}
+        return str(last.get("content"))
+    return " | ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments) -> list[dict[str, Any]]:
+    """A row for each input, in order; a progress bar on a terminal.
+
+    Returns:
+        ``input`` with ``predictions``, each a ``label`` with its ``probability``; or with ``generated_text``.
+
+    Raises:
+        InputError: an image cannot be decoded, or a text is too long.
+    """
+    answer: Callable[..., Iterator[Any]] = _generated if saved.task == "text-generation" else _classified
+    key = "generated_text" if saved.task == "text-generation" else "predictions"
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=len(inputs), unit="input", delay=BAR_AFTER_S, leave=False, disable=None) as bar:
+        for start in range(0, len(inputs), flags.batch_size):
+            batch = inputs[start : start + flags.batch_size]
+            answers = answer(saved, [one.value for one in batch], flags)
+            rows += [{"input": one.name, key: given} for one, given in zip(batch, answers, strict=True)]
+            bar.update(len(batch))
+    return rows
+
+
+def _classified(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Iterator[list[dict[str, Any]]]:
+    is_image = saved.task == "image-classification"
+    probabilities = saved.logits([_decoded(path) for path in values] if is_image else values).softmax(dim=-1)
+    best = probabilities.topk(min(flags.top_k, len(saved.label_names)))
+    for shares, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        yield [
+            {"label": saved.label_names[index], "probability": share}
+            for share, index in zip(shares, indices, strict=True)
+        ]
+
+
+def _decoded(path: Path) -> Image.Image:
+    try:
+        return decode({"path": str(path), "bytes": None})
+    except Exception as error:
+        raise _broken(path, error) from error
+
+
+@torch.no_grad()
+def _generated(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Iterator[str]:
+    model, tokenizer = saved.model, saved.processor
+    tokens = _prompts(saved, values, flags).to(next(model.parameters()).device)
+    length = tokens["input_ids"].shape[1]
+    limit = getattr(model.config, "max_position_embeddings", None) or 0
+    if 0 < limit < length + flags.max_new_tokens:
+        raise InputError(
+            f"--max_new_tokens {flags.max_new_tokens} after a prompt of {length} tokens is more than the {limit} that "
+            "the model takes: lower it, or shorten the prompt"
+        )
+    continued: Tensor = model.generate(  # type: ignore[operator]
+        **tokens,
+        max_new_tokens=flags.max_new_tokens,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+        **dict.fromkeys(("temperature", "top_p", "top_k")),  # of sampling
+    )
+    yield from tokenizer.batch_decode(continued[:, length:], skip_special_tokens=True)
+
+
+def _prompts(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Any:
+    """Tokens that end alike, so that all continuations begin at the same place."""
+    tokenizer = saved.processor
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    chats = [value if isinstance(value, list) else [{"role": "user", "content": value}] for value in values]
+    if any(isinstance(value, list) for value in values) or (_has_template(saved) and flags.chat is not False):
+        values = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        return tokenizer(values, padding=True, return_tensors="pt", add_special_tokens=False)
+    return tokenizer(values, padding=True, return_tensors="pt")
+
+
+def _has_template(saved: SavedModel) -> bool:
+    return bool(getattr(saved.processor, "chat_template", None))

@@ -1,0 +1,287 @@
+"""The ``final/`` of a run as a model: files that make others able to open it, and ``load``.
+
+NOTE [ files of final/ ]
+1. *transformers' models* have their own layout, with the image processor or the tokenizer beside the weights, so that
+   ``from_pretrained`` and ``pipeline`` open the folder.
+2. *VGG and DenseNet* have ``model.safetensors``, the ``config.json`` of ``convnet_config.py``, and an image processor.
+3. *Adapters* have peft's layout and the tokenizer. A ``config.json`` would make transformers take the folder for a
+   whole model, so the names of the classes are in ``id2label.json``.
+4. *Images* are resized and normalised by transformers' ``BitImageProcessor``, which can both squash an image to a
+   square and crop one out of its middle. Its PIL backend gives the pixels of training, up to rounding of the
+   normalisation; with torchvision installed, transformers takes that backend, which rounds resized pixels otherwise.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitImageProcessorPil,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.hub import ask_hub_for, reason
+from memsave_recipes.models.adapters import load_adapters
+from memsave_recipes.models.convnet_config import ConvnetConfig
+from memsave_recipes.models.image_classifiers import MODELS, load_saved_convnet, read_convnet
+from memsave_recipes.models.pretrained import (
+    LOADING_ERRORS,
+    adapter_config,
+    base_of_adapter,
+    is_adapter,
+    missing_base,
+)
+from memsave_recipes.text import read_json, sanitized
+
+CONFIG = "config.json"
+IMAGE_PROCESSOR = "preprocessor_config.json"
+LABELS = "id2label.json"
+BILINEAR = 2  # of PIL.Image.Resampling
+
+TaskName = Literal["image-classification", "text-classification", "text-generation"]
+"""As the Hub and ``transformers.pipeline`` call it."""
+KINDS: dict[TaskName, tuple[Any, dict[str, Any]]] = {
+    "image-classification": (AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    "text-classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    "text-generation": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+}
+OF_ADAPTERS: dict[str, TaskName] = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SavedModel:
+    """A trained model with all that it needs for an input.
+
+    Attributes:
+        model: in eval mode.
+        task: what it does.
+        processor: the image processor or the tokenizer, of transformers.
+        label_names: the classes in the order of the logits; none of a language model.
+    """
+
+    model: nn.Module
+    task: TaskName
+    processor: Any
+    label_names: tuple[str, ...] = ()
+
+    @torch.no_grad()
+    def logits(self, inputs: Sequence[Any]) -> Tensor:
+        """The (B, num_classes) logits of a classifier, in at least float32.
+
+        Args:
+            inputs: PIL images; or texts, or pairs of them as tuples.
+        """
+        weight = next(self.model.parameters())
+        output = self.model(**self._encoded(inputs, weight.dtype).to(weight.device))
+        logits: Tensor = getattr(output, "logits", output)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _encoded(self, inputs: Sequence[Any], dtype: torch.dtype) -> Any:
+        if self.task == "image-classification":
+            pixels = self.processor(list(inputs), return_tensors="pt").to(dtype)
+            return pixels if hasattr(self.model, "config") else _renamed(pixels)
+        length = self.processor.init_kwargs.get("max_length")
+        cut = {"truncation": True, "max_length": length} if length else {"truncation": True}
+        return self.processor(list(inputs), padding=True, return_tensors="pt", **cut)
+
+
+def _renamed(pixels: Any) -> Any:
+    """Our models call their argument ``images``."""
+    pixels["images"] = pixels.pop("pixel_values")
+    return pixels
+
+
+def save_image_processor(
+    folder: Path, *, image_size: int, resize_mode: str, mean: Sequence[float], std: Sequence[float]
+) -> None:
+    """Write ``preprocessor_config.json``, with the resizing and normalisation of training.
+
+    Args:
+        image_size: S, in pixels.
+        resize_mode: ``squash`` to (S, S); or ``crop``: the shorter side to S, then (S, S) from the middle.
+        mean, std: of each channel, for values from 0 to 1.
+    """
+    square, crops = {"height": image_size, "width": image_size}, resize_mode == "crop"
+    BitImageProcessorPil(
+        size={"shortest_edge": image_size} if crops else square,
+        do_center_crop=crops,
+        crop_size=square,
+        resample=BILINEAR,
+        image_mean=list(mean),
+        image_std=list(std),
+    ).save_pretrained(folder)
+
+
+def save_image_classifier(
+    folder: Path,
+    *,
+    architecture: str | None,
+    label_names: tuple[str, ...],
+    dtype: torch.dtype,
+    image_size: int,
+    **of_images: Any,
+) -> None:
+    """Write the files beside the weights: the image processor, and the ``config.json`` of one of our models.
+
+    Args:
+        architecture: the name of our model; ``None`` for one of transformers, which writes its own.
+        of_images: as ``save_image_processor``.
+    """
+    save_image_processor(folder, image_size=image_size, **of_images)
+    if architecture is not None:
+        config = ConvnetConfig(architecture=architecture, label_names=label_names, image_size=image_size, dtype=dtype)
+        config.save(folder)
+
+
+def save_text_processor(
+    folder: Path, *, tokenizer: PreTrainedTokenizerBase, max_length: int, label_names: Sequence[str]
+) -> None:
+    """Write the tokenizer of a classifier, with the length at which texts end, and beside adapters the classes."""
+    tokenizer("", truncation=True, max_length=max_length)  # a fast tokenizer saves the length that it cut to last
+    tokenizer.save_pretrained(folder)
+    if is_adapter(folder):
+        (folder / LABELS).write_text(json.dumps(dict(enumerate(label_names)), indent=2) + "\n", encoding="utf-8")
+
+
+def load(folder: str | Path, *, trust_remote_code: bool = False) -> SavedModel:
+    """The model that a recipe has saved, or any classifier or causal language model in transformers' or peft's layout.
+
+    Args:
+        folder: ``final/``, or the folder of the run around it.
+        trust_remote_code: run the code that comes with the model.
+
+    Raises:
+        InputError: there is no model in it, a file is missing or damaged, or the base model of adapters is not there.
+    """
+    path = _model_folder(Path(folder))
+    if is_adapter(path):
+        return _load_adapters(path, trust_remote_code)
+    config = read_convnet(path)
+    return _load_transformer(path, trust_remote_code) if config is None else _load_convnet(path, config)
+
+
+def _model_folder(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise InputError(f"{folder} is no folder: name a run's --output_dir, or its final/")
+    final = folder / "final"
+    if final.is_dir():
+        return final
+    if (folder / "checkpoints").is_dir():
+        raise InputError(f"{folder} has no final/, so its run is not finished: go on with --resume")
+    if not (is_adapter(folder) or (folder / CONFIG).is_file()):
+        raise InputError(f"{folder} holds no model: name a run's --output_dir, or its final/")
+    return folder
+
+
+def _load_convnet(path: Path, config: ConvnetConfig) -> SavedModel:
+    model = MODELS[config.architecture](num_classes=len(config.label_names))
+    load_saved_convnet(model, path, source=str(path))
+    return SavedModel(
+        model=model.to(config.dtype).eval(),
+        task="image-classification",
+        processor=_image_processor(path),
+        label_names=config.label_names,
+    )
+
+
+def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
+    options = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, **options)
+        task = _task_of(config)
+        if task is None:
+            raise InputError(f"{path} holds {config.model_type}, no classifier or causal language model: take another")
+        model = KINDS[task][0].from_pretrained(path, config=config, use_safetensors=True, **options)
+    except LOADING_ERRORS as error:
+        raise _refusal(path, error) from error
+    is_image = task == "image-classification"
+    return SavedModel(
+        model=model.eval(),
+        task=task,
+        processor=_image_processor(path) if is_image else _tokenizer(path, trust_remote_code),
+        label_names=() if task == "text-generation" else _names(config.id2label),
+    )
+
+
+def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
+    base, kind = base_of_adapter(path), str(adapter_config(path).get("task_type"))
+    if kind not in OF_ADAPTERS:
+        raise InputError(f"{path} holds adapters for {kind}: take some for {' or '.join(OF_ADAPTERS)}")
+    task, options = OF_ADAPTERS[kind], {"trust_remote_code": trust_remote_code}
+    names = _read_labels(path) if task == "text-classification" else {}
+    ask_hub_for(base)
+    try:
+        config = AutoConfig.from_pretrained(base, **({"id2label": names} if names else {}), **options)
+        ignored = {"ignore_mismatched_sizes": bool(names)}  # the adapters bring the head
+        model = KINDS[task][0].from_pretrained(base, config=config, use_safetensors=True, **ignored, **options)
+    except LOADING_ERRORS as error:
+        raise missing_base(path, base, error) from error
+    tokenizer = _tokenizer(path if (path / "tokenizer_config.json").is_file() else base, trust_remote_code)
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id
+    adapted = load_adapters(model, path, task_type=kind, source=str(path)).eval()
+    return SavedModel(model=adapted, task=task, processor=tokenizer, label_names=tuple(names.values()))
+
+
+def _read_labels(path: Path) -> dict[int, str]:
+    try:
+        content = sanitized(read_json((path / LABELS).read_text(encoding="utf-8")))
+        return {index: str(content[str(index)]) for index in range(len(content))}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{path} has no {LABELS} with the names of the classes: take one of our recipes'") from error
+
+
+def _task_of(config: Any) -> TaskName | None:
+    """By the class that was saved; code of its own names its auto class instead."""
+    named = set(config.architectures or ())
+    own = getattr(config, "auto_map", None) or {}
+    for task, (auto_class, classes) in KINDS.items():
+        known = chain.from_iterable([one] if isinstance(one, str) else one for one in classes.values())
+        if named & set(known) or auto_class.__name__ in own:
+            return task
+    return None
+
+
+def _names(id2label: dict[int, str]) -> tuple[str, ...]:
+    return tuple(str(id2label[index]) for index in sorted(id2label))
+
+
+def _image_processor(path: Path) -> Any:
+    if not (path / IMAGE_PROCESSOR).is_file():
+        raise InputError(f"{path} has no {IMAGE_PROCESSOR}, so size and normalisation are not known: take another")
+    try:
+        return AutoImageProcessor.from_pretrained(path)
+    except LOADING_ERRORS as error:
+        raise _refusal(path / IMAGE_PROCESSOR, error) from error
+
+
+def _tokenizer(source: str | Path, trust_remote_code: bool) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the parsers of damaged files raise nearly anything
+        raise _refusal(source, error) from error
+
+
+def _refusal(source: str | Path, error: BaseException) -> InputError:
+    if isinstance(error, InputError):
+        return error
+    if "trust_remote_code" in str(error):
+        return InputError(f"{source} brings code of its own, which is not run: read it, then pass --trust_remote_code")
+    return InputError(f"the model of {source} cannot be loaded: {reason(error)}")

@@ -1,0 +1,169 @@
+"""A saved model is loaded with its classes and its processing of inputs, from any folder that a recipe leaves."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
+
+from memsave_recipes.data.augmentation import to_pixel_values
+from memsave_recipes.errors import InputError
+from memsave_recipes.models import load
+from memsave_recipes.models.image_classifiers import MODELS, ImageModelArguments, build_image_classifier, normalization
+from memsave_recipes.models.saved import save_image_classifier, save_image_processor
+
+NAMES = ("cat", "dog", "eel")
+OF_IMAGES = {"resize_mode": "squash", "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
+
+
+def picture(width, height):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def convnet(tmp_path):
+    """A model of ours in training mode, and its folder."""
+    torch.manual_seed(0)
+    model = MODELS["vgg_small"](num_classes=3)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    files = {"architecture": "vgg_small", "label_names": NAMES, "dtype": torch.float32, "image_size": 16}
+    save_image_classifier(tmp_path, **files, **OF_IMAGES)
+    return model, tmp_path
+
+
+def pixels_of(image, size):
+    squashed = torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.BILINEAR))).permute(2, 0, 1)
+    return to_pixel_values(squashed[None], None, mean=OF_IMAGES["mean"], std=OF_IMAGES["std"], dtype=torch.float32)
+
+
+def test_a_convnet_has_its_classes_and_the_pixels_of_training(convnet):
+    model, folder = convnet
+    saved, image = load(folder), picture(40, 23)
+    assert saved.label_names == NAMES
+    assert not saved.model.training
+    expected = model.eval()(pixels_of(image, 16))
+    torch.testing.assert_close(saved.logits([image]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_images_of_every_mode_are_taken(convnet):
+    saved = load(convnet[1])
+    images = [picture(20, 20).convert(mode) for mode in ("RGB", "L", "P", "RGBA", "CMYK")]
+    assert saved.logits(images).shape == (5, 3)
+
+
+def test_half_precision_is_kept(convnet):
+    model, folder = convnet
+    save_file(model.bfloat16().state_dict(), folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    saved = load(folder)
+    assert {parameter.dtype for parameter in saved.model.parameters()} == {torch.bfloat16}
+    assert saved.logits([picture(20, 20)]).dtype == torch.float32
+
+
+def test_an_image_can_be_cropped_out_of_the_middle(tmp_path):
+    """The shorter side is resized to S, and the middle of the longer one is kept."""
+    from transformers import AutoImageProcessor
+
+    save_image_processor(tmp_path, image_size=16, **OF_IMAGES | {"resize_mode": "crop"})
+    image = picture(64, 32)
+    pixels = AutoImageProcessor.from_pretrained(tmp_path)(image, return_tensors="pt").pixel_values
+    cropped = image.resize((32, 16), Image.Resampling.BILINEAR).crop((8, 0, 24, 16))
+    torch.testing.assert_close(pixels, pixels_of(cropped, 16), rtol=0, atol=1e-6)
+
+
+def test_a_convnet_is_trained_further_with_the_same_normalisation(convnet):
+    model, folder = convnet
+    flags = ImageModelArguments(model_name_or_path=str(folder))
+    assert normalization(flags) == {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
+    again = build_image_classifier(flags, NAMES, 16, torch.float32, with_weights=True)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_other_classes_get_a_new_last_layer_and_a_line_says_so(convnet, caplog):
+    model, folder = convnet
+    flags = ImageModelArguments(model_name_or_path=str(folder))
+    again = build_image_classifier(flags, ("a", "b"), 16, torch.float32, with_weights=True).state_dict()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(again[name][:2], tensor[:2])}
+    assert changed == {"classifier.6.weight"}  # both biases are zero
+    assert again["classifier.6.weight"].shape[0] == 2
+    assert "the last layer of the model is new" in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["dropout", "attn_implementation"])
+def test_flags_of_transformers_do_not_shape_a_saved_convnet(convnet, flag):
+    with pytest.raises(InputError, match="--dropout and --attn_implementation shape models of transformers"):
+        ImageModelArguments(model_name_or_path=str(convnet[1]), **{flag: 0.1})
+
+
+def empty(folder):
+    folder.mkdir()
+
+
+def unfinished_run(folder):
+    (folder / "checkpoints").mkdir(parents=True)
+
+
+def without_processor(folder):
+    config = ViTConfig(image_size=16, patch_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    ViTForImageClassification(config).save_pretrained(folder)
+
+
+def no_classifier(folder):
+    config = BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    BertForMaskedLM(config).save_pretrained(folder)
+
+
+def other_weights(folder):
+    folder.mkdir()
+    files = {"architecture": "vgg_small", "label_names": NAMES, "dtype": torch.float32, "image_size": 16}
+    save_image_classifier(folder, **files, **OF_IMAGES)
+    save_file(MODELS["vgg_small"](num_classes=4).state_dict(), folder / "model.safetensors")
+
+
+def adapters_without_a_base(folder):
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM", "base_model_name_or_path": null}')
+
+
+def adapters_of_a_missing_base(folder):
+    folder.mkdir()
+    config = {"task_type": "CAUSAL_LM", "base_model_name_or_path": "/no/such/model"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def damaged_config(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": ')
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "is no folder"),
+        (empty, "holds no model"),
+        (unfinished_run, "has no final/, so its run is not finished"),
+        (without_processor, "has no preprocessor_config.json"),
+        (no_classifier, "holds bert, no classifier or causal language model"),
+        (other_weights, "has another shape for classifier.6"),
+        (adapters_without_a_base, "names no base model"),
+        (adapters_of_a_missing_base, r"holds adapters of /no/such/model, which cannot be loaded \(no such folder\)"),
+        (damaged_config, "cannot be loaded"),
+    ],
+)
+def test_a_folder_without_a_whole_model_is_refused_by_name(tmp_path, make, message):
+    make(tmp_path / "folder")
+    with pytest.raises(InputError, match=message) as refusal:
+        load(tmp_path / "folder")
+    assert str(tmp_path / "folder") in refusal.value.one_line
+    assert "--model_name_or_path" not in refusal.value.one_line
+
+
+def test_the_package_is_imported_without_torch():
+    check = "import sys, memsave_recipes.models; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", check], check=True)

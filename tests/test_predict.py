@@ -1,0 +1,215 @@
+"""``memsave predict``: a table or a JSON object a line, and every mistake in one line with exit code 2."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from memsave_recipes.cli import main
+from memsave_recipes.models.image_classifiers import MODELS
+from memsave_recipes.models.saved import save_image_classifier
+
+WORDS = ["[PAD]", "[UNK]", "user", "assistant", "one", "two", "three"]
+CHAT = (
+    "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A run's folder with a model of ours, and a folder of images."""
+    torch.manual_seed(0)
+    run, pictures = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("pictures")
+    (run / "final").mkdir()
+    save_file(MODELS["vgg_small"](num_classes=3).state_dict(), run / "final" / "model.safetensors")
+    save_image_classifier(
+        run / "final",
+        architecture="vgg_small",
+        label_names=("cat", "dog", "eel"),
+        dtype=torch.float32,
+        image_size=16,
+        resize_mode="squash",
+        mean=[0.5] * 3,
+        std=[0.5] * 3,
+    )
+    for index, name in enumerate(("a.png", "b.jpg", "ü.png")):
+        (pictures / "more").mkdir(exist_ok=True)
+        Image.new("RGB", (20, 30), (80 * index, 0, 0)).save(pictures / ("more" if index else ".") / name)
+    (pictures / "notes.txt").write_text("no image")
+    return run, pictures
+
+
+def tokenizer(chat_template=None):
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", chat_template=chat_template
+    )
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """The folder of a text classifier."""
+    torch.manual_seed(0)
+    folder, shape = tmp_path_factory.mktemp("texts"), {"hidden_size": 16, "num_hidden_layers": 1}
+    config = BertConfig(
+        vocab_size=len(WORDS), num_attention_heads=2, intermediate_size=32, id2label={0: "no", 1: "yes"}, **shape
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[None, CHAT], ids=["text", "chat"])
+def prompts(request, tmp_path_factory):
+    """The folder of a language model, without a chat template or with one."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("prompts")
+    config = GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer(request.param).save_pretrained(folder)
+    return folder
+
+
+def rows_of(capsys, *words):
+    assert main(["predict", *map(str, words), "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def refusal_of(capsys, *words):
+    assert main(["predict", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_images_and_folders_of_them(images, capsys):
+    run, pictures = images
+    rows = rows_of(capsys, run, pictures)
+    assert [row["input"] for row in rows] == [str(pictures / name) for name in ("a.png", "more/b.jpg", "more/ü.png")]
+    for row in rows:
+        assert {one["label"] for one in row["predictions"]} == {"cat", "dog", "eel"}
+        shares = [one["probability"] for one in row["predictions"]]
+        assert sum(shares) == pytest.approx(1, abs=1e-6)
+        assert shares == sorted(shares, reverse=True)
+    one_by_one = rows_of(capsys, run / "final", pictures / "a.png", pictures / "more", "--batch_size", "1")
+    assert [[one["label"] for one in row["predictions"]] for row in one_by_one] == [
+        [one["label"] for one in row["predictions"]] for row in rows
+    ]
+
+
+def test_a_table_has_the_most_probable_classes(images, capsys):
+    run, pictures = images
+    (row,) = rows_of(capsys, run, pictures / "a.png", "--top_k", "2")
+    assert main(["predict", str(run), str(pictures / "a.png"), "--top_k", "2", "--device", "cpu"]) == 0
+    table = capsys.readouterr().out
+    assert len(row["predictions"]) == 2
+    for one in row["predictions"]:
+        assert one["label"] in table
+        assert f"{one['probability']:.4f}" in table
+    assert table.count("a.png") == 1
+
+
+def test_texts_are_words_lines_and_rows(texts, tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("one two\n\nthree\n")
+    (tmp_path / "rows.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
+    rows = rows_of(capsys, texts, "one three", tmp_path / "lines.txt")
+    assert [row["input"] for row in rows] == ["one three", "one two", "three"]
+    rows = rows_of(capsys, texts, tmp_path / "rows.jsonl", "--text_column", "body")
+    assert [row["input"] for row in rows] == ["one", "two"]
+
+
+def test_pairs_are_not_the_same_as_their_first_texts(texts, tmp_path, capsys):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"text": "one", "other": "two three"}\n')
+    (pair,) = rows_of(capsys, texts, path, "--text_pair_column", "other")
+    (alone,) = rows_of(capsys, texts, path)
+    assert pair["input"] == "one | two three"
+    assert pair["predictions"] != alone["predictions"]
+
+
+def test_prompts_are_continued_or_answered(prompts, capsys):
+    rows = rows_of(capsys, prompts, "one two", "three", "--max_new_tokens", "5")
+    assert [row["input"] for row in rows] == ["one two", "three"]
+    assert all(set(row["generated_text"].split()) <= set(WORDS) for row in rows)
+    as_text = rows_of(capsys, prompts, "user one assistant", "--max_new_tokens", "5", "--no_chat")
+    as_message = rows_of(capsys, prompts, "one", "--max_new_tokens", "5")
+    has_template = (prompts / "chat_template.jinja").is_file()
+    assert (as_text[0]["generated_text"] == as_message[0]["generated_text"]) == has_template
+
+
+def test_conversations_need_a_chat_template(prompts, tmp_path, capsys):
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    path.write_text(json.dumps({"messages": [*messages, {"role": "user", "content": "three"}]}) + "\n")
+    if (prompts / "chat_template.jinja").is_file():
+        (row,) = rows_of(capsys, prompts, path, "--max_new_tokens", "5")
+        assert row["input"] == "three"
+    else:
+        assert "has no chat template" in refusal_of(capsys, prompts, path)
+
+
+def test_prompts_beyond_the_positions_of_the_model(prompts, capsys):
+    line = refusal_of(capsys, prompts, "one " * 20, "--max_new_tokens", "20")
+    assert "--max_new_tokens 20 after a prompt of" in line
+    assert "more than the 32 that the model takes" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["/no/such/folder", "x.jpg"], "/no/such/folder is no folder"),
+        (["{run}", "missing.jpg"], "missing.jpg is no file, and the model classifies images"),
+        (["{run}", "a text"], "a text is no file, and the model classifies images"),
+        (["{run}", "{pictures}/notes.txt"], "notes.txt is not a readable image (no image format that Pillow knows)"),
+        (["{run}", "{pictures}", "--top_k", "0"], "--top_k 0: must be at least 1"),
+        (["{run}", "{pictures}", "--device", "tpu9"], "--device tpu9 is not there"),
+        (["{run}"], "the following arguments are required: INPUT"),
+        (["{pictures}", "x.jpg"], "holds no model"),
+    ],
+)
+def test_mistakes_with_images(images, capsys, words, message):
+    run, pictures = images
+    assert message in refusal_of(capsys, *(word.format(run=run, pictures=pictures) for word in words))
+
+
+def test_an_image_that_is_cut_off_is_named_and_nothing_is_printed(images, tmp_path, capsys):
+    run, pictures = images
+    whole = (pictures / "more" / "b.jpg").read_bytes()
+    (tmp_path / "torn.jpg").write_bytes(whole[: len(whole) // 2])
+    line = refusal_of(capsys, run, pictures / "a.png", tmp_path / "torn.jpg", "--batch_size", "1")
+    assert "torn.jpg is not a readable image" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{pictures}/a.png"], "a.png is a .png, and the model takes text"),
+        (["{pictures}"], "is a folder, and the model takes text"),
+        (["missing.txt"], "missing.txt cannot be read (No such file or directory)"),
+        (["{rows}"], "rows.jsonl row 2 has no text 'text'"),
+        (["{torn}"], "torn.jsonl row 1 is no JSON"),
+    ],
+)
+def test_mistakes_with_texts(texts, images, tmp_path, capsys, words, message):
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
+    (tmp_path / "torn.jsonl").write_text('{"text": ')
+    places = {"pictures": images[1], "rows": tmp_path / "rows.jsonl", "torn": tmp_path / "torn.jsonl"}
+    assert message in refusal_of(capsys, texts, *(word.format(**places) for word in words))
+
+
+def test_code_that_comes_with_a_model_is_not_run(texts, tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((texts / "config.json").read_text()) | {"model_type": "mine"}
+    config["auto_map"] = {"AutoConfig": "mine.Config", "AutoModelForSequenceClassification": "mine.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    assert "pass --trust_remote_code" in refusal_of(capsys, folder, "one")
+    assert not (tmp_path / "ran").exists()
