@@ -85,6 +85,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
             trust_remote_code=args.trust_remote_code,
             stream_bytes=args.stream_bytes,
             one_row=args.one_row,
+            seed=args.seed,
+            eval_only=args.eval_only,
         )
     run.train_on(rows.train, count_valid=count_valid, collate_fn=rows.train.collate)
 

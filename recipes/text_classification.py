@@ -80,7 +80,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     with run.main_process_first():
         texts = load_labelled_text(args)
         source, code = args.tokenizer_name or args.tokenizer_name_or_path, {"trust_remote_code": args.trust_remote_code}
-        tokenizer = load_text_tokenizer(source, texts, vocab_size=args.vocab_size, **code)
+        flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
+        tokenizer = load_text_tokenizer(source, texts, vocab_size=args.vocab_size, flag=flag, **code)
         tokens = tokenize(texts, tokenizer, max_length=args.max_length)
     run.train_on(tokens.train, collate_fn=tokens.train.collate)
 

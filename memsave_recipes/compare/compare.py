@@ -23,7 +23,7 @@ from memsave_recipes.text import GIB, printable
 # By trait, the keys of results.json or config.json that record it.
 TRAITS: dict[str, tuple[str, ...]] = {
     "model": ("model", "model_type", "model_name_or_path", "config_overrides"),
-    "data": ("dataset", "dataset_config_name", "data_dir", "train_file", "augmentation"),
+    "data": ("dataset", "dataset_config_name", "data_dir", "train_file", "mix_weights", "augmentation"),
     "input size": ("image_size", "block_size", "max_length"),
     "global batch": ("global_batch_size",),
     "dtype": ("dtype",),

@@ -1,7 +1,9 @@
 """Labelled texts, alone or in pairs: the docstrings of installed libraries, files, or a data set of the Hub.
 
 Columns are found by the names that GLUE and most other sets give them, or are named by flags. The classes are those of
-the training texts; a label that is none of them is refused with its row, never counted as a class of its own.
+the training texts; a label that is none of them is refused with its row, never counted as a class of its own. Rows
+without text (null in a column of text, or only blanks in all of them) are left out and counted; one without a label is
+refused.
 
 The built-in data set needs no network: each docstring's class is the library that it comes from. The source files are
 parsed, never imported. Library names are masked in all texts, because a model could just look for them. Files are held
@@ -27,7 +29,8 @@ from typing import NamedTuple
 
 import datasets
 
-from memsave_recipes.data.text import LOADING_ERRORS, VALIDATION_NAMES, progress_bars
+from memsave_recipes.data.text import VALIDATION_NAMES, progress_bars
+from memsave_recipes.data.text_files import LOADING_ERRORS
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import loading_by_name, reason
 from memsave_recipes.text import join_names
@@ -92,6 +95,7 @@ class LabelledText:
     train: datasets.Dataset
     validation: datasets.Dataset
     label_names: tuple[str, ...]
+    num_without_text: int = 0
 
     @property
     def majority_share(self) -> float:
@@ -103,7 +107,11 @@ class LabelledText:
     def notice(self) -> str:
         """The size of the splits and the accuracy of the largest class, in one line."""
         sizes = f"{len(self.train):,} training texts, {len(self.validation):,} held out"
-        return f"{sizes}; {len(self.label_names)} classes, the largest with {self.majority_share:.1%} of those held out"
+        classes = f"{len(self.label_names)} classes, the largest with {self.majority_share:.1%} of those held out"
+        left_out = (
+            [f"rows left out because they have no text: {self.num_without_text}"] if self.num_without_text else []
+        )
+        return "; ".join([sizes, classes, *left_out])
 
     def documents(self) -> Iterator[str]:
         """The training texts, those of pairs one by one, for a tokenizer to be trained on."""
@@ -124,8 +132,10 @@ def load_labelled_text(flags: LabelledTextArguments) -> LabelledText:
     parts = {split: _select(part, columns) for split, part in parts.items()}
     names, index_of = _classes(parts["train"])
     with progress_bars(False):
-        train, validation = (_with_class_indices(part, names, index_of) for part in parts.values())
-    return LabelledText(train=train, validation=validation, label_names=tuple(names))
+        whole = {part.source: _with_class_indices(part, names, index_of) for part in parts.values()}
+        train, validation = (_with_text(rows, source) for source, rows in whole.items())
+    num_without_text = sum(map(len, whole.values())) - len(train) - len(validation)
+    return LabelledText(train=train, validation=validation, label_names=tuple(names), num_without_text=num_without_text)
 
 
 class _Part(NamedTuple):
@@ -212,7 +222,7 @@ def _find_column(names: Iterable[str], part: _Part, flag: str) -> str:
 
 
 def _select(part: _Part, columns: dict[str, str]) -> _Part:
-    """Only these columns, under our names, and something in every row of each."""
+    """Only these columns, under our names, with a label in every row."""
     source, rows = part
     for theirs, ours in columns.items():
         if theirs not in rows.column_names:
@@ -221,9 +231,9 @@ def _select(part: _Part, columns: dict[str, str]) -> _Part:
                 f"name it by --{ours}_column"
             )
         values = rows[theirs][:]
-        if None in values:
+        if ours == "label" and None in values:
             raise InputError(f"{source}: row {values.index(None) + 1} has no {theirs}: add it or remove the row")
-        if ours != "label" and not all(isinstance(value, str) for value in values):
+        if ours != "label" and not all(isinstance(value, str | None) for value in values):
             raise InputError(f"{source}: the column {theirs} holds no text: name another one by --{ours}_column")
     return _Part(source, rows.select_columns(list(columns)).rename_columns(columns))
 
@@ -252,6 +262,18 @@ def _with_class_indices(part: _Part, names: list[str], index_of: dict[str, int])
             )
     indices = [index_of[label] for label in labels]
     return rows.remove_columns("label").add_column("label", indices, feature=datasets.Value("int64"))
+
+
+def _with_text(rows: datasets.Dataset, source: str) -> datasets.Dataset:
+    columns = [column for column in ("text", "text_pair") if column in rows.column_names]
+    kept = rows.filter(_have_text, batched=True, input_columns=columns)
+    if not len(kept):
+        raise InputError(f"{source} has no text: give rows that are not blank")
+    return kept if len(kept) < len(rows) else rows
+
+
+def _have_text(*columns: list[str | None]) -> list[bool]:
+    return [None not in row and any(text and text.strip() for text in row) for row in zip(*columns, strict=True)]
 
 
 def load_docstrings() -> dict[str, datasets.Dataset]:

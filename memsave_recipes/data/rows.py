@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from memsave_recipes.data.packing import PackedDataset, PaddedDataset, fingerprint_of, pack, pad
 from memsave_recipes.data.text import TextArguments, load_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
-from memsave_recipes.errors import require
+from memsave_recipes.errors import InputError, require
 from memsave_recipes.fingerprint import Fingerprint
 
 PROMPT_CHARACTERS = 100
@@ -60,22 +60,31 @@ def load_rows(
     trust_remote_code: bool = False,
     stream_bytes: int | None = None,
     one_row: bool = False,
+    seed: int = 0,
+    eval_only: bool = False,
 ) -> TokenRows:
     """Load the text that the flags name, and its tokenizer, and cut it into rows.
 
     Args:
         tokenizer_name: where ``--tokenizer_name`` is not given; with neither, one is trained on the text.
         trust_remote_code: run the code that comes with the tokenizer.
-        stream_bytes: as ``load_documents``.
+        stream_bytes, seed: as ``load_documents``.
+        eval_only: nothing is trained, so that ``--validation_file`` may stand alone.
         one_row: as ``pack``.
 
     Raises:
         InputError: as ``load_documents``, ``load_tokenizer`` and ``pack``.
     """
-    text = load_documents(flags, stream_bytes=stream_bytes)
     source = flags.tokenizer_name or tokenizer_name
+    if eval_only and flags.validation_file and not flags.train_file and not source:
+        raise InputError("--validation_file alone trains no tokenizer: give --model_name_or_path or --tokenizer_name")
+    text = load_documents(flags, stream_bytes=stream_bytes, seed=seed, only_validation=eval_only)
     tokenizer = load_tokenizer(
-        source, text.train["text"], vocab_size=flags.vocab_size, trust_remote_code=trust_remote_code
+        source,
+        text.train["text"],
+        vocab_size=flags.vocab_size,
+        trust_remote_code=trust_remote_code,
+        flag="--tokenizer_name" if flags.tokenizer_name else "--model_name_or_path",
     )
     in_rows = partial(pack, one_row=one_row) if flags.packing else pad
     train, validation = (in_rows(part, tokenizer, flags.block_size) for part in (text.train, text.validation))

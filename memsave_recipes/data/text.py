@@ -1,58 +1,58 @@
-"""Documents of text, train and held out: Python's own library, a file, or a data set of the Hub.
+"""Documents of text, train and held out: Python's own library, files, or a data set of the Hub.
 
 Each source is read as a data set with the column ``text``. It lies in the cache of ``datasets`` as memory-mapped Arrow
 files, and is read again when the source changes.
 
 NOTE [ documents ]
-1. A document is one text to the model: a file of the standard library, a row of a data set, an object of a
-   ``.jsonl``. A ``.txt`` is one document, unless ``<|endoftext|>`` stands between several. Its lines or paragraphs
-   would make poor documents, because nothing is learnt across their borders.
-2. *Held out.* Where no validation split is given, the 5 % of the documents with the smallest hashes are held out: of
-   the text, so that copies stay on one side, or of the path for the standard library. Of fewer than 20 documents the
-   last 5 % of the text of each are held out instead. No seed, run or number of ranks changes that.
+1. A document is one text to the model: a file of the standard library, a row of a data set, and of files of text as in
+   NOTE [ formats ] of ``text_files.py``.
+2. *Held out.* Where no validation split is given, a twentieth of the documents is held out as ``held_out.py`` says.
 3. *Streaming* reads documents from the front of a data set until there are as many bytes as asked for, and keeps them
    on disk; from there on they are a data set like any other, in an order that depends on (seed, epoch) alone. The first
    documents of a sorted data set are no fair sample of it.
 4. Rows without text are left out and counted. One document must fit into the host's memory; all of them need not.
+5. *Weights* mix what is left to train on: NOTE [ mixture ] of ``mixture.py``.
 """
 
-import glob
-import hashlib
-import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 from datasets import Features, Value
 
-from memsave_recipes.errors import InputError, check_file
-from memsave_recipes.hub import loading_by_name, reason
+from memsave_recipes.data.held_out import TEXT, hold_out, with_text
+from memsave_recipes.data.mixture import mix
+from memsave_recipes.data.text_files import (
+    FoundFiles,
+    check_text_column,
+    find_files,
+    no_text_column,
+    read_documents,
+    text_of,
+)
+from memsave_recipes.errors import InputError, require
+from memsave_recipes.hub import loading_by_name
 from memsave_recipes.text import join_names
 
 BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5
 STANDARD_LIBRARY = "python-stdlib"
-END_OF_TEXT = "<|endoftext|>"
-TEXT = {"text": Value("large_string")}  # a plain string ends at 2 GiB a file
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
-HELD_OUT = 0.05
-MIN_DOCUMENTS = 20
 VALIDATION_SHARE = 0.05  # of a streamed data set
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
 # Tests hold broken files on purpose, packages do not belong to the library, and the tables of character sets are
 # 1.4 MB of near copies, of which some would be held out although copies are trained on.
 NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
 
 Splits = dict[str, datasets.Dataset]
-Generator = Callable[..., Iterator[dict[str, str]]]
+Generator = Callable[..., Iterator[dict[str, Any]]]
 
 
 @dataclass(kw_only=True)
@@ -61,13 +61,28 @@ class TextArguments:
 
     dataset: str | None = field(default=None, metadata={"help": "python-stdlib (the default, built in) or a Hub id"})
     dataset_config_name: str | None = field(default=None, metadata={"help": "which part of a Hub data set"})
-    train_file: str | None = field(default=None, metadata={"help": "text in a .txt, .jsonl or .parquet"})
-    validation_file: str | None = field(default=None, metadata={"help": "default: a twentieth of the training text"})
-    text_column: str = field(default="text", metadata={"help": "where the text is in a .jsonl, .parquet or Hub set"})
+    train_file: list[str] | None = field(
+        default=None, metadata={"help": 'files, folders, "patterns/*": .txt, .md, .jsonl, .json, .csv, .parquet'}
+    )
+    validation_file: list[str] | None = field(
+        default=None, metadata={"help": "the same; default: a twentieth of the training text"}
+    )
+    mix_weights: list[float] | None = field(
+        default=None, metadata={"help": "share of the bytes of a pass, one for each word of --train_file"}
+    )
+    text_column: str = field(default="text", metadata={"help": "where the text is in a row of a file or a Hub set"})
     streaming: bool = field(default=False, metadata={"help": "read only as much of a Hub set as --max_steps needs"})
 
     def __post_init__(self) -> None:
-        self.dataset = self.dataset or (None if self.train_file else STANDARD_LIBRARY)
+        self.dataset = self.dataset or (None if self.train_file or self.validation_file else STANDARD_LIBRARY)
+        if self.mix_weights is not None:
+            self._check_weights(self.mix_weights)
+
+    def _check_weights(self, weights: list[float]) -> None:
+        num_words, shown = len(self.train_file or []), " ".join(f"{weight:g}" for weight in weights)
+        rule = f"as many numbers as --train_file has words ({num_words})"
+        require(len(weights) == num_words, "--mix_weights", shown, rule)
+        require(all(weight > 0 and isfinite(weight) for weight in weights), "--mix_weights", shown, "above 0, each")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,124 +94,11 @@ class TextSplits:
     notice: str | None
 
 
-def load_documents(flags: TextArguments, *, stream_bytes: int | None = None) -> TextSplits:
-    """Load the text that the flags name; NOTE [ documents ] says what a document is and which of them are held out.
-
-    Code that comes with a data set of the Hub is never run.
-
-    Args:
-        stream_bytes: stream the Hub's data set, and stop after that many bytes of text in UTF-8.
-
-    Raises:
-        InputError: two sources; a source, a column or the text is missing or malformed.
-    """
-    _check_combination(flags, stream_bytes)
-    dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column
-    if dataset == STANDARD_LIBRARY:
-        with progress_bars(False):
-            splits = read_standard_library()
-    elif dataset is None:
-        splits = {"train": read_file("--train_file", str(flags.train_file), text_column)}
-        if flags.validation_file is not None:
-            splits["validation"] = read_file("--validation_file", flags.validation_file, text_column)
-    elif stream_bytes is None:
-        splits = read_hub(dataset, config_name, text_column)
-    else:
-        splits = stream_hub(dataset, config_name, text_column, stream_bytes)
-    with progress_bars(False):
-        return _train_and_validation(splits, f"--dataset {dataset}" if dataset else f"--train_file {flags.train_file}")
-
-
-def _check_combination(flags: TextArguments, stream_bytes: int | None) -> None:
-    if (flags.dataset is None) == (flags.train_file is None):
-        raise InputError("give the text by exactly one of --dataset python-stdlib, --dataset HUB_ID and --train_file")
-    if flags.validation_file is not None and flags.train_file is None:
-        raise InputError("--validation_file goes with --train_file: leave it out")
-    if flags.dataset in (None, STANDARD_LIBRARY):
-        for flag, value in (("--dataset_config_name", flags.dataset_config_name), ("--streaming", stream_bytes)):
-            if value is not None:
-                raise InputError(f"{flag} goes with --dataset HUB_ID: leave it out")
-
-
-def _train_and_validation(splits: Splits, source: str) -> TextSplits:
-    written = {split: _written(documents) for split, documents in splits.items()}
-    num_blank = sum(map(len, splits.values())) - sum(map(len, written.values()))
-    notes = [f"rows of {source} left out because they have no text: {num_blank}"] if num_blank else []
-    if len(written) == 1:
-        written, note = _hold_out(written["train"], source)
-        notes.append(note)
-    for split, documents in written.items():
-        if not len(documents):
-            raise InputError(f"{source} leaves no text for the {split} split: give more")
-    notice = f"note: {'; '.join(notes)}" if notes else None
-    only_text = {split: documents.select_columns("text") for split, documents in written.items()}
-    return TextSplits(train=only_text["train"], validation=only_text["validation"], notice=notice)
-
-
-def _written(documents: datasets.Dataset) -> datasets.Dataset:
-    return documents.filter(_has_text, batched=True, input_columns="text")
-
-
-def _has_text(texts: list[str | None]) -> list[bool]:
-    return [bool(text and text.strip()) for text in texts]
-
-
-def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
-    """Both splits, and how they came to be: rule 2 of NOTE [ documents ]."""
-    count = len(documents)
-    if not count:
-        raise InputError(f"{source} has no text: give documents that are not blank")
-    if count < MIN_DOCUMENTS:
-        kind = "its one document" if count == 1 else f"each of its {count} documents"
-        splits = {"train": _each(documents, _head), "validation": _each(documents, _tail)}
-        return splits, f"the last {HELD_OUT:.0%} of {kind} are held out of {source}"
-    hashes = _hashes(documents)
-    quota = ceil(HELD_OUT * count)
-    is_held_out = hashes <= np.partition(hashes, quota - 1)[quota - 1]
-    chosen = {"train": ~is_held_out, "validation": is_held_out}
-    splits = {split: documents.select(np.flatnonzero(rows)) for split, rows in chosen.items()}
-    return splits, f"{is_held_out.sum()} of the {count} documents of {source} are held out"
-
-
-def _each(documents: datasets.Dataset, part: Callable[[str], dict[str, str]]) -> datasets.Dataset:
-    others = documents.column_names
-    return _written(documents.map(part, input_columns="text", remove_columns=others, features=Features(TEXT)))
-
-
-def _head(text: str) -> dict[str, str]:
-    return {"text": text[: _cut(text)]}
-
-
-def _tail(text: str) -> dict[str, str]:
-    return {"text": text[_cut(text) :]}
-
-
-def _cut(text: str) -> int:
-    """Where the last 5 % begin: after the end of a line, or else of a word, where one is not far before."""
-    latest = int((1 - HELD_OUT) * len(text))
-    ends = [text.rfind(mark, int((1 - 2 * HELD_OUT) * len(text)), latest) for mark in "\n "]
-    return next((end + 1 for end in ends if end >= 0), latest)
-
-
-def _hashes(documents: datasets.Dataset) -> np.ndarray:
-    """A hash of every document, int64 (N,)."""
-    hashed_column = "path" if "path" in documents.column_names else "text"
-    others = documents.column_names
-    hashed = documents.map(_hash, batched=True, input_columns=hashed_column, remove_columns=others)
-    hashes: np.ndarray = hashed.with_format("numpy")["hash"][:]
-    return hashes
-
-
-def _hash(names: list[str]) -> dict[str, list[int]]:
-    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
-    return {"hash": [int.from_bytes(digest, "big") >> 1 for digest in digests]}
-
-
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Hide the progress bars of ``datasets`` inside, unless they are to be ``shown``."""
+    """Hide the progress bars of ``datasets`` inside, unless they are to be ``shown`` and there is a terminal."""
     were_shown = not datasets.are_progress_bars_disabled()
-    if not shown:
+    if not (shown and sys.stderr.isatty()):
         datasets.disable_progress_bars()
     try:
         yield
@@ -205,32 +107,109 @@ def progress_bars(shown: bool) -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+def load_documents(
+    flags: TextArguments, *, stream_bytes: int | None = None, seed: int = 0, only_validation: bool = False
+) -> TextSplits:
+    """Load the text that the flags name; NOTE [ documents ] says what a document is and which of them are held out.
+
+    Code that comes with a data set of the Hub is never run.
+
+    Args:
+        stream_bytes: stream the Hub's data set, and stop after that many bytes of text in UTF-8.
+        seed: of the mixture, where ``--mix_weights`` are given.
+        only_validation: ``--validation_file`` may stand alone, and then serves as the training split as well.
+
+    Raises:
+        InputError: two sources; a source, a column or the text is missing or malformed.
+    """
+    _check_combination(flags, stream_bytes, only_validation)
+    dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column
+    if dataset is None:
+        return _load_files(flags, seed)
+    if dataset == STANDARD_LIBRARY:
+        with progress_bars(False):
+            splits = read_standard_library()
+    elif stream_bytes is None:
+        splits = read_hub(dataset, config_name, text_column)
+    else:
+        splits = stream_hub(dataset, config_name, text_column, stream_bytes)
+    return _finished(*_train_and_validation(splits, dict.fromkeys(splits, f"--dataset {dataset}")))
+
+
+def _check_combination(flags: TextArguments, stream_bytes: int | None, only_validation: bool) -> None:
+    if flags.validation_file and not flags.train_file and not (only_validation and flags.dataset is None):
+        raise InputError("--validation_file goes with --train_file, or alone with --eval_only: give both, or neither")
+    if flags.dataset and flags.train_file:
+        raise InputError("give the text by exactly one of --dataset python-stdlib, --dataset HUB_ID and --train_file")
+    if flags.dataset in (None, STANDARD_LIBRARY):
+        for flag, value in (("--dataset_config_name", flags.dataset_config_name), ("--streaming", stream_bytes)):
+            if value is not None:
+                raise InputError(f"{flag} goes with --dataset HUB_ID: leave it out")
+
+
+def _load_files(flags: TextArguments, seed: int) -> TextSplits:
+    words = {"train": flags.train_file or [], "validation": flags.validation_file or []}
+    sources = {split: _source(f"--{split}_file", words[split]) for split in words if words[split]}
+    found = {split: find_files(f"--{split}_file", words[split]) for split in sources}
+    splits = {
+        split: _read_files(files, f"--{split}_file", sources[split], flags.text_column)
+        for split, files in found.items()
+    }
+    notes = [note for split, files in found.items() for note in files.notes(sources[split])]
+    written, further = _train_and_validation(splits, sources)
+    if flags.mix_weights is not None:
+        with progress_bars(False):
+            written["train"], note = mix(written["train"], words["train"], flags.mix_weights, seed)
+        further.append(note)
+    return _finished(written, notes + further)
+
+
+def _source(flag: str, words: Sequence[str]) -> str:
+    return f"{flag} {words[0]}" + (f" and {len(words) - 1} more" if len(words) > 1 else "")
+
+
+def _read_files(found: FoundFiles, flag: str, source: str, text_column: str) -> datasets.Dataset:
+    states = [(path, path.stat(), number) for number, paths in enumerate(found.by_word) for path in paths]
+    files = tuple(
+        (os.path.abspath(path), f"{state.st_size} {state.st_mtime_ns}", number) for path, state, number in states
+    )
+    features = Features({**TEXT, "source": Value("int32")})
+    with progress_bars(sum(state.st_size for _, state, _ in states) > LONG_BYTES):
+        return _generated(read_documents, features, source, files=files, flag=flag, text_column=text_column)
+
+
+def _finished(splits: Splits, notes: Sequence[str]) -> TextSplits:
+    texts = {split: documents.select_columns("text") for split, documents in splits.items()}
+    return TextSplits(**texts, notice=f"note: {'; '.join(notes)}" if notes else None)
+
+
+@progress_bars(False)
+def _train_and_validation(splits: Splits, sources: dict[str, str]) -> tuple[Splits, list[str]]:
+    """Both splits without rows that have no text, and notes; a validation split alone serves as both."""
+    written = {split: with_text(documents) for split, documents in splits.items()}
+    num_blank: Counter[str] = Counter()
+    for split, documents in splits.items():
+        num_blank[sources[split]] += len(documents) - len(written[split])
+    notes = [
+        f"rows of {source} left out because they have no text: {count}" for source, count in num_blank.items() if count
+    ]
+    if "validation" not in written:
+        written, note = hold_out(written["train"], sources["train"])
+        notes.append(note)
+    written.setdefault("train", written["validation"])
+    for split, documents in written.items():
+        if not len(documents):
+            raise InputError(
+                f"{sources.get(split) or sources['validation']} leaves no text for the {split} split: give more"
+            )
+    return written, notes
+
+
 def read_standard_library() -> Splits:
     """``train``, with the columns ``text`` and ``path``: the ``.py`` files of the running Python's library."""
     features = Features({**TEXT, "path": Value("string")})
     root = sysconfig.get_path("stdlib")
     return {"train": _generated(_standard_library, features, f"the library at {root}", root=root, version=sys.version)}
-
-
-def read_file(flag: str, name: str, text_column: str) -> datasets.Dataset:
-    """The documents of a ``.txt``, ``.jsonl`` or ``.parquet``; ``flag`` is for the messages.
-
-    Raises:
-        InputError: no such file, another ending, or a content that does not fit its ending.
-    """
-    check_file(flag, name)
-    path = Path(name)
-    state, source = path.stat(), f"{flag} {name}"
-    options = {"path": str(path.resolve()), "version": f"{state.st_size} {state.st_mtime_ns}"}
-    with progress_bars(state.st_size > LONG_BYTES):
-        match path.suffix.lower():
-            case ".txt":
-                return _generated(_txt_documents, Features(TEXT), source, **options)
-            case ".jsonl":
-                return _generated(_jsonl_documents, Features(TEXT), source, text_column=text_column, **options)
-            case ".parquet":
-                return _only_text(_read_parquet(name, source), text_column, source)
-    raise InputError(f"{flag} {name} ends in none of .txt, .jsonl and .parquet: convert or rename it")
 
 
 def read_hub(dataset: str, config_name: str | None, text_column: str) -> Splits:
@@ -266,13 +245,6 @@ def stream_hub(dataset: str, config_name: str | None, text_column: str, num_byte
         split: _generated(_streamed, Features(TEXT), source, split=name, num_bytes=sizes[split], **options)
         for split, name in chosen.items()
     }
-
-
-def _read_parquet(name: str, source: str) -> datasets.Dataset:
-    try:
-        return datasets.load_dataset("parquet", data_files=glob.escape(name), split="train")
-    except LOADING_ERRORS as error:
-        raise InputError(f"{source} cannot be read: {reason(error)}; check the file") from error
 
 
 def _generated(generator: Generator, features: Features, source: str, **options: Any) -> datasets.Dataset:
@@ -314,59 +286,15 @@ def _standard_library(root: str, version: str) -> Iterator[dict[str, str]]:
                 yield {"text": text, "path": path.relative_to(root).as_posix()}
 
 
-def _txt_documents(path: str, version: str) -> Iterator[dict[str, str]]:
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            yield from ({"text": document} for document in _between_ends(file) if document)
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text ({error.reason}): convert it, for example with iconv") from error
-
-
-def _between_ends(lines: Iterator[str]) -> Iterator[str]:
-    """The texts between the ``<|endoftext|>``, without the empty lines around them."""
-    pending: list[str] = []
-    for line in lines:
-        *ended, rest = line.split(END_OF_TEXT)
-        for end in ended:
-            yield "".join([*pending, end]).strip("\r\n")
-            pending = []
-        pending.append(rest)
-    yield "".join(pending).strip("\r\n")
-
-
-def _jsonl_documents(path: str, text_column: str, version: str) -> Iterator[dict[str, str]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield {"text": _text_of_row(line, f"{path} row {number}", text_column)}
-
-
-def _text_of_row(line: bytes, place: str, text_column: str) -> str:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{place} is not JSON ({error}): a .jsonl holds one object a line") from error
-    if not isinstance(row, dict):
-        raise InputError(f"{place} is no JSON object: a .jsonl holds one object a line")
-    text = row.get(text_column)
-    if not isinstance(text, str):
-        raise _no_text_column(place, text_column, row)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{place} holds half of a surrogate pair in {text_column!r}: repair the row") from error
-    return text
-
-
 def _streamed(
     dataset: str, config_name: str | None, split: str, text_column: str, num_bytes: int, version: str
 ) -> Iterator[dict[str, str]]:
     num_read = 0
     with _loading(dataset):
         for row in datasets.load_dataset(dataset, config_name, split=split, streaming=True):
-            if text_column not in row or not isinstance(row[text_column], str | None):
-                raise _no_text_column(f"--dataset {dataset}", text_column, row)
-            text = row[text_column] or ""
+            if text_column not in row:
+                raise no_text_column(f"--dataset {dataset}", text_column, row)
+            text = text_of(row[text_column], f"--dataset {dataset}", text_column) or ""
             yield {"text": text}
             num_read += len(text.encode())
             if num_read >= num_bytes:
@@ -382,15 +310,8 @@ def _chosen(found: Any, source: str) -> dict[str, str]:
 
 
 def _only_text(rows: datasets.Dataset, text_column: str, source: str) -> datasets.Dataset:
-    if "string" not in str(getattr(rows.features.get(text_column), "dtype", None)):
-        raise _no_text_column(source, text_column, rows.features)
+    check_text_column(rows.features, source, text_column)
     return rows.select_columns([text_column]).rename_columns({text_column: "text"})
-
-
-def _no_text_column(source: str, text_column: str, columns: Any) -> InputError:
-    return InputError(
-        f"{source} has no string {text_column!r} among its {join_names(columns)}: name the text with --text_column"
-    )
 
 
 def _loading(dataset: str) -> AbstractContextManager[None]:

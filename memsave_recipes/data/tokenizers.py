@@ -10,6 +10,7 @@ Labelled texts are cut to a length once, and padded to the longest of their micr
 import hashlib
 import inspect
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,9 @@ from transformers import (
 )
 
 from memsave_recipes.data.labelled_text import LabelledText
-from memsave_recipes.data.text import END_OF_TEXT, LONG_BYTES, progress_bars
+from memsave_recipes.data.text import LONG_BYTES, progress_bars
+from memsave_recipes.data.text_files import END_OF_TEXT
+from memsave_recipes.data.token_line import PART_CHARACTERS, parts_of
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.hub import ask_hub_for, reason
@@ -49,6 +52,7 @@ def load_tokenizer(
     *,
     vocab_size: int = 8192,
     trust_remote_code: bool = False,
+    flag: str = "--tokenizer_name",
 ) -> PreTrainedTokenizerBase:
     """The tokenizer ``tokenizer_name``, or else one trained on ``texts``.
 
@@ -57,12 +61,13 @@ def load_tokenizer(
         texts: such as ``documents["text"]``; the first 64 MiB are trained on.
         vocab_size: of a trained tokenizer; fewer where the text has no more pairs to merge.
         trust_remote_code: run the code that comes with ``tokenizer_name``.
+        flag: the one that named it, for the messages.
 
     Raises:
         InputError: it cannot be loaded, has no vocabulary, wants to run code; a vocabulary below 257.
     """
     if tokenizer_name is not None:
-        return _load(tokenizer_name, trust_remote_code)
+        return _load(tokenizer_name, trust_remote_code, flag)
     if vocab_size < MIN_VOCABULARY:
         raise InputError(f"--vocab_size {vocab_size} is too small: 256 bytes and the end of a text are 257 already")
     trained = _cached(_first_bytes(texts, TRAINING_BYTES), vocab_size)
@@ -72,7 +77,12 @@ def load_tokenizer(
 
 
 def load_text_tokenizer(
-    tokenizer_name: str | None, texts: LabelledText, *, vocab_size: int, trust_remote_code: bool = False
+    tokenizer_name: str | None,
+    texts: LabelledText,
+    *,
+    vocab_size: int,
+    trust_remote_code: bool = False,
+    flag: str = "--tokenizer_name",
 ) -> PreTrainedTokenizerBase:
     """The tokenizer ``tokenizer_name``, or one trained on ``texts``, with the special tokens of a classifier.
 
@@ -85,10 +95,10 @@ def load_text_tokenizer(
     if tokenizer_name is None:
         # The boundary is one more token.
         return _with_boundaries(load_tokenizer(None, texts.documents(), vocab_size=vocab_size - 1))
-    tokenizer = load_tokenizer(tokenizer_name, [], trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(tokenizer_name, [], trust_remote_code=trust_remote_code, flag=flag)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise InputError(f"--tokenizer_name {tokenizer_name} has no token to pad with: add a pad_token to it")
+            raise InputError(f"{flag} {tokenizer_name} has no token to pad with: add a pad_token to it")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -205,7 +215,7 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{digest_of(repr([sorted(table.items()) for table in tables]).encode()):x}"
 
 
-def _load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _load(name: str, trust_remote_code: bool, flag: str) -> PreTrainedTokenizerBase:
     ask_hub_for(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -213,7 +223,7 @@ def _load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
         if "trust_remote_code" in str(error):
             rule = "brings code of its own, which is not run unasked"
             raise InputError(f"the tokenizer of {name} {rule}: read it, then add --trust_remote_code") from error
-        raise InputError(f"no tokenizer can be loaded from {name}: {reason(error)}; check --tokenizer_name") from error
+        raise InputError(f"no tokenizer can be loaded from {name}: {reason(error)}; check {flag}") from error
     # transformers makes an empty GPT-2 tokenizer out of a folder that holds no more than a config.json.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise InputError(f"the tokenizer of {name} has no vocabulary: name a tokenizer with --tokenizer_name")
@@ -260,9 +270,9 @@ def _train(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=sys.stderr.isatty() and sum(map(len, texts)) > LONG_BYTES,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in parts_of(text, PART_CHARACTERS)), trainer)
     return tokenizer
 
 

@@ -103,6 +103,26 @@ def test_labels_of_words_and_of_whole_numbers_need_not_be_of_one_type_in_both_fi
     assert texts.validation[:]["label"] == [1]
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_rows_without_text_are_left_out_and_counted(load, suffix):
+    blanks = [{"text": text, "label": "dog"} for text in (None, "", " \n")]
+    texts = load([ROWS[0], *blanks, *ROWS[1:]], [*ROWS[:3], blanks[0]], suffix=suffix)
+    assert texts.train[:]["text"] == [row["text"] for row in ROWS]
+    assert texts.train[:]["label"] == [0, 1] * 6
+    assert texts.notice.endswith("of those held out; rows left out because they have no text: 4")
+
+
+def test_a_pair_needs_both_texts_and_words_in_one(load):
+    pairs = [("a", "b"), ("a", None), (None, "b"), ("a", ""), (" ", "")]
+    rows = [{"text": one, "text_pair": two, "label": i % 2} for i, (one, two) in enumerate(pairs)]
+    assert load(rows).train[:]["text_pair"] == ["b", ""]
+
+
+def test_rows_keep_their_numbers_where_others_are_left_out(load):
+    with pytest.raises(InputError, match="row 3 has the label cow"):
+        load(ROWS, [{"text": None, "label": "cat"}, ROWS[0], {"text": "a", "label": "cow"}])
+
+
 def edited(index, **changes):
     rows = [dict(row) for row in ROWS]
     rows[index] |= changes
@@ -112,7 +132,10 @@ def edited(index, **changes):
 MISTAKES = {
     "a label outside the classes": ({"validation": edited(3, label="cow")}, "row 4 has the label cow"),
     "a row without a label": ({"train": edited(2, label=None)}, "row 3 has no label"),
-    "a row without a text": ({"train": edited(2, text=None)}, "row 3 has no text"),
+    "no text at all": (
+        {"validation": [{"text": None, "label": "cat"}, {"text": " ", "label": "dog"}]},
+        "has no text: ",
+    ),
     "one class": ({"train": ROWS[::2]}, "texts of 1 class"),
     "no text column": ({"train": [{"txet": "a", "label": 0}]}, "--text_column"),
     "no label column": ({"train": [{"text": "a", "lable": 0}]}, "--label_column"),
@@ -133,11 +156,12 @@ def test_a_mistake_is_named(load, case):
     assert "\n" not in str(error.value)
 
 
-def test_a_jsonl_row_without_the_text_column_is_named(tmp_path):
+def test_a_jsonl_row_without_the_text_column_is_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + '\n{"label": "cat"}\n')
     files = {"train_file": str(tmp_path / "a.jsonl"), "validation_file": str(tmp_path / "a.jsonl")}
-    with pytest.raises(InputError, match=r"a\.jsonl: row 13 has no text"):
-        load_labelled_text(LabelledTextArguments(dataset=None, **files))
+    texts = load_labelled_text(LabelledTextArguments(dataset=None, **files))
+    assert len(texts.train) == len(texts.validation) == len(ROWS)
+    assert texts.num_without_text == 2
 
 
 BROKEN_FILES = {

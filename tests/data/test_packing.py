@@ -87,12 +87,10 @@ def test_every_span_of_the_line(documents, tokenizer, monkeypatch, piece_tokens)
 
 def test_a_long_document_is_tokenized_in_parts_without_loss(documents, tokenizer, monkeypatch):
     monkeypatch.setattr(token_line, "PART_CHARACTERS", 20)
-    monkeypatch.setattr(token_line, "PARTS_AT_ONCE", 3)
+    monkeypatch.setattr(token_line, "CHARACTERS_AT_ONCE", 50)
     line = tokenize_documents(documents, tokenizer)
     assert tokenizer.decode(line.between(0, line.num_tokens)) == "".join(f"{text}<|endoftext|>" for text in TEXTS)
     assert len(line.document_starts) == len(TEXTS) + 1
-    parts = list(token_line._parts("ab\ncd\n" + "e" * 45))
-    assert parts == ["ab\ncd\n", "e" * 20, "e" * 20, "e" * 5]
 
 
 def test_tokens_are_made_once_for_each_tokenizer_and_text(on_disk, tokenizer, monkeypatch):

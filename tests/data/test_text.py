@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from math import ceil
 
 import datasets
@@ -9,6 +10,7 @@ import huggingface_hub
 import pytest
 
 from memsave_recipes.data import text as text_module
+from memsave_recipes.data import text_files
 from memsave_recipes.data.text import TextArguments, load_documents
 from memsave_recipes.errors import InputError
 
@@ -30,6 +32,11 @@ def refusal(*, stream_bytes=None, **options):
 
 def both(splits):
     return splits.train["text"][:], splits.validation["text"][:]
+
+
+def joined(splits):
+    train, validation = both(splits)
+    return train + validation
 
 
 def stories(count):
@@ -108,8 +115,10 @@ def test_a_txt_is_one_document_and_its_end_is_held_out(tmp_path):
     path = tmp_path / "book.txt"
     written = "".join(f"Line {number} of the book.\n\n" for number in range(1000))
     path.write_text(written)
-    splits = load_documents(TextArguments(train_file=str(path)))
+    splits = load_documents(TextArguments(train_file=[str(path)]))
     (train,), (validation,) = both(splits)
+    path.rename(tmp_path / "book.md")
+    assert both(load_documents(TextArguments(train_file=[str(tmp_path / "book.md")]))) == both(splits)
     assert train + validation == written.rstrip("\n")
     assert train.endswith("book.\n\n")
     assert 0.05 <= len(validation) / len(written) < 0.06
@@ -119,11 +128,11 @@ def test_a_txt_is_one_document_and_its_end_is_held_out(tmp_path):
 def test_a_text_of_one_long_line_is_cut_between_words_or_else_anywhere(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("x" * 100 + " " + "word " * 100)
-    (train,), (validation,) = both(load_documents(TextArguments(train_file=str(path))))
+    (train,), (validation,) = both(load_documents(TextArguments(train_file=[str(path)])))
     assert train.endswith("word ")
     assert validation.startswith("word")
     path.write_text("\n" + "x" * 100)
-    (train,), (validation,) = both(load_documents(TextArguments(train_file=str(path))))
+    (train,), (validation,) = both(load_documents(TextArguments(train_file=[str(path)])))
     assert (len(train), len(validation)) == (95, 5)
 
 
@@ -133,7 +142,7 @@ def test_end_of_text_stands_between_the_documents_of_a_txt(tmp_path):
     path.write_bytes(f"\ufeffOne\r\n\r\ntwo\r\n{end}\r\nthree\r\n{end}four{end} {end}\r\n{end}".encode())
     other = tmp_path / "other.txt"
     other.write_text("x")
-    splits = load_documents(TextArguments(train_file=str(path), validation_file=str(other)))
+    splits = load_documents(TextArguments(train_file=[str(path)], validation_file=[str(other)]))
     assert both(splits) == (["One\r\n\r\ntwo", "three", "four"], ["x"])
     assert (
         splits.notice == f"note: rows of --train_file {path} left out because they have no text: 1"
@@ -145,7 +154,7 @@ def test_a_jsonl_holds_a_document_a_line(tmp_path):
     path = write_jsonl(tmp_path / "a.JSONL", rows)
     with open(path, "a") as file:
         file.write("\n\n")
-    splits = load_documents(TextArguments(train_file=path, validation_file=path, text_column="body"))
+    splits = load_documents(TextArguments(train_file=[path], validation_file=[path], text_column="body"))
     assert both(splits) == (["Grüße\n", "naïve 🙂", "end"],) * 2
     assert splits.notice is None
 
@@ -153,22 +162,142 @@ def test_a_jsonl_holds_a_document_a_line(tmp_path):
 def test_a_parquet_gives_its_column(tmp_path):
     path = write_parquet(tmp_path / "[a] *.parquet", [{"id": 1, "text": "one"}, {"id": 2, "text": None}])
     splits = load_documents(
-        TextArguments(train_file=path, validation_file=write_jsonl(tmp_path / "b.jsonl", [{"text": "two"}]))
+        TextArguments(train_file=[path], validation_file=[write_jsonl(tmp_path / "b.jsonl", [{"text": "two"}])])
     )
     assert both(splits) == (["one"], ["two"])
     assert splits.train.column_names == ["text"]
     assert splits.notice.endswith("left out because they have no text: 1")
 
 
+def test_files_of_all_kinds_in_the_order_of_the_words(tmp_path):
+    """With a folder among them, and rows without text in each kind of file that has rows."""
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "b.md").write_text("# b")
+    (docs / "a.txt").write_text("a")
+    (docs / "blank.txt").write_text("\n")
+    (docs / "picture.png").write_text("")
+    rows = [{"text": "one", "id": 1}, {"text": None, "id": 2}, {"text": " ", "id": 3}, {"text": "", "id": 4}]
+    for name in ("lines.json", "lines.jsonl"):
+        write_jsonl(tmp_path / name, [{"id": 0}, *rows])
+    (tmp_path / "array.json").write_text(f"\ufeff\n {json.dumps([{'id': 0}, *rows])}")
+    (tmp_path / "table.csv").write_text('id,text\n1,"one, ""two""\nthree"\n2\n3, \n4,\n')
+    write_parquet(tmp_path / "table.parquet", rows)
+    names = ["table.csv", "lines.json", "array.json", "table.parquet", "docs", "lines.jsonl"]
+    good = write_jsonl(tmp_path / "good.jsonl", [{"text": "good"}, {}])
+    splits = load_documents(TextArguments(train_file=[f"{tmp_path}/{name}" for name in names], validation_file=[good]))
+    train = ['one, "two"\nthree', "one", "one", "one", "a", "# b", "one"]
+    assert both(splits) == (train, ["good"])
+    source = f"--train_file {tmp_path}/table.csv and 5 more"
+    assert splits.notice == (
+        f"note: files of {source}: 8 (1 with other endings skipped); rows of {source} left out "
+        f"because they have no text: 19; rows of --validation_file {good} left out because they have no text: 1"
+    )
+
+
+def test_a_long_text_in_a_csv(tmp_path):
+    (tmp_path / "a.csv").write_text(f"text\n{'word ' * 100_000}\n")
+    (train,), _ = both(load_documents(TextArguments(train_file=[str(tmp_path / "a.csv")])))
+    assert len(train) == 475_000
+
+
 def test_a_changed_file_is_read_again(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, [{"text": text} for text in stories(30)])
-    before = load_documents(TextArguments(train_file=str(path))).train._fingerprint
-    assert load_documents(TextArguments(train_file=str(path))).train._fingerprint == before
+    before = load_documents(TextArguments(train_file=[str(path)])).train._fingerprint
+    assert load_documents(TextArguments(train_file=[str(path)])).train._fingerprint == before
     write_jsonl(path, [{"text": text} for text in stories(31)])
     os.utime(path, ns=(1, 1))
-    splits = load_documents(TextArguments(train_file=str(path)))
+    splits = load_documents(TextArguments(train_file=[str(path)]))
     assert sorted(splits.train["text"][:] + splits.validation["text"][:]) == sorted(stories(31))
+
+
+def test_a_folder_is_read_again_when_one_of_its_files_changes(tmp_path):
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", [{"text": text} for text in stories(30)])
+    (folder / "b.txt").write_text("old")
+    assert "old" in joined(load_documents(TextArguments(train_file=[str(folder)])))
+    (folder / "b.txt").write_text("new")
+    os.utime(folder / "b.txt", ns=(1, 1))
+    texts = joined(load_documents(TextArguments(train_file=[str(folder)])))
+    assert sorted(texts) == sorted([*stories(30), "new"])
+
+
+# Mixtures
+
+
+def write_sources(tmp_path, counts):
+    """A ``.jsonl`` of so many documents of 10 to 190 bytes for each letter."""
+    sizes = [10 + 20 * (number % 10) for number in range(max(counts.values()))]
+    texts = {letter: [f"{number:05}".ljust(size, letter) for number, size in enumerate(sizes)] for letter in counts}
+    return [
+        write_jsonl(tmp_path / f"{letter}.jsonl", [{"text": text} for text in texts[letter][:count]])
+        for letter, count in counts.items()
+    ]
+
+
+@pytest.mark.parametrize(("weights", "share"), [([0.7, 0.3], 0.7), ([1, 1], 0.5), ([1, 9], 0.1)])
+def test_a_mixture_has_the_bytes_of_its_sources_in_shares_of_the_weights(tmp_path, weights, share):
+    paths = write_sources(tmp_path, {"a": 300, "b": 100})
+    good = write_jsonl(tmp_path / "good.jsonl", [{"text": "good"}])
+    flags = TextArguments(train_file=paths, validation_file=[good], mix_weights=weights)
+    texts = load_documents(flags, seed=3).train["text"][:]
+    num_bytes = {letter: sum(len(text) for text in texts if text.endswith(letter)) for letter in "ab"}
+    assert sum(num_bytes.values()) == pytest.approx(40_000, abs=200)
+    assert num_bytes["a"] / sum(num_bytes.values()) == pytest.approx(share, abs=0.005)
+    for letter, count in (("a", 300), ("b", 100)):
+        times = Counter(text for text in texts if text.endswith(letter))
+        missing = [0] if len(times) < count else []
+        assert max(times.values()) - min([*times.values(), *missing]) <= 1
+
+
+def test_a_mixture_depends_on_the_seed_alone_and_is_told(tmp_path):
+    paths = write_sources(tmp_path, {"a": 40, "b": 40})
+    good = write_jsonl(tmp_path / "good.jsonl", [{"text": "good"}])
+    flags = TextArguments(train_file=paths, validation_file=[good], mix_weights=[3, 1])
+    mixed = [load_documents(flags, seed=seed) for seed in (0, 0, 1)]
+    first, again, other = (splits.train["text"][:] for splits in mixed)
+    assert first == again != other
+    counts = [sum(text.endswith(letter) for text in first) for letter in "ab"]
+    shares = [sum(len(text) for text in first if text.endswith(letter)) / sum(map(len, first)) for letter in "ab"]
+    assert mixed[0].notice == (
+        f"note: a pass takes {counts[0]} documents from {paths[0]} (of 40; {shares[0]:.1%} of the bytes), "
+        f"{counts[1]} documents from {paths[1]} (of 40; {shares[1]:.1%} of the bytes)"
+    )
+    assert {text[-1] for text in first[:20]} == {"a", "b"}
+
+
+def test_the_held_out_documents_of_a_mixture_are_never_trained_on(tmp_path):
+    for counts, is_cut in (({"a": 100, "b": 20}, False), ({"a": 6, "b": 4}, True)):
+        paths = write_sources(tmp_path, counts)
+        train, validation = both(load_documents(TextArguments(train_file=paths, mix_weights=[1, 5])))
+        assert len(validation) == (10 if is_cut else 6)
+        assert not set(train) & set(validation)
+
+
+def test_weights_that_fit_no_mixture(tmp_path):
+    paths = write_sources(tmp_path, {"a": 3, "b": 3})
+    rule = "must be as many numbers as --train_file has words (2)"
+    with pytest.raises(InputError) as caught:
+        TextArguments(train_file=paths, mix_weights=[0.5])
+    assert str(caught.value) == f"--mix_weights 0.5: {rule}"
+    for weights in ([1, 0], [1, -1], [1, float("nan")], [1, float("inf")]):
+        with pytest.raises(InputError, match=r"^--mix_weights 1 .*: must be above 0, each$"):
+            TextArguments(train_file=paths, mix_weights=weights)
+    with pytest.raises(InputError, match="as --train_file has words"):
+        TextArguments(mix_weights=[1])
+    assert "has no text to train on" in refusal(train_file=[paths[0]] * 2, mix_weights=[1, 1])
+
+
+# Evaluation alone
+
+
+def test_a_validation_file_alone_is_enough_for_evaluation(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}])
+    splits = load_documents(TextArguments(validation_file=[path]), only_validation=True)
+    assert both(splits) == (["a"], ["a"])
+    assert refusal(validation_file=[path]).startswith("--validation_file goes with --train_file, or alone with --eval")
 
 
 # Held out
@@ -177,23 +306,23 @@ def test_a_changed_file_is_read_again(tmp_path):
 @pytest.mark.parametrize("count", [20, 21, 100])
 def test_a_twentieth_of_the_documents_is_held_out_whatever_their_order(tmp_path, count):
     rows = [{"text": text} for text in stories(count)]
-    train, validation = both(load_documents(TextArguments(train_file=write_jsonl(tmp_path / "a.jsonl", rows))))
+    train, validation = both(load_documents(TextArguments(train_file=[write_jsonl(tmp_path / "a.jsonl", rows)])))
     assert len(validation) == ceil(0.05 * count)
     assert sorted(train + validation) == sorted(stories(count))
-    again = both(load_documents(TextArguments(train_file=write_jsonl(tmp_path / "b.jsonl", rows[::-1]))))
+    again = both(load_documents(TextArguments(train_file=[write_jsonl(tmp_path / "b.jsonl", rows[::-1])])))
     assert [sorted(split) for split in again] == [sorted(train), sorted(validation)]
 
 
 def test_copies_are_on_one_side(tmp_path):
     rows = [{"text": text} for text in stories(10) * 20]
-    train, validation = both(load_documents(TextArguments(train_file=write_jsonl(tmp_path / "a.jsonl", rows))))
+    train, validation = both(load_documents(TextArguments(train_file=[write_jsonl(tmp_path / "a.jsonl", rows)])))
     assert len(validation) == 20
     assert not set(train) & set(validation)
 
 
 def test_the_ends_of_few_documents_are_held_out(tmp_path):
     rows = [{"text": text * 10} for text in stories(19)]
-    splits = load_documents(TextArguments(train_file=write_jsonl(tmp_path / "a.jsonl", rows)))
+    splits = load_documents(TextArguments(train_file=[write_jsonl(tmp_path / "a.jsonl", rows)]))
     assert [head + tail for head, tail in zip(*both(splits), strict=True)] == [row["text"] for row in rows]
     assert "each of its 19 documents are held out" in splits.notice
 
@@ -257,12 +386,14 @@ def test_a_stream_is_held_out_from_as_well(streamed):
 
 def test_one_source_at_most(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [])
-    message = refusal(dataset="python-stdlib", train_file=path)
+    message = refusal(dataset="python-stdlib", train_file=[path])
     assert "exactly one of --dataset python-stdlib, --dataset HUB_ID and --train_file" in message
-    assert refusal(dataset="python-stdlib", validation_file=path).startswith("--validation_file goes with --train_file")
+    assert refusal(dataset="python-stdlib", validation_file=[path]).startswith(
+        "--validation_file goes with --train_file"
+    )
 
 
-@pytest.mark.parametrize("source", [{"dataset": "python-stdlib"}, {"train_file": "a.txt"}])
+@pytest.mark.parametrize("source", [{"dataset": "python-stdlib"}, {"train_file": ["a.txt"]}])
 def test_what_only_the_hub_has(source):
     assert refusal(**source, stream_bytes=1).startswith("--streaming goes with --dataset HUB_ID")
     assert refusal(**source, dataset_config_name="x").startswith("--dataset_config_name goes with --dataset HUB_ID")
@@ -270,14 +401,14 @@ def test_what_only_the_hub_has(source):
 
 def test_files_that_are_not_there_or_of_another_kind(tmp_path):
     assert (
-        refusal(train_file=str(tmp_path / "no.txt"))
+        refusal(train_file=[str(tmp_path / "no.txt")])
         == f"--train_file {tmp_path / 'no.txt'} is not a file: check the path"
     )
-    assert "is not a file" in refusal(train_file=str(tmp_path))
-    (tmp_path / "a.csv").write_text("text\nhello\n")
-    assert f"--train_file {tmp_path / 'a.csv'} ends in none of .txt" in refusal(train_file=str(tmp_path / "a.csv"))
+    assert "has no file below it that ends in one of" in refusal(train_file=[str(tmp_path)])
+    (tmp_path / "a.tsv").write_text("text\nhello\n")
+    assert f"--train_file {tmp_path / 'a.tsv'} ends in none of .csv" in refusal(train_file=[str(tmp_path / "a.tsv")])
     good = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
-    assert refusal(train_file=good, validation_file=f"{tmp_path}/b").startswith(
+    assert refusal(train_file=[good], validation_file=[f"{tmp_path}/b"]).startswith(
         f"--validation_file {tmp_path}/b is not"
     )
 
@@ -286,24 +417,55 @@ def test_files_that_are_not_there_or_of_another_kind(tmp_path):
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_files_without_text(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    assert refusal(train_file=str(tmp_path / name)) == (
+    assert refusal(train_file=[str(tmp_path / name)]) == (
         f"--train_file {tmp_path / name} has no text: give documents that are not blank"
     )
 
 
 def test_rows_of_blanks(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, {"text": " \n"}])
-    assert "has no text" in refusal(train_file=path)
-    assert "has no text" in refusal(train_file=write_parquet(tmp_path / "a.parquet", [{"text": " "}]))
+    assert "has no text" in refusal(train_file=[path])
+    assert "has no text" in refusal(train_file=[write_parquet(tmp_path / "a.parquet", [{"text": " "}])])
     good = write_jsonl(tmp_path / "b.jsonl", [{"text": "a"}])
-    assert "leaves no text for the validation split" in refusal(train_file=good, validation_file=path)
+    assert "leaves no text for the validation split" in refusal(train_file=[good], validation_file=[path])
 
 
 def test_too_little_text_to_hold_some_out(tmp_path):
     (tmp_path / "a.txt").write_text("x")
-    assert "leaves no text for the train split" in refusal(train_file=str(tmp_path / "a.txt"))
+    assert "leaves no text for the train split" in refusal(train_file=[str(tmp_path / "a.txt")])
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "the same"}] * 50)
-    assert "leaves no text for the train split" in refusal(train_file=path)
+    assert "leaves no text for the train split" in refusal(train_file=[path])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "a.jsonl",
+            '\n{"b": 1, "a": 2}\n{"c": 3}',
+            "row 2 of {} has no text column 'text' (columns: a, b): name it with ",
+        ),
+        ("a.json", '[{"b": 1}]', "row 1 of {} has no text column 'text' (columns: b): name it with --text_column"),
+        ("a.csv", "a,b\n1,2", "{} has no text column 'text' (columns: a, b): name it with --text_column"),
+        ("a.csv", "text,b\n1,2\nc,3,4\n", "row 2 of {} has more values than there are columns: put double quotes"),
+        ("a.csv", 'text\n"one"two\n', "{} is no CSV after line 1 ("),
+        ("a.csv", 'text\n"one\n', "{} is no CSV after line 1 (unexpected end of data): check the quotes"),
+        ("a.json", '[{"text": "a"}, 3]', "row 2 of {} is no JSON object"),
+        ("a.json", '[{"text": "a"}', "{} is not JSON (Expecting"),
+        ("a.json", '{\n"text": "a"\n}', "row 1 of {} is not JSON (Expecting property name"),
+        ("a.jsonl", '[{"text": "a"}]', "row 1 of {} is no JSON object"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    source = f"--train_file {tmp_path / name}"
+    assert refusal(train_file=[str(tmp_path / name)]).startswith(words.format(source))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.csv"])
+def test_bytes_that_are_no_utf_8(tmp_path, name):
+    (tmp_path / name).write_bytes(b"text\n\xff\n")
+    assert refusal(train_file=[str(tmp_path / name)]).startswith(f"--train_file {tmp_path / name} is not UTF-8 text (")
 
 
 @pytest.mark.parametrize(
@@ -312,9 +474,11 @@ def test_too_little_text_to_hold_some_out(tmp_path):
         ("{", "is not JSON (Expecting property name"),
         (b"\xff\xfe", "is not JSON ("),
         ("[1]", "is no JSON object"),
-        ('{"content": "c", "id": 1}', "has no string 'text' among its content, id: name the text with --text_column"),
-        ('{"text": 3}', "has no string 'text' among its text: "),
-        ('{"text": null}', "has no string 'text' among its text: "),
+        (
+            '{"text": 3}',
+            "has a number in its column 'text', not a text: correct it, or name another column with --text",
+        ),
+        ('{"text": ["a"]}', "has a list in its column 'text', not a text"),
         ('{"text": "\\ud83d"}', "holds half of a surrogate pair in 'text'"),
     ],
 )
@@ -322,13 +486,13 @@ def test_a_bad_row_of_a_jsonl_is_named(tmp_path, row, words):
     path = tmp_path / "a.jsonl"
     row = row if isinstance(row, bytes) else row.encode()
     path.write_bytes(b'{"text": "one"}\n\n{"text": "two"}\n' + row + b'\n{"text": "three"}\n')
-    assert refusal(train_file=str(path)).startswith(f"{path} row 4 {words}")
+    assert refusal(train_file=[str(path)]).startswith(f"row 4 of --train_file {path} {words}")
 
 
 def test_text_in_another_encoding(tmp_path):
     (tmp_path / "a.txt").write_bytes("Grüße".encode("latin-1"))
-    message = refusal(train_file=str(tmp_path / "a.txt"))
-    assert message.startswith(f"{tmp_path / 'a.txt'} is not UTF-8 text (")
+    message = refusal(train_file=[str(tmp_path / "a.txt")])
+    assert message.startswith(f"--train_file {tmp_path / 'a.txt'} is not UTF-8 text (")
 
 
 def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
@@ -337,21 +501,24 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
     def forbidden(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(text_module, "open", forbidden, raising=False)
-    message = refusal(train_file=path)
+    monkeypatch.setattr(text_files, "open", forbidden, raising=False)
+    message = refusal(train_file=[path])
     assert message == f"--train_file {path} cannot be read: [Errno 13] Permission denied; check file and disk"
 
 
 def test_a_parquet_without_the_column(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [{"body": "a", "id": 1}])
-    why = "among its body, id: name the text with --text_column"
-    assert refusal(train_file=path) == f"--train_file {path} has no string 'text' {why}"
-    assert refusal(train_file=path, text_column="id") == f"--train_file {path} has no string 'id' {why}"
+    assert refusal(train_file=[path]) == (
+        f"--train_file {path} has no text column 'text' (columns: body, id): name it with --text_column"
+    )
+    assert refusal(train_file=[path], text_column="id") == (
+        f"--train_file {path} has no text in its column 'id', but int64: name another one with --text_column"
+    )
 
 
 def test_a_parquet_that_is_none(tmp_path):
     (tmp_path / "a.parquet").write_text("text")
-    message = refusal(train_file=str(tmp_path / "a.parquet"))
+    message = refusal(train_file=[str(tmp_path / "a.parquet")])
     assert message.startswith(f"--train_file {tmp_path / 'a.parquet'} cannot be read: ")
     assert message.endswith("; check the file")
 
@@ -367,9 +534,10 @@ def test_data_sets_that_cannot_be_used(tmp_path, stream_bytes):
     write_parquet(root / "test.parquet", [{"body": "a", "id": 1}])
     assert f"--dataset {root} has no train split, only test" in refusal(dataset=str(root), stream_bytes=stream_bytes)
     (root / "test.parquet").rename(root / "train.parquet")
-    for column in ("text", "id"):
+    for column, words in (("text", "has no text column 'text' (columns: body, id)"), ("id", "in its column 'id', ")):
         message = refusal(dataset=str(root), stream_bytes=stream_bytes, text_column=column)
-        assert message.startswith(f"--dataset {root} has no string '{column}' among its body, id")
+        assert message.startswith(f"--dataset {root} has")
+        assert words in message
 
 
 def test_a_stream_that_breaks_off(streamed, monkeypatch):

@@ -117,6 +117,7 @@ def test_a_folder_gives_its_tokenizer_and_nothing_is_trained(folder, monkeypatch
 def test_tokenizers_that_cannot_be_loaded(folder, tmp_path):
     assert refusal(tmp_path / "no").startswith(f"no tokenizer can be loaded from {tmp_path / 'no'}: ")
     assert refusal("someone/something").endswith("; check --tokenizer_name")
+    assert refusal(tmp_path / "no", flag="--model_name_or_path").endswith("; check --model_name_or_path")
     (tmp_path / "empty").mkdir()
     assert "can be loaded from" in refusal(tmp_path / "empty")
     (folder / "tokenizer.json").write_text("{")

@@ -91,7 +91,7 @@ def test_figures_of_the_evaluation(train, tmp_path, small, packing):
 
 def test_a_pretrained_folder_fine_tunes_and_what_is_saved_generates(train, tmp_path, text_file):
     tokenizer = load_tokenizer(
-        None, load_documents(TextArguments(train_file=str(text_file))).train["text"], vocab_size=300
+        None, load_documents(TextArguments(train_file=[str(text_file)])).train["text"], vocab_size=300
     )
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(tokenizer), n_layer=2, n_head=2, n_embd=32, n_positions=64)
@@ -169,17 +169,42 @@ def test_4bit_without_cuda(refuse, small):
     assert "needs a CUDA device" in refuse(*small, "--lora", "--load_in_4bit")
 
 
+def test_a_mixture_of_a_preset_trains_and_evaluates_by_a_file_alone(train, tmp_path, text_file, capsys):
+    held_out = tmp_path / "held_out.md"
+    held_out.write_text("1 and 2 are 3.\n" * 40)
+    preset = tmp_path / "mixture.yaml"
+    preset.write_text(f"train_file: [{text_file}, {tmp_path}/*.md]\nmix_weights: [0.9, 0.1]\n")
+    flags = ["--config", str(preset), "--validation_file", str(held_out), "--block_size", "32"]
+    trained = train(*flags, *SHORT, *scratch("llama"))
+    assert "note: a pass takes " in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["mix_weights"] == [0.9, 0.1]
+    alone = ["--eval_only", "--validation_file", str(held_out)]
+    model = ["--model_name_or_path", str(tmp_path / "run" / "final")]
+    evaluated = train(*alone, *SHORT, *model, output="evaluated")
+    assert evaluated["eval"]["loss"] == pytest.approx(trained["eval"]["loss"], rel=1e-5)
+
+
+def test_evaluation_by_a_file_alone_trains_no_tokenizer(refuse, text_file):
+    line = refuse("--eval_only", "--validation_file", str(text_file), *SHORT, *scratch("llama"))
+    assert "--validation_file alone trains no tokenizer: give --model_name_or_path or --tokenizer_name" in line
+
+
+def test_the_flag_of_a_folder_without_a_tokenizer_is_named(refuse, text_file):
+    line = refuse(*SHORT, "--train_file", str(text_file), "--model_name_or_path", "no/where")
+    assert line.rstrip().endswith("; check --model_name_or_path")
+
+
 def test_data_that_cannot_be_read(refuse, tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"words": "b"}\n')
-    for name, expected in (("empty.txt", "empty.txt"), ("rows.jsonl", "2")):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n')
+    for name, expected in (("empty.txt", "empty.txt"), ("rows.jsonl", "row 2 of ")):
         line = refuse(*SHORT, *scratch("gpt2"), "--train_file", str(tmp_path / name))
         assert expected in line
 
 
 def test_code_that_comes_with_a_model_is_not_run(refuse, tmp_path, text_file):
     tokenizer = load_tokenizer(
-        None, load_documents(TextArguments(train_file=str(text_file))).train["text"], vocab_size=300
+        None, load_documents(TextArguments(train_file=[str(text_file)])).train["text"], vocab_size=300
     )
     tokenizer.save_pretrained(tmp_path / "model")
     config = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
@@ -191,7 +216,7 @@ def test_code_that_comes_with_a_model_is_not_run(refuse, tmp_path, text_file):
 
 def test_a_tokenizer_that_is_larger_than_the_vocabulary(refuse, tmp_path, text_file):
     tokenizer = load_tokenizer(
-        None, load_documents(TextArguments(train_file=str(text_file))).train["text"], vocab_size=300
+        None, load_documents(TextArguments(train_file=[str(text_file)])).train["text"], vocab_size=300
     )
     GPT2LMHeadModel(GPT2Config(vocab_size=280, n_layer=1, n_head=2, n_embd=8)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
