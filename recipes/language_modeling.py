@@ -6,7 +6,8 @@ On the CPU of any machine, without a network (the text of Python's own library; 
         --model_type gpt2 --config_overrides "n_layer=4,n_head=4,n_embd=128" --block_size 256 \
         --global_batch_size 16 --micro_batch_size 4 --max_steps 200 --output_dir out/lm
 
-On one GPU or several, fine-tuning a model of the Hub (or of a folder) on your text, all of it or by adapters:
+On one GPU or several, fine-tuning a model of the Hub (or of a folder) on your text or conversations, all of it or by
+adapters. Conversations are written by the tokenizer's chat template, and the assistant's tokens count:
 
     accelerate launch --config_file accelerate_configs/single_gpu.yaml --mixed_precision bf16 \
         recipes/language_modeling.py --model_name_or_path MODEL --train_file DATA.jsonl --block_size 2048 \
@@ -34,7 +35,7 @@ from memsave_recipes.data.tokenizers import check_vocabulary
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
-from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
 from memsave_recipes.training.environment import deterministic_kernels
 
@@ -45,7 +46,7 @@ class ModelArguments(TransformerArguments):
 
     loss: LossKind = field(default="auto", metadata={"help": "chunked never makes the logits; auto: where it pays"})
     dropout: float = field(default=0.0, metadata={"help": "dropout probability; 0: the same loss in every layout"})
-    prompt: str | None = field(default=None, metadata={"help": "continued at the end; default: held-out text"})
+    prompt: str | None = field(default=None, metadata={"help": "continued or replied to at the end; default: held out"})
 
     @property
     def one_row(self) -> bool:
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def train(args: Arguments, run: Run) -> dict[str, Any]:
     """Train the language model in the run's folder."""
     accelerator = run.accelerator
+    check_positions(args.block_size, getattr(configuration_of(args), "max_position_embeddings", None))
 
     # Data: each batch is one optimizer step, the same rows in the same order on any number of ranks
     with run.main_process_first():
@@ -96,6 +98,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     bare = task.build_model(with_weights=True).to(accelerator.device)
     with accelerator.autocast():  # flash attention refuses float32
         check_model(bare, rows, args)
+    stop_at(bare, rows.end_of_turn)
     saved = task.adapt(bare)
     with accelerator.autocast():
         model = CausalLMLoss(bare, args.loss)
@@ -107,7 +110,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice,))
 
     evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
-    validate = partial(evaluate_model, model, accelerator, rows=rows.validation)
+    validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens)
     run.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
     for batch in run.steps():
         with run.measured(batch):
@@ -126,7 +129,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     results = run.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
     if accelerator.is_main_process:
         with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough
-            print("sample:", continue_text(bare, tokenizer, args.prompt or rows.prompt))
+            print("sample:", continue_text(bare, tokenizer, rows.prompt(args.prompt)))
     return results
 
 
@@ -169,15 +172,25 @@ def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
 def check_model(model: PreTrainedModel, rows: TokenRows, args: Arguments) -> None:
     """Refuse rows and tokens that the model cannot take."""
     check_vocabulary(rows.tokenizer, model.config.vocab_size)
-    check_positions(args.block_size, getattr(model.config, "max_position_embeddings", None))
     check_causal(model, args.name)
     if args.packing and not keeps_documents_apart(model, one_row=args.one_row):
         raise InputError(f"{args.name} lets the documents of a packed row see one another: pass --no_packing")
 
 
+def stop_at(model: PreTrainedModel, token: int | None) -> None:
+    """Let ``generate``, also of the saved model, stop at ``token``, where the assistant's turns end."""
+    if token is None or model.generation_config is None:
+        return
+    stops = model.generation_config.eos_token_id
+    stops = [] if stops is None else stops if isinstance(stops, list) else [stops]
+    model.generation_config.eos_token_id = list(dict.fromkeys([token, *stops]))
+
+
 @torch.no_grad()
-def evaluate_model(model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], rows: Any) -> dict[str, float]:
-    """Over ``batches`` of ``rows``: mean loss in nats a token, perplexity, and bits a byte, whatever the tokenizer."""
+def evaluate_model(
+    model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], tokens: Any
+) -> dict[str, float]:
+    """Over ``batches`` of ``tokens``: mean loss in nats a token, perplexity, bits a byte whatever the tokenizer."""
     totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # loss, tokens
     model.eval()
     for batch in batches:
@@ -185,7 +198,7 @@ def evaluate_model(model: nn.Module, accelerator: Accelerator, batches: Iterable
     model.train()
     loss_sum, num_tokens = accelerator.reduce(totals, "sum").tolist()
     loss = loss_sum / num_tokens
-    bits_per_byte = loss / math.log(2) * rows.num_tokens / rows.num_bytes
+    bits_per_byte = loss / math.log(2) * tokens.num_tokens / tokens.num_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
 

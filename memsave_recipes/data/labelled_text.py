@@ -283,7 +283,7 @@ def load_docstrings() -> dict[str, datasets.Dataset]:
         InputError: a library came without its source files.
     """
     for library in LIBRARIES:
-        if not any(_folder(library).rglob("*.py")):
+        if not any(source_folder(library).rglob("*.py")):
             raise InputError(f"--dataset docstrings finds no source files of {library}: pass --train_file or a Hub id")
     rows = datasets.Dataset.from_generator(
         _rows, features=datasets.Features(COLUMNS), gen_kwargs={"cache_key": _cache_key()}
@@ -304,7 +304,7 @@ def _rows(cache_key: str) -> Iterator[dict[str, object]]:
     openings: set[str] = set()
     for label, library in enumerate(LIBRARIES):
         wanted = {False: MAX_TRAIN, True: MAX_VALIDATION}
-        for held_out, path in _files(library):
+        for held_out, path in source_files(library):
             if not wanted[held_out]:
                 continue
             texts = _new_texts(path, openings)[: min(MAX_OF_A_FILE, wanted[held_out])]
@@ -312,9 +312,9 @@ def _rows(cache_key: str) -> Iterator[dict[str, object]]:
             yield from ({"text": text, "label": label, "held_out": held_out} for text in texts)
 
 
-def _files(library: str) -> Iterator[tuple[bool, Path]]:
+def source_files(library: str) -> Iterator[tuple[bool, Path]]:
     """Whether it is held out (3 of 16 are), and the path, of each source file, in an order without meaning."""
-    root = _folder(library)
+    root = source_folder(library)
     files = {}
     for path in root.rglob("*.py"):
         inside = path.relative_to(root)
@@ -324,7 +324,7 @@ def _files(library: str) -> Iterator[tuple[bool, Path]]:
         yield digest[-1] in "012", files[digest]
 
 
-def _folder(library: str) -> Path:
+def source_folder(library: str) -> Path:
     """Where the library's source files lie; nothing is imported for it."""
     if LIBRARIES[library] is None:
         return Path(sysconfig.get_path("stdlib"))
@@ -336,7 +336,7 @@ def _folder(library: str) -> Path:
 def _new_texts(path: Path, openings: set[str]) -> list[str]:
     """The docstrings of a file's functions and classes that open like none in ``openings``, which they join."""
     texts = []
-    for node in ast.walk(_parse(path)):
+    for node in ast.walk(parse_source(path)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
         text = NAMES.sub(MASK, ast.get_docstring(node) or "")
@@ -348,7 +348,7 @@ def _new_texts(path: Path, openings: set[str]) -> list[str]:
     return texts
 
 
-def _parse(path: Path) -> ast.Module:
+def parse_source(path: Path) -> ast.Module:
     """Empty where this Python cannot read the file: templates, and code for other versions."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes that a future Python refuses

@@ -1,4 +1,4 @@
-"""Documents as rows of tokens: packed into rows of one length without a view across documents, or padded.
+"""Documents or conversations as rows of tokens: packed into rows without a view across them, or padded.
 
 NOTE [ packing ]
 1. A packed row i is the tokens ``i * T`` to ``(i + 1) * T - 1`` of the line of all documents (``token_line.py``); only
@@ -13,10 +13,16 @@ NOTE [ packing ]
    says where documents end, because transformers would look for that on the device, and wait for it in every layer.
 6. Some models do not look at ``position_ids`` (BLOOM, OPT, Falcon, Mamba) or not in every layer (Qwen3-Next):
    ``keeps_documents_apart`` tries it out.
+7. Conversations stay whole, because a reply without its question teaches nothing. The longest goes first, each into the
+   row with the least space that it fits into (best-fit decreasing, Ding et al. 2024, https://arxiv.org/abs/2404.10830;
+   TRL's ``bfd``), and rows are filled up as in 1. One that is longer than a row loses its end; where no token that
+   counts is left, it is left out. Rules 2 and 4 to 6 hold as they stand.
 
 The padded alternative wastes the positions behind shorter samples of a micro-batch, and works with every model.
 """
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
+from memsave_recipes.data.chat_template import TokenizedConversations
 from memsave_recipes.data.token_line import TokenLine, tokenize_documents
 from memsave_recipes.data.tokenizers import digest_of_tokenizer
 from memsave_recipes.errors import InputError
@@ -91,12 +98,8 @@ class PackedDataset(Dataset[Batch]):
         return positions
 
     def collate(self, rows: list[Batch]) -> Batch:
-        """Rows as a batch (B, T), or (1, B * T) and ``document_ends`` with ``one_row``."""
-        batch: Batch = default_collate(rows)
-        if not self.one_row:
-            return batch
-        batch = {name: values.view(1, -1) for name, values in batch.items()}
-        return batch | document_ends(batch["position_ids"])
+        """As ``packed_batch``."""
+        return packed_batch(rows, one_row=self.one_row)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -136,15 +139,106 @@ class PaddedDataset(Dataset[Batch]):
         return {"input_ids": tokens, "labels": tokens.clone() if counted else torch.full_like(tokens, IGNORED_LABEL)}
 
     def collate(self, samples: list[Batch]) -> Batch:
-        """Samples as a batch (B, longest), filled up on the right; ``attention_mask`` is 0 there."""
-        return {
-            name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
-            for name, value in (("input_ids", self.pad_token_id), ("labels", IGNORED_LABEL))
-        } | {
-            "attention_mask": pad_sequence(
-                [torch.ones_like(sample["input_ids"]) for sample in samples], batch_first=True
-            )
+        """As ``padded_batch``."""
+        return padded_batch(samples, self.pad_token_id)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedConversations(Dataset[Batch]):
+    """Rows of exactly T tokens with whole conversations: rule 7 of NOTE [ packing ].
+
+    Keys and rows are those of ``PackedDataset``.
+
+    Args:
+        kept: the conversations that are not left out, by their numbers; int64 (M,).
+        rows: those of each row.
+    """
+
+    tokens: TokenizedConversations
+    kept: np.ndarray
+    rows: list[list[int]]
+    block_size: int
+    pad_token_id: int
+    one_row: bool
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: Any) -> Batch:
+        index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
+        samples = [_sample_of(self.tokens, number, self.block_size, counted) for number in self.rows[index]]
+        num_filled = self.block_size - sum(len(sample["input_ids"]) for sample in samples)
+        fillers = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL}
+        row = {
+            name: F.pad(torch.cat([sample[name] for sample in samples]), (0, num_filled), value=filler)
+            for name, filler in fillers.items()
         }
+        lengths = [*(len(sample["input_ids"]) for sample in samples), num_filled]
+        return row | {"position_ids": torch.cat([torch.arange(length) for length in lengths])}
+
+    def collate(self, rows: list[Batch]) -> Batch:
+        """As ``packed_batch``."""
+        return packed_batch(rows, one_row=self.one_row)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PaddedConversations(Dataset[Batch]):
+    """A conversation a sample, of at most T tokens; keys and samples are those of ``PaddedDataset``.
+
+    Args:
+        kept: the conversations that are not left out, by their numbers; int64 (M,).
+    """
+
+    tokens: TokenizedConversations
+    kept: np.ndarray
+    block_size: int
+    pad_token_id: int
+
+    def longest(self, count: int) -> list[int]:
+        """The ``count`` samples with most tokens."""
+        order: list[int] = np.argsort(-self.tokens.lengths[self.kept], kind="stable").tolist()
+        return order[:count]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, key: Any) -> Batch:
+        index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
+        return _sample_of(self.tokens, int(self.kept[index]), self.block_size, counted)
+
+    def collate(self, samples: list[Batch]) -> Batch:
+        """As ``padded_batch``."""
+        return padded_batch(samples, self.pad_token_id)
+
+
+Rows = PackedDataset | PaddedDataset | PackedConversations | PaddedConversations
+
+
+def _sample_of(tokens: TokenizedConversations, number: int, block_size: int, counted: bool) -> Batch:
+    """The beginning of a conversation; the label of its first token does not count, by rule 4."""
+    row = tokens.rows[number]
+    input_ids = torch.tensor(row["input_ids"][:block_size], dtype=torch.int64)
+    is_counted = torch.tensor(row["counted"][:block_size], dtype=torch.bool) & counted
+    is_counted[0] = False
+    labels = torch.where(is_counted, input_ids, IGNORED_LABEL)
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def packed_batch(rows: list[Batch], *, one_row: bool) -> Batch:
+    """Rows as a batch (B, T), or (1, B * T) and ``document_ends`` with ``one_row``."""
+    batch: Batch = default_collate(rows)
+    if not one_row:
+        return batch
+    batch = {name: values.view(1, -1) for name, values in batch.items()}
+    return batch | document_ends(batch["position_ids"])
+
+
+def padded_batch(samples: list[Batch], pad_token_id: int) -> Batch:
+    """Samples as a batch (B, longest), filled up on the right; ``attention_mask`` is 0 there."""
+    return {
+        name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+        for name, value in (("input_ids", pad_token_id), ("labels", IGNORED_LABEL))
+    } | {"attention_mask": pad_sequence([torch.ones_like(sample["input_ids"]) for sample in samples], batch_first=True)}
 
 
 def pack(
@@ -179,9 +273,79 @@ def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_s
     return PaddedDataset(tokens=tokens, starts=starts, stops=stops, pad_token_id=_pad_token_id(tokenizer))
 
 
-def fingerprint_of(
-    train: PackedDataset | PaddedDataset, validation: PackedDataset | PaddedDataset, tokenizer: PreTrainedTokenizerBase
-) -> Fingerprint:
+def pack_conversations(
+    tokens: TokenizedConversations, tokenizer: PreTrainedTokenizerBase, block_size: int, *, one_row: bool = False
+) -> PackedConversations:
+    """Rows of ``block_size`` tokens that hold whole conversations.
+
+    Args:
+        one_row: for flash attention, rule 5 of NOTE [ packing ].
+
+    Raises:
+        InputError: a row of fewer than 2 tokens, or no conversation with a token that counts within a row.
+    """
+    kept = _kept(tokens, block_size)
+    return PackedConversations(
+        tokens=tokens,
+        kept=kept,
+        rows=best_fit_decreasing(kept, np.minimum(tokens.lengths, block_size), block_size),
+        block_size=block_size,
+        pad_token_id=_pad_token_id(tokenizer),
+        one_row=one_row,
+    )
+
+
+def pad_conversations(
+    tokens: TokenizedConversations, tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> PaddedConversations:
+    """Samples of at most ``block_size`` tokens, a conversation each.
+
+    Raises:
+        InputError: as ``pack_conversations``.
+    """
+    kept = _kept(tokens, block_size)
+    return PaddedConversations(tokens=tokens, kept=kept, block_size=block_size, pad_token_id=_pad_token_id(tokenizer))
+
+
+def best_fit_decreasing(numbers: np.ndarray, lengths: np.ndarray, block_size: int) -> list[list[int]]:
+    """``numbers`` in rows: the longest first, each into the row with the least space that is enough; ties in order.
+
+    Args:
+        numbers: int64 (M,).
+        lengths: in tokens, at the place of each number, none above ``block_size``; int64 (N,).
+    """
+    rows: list[list[int]] = []
+    by_space: dict[int, list[list[int]]] = defaultdict(list)
+    spaces: list[int] = []  # those in ``by_space``, in order
+    for number in numbers[np.argsort(-lengths[numbers], kind="stable")].tolist():
+        length = int(lengths[number])
+        place = bisect_left(spaces, length)
+        if place < len(spaces):
+            space = spaces[place]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[place]
+        else:
+            row, space = [], block_size
+            rows.append(row)
+        row.append(number)
+        if left := space - length:
+            if not by_space[left]:
+                insort(spaces, left)
+            by_space[left].append(row)
+    return rows
+
+
+def _kept(tokens: TokenizedConversations, block_size: int) -> np.ndarray:
+    """The conversations with a token that counts among those of a row, but for the first of them: rules 4 and 7."""
+    _check_block_size(block_size)
+    kept = np.flatnonzero(tokens.first_counted < np.minimum(tokens.lengths, block_size))
+    if not len(kept):
+        raise InputError(f"--block_size {block_size} ends before the first reply of every conversation: raise it")
+    return kept
+
+
+def fingerprint_of(train: Rows, validation: Rows, tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
     """The fingerprint of both splits; it does not depend on the length of their rows."""
     splits = {"training text": train, "held-out text": validation}
     return Fingerprint(
@@ -250,5 +414,5 @@ def _check_block_size(block_size: int) -> None:
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    token: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return token
+    """Any token would do behind those that count."""
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)

@@ -1,22 +1,43 @@
-"""The rows of tokens of a language model by the flags: text, tokenizer, packed or padded."""
+"""The rows of tokens of a language model by the flags: text or conversations, tokenizer, packed or padded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.data.packing import PackedDataset, PaddedDataset, fingerprint_of, pack, pad
-from memsave_recipes.data.text import TextArguments, load_documents
+from memsave_recipes.data.chat_template import (
+    CHATML_TOKENS,
+    ChatArguments,
+    end_of_turn,
+    set_chat_template,
+    tokenize_conversations,
+)
+from memsave_recipes.data.conversations import ConversationSplits, Message, load_conversations, names_conversations
+from memsave_recipes.data.packing import (
+    PackedConversations,
+    PaddedConversations,
+    Rows,
+    fingerprint_of,
+    pack,
+    pack_conversations,
+    pad,
+    pad_conversations,
+)
+from memsave_recipes.data.text import TextArguments, TextSplits, load_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.fingerprint import Fingerprint
 
 PROMPT_CHARACTERS = 100
 
+Prompt = str | list[Message]
+
 
 @dataclass(kw_only=True)
-class RowArguments(TextArguments):
-    """Which text, in which tokens, in rows of which length."""
+class RowArguments(TextArguments, ChatArguments):
+    """Which text or conversations, in which tokens, in rows of which length."""
 
     tokenizer_name: str | None = field(default=None, metadata={"help": "folder or Hub id; default: the model's own"})
     vocab_size: int = field(default=8192, metadata={"help": "of the tokenizer that is trained where none is given"})
@@ -37,20 +58,28 @@ class TokenRows:
     """The rows of both splits, and the tokenizer that made them.
 
     Args:
-        prompt: held-out text for the trained model to continue.
+        held_out_prompt: for the trained model: text to continue, or the messages before a reply.
+        end_of_turn: of conversations, the token at which replies end; ``None`` where the template has none.
         notice: a line on the documents held or left out, where there is one.
     """
 
-    train: PackedDataset | PaddedDataset
-    validation: PackedDataset | PaddedDataset
+    train: Rows
+    validation: Rows
     tokenizer: PreTrainedTokenizerBase
-    prompt: str
+    held_out_prompt: Prompt
+    end_of_turn: int | None = None
     notice: str | None
 
     @property
     def fingerprint(self) -> Fingerprint:
         """Of both splits and the tokenizer; it does not depend on the length of the rows."""
         return fingerprint_of(self.train, self.validation, self.tokenizer)
+
+    def prompt(self, text: str | None) -> Prompt:
+        """``text``, in conversations as a user's message; by default held-out data."""
+        if text is None:
+            return self.held_out_prompt
+        return text if isinstance(self.held_out_prompt, str) else [{"role": "user", "content": text}]
 
 
 def load_rows(
@@ -63,7 +92,7 @@ def load_rows(
     seed: int = 0,
     eval_only: bool = False,
 ) -> TokenRows:
-    """Load the text that the flags name, and its tokenizer, and cut it into rows.
+    """Load the text or the conversations that the flags name, and the tokenizer, and cut them into rows.
 
     Args:
         tokenizer_name: where ``--tokenizer_name`` is not given; with neither, one is trained on the text.
@@ -73,20 +102,84 @@ def load_rows(
         one_row: as ``pack``.
 
     Raises:
-        InputError: as ``load_documents``, ``load_tokenizer`` and ``pack``.
+        InputError: as ``load_documents`` or ``load_conversations``, ``load_tokenizer`` and ``pack``.
     """
     source = flags.tokenizer_name or tokenizer_name
     if eval_only and flags.validation_file and not flags.train_file and not source:
         raise InputError("--validation_file alone trains no tokenizer: give --model_name_or_path or --tokenizer_name")
-    text = load_documents(flags, stream_bytes=stream_bytes, seed=seed, only_validation=eval_only)
-    tokenizer = load_tokenizer(
+    make_tokenizer = partial(
+        load_tokenizer,
         source,
-        text.train["text"],
-        vocab_size=flags.vocab_size,
         trust_remote_code=trust_remote_code,
         flag="--tokenizer_name" if flags.tokenizer_name else "--model_name_or_path",
     )
+    if names_conversations(flags):
+        chats = load_conversations(flags, stream_bytes=stream_bytes, only_validation=eval_only)
+        return _rows_of_conversations(flags, chats, make_tokenizer, is_new=source is None, one_row=one_row)
+    text = load_documents(flags, stream_bytes=stream_bytes, seed=seed, only_validation=eval_only)
+    return _rows_of_documents(flags, text, make_tokenizer, one_row=one_row)
+
+
+def _rows_of_documents(
+    flags: RowArguments, text: TextSplits, make_tokenizer: Callable[..., PreTrainedTokenizerBase], *, one_row: bool
+) -> TokenRows:
+    for flag, value in (("--chat_template", flags.chat_template), ("--train_on_prompt", flags.train_on_prompt)):
+        if value:
+            raise InputError(f"{flag} is for conversations, and the data are plain text: leave it out")
+    tokenizer = make_tokenizer(text.train["text"], vocab_size=flags.vocab_size)
     in_rows = partial(pack, one_row=one_row) if flags.packing else pad
     train, validation = (in_rows(part, tokenizer, flags.block_size) for part in (text.train, text.validation))
     prompt = text.validation[0]["text"][:PROMPT_CHARACTERS]
-    return TokenRows(train=train, validation=validation, tokenizer=tokenizer, prompt=prompt, notice=text.notice)
+    return TokenRows(
+        train=train, validation=validation, tokenizer=tokenizer, held_out_prompt=prompt, notice=text.notice
+    )
+
+
+def _rows_of_conversations(
+    flags: RowArguments,
+    chats: ConversationSplits,
+    make_tokenizer: Callable[..., PreTrainedTokenizerBase],
+    *,
+    is_new: bool,
+    one_row: bool,
+) -> TokenRows:
+    vocab_size = flags.vocab_size - (len(CHATML_TOKENS) if is_new else 0)
+    tokenizer = make_tokenizer(chats.texts(), vocab_size=vocab_size)
+    set_chat_template(tokenizer, flags.chat_template, is_new=is_new)
+    in_rows = partial(pack_conversations, one_row=one_row) if flags.packing else pad_conversations
+    train, validation = (
+        in_rows(
+            tokenize_conversations(part, tokenizer, train_on_prompt=flags.train_on_prompt), tokenizer, flags.block_size
+        )
+        for part in (chats.train, chats.validation)
+    )
+    notes = [chats.notice, *_notes(train, "training"), *_notes(validation, "held-out")]
+    return TokenRows(
+        train=train,
+        validation=validation,
+        tokenizer=tokenizer,
+        held_out_prompt=_question(chats.validation[0]["messages"]),
+        end_of_turn=end_of_turn(tokenizer),
+        notice=f"note: {'; '.join(filter(None, notes))}",
+    )
+
+
+def _notes(rows: PackedConversations | PaddedConversations, split: str) -> list[str]:
+    """How full the rows are, and how many conversations lose their end or all, in a few words each."""
+    lengths, block_size = rows.tokens.lengths, rows.block_size
+    kept = lengths[rows.kept]
+    notes = []
+    if isinstance(rows, PackedConversations):
+        fill = np.minimum(kept, block_size).sum() / (len(rows) * block_size)
+        notes.append(f"{len(rows):,} {split} rows, {fill:.0%} full")
+    if num_cut := int((kept > block_size).sum()):
+        notes.append(f"{num_cut:,} of {len(lengths):,} {split} conversations are cut at --block_size {block_size}")
+    if num_left_out := len(lengths) - len(kept):
+        notes.append(f"{num_left_out:,} {split} conversations are left out, where nothing before the cut counts")
+    return notes
+
+
+def _question(messages: list[Message]) -> list[Message]:
+    """The messages before the first reply."""
+    replies = (place for place, message in enumerate(messages) if place and message["role"] == "assistant")
+    return messages[: next(replies, len(messages))]

@@ -44,6 +44,7 @@ from memsave_recipes.text import join_names
 
 BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5
 STANDARD_LIBRARY = "python-stdlib"
+DOCSTRING_CHATS = "docstring-chats"
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
 VALIDATION_SHARE = 0.05  # of a streamed data set
 VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
@@ -59,7 +60,9 @@ Generator = Callable[..., Iterator[dict[str, Any]]]
 class TextArguments:
     """Which text."""
 
-    dataset: str | None = field(default=None, metadata={"help": "python-stdlib (the default, built in) or a Hub id"})
+    dataset: str | None = field(
+        default=None, metadata={"help": "built in: python-stdlib (default), docstring-chats; or a Hub id"}
+    )
     dataset_config_name: str | None = field(default=None, metadata={"help": "which part of a Hub data set"})
     train_file: list[str] | None = field(
         default=None, metadata={"help": 'files, folders, "patterns/*": .txt, .md, .jsonl, .json, .csv, .parquet'}
@@ -122,7 +125,7 @@ def load_documents(
     Raises:
         InputError: two sources; a source, a column or the text is missing or malformed.
     """
-    _check_combination(flags, stream_bytes, only_validation)
+    check_sources(flags, stream_bytes, only_validation)
     dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column
     if dataset is None:
         return _load_files(flags, seed)
@@ -136,12 +139,13 @@ def load_documents(
     return _finished(*_train_and_validation(splits, dict.fromkeys(splits, f"--dataset {dataset}")))
 
 
-def _check_combination(flags: TextArguments, stream_bytes: int | None, only_validation: bool) -> None:
+def check_sources(flags: TextArguments, stream_bytes: int | None, only_validation: bool) -> None:
+    """Raises ``InputError`` where the flags name two sources, or half of one, or options of another one."""
     if flags.validation_file and not flags.train_file and not (only_validation and flags.dataset is None):
         raise InputError("--validation_file goes with --train_file, or alone with --eval_only: give both, or neither")
     if flags.dataset and flags.train_file:
         raise InputError("give the text by exactly one of --dataset python-stdlib, --dataset HUB_ID and --train_file")
-    if flags.dataset in (None, STANDARD_LIBRARY):
+    if flags.dataset in (None, STANDARD_LIBRARY, DOCSTRING_CHATS):
         for flag, value in (("--dataset_config_name", flags.dataset_config_name), ("--streaming", stream_bytes)):
             if value is not None:
                 raise InputError(f"{flag} goes with --dataset HUB_ID: leave it out")
@@ -175,7 +179,7 @@ def _read_files(found: FoundFiles, flag: str, source: str, text_column: str) -> 
     )
     features = Features({**TEXT, "source": Value("int32")})
     with progress_bars(sum(state.st_size for _, state, _ in states) > LONG_BYTES):
-        return _generated(read_documents, features, source, files=files, flag=flag, text_column=text_column)
+        return generated(read_documents, features, source, files=files, flag=flag, text_column=text_column)
 
 
 def _finished(splits: Splits, notes: Sequence[str]) -> TextSplits:
@@ -209,7 +213,7 @@ def read_standard_library() -> Splits:
     """``train``, with the columns ``text`` and ``path``: the ``.py`` files of the running Python's library."""
     features = Features({**TEXT, "path": Value("string")})
     root = sysconfig.get_path("stdlib")
-    return {"train": _generated(_standard_library, features, f"the library at {root}", root=root, version=sys.version)}
+    return {"train": generated(_standard_library, features, f"the library at {root}", root=root, version=sys.version)}
 
 
 def read_hub(dataset: str, config_name: str | None, text_column: str) -> Splits:
@@ -242,12 +246,12 @@ def stream_hub(dataset: str, config_name: str | None, text_column: str, num_byte
     }
     sizes = {"train": num_bytes, "validation": ceil(VALIDATION_SHARE * num_bytes)}
     return {
-        split: _generated(_streamed, Features(TEXT), source, split=name, num_bytes=sizes[split], **options)
+        split: generated(_streamed, Features(TEXT), source, split=name, num_bytes=sizes[split], **options)
         for split, name in chosen.items()
     }
 
 
-def _generated(generator: Generator, features: Features, source: str, **options: Any) -> datasets.Dataset:
+def generated(generator: Generator, features: Features, source: str, **options: Any) -> datasets.Dataset:
     """The rows of ``generator(**options)``, cached under the hash of both; ``version`` is there for the hash alone."""
     options |= {"generator": generator, "source": source}
     try:

@@ -237,14 +237,27 @@ def _sees_later_tokens(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def continue_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int = 60) -> str:
+def continue_text(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, str]],
+    num_tokens: int = 60,
+) -> str:
     """``prompt`` as the model goes on with it, drawn at temperature 0.8, always in the same way; or why it does not.
 
     The run is finished, and fails no more.
+
+    Args:
+        prompt: a text, or the messages before a reply of the assistant, as the chat template takes them.
     """
     num_positions = getattr(model.config, "max_position_embeddings", None) or 0
     num_tokens = min(num_tokens, num_positions // 2) if num_positions > 0 else num_tokens
-    tokens = tokenizer(prompt, return_tensors="pt").input_ids[:, -num_tokens:].to(model.device)
+    if isinstance(prompt, str):
+        tokens = tokenizer(prompt, return_tensors="pt").input_ids[:, -num_tokens:].to(model.device)
+    else:
+        written = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        tokens = tokenizer(written, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
+        tokens = tokens[:, -max(num_positions - num_tokens, 0) :]
     torch.manual_seed(0)
     model.eval()
     try:
@@ -260,4 +273,7 @@ def continue_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pr
         return printable_lines(
             f"none, because generate() fails on {type(model).__name__}: {' '.join(str(error).split())}"
         )
-    return printable_lines(str(tokenizer.decode(continued[0])))
+    if isinstance(prompt, str):
+        return printable_lines(str(tokenizer.decode(continued[0])))
+    reply = tokenizer.decode(continued[0, tokens.shape[1] :], skip_special_tokens=True)
+    return printable_lines(f"{prompt[-1]['content']}\nreply: {reply}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import (
@@ -29,6 +29,7 @@ LOADING_ERRORS = (
     INVALID_CONFIGURATION,
 )
 ADAPTER_CONFIG = "adapter_config.json"
+Built = TypeVar("Built", PreTrainedConfig, PreTrainedModel)
 
 
 @dataclass(kw_only=True)
@@ -201,9 +202,25 @@ def build_text_classifier(
     return model
 
 
+def configuration_of(flags: TransformerArguments) -> PreTrainedConfig:
+    """The configuration of the model that the flags name, without the model.
+
+    Raises:
+        InputError: as ``build_transformer``.
+    """
+    make = _pretrained_config if flags.model_type is None else _config_from_scratch
+    return _naming_the_model(flags, lambda: make(flags, {}))
+
+
 def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:
+    config = _config_from_scratch(flags, config_changes)
+    model: PreTrainedModel = auto_class.from_config(config, attn_implementation=flags.attn_implementation)
+    return model
+
+
+def _config_from_scratch(flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedConfig:
     config_changes = _sides_of_an_image(str(flags.model_type), config_changes)
-    config = AutoConfig.for_model(str(flags.model_type), **config_changes)
+    config: PreTrainedConfig = AutoConfig.for_model(str(flags.model_type), **config_changes)
     if flags.config_overrides is not None:
         # Gemma 4 otherwise refuses to read an entry that layers may override.
         config.allow_global_per_layer_attribute_access = True
@@ -216,8 +233,7 @@ def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: 
     _set_dropout(config, flags.dropout)
     _drop_padding_outside_the_vocabulary(config)
     config.architectures = config.architectures or []  # transformers chooses by it between two classes (DeiT, LeViT)
-    model: PreTrainedModel = auto_class.from_config(config, attn_implementation=flags.attn_implementation)
-    return model
+    return config
 
 
 def _sides_of_an_image(model_type: str, config_changes: dict[str, Any]) -> dict[str, Any]:
@@ -315,7 +331,7 @@ def _set_dropout(config: PreTrainedConfig, probability: float | None) -> None:
             setattr(config, name, probability)
 
 
-def _naming_the_model(flags: TransformerArguments, build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def _naming_the_model(flags: TransformerArguments, build: Callable[[], Built]) -> Built:
     base = flags.base_name_or_path
     if base is not None:
         ask_hub_for(base)

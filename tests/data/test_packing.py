@@ -2,9 +2,11 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 from typing import NamedTuple
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,17 @@ from transformers import (
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from memsave_recipes.data import token_line
-from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart, pack, pad
+from memsave_recipes.data.chat_template import TokenizedConversations
+from memsave_recipes.data.packing import (
+    best_fit_decreasing,
+    check_positions,
+    count_valid,
+    keeps_documents_apart,
+    pack,
+    pack_conversations,
+    pad,
+    pad_conversations,
+)
 from memsave_recipes.data.token_line import tokenize_documents
 from memsave_recipes.data.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError
@@ -336,6 +348,103 @@ def test_a_model_is_as_it_was_after_the_check():
     assert not model.training
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# Conversations
+
+LENGTHS = [9, 3, 30, 12, 24, 5, 2, 7]
+COUNTED_FROM = [4, 1, 25, 12, 10, 2, 1, 3]  # the fourth has no token that counts
+
+
+@pytest.fixture
+def chats():
+    tokens = [np.arange(length) + 10 * number for number, length in enumerate(LENGTHS)]
+    counted = [np.arange(length) >= start for length, start in zip(LENGTHS, COUNTED_FROM, strict=True)]
+    rows = {"input_ids": [ids.tolist() for ids in tokens], "counted": [mask.tolist() for mask in counted]}
+    return TokenizedConversations(
+        rows=datasets.Dataset.from_dict(rows).with_format("numpy"),
+        lengths=np.array(LENGTHS),
+        first_counted=np.array(COUNTED_FROM),
+        num_tokens=sum(int(mask.sum()) for mask in counted),
+        num_bytes=100,
+        digests=np.arange(len(LENGTHS)),
+    )
+
+
+def documents_in(row):
+    """The tokens and the labels of each document of a packed row."""
+    starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), len(row["input_ids"])]
+    spans = itertools.pairwise(starts)
+    return [(row["input_ids"][first:last].tolist(), row["labels"][first:last].tolist()) for first, last in spans]
+
+
+def conversation_of(chats, number, block_size):
+    tokens = chats.rows[number]["input_ids"][:block_size].tolist()
+    counted = chats.rows[number]["counted"][:block_size].tolist()
+    labels = [token if counts else -100 for token, counts in zip(tokens, counted, strict=True)]
+    return tokens, [-100, *labels[1:]]
+
+
+@pytest.mark.parametrize("block_size", [24, 26, 30, 100])
+def test_packed_rows_hold_whole_conversations_once(chats, tokenizer, block_size):
+    packed = pack_conversations(chats, tokenizer, block_size)
+    rows = rows_of(packed)
+    assert all(values.shape == (block_size,) and values.dtype == torch.int64 for row in rows for values in row.values())
+    documents = [document for row in rows for document in documents_in(row)]
+    whole = [document for document in documents if set(document[1]) != {-100}]
+    kept = [number for number in range(8) if COUNTED_FROM[number] < min(LENGTHS[number], block_size)]
+    assert sorted(whole) == sorted(conversation_of(chats, number, block_size) for number in kept)
+    assert packed.kept.tolist() == kept
+    assert sum(map(len, packed.rows)) == len(kept)
+    assert sorted(number for row in packed.rows for number in row) == kept
+
+
+@pytest.mark.parametrize("block_size", [24, 100])
+def test_padded_samples_are_conversations(chats, tokenizer, block_size):
+    padded = pad_conversations(chats, tokenizer, block_size)
+    for number, sample in zip(padded.kept.tolist(), rows_of(padded), strict=True):
+        assert (sample["input_ids"].tolist(), sample["labels"].tolist()) == conversation_of(chats, number, block_size)
+    assert padded.kept[padded.longest(1)[0]] == (4 if block_size == 24 else 2)
+    batch = padded.collate(rows_of(padded))
+    assert batch["attention_mask"].sum() == np.minimum(chats.lengths, block_size)[padded.kept].sum()
+
+
+@pytest.mark.parametrize("make", [pack_conversations, pad_conversations])
+def test_a_conversation_that_does_not_count(chats, tokenizer, make):
+    rows = make(chats, tokenizer, 24)
+    assert (rows[Key(0, 3, False)]["labels"] == -100).all()
+    assert torch.equal(rows[Key(0, 3, False)]["input_ids"], rows[0]["input_ids"])
+    with pytest.raises(InputError, match="--block_size 1 leaves nothing"):
+        make(chats, tokenizer, 1)
+    with pytest.raises(InputError, match="ends before the first reply of every conversation"):
+        make(replace(chats, first_counted=chats.lengths), tokenizer, 24)
+
+
+def test_best_fit_decreasing():
+    lengths = np.array([5, 9, 2, 7, 3, 1, 10])
+    assert best_fit_decreasing(np.arange(7), lengths, 10) == [[6], [1, 5], [3, 4], [0, 2]]
+    assert best_fit_decreasing(np.array([2, 0]), lengths, 10) == [[0, 2]]
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 65, 3000)
+    rows = best_fit_decreasing(np.arange(3000), lengths, 64)
+    assert sorted(number for row in rows for number in row) == list(range(3000))
+    assert max(lengths[row].sum() for row in rows) <= 64
+    assert len(rows) <= 1.03 * lengths.sum() / 64
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_logits_of_a_conversation_are_the_same_packed_and_alone(chats, tokenizer, model_type):
+    model = causal_model(model_type)
+    packed = pack_conversations(chats, tokenizer, 40)
+    batch = packed.collate(rows_of(packed))
+    together = logits_of(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    for row, logits in zip(rows_of(packed), together, strict=True):
+        start = 0
+        for tokens, _ in documents_in(row):
+            alone = logits_of(model, input_ids=torch.tensor([tokens]))[0]
+            torch.testing.assert_close(logits[start : start + len(tokens)], alone, rtol=0, atol=1e-5)
+            start += len(tokens)
+    assert max(map(len, packed.rows)) > 1
 
 
 # Bad input

@@ -1,0 +1,291 @@
+"""Conversations as tokens by the tokenizer's chat template, with the mask of those that the assistant writes.
+
+NOTE [ the assistant's tokens ]
+1. A template with ``{% generation %}`` marks them itself, and transformers returns the mask.
+2. Elsewhere the text of a turn is the difference between two renderings: the messages up to and including it, and those
+   before it with the generation prompt. The mark that ends the turn counts, or else the model would not learn to stop;
+   white space behind it does not.
+3. Some templates change the text of earlier turns when later ones follow: Qwen3 drops their reasoning, some of
+   Mistral's move the system message into the last question. There the turn is found by rendering the conversation a
+   second time with another content in its place: what stays the same on both sides is not the content.
+4. What neither finds is refused. The way out is a template with ``{% generation %}``.
+5. A template that drops a system message or the result of a tool, without a word, is refused as well: the replies would
+   be trained without the instructions that they follow.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets import Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from memsave_recipes.data.conversations import Message
+from memsave_recipes.data.text import LONG_BYTES, progress_bars
+from memsave_recipes.errors import InputError, check_file
+from memsave_recipes.fingerprint import Samples, digest_of
+
+CHATML = "chatml"
+CHATML_TOKENS = CHATML_START, CHATML_END = "<|im_start|>", "<|im_end|>"
+CHATML_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + END + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+OTHER_CONTENT = "qzxjkvqzxjkv"
+OWN_TEMPLATE = "pass --chat_template FILE.jinja, a template with {% generation %} around the assistant's text"
+TOKENS = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "counted": List(Value("bool")),
+        "length": Value("int64"),
+        "num_counted": Value("int64"),
+        "first_counted": Value("int64"),
+        "num_bytes": Value("int64"),
+        "digest": Value("int64"),
+    }
+)
+
+
+@dataclass(kw_only=True)
+class ChatArguments:
+    """How conversations are written, and which of their tokens count."""
+
+    chat_template: str | None = field(
+        default=None, metadata={"help": "of conversations: chatml or a .jinja file; default: the tokenizer's own"}
+    )
+    train_on_prompt: bool = field(
+        default=False, metadata={"help": "of conversations: all tokens count, not the assistant's alone"}
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenizedConversations:
+    """The conversations of a split as tokens, in their order.
+
+    Args:
+        rows: with the columns ``input_ids`` and ``counted``, one row a conversation.
+        lengths: in tokens; int64 (N,).
+        first_counted: the first token behind the beginning that counts, or their number; int64 (N,).
+        num_tokens: of those that count in the loss.
+        num_bytes: of the contents that count, in UTF-8.
+        digests: of each conversation's tokens and which of them count; int64 (N,).
+    """
+
+    rows: datasets.Dataset
+    lengths: np.ndarray
+    first_counted: np.ndarray
+    num_tokens: int
+    num_bytes: int
+    digests: np.ndarray
+
+    def samples(self, split: str) -> Samples:
+        """The conversations by digests, for a fingerprint; ``split`` names them in messages."""
+        return Samples(digests=self.digests, name_of=lambda index: f"conversation {index + 1} of the {split}")
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, *, is_new: bool) -> None:
+    """Give ``tokenizer`` the template that ``--chat_template`` names.
+
+    ChatML ends a turn with ``<|im_end|>`` where the tokenizer has that token, otherwise with its end-of-text token, at
+    which generation stops. Its other marks are ordinary text to a tokenizer that has no such tokens.
+
+    Args:
+        is_new: the tokenizer has been trained here. It gets ChatML with both tokens where nothing else is named.
+
+    Raises:
+        InputError: no template, no readable file, or a tokenizer that cannot tell where its tokens lie in the text.
+    """
+    if not tokenizer.is_fast:
+        raise InputError("conversations need a fast tokenizer, and this one is not: name another by --tokenizer_name")
+    if is_new:
+        tokenizer.add_special_tokens({"eos_token": CHATML_END, "extra_special_tokens": [CHATML_START]})
+    if chat_template == CHATML or (chat_template is None and is_new):
+        tokenizer.chat_template = CHATML_TEMPLATE.replace("END", _chatml_end(tokenizer))
+    elif chat_template is not None:
+        check_file("--chat_template", chat_template)
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--chat_template {chat_template} cannot be read ({error}): check the file") from error
+    elif tokenizer.chat_template is None:
+        raise InputError(
+            "the tokenizer has no chat template: pass --chat_template chatml, or that of its model as a .jinja file"
+        )
+
+
+def _chatml_end(tokenizer: PreTrainedTokenizerBase) -> str:
+    if CHATML_END in tokenizer.get_vocab():
+        return repr(CHATML_END)
+    if tokenizer.eos_token is None:
+        raise InputError(f"--chat_template chatml: the tokenizer has neither {CHATML_END} nor an eos_token: add one")
+    return "eos_token"
+
+
+def tokenize_conversations(
+    conversations: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False
+) -> TokenizedConversations:
+    """The tokens of ``conversations`` (columns ``messages`` and ``place``); ``datasets`` caches them.
+
+    Args:
+        train_on_prompt: all tokens count, not the assistant's alone.
+
+    Raises:
+        InputError: with the place of the conversation, as ``encode``.
+    """
+    share = len(conversations) / conversations.data.num_rows  # the table may hold those of another split as well
+    with progress_bars(share * conversations.data.nbytes > LONG_BYTES):
+        rows = conversations.map(
+            _row,
+            input_columns=["messages", "place"],
+            remove_columns=conversations.column_names,
+            features=TOKENS,
+            fn_kwargs={"tokenizer": tokenizer, "train_on_prompt": train_on_prompt},
+            desc="tokenizing",
+        ).with_format("numpy")
+    return TokenizedConversations(
+        rows=rows.select_columns(["input_ids", "counted"]),
+        lengths=rows["length"][:],
+        first_counted=rows["first_counted"][:],
+        num_tokens=int(rows["num_counted"][:].sum()),
+        num_bytes=int(rows["num_bytes"][:].sum()),
+        digests=rows["digest"][:],
+    )
+
+
+def _row(
+    messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase, train_on_prompt: bool
+) -> dict[str, Any]:
+    tokens, is_assistant = encode(messages, tokenizer, place)
+    counted = is_assistant | train_on_prompt
+    contents = [message["content"] for message in messages if train_on_prompt or message["role"] == "assistant"]
+    return {
+        "input_ids": tokens,
+        "counted": counted,
+        "length": len(tokens),
+        "num_counted": int(counted.sum()),
+        "first_counted": int(np.flatnonzero(np.append(counted[1:], True))[0]) + 1,
+        "num_bytes": sum(len(content.encode()) for content in contents),
+        "digest": digest_of(tokens.tobytes() + counted.tobytes()),
+    }
+
+
+def encode(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, place: str = "a conversation"
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a conversation, int32 (T,), and which are the assistant's, bool (T,).
+
+    Args:
+        place: of the conversation, for messages.
+
+    Raises:
+        InputError: the template does not take it, drops a message of it, or leaves the assistant's tokens unknown.
+    """
+    template = _Template(tokenizer, place)
+    text = template.render(messages)
+    template.check_that_nothing_is_dropped(messages, text)
+    if GENERATION.search(tokenizer.get_chat_template()):
+        encoded: Any = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+        )
+        is_assistant = np.asarray(encoded["assistant_masks"], dtype=bool)
+    else:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        is_assistant = _in_spans(encoded["offset_mapping"], text, template.assistant_spans(messages, text))
+    if not is_assistant.any():
+        raise InputError(f"{place}: the chat template marks no token as the assistant's: {OWN_TEMPLATE}")
+    return np.asarray(encoded["input_ids"], dtype=np.int32), is_assistant
+
+
+def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int]]) -> np.ndarray:
+    """Which tokens lie in ``spans`` of the text; one that reaches over the beginning does, over the end does not."""
+    first, last = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    is_inside = np.zeros(len(first), dtype=bool)
+    for start, stop in spans:
+        stop = last[last <= stop].max(initial=start)  # no part of a token
+        end_of_text = start + len(text[start:stop].rstrip())
+        is_inside |= (last > start) & (first < end_of_text) & (last <= stop)
+    return is_inside
+
+
+@dataclass(frozen=True)
+class _Template:
+    """The chat template of a tokenizer, and the conversation it is applied to, for messages."""
+
+    tokenizer: PreTrainedTokenizerBase
+    place: str
+
+    def render(self, messages: list[Message], **options: Any) -> str:
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception as error:  # raise_exception() of templates, and whatever else goes wrong in one
+            words = " ".join(str(error).split())
+            raise InputError(
+                f"{self.place} is refused by the chat template ({words}): change the row, or pass another "
+                "--chat_template"
+            ) from error
+
+    def render_turns(self, messages: list[Message]) -> str:
+        """Without that which follows at the end: the generation prompt, or the end of a conversation (Phi-3)."""
+        both = [self.render(messages), self.render(messages, add_generation_prompt=True)]
+        return os.path.commonprefix(both)  # noqa: RUF071  # of texts, not of paths
+
+    def check_that_nothing_is_dropped(self, messages: list[Message], text: str) -> None:
+        """By rule 5 of NOTE [ the assistant's tokens ]: another content has to give another text."""
+        for role in {message["role"] for message in messages} & {"system", "tool"}:
+            other = {"role": role, "content": OTHER_CONTENT}
+            if self.render([other if message["role"] == role else message for message in messages]) == text:
+                raise InputError(
+                    f"{self.place}: the chat template drops {role} messages without a word: take them out of the data, "
+                    "or pass a --chat_template that writes them"
+                )
+
+    def assistant_spans(self, messages: list[Message], text: str) -> Iterator[tuple[int, int]]:
+        """Where the turns of the assistant begin and end in ``text``: rules 2 and 3."""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            try:
+                span = self._span(messages, index, text)
+            except InputError:  # a template that takes whole conversations only
+                span = None
+            if span is None or span[0] >= span[1]:
+                raise InputError(
+                    f"{self.place} message {index + 1}: the chat template does not show where this turn of the "
+                    f"assistant begins and ends: {OWN_TEMPLATE}"
+                )
+            yield span
+
+    def _span(self, messages: list[Message], index: int, text: str) -> tuple[int, int] | None:
+        prompt = self.render(messages[:index], add_generation_prompt=True)
+        so_far = self.render_turns(messages[: index + 1])
+        if text.startswith(prompt) and text.startswith(so_far):
+            return len(prompt), len(so_far)
+        return self._span_of_rewritten(messages, index, text, prompt)
+
+    def _span_of_rewritten(self, messages: list[Message], index: int, text: str, prompt: str) -> tuple[int, int] | None:
+        """Of a turn that the template writes otherwise than at the end of a conversation: rule 3."""
+        so_far = [*messages[:index], {"role": "assistant", "content": OTHER_CONTENT}]
+        head_at_end, _, tail_at_end = self.render_turns(so_far).partition(OTHER_CONTENT)
+        head, _, tail = self.render([*so_far, *messages[index + 1 :]]).partition(OTHER_CONTENT)
+        if not (text.endswith(tail) and tail.startswith(tail_at_end)):
+            return None
+        stop = len(text) - len(tail) + len(tail_at_end)
+        if text.startswith(prompt):
+            return len(prompt), stop
+        opening = head_at_end.removeprefix(prompt)  # between the generation prompt and the content
+        if opening != head_at_end and text.startswith(head) and head.endswith(opening):
+            return len(head) - len(opening), stop
+        return None
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the assistant ends a turn; ``None`` where the template writes none."""
+    tokens, is_assistant = encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
+    last = int(tokens[is_assistant][-1])
+    return last if last in tokenizer.added_tokens_decoder else None

@@ -1,0 +1,334 @@
+"""Conversations, train and held out: files in the three usual formats, or a toy set made of docstrings.
+
+NOTE [ conversations ]
+1. Formats, found by the keys of a file's first row; one file has one of them:
+   ``{"messages": [{"role": "user", "content": "..."}, ...]}``;
+   ``{"prompt": ..., "completion": ...}``, both texts (a user's and an assistant's turn) or both lists of messages;
+   ``{"conversations": [{"from": "human", "value": "..."}, ...]}`` (ShareGPT's).
+   A file whose first row has a text in ``--text_column`` is a file of documents, whatever other keys there are.
+2. A conversation begins with at most one system message and has at least one turn of the assistant. No content is
+   blank. Tool calls, preference pairs and separate reasoning are refused: none of them would be trained on as meant.
+3. *Held out.* Where no validation file is given, the 5 % of the conversations with the smallest hashes are held out, at
+   least one; copies stay on one side.
+4. The toy set asks for the docstrings and the arguments of functions of installed libraries. It shows that training
+   works; a model that has learned it can do nothing else. Files are parsed, never imported, and held out whole.
+"""
+
+import ast
+import glob
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+from datasets import Features, List, Value
+
+from memsave_recipes.data.held_out import HELD_OUT
+from memsave_recipes.data.labelled_text import parse_source, source_files, source_folder
+from memsave_recipes.data.text import (
+    DOCSTRING_CHATS,
+    LONG_BYTES,
+    TextArguments,
+    check_sources,
+    generated,
+    progress_bars,
+)
+from memsave_recipes.data.text_files import LOADING_ERRORS, list_files
+from memsave_recipes.errors import InputError
+from memsave_recipes.fingerprint import digest_of
+from memsave_recipes.hub import reason
+from memsave_recipes.text import join_names
+
+LIBRARIES = ("python", "numpy")
+MAX_WORDS = 40  # of an answer of the toy set
+MIN_WORDS = 5
+
+ENDINGS = (".jsonl", ".json", ".parquet")
+PREFERENCES = ("chosen", "rejected")
+FORMATS = (("messages",), ("conversations",), ("prompt", "completion"))
+ROLES = ("system", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+# With any of these the text alone is not what the model should learn to write.
+NOT_TAKEN = ("tool_calls", "function_call", "reasoning_content", "thinking", "weight")
+CONVERSATION = Features(
+    {
+        "messages": List({"role": Value("string"), "content": Value("large_string")}),
+        "place": Value("string"),  # for messages: the file and the row
+        "digest": Value("int64"),
+        "held_out": Value("bool"),  # of the toy set
+    }
+)
+
+Message = dict[str, str]
+
+
+class ConversationSplits(NamedTuple):
+    """Two data sets with the columns ``messages`` (role and content) and ``place``, and a note on the split."""
+
+    train: datasets.Dataset
+    validation: datasets.Dataset
+    notice: str | None
+
+    def texts(self) -> Iterator[str]:
+        """The contents of the training conversations, for a tokenizer to be trained on."""
+        for messages in self.train["messages"]:
+            yield from (message["content"] for message in messages)
+
+
+def names_conversations(flags: TextArguments) -> bool:
+    """Whether the data that the flags name are conversations, by rule 1 of NOTE [ conversations ]."""
+    if flags.dataset == DOCSTRING_CHATS:
+        return True
+    if flags.dataset is not None:
+        return False
+    split = "train" if flags.train_file else "validation"
+    first = _files(split, flags)[0]
+    return _begins_with_conversation(first, flags.text_column)
+
+
+def load_conversations(
+    flags: TextArguments, *, stream_bytes: int | None = None, only_validation: bool = False
+) -> ConversationSplits:
+    """Load the conversations that the flags name: NOTE [ conversations ].
+
+    Args:
+        stream_bytes: given by ``--streaming``, which is for data sets of the Hub alone.
+        only_validation: ``--validation_file`` may stand alone, and then serves as the training split as well.
+
+    Raises:
+        InputError: with file and row (from 1), what is malformed or not supported there, and the way out; a file of
+            another kind; too few conversations to hold any out.
+    """
+    check_sources(flags, stream_bytes, only_validation)
+    if flags.mix_weights is not None:
+        raise InputError("--mix_weights is for plain text, and the data are conversations: leave it out")
+    if flags.dataset == DOCSTRING_CHATS:
+        return _docstring_chats()
+    splits = {
+        split: _read_files(f"--{split}_file", _files(split, flags))
+        for split in ("train", "validation")
+        if getattr(flags, f"{split}_file")
+    }
+    if list(splits) == ["train"]:
+        return _hold_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
+    return ConversationSplits(splits.get("train", splits["validation"]), splits["validation"], None)
+
+
+def _files(split: str, flags: TextArguments) -> list[Path]:
+    return list_files(f"--{split}_file", getattr(flags, f"{split}_file"))
+
+
+def _begins_with_conversation(path: Path, text_column: str) -> bool:
+    """False also for a file that cannot be read, which is left to those who read documents."""
+    if path.suffix.lower() not in ENDINGS:
+        return False
+    try:
+        _, row = next(_rows_of(path))
+    except (InputError, StopIteration):
+        return False
+    return not isinstance(_value(row, text_column), str) and any(map(_holds(row), (*FORMATS, PREFERENCES)))
+
+
+def _rows_of(path: Path) -> Iterator[tuple[int, Any]]:
+    """Each row with its number, from 1."""
+    try:
+        match path.suffix.lower():
+            case ".jsonl":
+                with open(path, "rb") as file:
+                    for number, line in enumerate(file, start=1):
+                        if line.strip():
+                            yield number, _parsed(line, f"{path} row {number}")
+            case ".json":
+                rows = _parsed(path.read_bytes(), str(path))
+                yield from enumerate(rows if isinstance(rows, list) else [rows], start=1)
+            case _:
+                rows = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split="train")
+                yield from enumerate(rows, start=1)
+    except LOADING_ERRORS as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} cannot be read: {reason(error)}; check the file") from error
+
+
+def _parsed(content: bytes, place: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{place} is not JSON ({error}): repair or remove it") from error
+
+
+def _value(row: Any, key: str) -> Any:
+    return row.get(key) if isinstance(row, dict) else None
+
+
+def _holds(row: Any) -> Callable[[tuple[str, ...]], bool]:
+    """Whether ``row`` has a value for each of some keys; Parquet files have all keys in every row."""
+    return lambda keys: all(_value(row, key) is not None for key in keys)
+
+
+def _read_files(flag: str, paths: Sequence[Path]) -> datasets.Dataset:
+    states = []
+    for path in paths:
+        if path.suffix.lower() not in ENDINGS:
+            raise InputError(f"{flag} {path}: conversations are read from {join_names(ENDINGS)}: convert the file")
+        states.append(path.stat())
+    with progress_bars(sum(state.st_size for state in states) > LONG_BYTES):
+        return generated(
+            _conversations_of,
+            CONVERSATION,
+            f"{flag} {join_names(paths)}",
+            flag=flag,
+            paths=[str(path) for path in paths],
+            version=" ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states),
+        )
+
+
+def _conversations_of(flag: str, paths: list[str], version: str) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        keys = None
+        for number, row in _rows_of(Path(path)):
+            place = f"{flag} {path} row {number}"
+            keys = keys or _format_of(row, place)
+            yield _conversation(_messages_of(row, keys, place), place)
+
+
+def _conversation(messages: list[Message], place: str, held_out: bool = False) -> dict[str, Any]:
+    digest = digest_of(json.dumps(messages).encode())
+    return {"messages": messages, "place": place, "digest": digest, "held_out": held_out}
+
+
+def _format_of(row: Any, place: str) -> tuple[str, ...]:
+    if _holds(row)(PREFERENCES):
+        raise InputError(
+            f"{place} is a preference pair (chosen, rejected), on which nothing is fine-tuned here: use DPOTrainer of "
+            "TRL, or keep the chosen conversation as messages"
+        )
+    found = next(filter(_holds(row), FORMATS), None)
+    if found is None:
+        names = " or ".join(" and ".join(keys) for keys in FORMATS)
+        raise InputError(f"{place} is no conversation: it has no {names}: correct it or remove the row")
+    return found
+
+
+def _messages_of(row: Any, keys: tuple[str, ...], place: str) -> list[Message]:
+    """The messages of a row in the format ``keys``, checked: rule 2 of NOTE [ conversations ]."""
+    if not _holds(row)(keys):
+        others = " and ".join(_format_of(row, place))
+        raise InputError(
+            f"{place} has {others} where the rows before it have {' and '.join(keys)}: give one file for each format"
+        )
+    if _value(row, "tools"):
+        raise InputError(f"{place} has tools, which are not supported: remove the row")
+    messages = _prompt_and_completion(row, place) if keys == ("prompt", "completion") else row[keys[0]]
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"{place} has no messages: add some or remove the row")
+    named = ("from", "value") if keys == ("conversations",) else ("role", "content")
+    checked = [
+        _message(message, *named, f"{place} message {number}") for number, message in enumerate(messages, start=1)
+    ]
+    _check_order([message["role"] for message in checked], place)
+    return checked
+
+
+def _prompt_and_completion(row: Any, place: str) -> list[Any]:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return [*prompt, *completion]
+    raise InputError(f"{place}: prompt and completion must both be texts, or both lists of messages: correct the row")
+
+
+def _message(message: Any, role_key: str, content_key: str, place: str) -> Message:
+    role, content = _value(message, role_key), _value(message, content_key)
+    role = SHAREGPT_ROLES.get(role, role) if role_key == "from" and isinstance(role, str) else role
+    if role not in ROLES:
+        known = join_names([*(SHAREGPT_ROLES if role_key == "from" else ()), *ROLES])
+        raise InputError(f"{place} has the role {role!r}, none of {known}: rename it or remove the row")
+    for key in NOT_TAKEN:
+        if _value(message, key) not in (None, [], "", 1):
+            raise InputError(f"{place} has {key}, which is not supported: remove it or the row")
+    if not isinstance(content, str):
+        raise InputError(f"{place} has no text as its {content_key}: only texts are trained on; correct or remove it")
+    if not content.strip():
+        raise InputError(f"{place} is empty: give it a text or remove it")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{place} holds half of a surrogate pair: repair the row") from error
+    return {"role": role, "content": content}
+
+
+def _check_order(roles: list[str], place: str) -> None:
+    if "system" in roles[1:]:
+        number = roles.index("system", 1) + 1
+        raise InputError(f"{place} message {number} is a system message, which may only be the first: move it there")
+    if "assistant" not in roles:
+        raise InputError(f"{place} has no turn of the assistant, so nothing to learn from: add one or remove the row")
+
+
+def _hold_out(rows: datasets.Dataset, source: str) -> ConversationSplits:
+    """Rule 3 of NOTE [ conversations ]."""
+    digests = rows.with_format("numpy")["digest"][:]
+    quota = ceil(HELD_OUT * len(rows))
+    is_held_out = digests <= np.partition(digests, quota - 1)[quota - 1]
+    if is_held_out.all():
+        raise InputError(f"{source} has too few different conversations to hold any out: give --validation_file")
+    train, validation = (rows.select(np.flatnonzero(chosen)) for chosen in (~is_held_out, is_held_out))
+    notice = f"{len(validation):,} of the {len(rows):,} conversations of {source} are held out"
+    return ConversationSplits(train, validation, notice)
+
+
+def _docstring_chats() -> ConversationSplits:
+    versions = [sys.version, *(version(library) for library in LIBRARIES[1:])]
+    source = f"--dataset {DOCSTRING_CHATS}"
+    with progress_bars(False):
+        rows = generated(_toy_conversations, CONVERSATION, source, version=" ".join(versions))
+        held_out = rows.with_format("numpy")["held_out"][:]
+        train, validation = (rows.select(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
+    notice = f"{source} is a toy: {len(train):,} questions about Python with answers from docstrings"
+    return ConversationSplits(train, validation, f"{notice}, {len(validation):,} held out")
+
+
+def _toy_conversations(version: str) -> Iterator[dict[str, Any]]:
+    """On the public functions and classes of modules, in an order without meaning; no two have the same answer."""
+    answers: set[str] = set()
+    for library in LIBRARIES:
+        for held_out, path in source_files(library):
+            module = _module_name(library, path)
+            for node in parse_source(path).body:
+                if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
+                    continue
+                answer = _answer(node)
+                if answer and answer not in answers:
+                    answers.add(answer)
+                    yield _conversation(_questions(f"{module}.{node.name}", node, answer), module, held_out)
+
+
+def _module_name(library: str, path: Path) -> str:
+    parts = path.relative_to(source_folder(library)).with_suffix("").parts
+    return ".".join(([] if library == "python" else [library]) + [part for part in parts if part != "__init__"])
+
+
+def _answer(node: ast.FunctionDef | ast.ClassDef) -> str:
+    """The first paragraph of the docstring, if it is neither short nor long."""
+    words = (ast.get_docstring(node) or "").split("\n\n")[0].split()
+    return " ".join(words) if MIN_WORDS <= len(words) <= MAX_WORDS else ""
+
+
+def _questions(name: str, node: ast.FunctionDef | ast.ClassDef, answer: str) -> list[Message]:
+    messages = [
+        {"role": "user", "content": f"What does `{name}` do?"},
+        {"role": "assistant", "content": answer},
+    ]
+    if isinstance(node, ast.FunctionDef) and (arguments := ast.unparse(node.args)):
+        messages += [
+            {"role": "user", "content": "Which arguments does it take?"},
+            {"role": "assistant", "content": f"`{arguments}`"},
+        ]
+    return messages

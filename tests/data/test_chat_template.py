@@ -1,0 +1,300 @@
+"""The assistant's tokens of conversations, by templates that mark them and by those that do not."""
+
+import copy
+import random
+import re
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+
+from memsave_recipes.data.chat_template import encode, end_of_turn, set_chat_template, tokenize_conversations
+from memsave_recipes.data.tokenizers import load_tokenizer
+from memsave_recipes.errors import InputError
+
+# Six templates as their models describe their formats; without ``{% generation %}`` they have to be taken apart.
+CHATML = """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' %}{%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+LLAMA_3 = """
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
+    {%- else %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+QWEN_3 = """
+{%- set ns = namespace(last_question=0) %}
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.last_question = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- set reasoning, reply = '', message.content %}
+        {%- if '</think>' in reply %}
+            {%- set reasoning = reply.split('</think>')[0].split('<think>')[-1].strip('\n') %}
+            {%- set reply = reply.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {%- generation %}
+        {%- if loop.index0 > ns.last_question and (loop.last or reasoning) %}
+            {{- '<think>\n' + reasoning + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- reply + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}{{- message.content + '<|im_end|>' }}{%- endif %}
+    {{- '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+# The system message goes into the last question.
+MISTRAL = """
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}{%- set system, turns = messages[0]['content'], messages[1:] %}
+{%- else %}{%- set system, turns = '', messages %}{%- endif %}
+{%- for message in turns %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'user' %}
+        {{- '[INST] ' }}
+        {%- if system and loop.index0 >= (turns | length) - 2 %}
+            {%- if turns[loop.index0 + 1:] | selectattr('role', 'equalto', 'user') | list | length == 0 %}
+            {{- system + '\n\n' }}
+            {%- endif %}
+        {%- endif %}
+        {{- message['content'] + ' [/INST]' }}
+    {%- else %}{%- generation %}{{- ' ' + message['content'] | trim + '</s>' }}{%- endgeneration %}{%- endif %}
+{%- endfor %}"""
+GEMMA = """
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
+{%- for message in messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {%- endif %}
+    {%- if message['role'] == 'assistant' %}
+        {{- '<start_of_turn>model\n' }}
+        {%- generation %}{{- message['content'] | trim + '<end_of_turn>' }}{%- endgeneration %}{{- '\n' }}
+    {%- else %}{{- '<start_of_turn>user\n' + message['content'] | trim + '<end_of_turn>\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\n' }}{%- endif %}"""
+# A whole conversation ends with the end-of-text token.
+PHI_3 = """
+{%- for message in messages %}
+    {%- if message['role'] == 'assistant' %}{{- '<|assistant|>\n' }}
+        {%- generation %}{{- message['content'] + '<|end|>' }}{%- endgeneration %}{{- '\n' }}
+    {%- else %}{{- '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- else %}{{- eos_token }}{%- endif %}"""
+
+TEMPLATES = {
+    "ChatML": CHATML,
+    "Llama-3": LLAMA_3,
+    "Qwen3": QWEN_3,
+    "Mistral": MISTRAL,
+    "Gemma": GEMMA,
+    "Phi-3": PHI_3,
+}
+SPECIAL = [
+    *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<think>", "</think>"),
+    *("[INST]", "[/INST]", "</s>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
+]
+ENDS = dict(zip(TEMPLATES, ("<|im_end|>", "<|eot_id|>", "<|im_end|>", "</s>", "<end_of_turn>", "<|end|>"), strict=True))
+WORDS = ["yes", "no", "naïve", "🙂", "print(x)", "\n", "  ", "Größe", "one two", "\n\n", "?", "I am"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        trained = load_tokenizer(None, [" ".join(WORDS * 4)] * 3, vocab_size=320)
+    trained.add_special_tokens({"extra_special_tokens": SPECIAL})
+    return trained
+
+
+def with_template(tokenizer, name, *, marked):
+    tokenizer.chat_template = TEMPLATES[name] if marked else re.sub(r"{%- (end)?generation %}", "", TEMPLATES[name])
+    return tokenizer
+
+
+def conversation(seed, name):
+    draw = random.Random(seed)
+
+    def content():
+        return "a" + " ".join(draw.choices(WORDS, k=draw.randint(1, 8))).strip()
+
+    messages = [{"role": "system", "content": content()}] if name != "Gemma" and draw.random() < 0.5 else []
+    for _ in range(draw.randint(1, 4)):
+        messages += [{"role": "user", "content": content()}]
+        reasoning = f"<think>\n{content()}\n</think>\n\n" if name == "Qwen3" and draw.random() < 0.3 else ""
+        messages += [{"role": "assistant", "content": reasoning + content()}]
+    if draw.random() < 0.2:
+        messages += [{"role": "user", "content": content()}]
+    return messages
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_masks_are_those_of_a_template_with_marks(tokenizer, name):
+    for seed in range(200):
+        messages = conversation(seed, name)
+        marked = with_template(tokenizer, name, marked=True)
+        expected = marked.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert sum(expected["assistant_masks"]) > 0
+        for is_marked in (True, False):
+            tokens, is_assistant = encode(messages, with_template(tokenizer, name, marked=is_marked))
+            assert tokens.tolist() == expected["input_ids"]
+            assert is_assistant.tolist() == [bool(mark) for mark in expected["assistant_masks"]], messages
+
+
+HEADERS = {
+    **dict.fromkeys(("ChatML", "Qwen3"), "<|im_start|>assistant\n"),
+    "Llama-3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "Mistral": "[/INST]",
+    "Gemma": "<start_of_turn>model\n",
+    "Phi-3": "<|assistant|>\n",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_assistants_tokens_stand_between_its_header_and_the_mark_of_its_end(tokenizer, name):
+    with_template(tokenizer, name, marked=False)
+    for seed in range(40):
+        tokens, is_assistant = encode(conversation(seed, name), tokenizer)
+        inside, text, expected = False, "", []
+        for token in tokens.tolist():
+            text += tokenizer.decode([token])
+            expected.append(inside)
+            inside = (inside or text.endswith(HEADERS[name])) and not text.endswith(ENDS[name])
+        assert is_assistant.tolist() == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_replies_end_where_the_turn_of_the_assistant_does(tokenizer, name):
+    for marked in (True, False):
+        assert end_of_turn(with_template(tokenizer, name, marked=marked)) == tokenizer.get_vocab()[ENDS[name]]
+
+
+QUESTION = {"role": "user", "content": "Who?"}
+REPLY = {"role": "assistant", "content": "Nobody."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+WITHOUT_SYSTEM = CHATML.replace("in messages %}", "in messages if message.role != 'system' %}")
+WHOLE = CHATML.replace(
+    "{%- for", "{%- if messages[-1].role == 'user' %}{{- raise_exception('no') }}{%- endif %}{%- for", 1
+)
+
+
+def test_a_template_that_drops_system_messages_is_refused_only_where_there_are_some(tokenizer):
+    tokenizer.chat_template = WITHOUT_SYSTEM
+    assert encode([QUESTION, REPLY], tokenizer)[1].any()
+    with pytest.raises(InputError, match=r"^x row 3: the chat template drops system messages without a word"):
+        encode([SYSTEM, QUESTION, REPLY], tokenizer, "x row 3")
+
+
+def test_results_of_tools_are_taken_where_the_template_writes_them(tokenizer):
+    tokenizer.chat_template = CHATML
+    messages = [QUESTION, REPLY, {"role": "tool", "content": "7"}, REPLY]
+    assert tokenizer.decode(encode(messages, tokenizer)[0]).count("Nobody.") == 2
+    tokenizer.chat_template = CHATML.replace("in messages %}", "in messages if message.role != 'tool' %}")
+    with pytest.raises(InputError, match="drops tool messages"):
+        encode(messages, tokenizer)
+
+
+def test_the_words_of_a_template_that_refuses_a_conversation(tokenizer):
+    with_template(tokenizer, "Gemma", marked=False)
+    with pytest.raises(InputError, match=r"^x row 3 is refused by the chat template \(System role not supported\)"):
+        encode([SYSTEM, QUESTION, REPLY], tokenizer, "x row 3")
+
+
+def test_a_template_that_shows_no_beginning_of_a_turn_is_refused(tokenizer):
+    tokenizer.chat_template = re.sub(r"{%- (end)?generation %}", "", WHOLE)
+    with pytest.raises(InputError, match=r"^x row 3 message 2: .* does not show where .*{% generation %}"):
+        encode([QUESTION, REPLY], tokenizer, "x row 3")
+    tokenizer.chat_template = WHOLE  # the way out
+    assert encode([QUESTION, REPLY], tokenizer)[1].any()
+    tokenizer.chat_template = CHATML.replace("== 'assistant'", "== 'model'")
+    with pytest.raises(InputError, match="marks no token as the assistant's"):
+        encode([QUESTION, REPLY], tokenizer)
+
+
+# Which template
+
+
+@pytest.fixture
+def untouched(tokenizer):
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = None
+    return copied
+
+
+def test_a_tokenizer_without_a_template_needs_one(untouched, tmp_path):
+    with pytest.raises(InputError, match=r"no chat template: pass --chat_template chatml"):
+        set_chat_template(untouched, None, is_new=False)
+    with pytest.raises(InputError, match=r"--chat_template no.jinja is not a file"):
+        set_chat_template(untouched, "no.jinja", is_new=False)
+    (tmp_path / "mine.jinja").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"--chat_template .*mine.jinja cannot be read"):
+        set_chat_template(untouched, str(tmp_path / "mine.jinja"), is_new=False)
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    set_chat_template(untouched, str(tmp_path / "mine.jinja"), is_new=False)
+    assert untouched.chat_template == CHATML
+
+
+def test_chatml_is_that_of_the_reference(untouched, tokenizer):
+    set_chat_template(untouched, "chatml", is_new=False)
+    with_template(tokenizer, "ChatML", marked=False)
+    for messages in ([SYSTEM, QUESTION, REPLY], [QUESTION]):
+        for prompt in (True, False):
+            options = {"tokenize": False, "add_generation_prompt": prompt}
+            expected = tokenizer.apply_chat_template(messages, **options)
+            assert untouched.apply_chat_template(messages, **options) == expected
+
+
+def test_chatml_ends_turns_with_the_end_of_text_where_its_own_mark_is_no_token(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    plain = load_tokenizer(None, ["words"], vocab_size=260)
+    set_chat_template(plain, "chatml", is_new=False)
+    assert len(plain) <= 260  # no token is added to a tokenizer whose model has no embedding for it
+    assert end_of_turn(plain) == plain.eos_token_id
+    plain.eos_token = None
+    with pytest.raises(InputError, match=r"neither <\|im_end\|> nor an eos_token"):
+        set_chat_template(plain, "chatml", is_new=False)
+
+
+def test_a_new_tokenizer_gets_chatml_with_tokens_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    new = load_tokenizer(None, ["words"], vocab_size=260)
+    before = len(new)
+    set_chat_template(new, None, is_new=True)
+    assert len(new) == before + 2
+    assert new.eos_token == "<|im_end|>"
+    assert end_of_turn(new) == new.eos_token_id
+    new.save_pretrained(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert encode([QUESTION, REPLY], loaded)[0].tolist() == encode([QUESTION, REPLY], new)[0].tolist()
+
+
+# A split
+
+
+def test_tokens_of_a_split_are_cached_by_template_and_counted(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    rows = datasets.Dataset.from_dict({"messages": [[QUESTION, REPLY], [QUESTION]], "place": ["x row 1", "x row 2"]})
+    with pytest.raises(InputError, match="x row 2: the chat template marks no token"):
+        tokenize_conversations(rows, with_template(tokenizer, "ChatML", marked=False))
+    rows = rows.select([0])
+    replies = tokenize_conversations(rows, tokenizer)
+    everything = tokenize_conversations(rows, tokenizer, train_on_prompt=True)
+    assert replies.num_bytes == len("Nobody.")
+    assert everything.num_bytes == len("Who?Nobody.")
+    assert 0 < replies.num_tokens < everything.num_tokens == everything.lengths.sum()
+    assert replies.digests[0] != everything.digests[0]
+    assert replies.samples("training chats").name_of(0) == "conversation 1 of the training chats"
+    assert (
+        tokenize_conversations(rows, with_template(tokenizer, "Phi-3", marked=False)).digests[0] != replies.digests[0]
+    )
