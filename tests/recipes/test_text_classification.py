@@ -290,7 +290,7 @@ def test_4_bit_weights_need_cuda(refuse, files, pretrained):
 
 BAD_FILES = {
     "an empty file": ([], "train.jsonl is empty"),
-    "a row without a text": ([{"text": "a", "label": "yes"}, {"label": "no"}], "row 2 has no text"),
+    "no text at all": ([{"text": None, "label": "yes"}, {"text": " ", "label": "no"}], "has no text: give rows"),
     "no label column": ([{"text": "a", "answer": "no"}], "--label_column"),
     "one class": ([{"text": "a", "label": "yes"}], "1 class"),
     "a label outside the classes": (
