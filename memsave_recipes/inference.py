@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from memsave_recipes.data.decoding import decode, reason_of
+from memsave_recipes.data.vision.decoding import decode, reason_of
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.models.saved import SavedModel, load
 from memsave_recipes.text import first_line, read_json

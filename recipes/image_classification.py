@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memsave_recipes.data.augmentation import to_pixel_values
-from memsave_recipes.data.images import ImageDataArguments, count_classes, load_images
+from memsave_recipes.data.vision.augmentation import to_pixel_values
+from memsave_recipes.data.vision.images import ImageDataArguments, count_classes, load_images
 from memsave_recipes.models.image_classifiers import (
     ImageModelArguments,
     build_image_classifier,

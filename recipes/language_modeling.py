@@ -28,10 +28,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from memsave_recipes.data.packing import check_positions, count_valid, keeps_documents_apart
-from memsave_recipes.data.rows import RowArguments, TokenRows, load_rows
-from memsave_recipes.data.text import BYTES_A_TOKEN
-from memsave_recipes.data.tokenizers import check_vocabulary
+from memsave_recipes.data.text.documents import BYTES_A_TOKEN
+from memsave_recipes.data.text.packing import check_positions, count_valid, keeps_documents_apart
+from memsave_recipes.data.text.rows import RowArguments, TokenRows, load_rows
+from memsave_recipes.data.text.tokenizers import check_vocabulary
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text

@@ -26,8 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
-from memsave_recipes.data.tokenizers import check_inputs, check_length, check_vocabulary, load_text_tokenizer, tokenize
+from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
+from memsave_recipes.data.text.tokenizers import (
+    check_inputs,
+    check_length,
+    check_vocabulary,
+    load_text_tokenizer,
+    tokenize,
+)
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier
 from memsave_recipes.models.saved import save_text_processor

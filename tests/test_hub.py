@@ -14,10 +14,10 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes import hub
-from memsave_recipes.data.images import ImageDataArguments, read_images
-from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
-from memsave_recipes.data.text import TextArguments, load_documents
-from memsave_recipes.data.tokenizers import load_tokenizer
+from memsave_recipes.data.text.documents import TextArguments, load_documents
+from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
+from memsave_recipes.data.text.tokenizers import load_tokenizer
+from memsave_recipes.data.vision.images import ImageDataArguments, read_images
 from memsave_recipes.errors import InputError
 from memsave_recipes.metrics import METRICS
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config

@@ -116,7 +116,7 @@ def test_a_missing_extra_is_one_line(core, way):
 
 
 def test_a_missing_package_names_what_needs_it():
-    script = "import sys; sys.modules['kornia'] = None; import memsave_recipes.data.images"
+    script = "import sys; sys.modules['kornia'] = None; import memsave_recipes.data.vision.images"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: images need kornia, which is not installed: pip install 'memsave-recipes[vision]'\n"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from memsave_recipes.data.images import ImageDataArguments, load_images
+from memsave_recipes.data.vision.images import ImageDataArguments, load_images
 from memsave_recipes.errors import InputError
 
 

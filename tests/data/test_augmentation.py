@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from memsave_recipes.data.augmentation import AUGMENTATIONS, Augmentation, normalize, to_pixel_values, warp
+from memsave_recipes.data.vision.augmentation import AUGMENTATIONS, Augmentation, normalize, to_pixel_values, warp
 
 SIZE = 24
 STILL = Augmentation(degrees=0.0, flip_probability=0.0, translate=0.0, scale=(1.0, 1.0), ratio=(1.0, 1.0))

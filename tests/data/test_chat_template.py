@@ -8,8 +8,8 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from memsave_recipes.data.chat_template import encode, end_of_turn, set_chat_template, tokenize_conversations
-from memsave_recipes.data.tokenizers import load_tokenizer
+from memsave_recipes.data.text.chat_template import encode, end_of_turn, set_chat_template, tokenize_conversations
+from memsave_recipes.data.text.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError
 
 # Six templates as their models describe their formats; without ``{% generation %}`` they have to be taken apart.

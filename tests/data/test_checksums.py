@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from memsave_recipes.data import checksums
-from memsave_recipes.data.images import ImageDataArguments, load_images
+from memsave_recipes.data.vision import checksums
+from memsave_recipes.data.vision.images import ImageDataArguments, load_images
 from memsave_recipes.errors import InputError
 
 MAKE_LIST = "find -L train validation -type f -exec sha256sum {} + > SHA256SUMS"  # as in docs/failures.md

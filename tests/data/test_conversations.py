@@ -5,9 +5,9 @@ import json
 import datasets
 import pytest
 
-from memsave_recipes.data import conversations
-from memsave_recipes.data.conversations import load_conversations, names_conversations
-from memsave_recipes.data.text import TextArguments
+from memsave_recipes.data.text import conversations
+from memsave_recipes.data.text.conversations import load_conversations, names_conversations
+from memsave_recipes.data.text.documents import TextArguments
 from memsave_recipes.errors import InputError
 
 USER, REPLY = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Nobody."}
@@ -36,7 +36,7 @@ def write(tmp_path):
 
 
 def load(path, validation=None):
-    return load_conversations(TextArguments(train_file=path, validation_file=validation or path))
+    return load_conversations(TextArguments(train_file=[path], validation_file=[validation or path]))
 
 
 FORMATS = {
@@ -56,7 +56,7 @@ FORMATS = {
 @pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
 def test_formats_are_found_and_give_the_same_messages(write, row, name):
     path = write([row, row], name)
-    assert names_conversations(TextArguments(train_file=path))
+    assert names_conversations(TextArguments(train_file=[path]))
     chats = load(path)
     assert chats.train["messages"][:] == chats.validation["messages"][:] == [[SYSTEM, USER, REPLY]] * 2
     assert chats.train["place"][1].endswith(f"{name} row 2")
@@ -74,15 +74,15 @@ def test_other_keys_do_not_matter_and_messages_come_before_a_prompt(write):
 
 def test_a_row_with_text_is_a_document(write):
     path = write([{"text": "once", "messages": [USER, REPLY]}])
-    assert not names_conversations(TextArguments(train_file=path))
-    assert names_conversations(TextArguments(train_file=path, text_column="body"))
-    assert not names_conversations(TextArguments(train_file=write([{"text": "once"}])))
+    assert not names_conversations(TextArguments(train_file=[path]))
+    assert names_conversations(TextArguments(train_file=[path], text_column="body"))
+    assert not names_conversations(TextArguments(train_file=[write([{"text": "once"}])]))
     assert not names_conversations(TextArguments())
 
 
 def test_a_twentieth_is_held_out_by_hash_and_copies_stay_on_one_side(write):
     rows = [{"prompt": f"{number % 40}?", "completion": "Nobody."} for number in range(80)]
-    flags = TextArguments(train_file=write(rows))
+    flags = TextArguments(train_file=[write(rows)])
     first, again = load_conversations(flags), load_conversations(flags)
     assert again.validation["messages"][:] == first.validation["messages"][:]
     train, held_out = ({messages[0]["content"] for messages in part["messages"]} for part in first[:2])
@@ -133,7 +133,7 @@ def test_a_malformed_row_is_named(write, row, expected):
 
 def test_rows_that_are_malformed_from_the_first_on(write, tmp_path):
     pair = write([{"prompt": "a", "chosen": "b", "rejected": "c"}])
-    assert names_conversations(TextArguments(train_file=pair))
+    assert names_conversations(TextArguments(train_file=[pair]))
     with pytest.raises(InputError, match="row 1 is a preference pair"):
         load(pair)
     with pytest.raises(InputError, match="must both be texts, or both lists"):
@@ -143,7 +143,7 @@ def test_rows_that_are_malformed_from_the_first_on(write, tmp_path):
     with pytest.raises(InputError, match="row 2 is not JSON"):
         load(str(broken))
     with pytest.raises(InputError, match="too few different conversations to hold any out: give --validation_file"):
-        load_conversations(TextArguments(train_file=write([turns(USER, REPLY)] * 3)))
+        load_conversations(TextArguments(train_file=[write([turns(USER, REPLY)] * 3)]))
 
 
 def test_the_validation_file_is_named_too(write, tmp_path):
@@ -170,7 +170,7 @@ def library(tmp_path, monkeypatch):
     (folder / "package/__init__.py").write_text(
         'class C:\n    """One class of this package."""\n    def f(self):\n        """A method of the class C."""\n'
     )
-    monkeypatch.setattr("memsave_recipes.data.labelled_text.sysconfig.get_path", lambda name: str(folder))
+    monkeypatch.setattr("memsave_recipes.data.text.labelled_text.sysconfig.get_path", lambda name: str(folder))
     monkeypatch.setattr(conversations, "LIBRARIES", ("python",))
 
 
@@ -195,7 +195,7 @@ def test_the_toy_set_asks_for_docstrings_and_holds_files_out():
 
 @pytest.mark.parametrize(
     "flags",
-    [{"train_file": "x.jsonl"}, {"validation_file": "x.jsonl"}, {"dataset_config_name": "x"}],
+    [{"train_file": ["x.jsonl"]}, {"validation_file": ["x.jsonl"]}, {"dataset_config_name": "x"}],
     ids=lambda flags: next(iter(flags)),
 )
 def test_the_toy_set_takes_no_other_source(flags):

@@ -7,8 +7,8 @@ from collections import Counter
 import datasets
 import pytest
 
-from memsave_recipes.data import labelled_text
-from memsave_recipes.data.labelled_text import load_docstrings
+from memsave_recipes.data.text import labelled_text
+from memsave_recipes.data.text.labelled_text import load_docstrings
 from memsave_recipes.errors import InputError
 
 

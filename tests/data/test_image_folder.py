@@ -8,7 +8,7 @@ import pytest
 from pictures import load, picture, refusal
 from PIL import Image
 
-from memsave_recipes.data.images import ImageDataArguments, choose_held_out, count_classes
+from memsave_recipes.data.vision.images import ImageDataArguments, choose_held_out, count_classes
 
 pytestmark = pytest.mark.usefixtures("offline_with_an_own_cache")
 

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
+from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.errors import InputError
 
 ROWS = [{"text": f"{name} number {i}", "label": name} for i in range(6) for name in ("cat", "dog")]

@@ -22,9 +22,9 @@ from transformers import (
 )
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from memsave_recipes.data import token_line
-from memsave_recipes.data.chat_template import TokenizedConversations
-from memsave_recipes.data.packing import (
+from memsave_recipes.data.text import token_line
+from memsave_recipes.data.text.chat_template import TokenizedConversations
+from memsave_recipes.data.text.packing import (
     best_fit_decreasing,
     check_positions,
     count_valid,
@@ -34,8 +34,8 @@ from memsave_recipes.data.packing import (
     pad,
     pad_conversations,
 )
-from memsave_recipes.data.token_line import tokenize_documents
-from memsave_recipes.data.tokenizers import load_tokenizer
+from memsave_recipes.data.text.token_line import tokenize_documents
+from memsave_recipes.data.text.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError
 
 TEXTS = ["one two three\n", "four", "five six seven eight nine ten eleven twelve\n" * 4, "naïve 🙂", "a", "b c"]

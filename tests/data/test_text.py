@@ -9,9 +9,9 @@ import datasets
 import huggingface_hub
 import pytest
 
-from memsave_recipes.data import text as text_module
-from memsave_recipes.data import text_files
-from memsave_recipes.data.text import TextArguments, load_documents
+from memsave_recipes.data.text import documents as text_module
+from memsave_recipes.data.text import files as text_files
+from memsave_recipes.data.text.documents import TextArguments, load_documents
 from memsave_recipes.errors import InputError
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from memsave_recipes.data.text_files import find_files, list_files
+from memsave_recipes.data.text.files import find_files, list_files
 from memsave_recipes.errors import InputError
 
 

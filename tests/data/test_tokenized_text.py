@@ -16,8 +16,8 @@ from transformers import (
     XLNetModel,
 )
 
-from memsave_recipes.data.labelled_text import LabelledText
-from memsave_recipes.data.tokenizers import (
+from memsave_recipes.data.text.labelled_text import LabelledText
+from memsave_recipes.data.text.tokenizers import (
     BOUNDARY,
     TokenizedText,
     check_inputs,

@@ -9,8 +9,8 @@ import pytest
 import transformers
 from transformers import GPT2Config, PreTrainedTokenizerFast
 
-from memsave_recipes.data import tokenizers as ours
-from memsave_recipes.data.tokenizers import check_vocabulary, load_tokenizer
+from memsave_recipes.data.text import tokenizers as ours
+from memsave_recipes.data.text.tokenizers import check_vocabulary, load_tokenizer
 from memsave_recipes.errors import InputError
 
 TEXTS = [f"def square_{number}(x):\n    return x ** {number}  # naïve 🙂\n" for number in range(60)]

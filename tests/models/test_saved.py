@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
 
-from memsave_recipes.data.augmentation import to_pixel_values
+from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.errors import InputError
 from memsave_recipes.models import load
 from memsave_recipes.models.image_classifiers import MODELS, ImageModelArguments, build_image_classifier, normalization

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from memsave_recipes.data.chat_template import encode, set_chat_template
-from memsave_recipes.data.conversations import load_conversations
-from memsave_recipes.data.rows import RowArguments, load_rows
-from memsave_recipes.data.text import TextArguments
-from memsave_recipes.data.tokenizers import load_tokenizer
+from memsave_recipes.data.text.chat_template import encode, set_chat_template
+from memsave_recipes.data.text.conversations import load_conversations
+from memsave_recipes.data.text.documents import TextArguments
+from memsave_recipes.data.text.rows import RowArguments, load_rows
+from memsave_recipes.data.text.tokenizers import load_tokenizer
 
 RECIPE = "language_modeling"
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_the_layout_and_the_kind_of_loss_do_not_change_the_curve(train, tmp_path
 def conversations_of(folder, path):
     """The tokens of the training conversations of a run, each with its labels, by our own reading of the template."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    for messages in load_conversations(TextArguments(train_file=path)).train["messages"]:
+    for messages in load_conversations(TextArguments(train_file=[path])).train["messages"]:
         tokens, is_assistant = map(torch.from_numpy, encode(messages, tokenizer))
         yield tokens.long(), torch.where(is_assistant, tokens.long(), -100)
 
@@ -91,7 +91,7 @@ def conversations_of(folder, path):
 def pretrained(tmp_path_factory, chats):
     """A folder with a small GPT-2 in float64, and its tokenizer with ChatML."""
     folder = tmp_path_factory.mktemp("pretrained")
-    tokenizer = load_tokenizer(None, load_conversations(TextArguments(train_file=chats)).texts(), vocab_size=298)
+    tokenizer = load_tokenizer(None, load_conversations(TextArguments(train_file=[chats])).texts(), vocab_size=298)
     set_chat_template(tokenizer, "chatml", is_new=True)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
@@ -105,7 +105,7 @@ def pretrained(tmp_path_factory, chats):
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_one_step_is_that_of_a_loop_by_hand(train, tmp_path, chats, pretrained, packing, loss):
     """Conversation by conversation: the mean over the tokens of the replies, and the gradient of it."""
-    rows = load_rows(RowArguments(train_file=chats, block_size=64, packing=packing), tokenizer_name=pretrained).train
+    rows = load_rows(RowArguments(train_file=[chats], block_size=64, packing=packing), tokenizer_name=pretrained).train
     flags = ["--model_name_or_path", pretrained, "--train_file", chats, "--block_size", "64", "--loss", loss]
     flags += ["--packing" if packing else "--no_packing", "--global_batch_size", str(len(rows))]
     flags += ["--micro_batch_size", "5", "--max_steps", "1", "--logging_steps", "1", "--dtype", "float64"]
@@ -115,7 +115,7 @@ def test_one_step_is_that_of_a_loop_by_hand(train, tmp_path, chats, pretrained, 
     model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float64)
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for messages in load_conversations(TextArguments(train_file=chats)).train["messages"]:
+    for messages in load_conversations(TextArguments(train_file=[chats])).train["messages"]:
         tokens, is_assistant = map(torch.from_numpy, encode(messages, tokenizer))
         targets = torch.where(is_assistant, tokens.long(), -100)[1:]
         total = total + F.cross_entropy(model(tokens.long()[None]).logits[0, :-1], targets, reduction="sum")

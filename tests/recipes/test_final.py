@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, pipeline
 
 from memsave_recipes import estimate
 from memsave_recipes.checkpoints.commit import verify_manifest
-from memsave_recipes.data.images import decode, read_images
+from memsave_recipes.data.vision.decoding import decode
+from memsave_recipes.data.vision.images import ImageDataArguments, read_images
 from memsave_recipes.inference import PredictArguments, predict, read_inputs
 from memsave_recipes.models import load
 
@@ -44,7 +45,7 @@ def accuracy(folder, inputs, labels, **flags):
 def held_out(tmp_path_factory):
     """The held-out digits as PNGs, and their classes."""
     folder = tmp_path_factory.mktemp("digits")
-    rows = read_images("digits", None)["validation"]
+    rows = read_images(ImageDataArguments())[0]["validation"]
     names = rows.features["label"].names
     for index, row in enumerate(rows):
         datasets.Image().decode_example(row["image"]).save(folder / f"{index:03}.png")

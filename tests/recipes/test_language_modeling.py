@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Co
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from memsave_recipes.data.text import TextArguments, load_documents
-from memsave_recipes.data.tokenizers import load_tokenizer
+from memsave_recipes.data.text.documents import TextArguments, load_documents
+from memsave_recipes.data.text.tokenizers import load_tokenizer
 
 RECIPE = "language_modeling"
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
-from memsave_recipes.data.images import ImageDataset
+from memsave_recipes.data.vision.images import ImageDataset
 from memsave_recipes.run.failures import NOT_FINITE, run_recipe
 from memsave_recipes.training.batching import GlobalBatch
 

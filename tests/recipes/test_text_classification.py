@@ -23,8 +23,8 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from memsave_recipes.data.labelled_text import LabelledTextArguments, load_labelled_text
-from memsave_recipes.data.tokenizers import load_text_tokenizer
+from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
+from memsave_recipes.data.text.tokenizers import load_text_tokenizer
 from memsave_recipes.run.failures import run_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import datasets
 
-from memsave_recipes.data.text import VALIDATION_NAMES, progress_bars
-from memsave_recipes.data.text_files import LOADING_ERRORS
+from memsave_recipes.data.text.documents import VALIDATION_NAMES, progress_bars
+from memsave_recipes.data.text.files import LOADING_ERRORS
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import loading_by_name, reason
 from memsave_recipes.text import join_names

@@ -19,8 +19,8 @@ from pathlib import Path
 import datasets
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from memsave_recipes.data.text import VALIDATION_NAMES, Splits, progress_bars
-from memsave_recipes.data.text_files import LOADING_ERRORS
+from memsave_recipes.data.text.documents import VALIDATION_NAMES, Splits, progress_bars
+from memsave_recipes.data.text.files import LOADING_ERRORS
 from memsave_recipes.errors import InputError, is_text
 from memsave_recipes.hub import reason
 from memsave_recipes.text import join_names

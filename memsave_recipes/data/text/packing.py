@@ -35,9 +35,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.data.chat_template import TokenizedConversations
-from memsave_recipes.data.token_line import TokenLine, tokenize_documents
-from memsave_recipes.data.tokenizers import digest_of_tokenizer
+from memsave_recipes.data.text.chat_template import TokenizedConversations
+from memsave_recipes.data.text.token_line import TokenLine, tokenize_documents
+from memsave_recipes.data.text.tokenizers import digest_of_tokenizer
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.losses import IGNORED_LABEL

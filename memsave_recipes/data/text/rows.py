@@ -7,15 +7,16 @@ from functools import partial
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.data.chat_template import (
+from memsave_recipes.data.text.chat_template import (
     CHATML_TOKENS,
     ChatArguments,
     end_of_turn,
     set_chat_template,
     tokenize_conversations,
 )
-from memsave_recipes.data.conversations import ConversationSplits, Message, load_conversations, names_conversations
-from memsave_recipes.data.packing import (
+from memsave_recipes.data.text.conversations import ConversationSplits, Message, load_conversations, names_conversations
+from memsave_recipes.data.text.documents import TextArguments, TextSplits, load_documents
+from memsave_recipes.data.text.packing import (
     PackedConversations,
     PaddedConversations,
     Rows,
@@ -25,8 +26,7 @@ from memsave_recipes.data.packing import (
     pad,
     pad_conversations,
 )
-from memsave_recipes.data.text import TextArguments, TextSplits, load_documents
-from memsave_recipes.data.tokenizers import load_tokenizer
+from memsave_recipes.data.text.tokenizers import load_tokenizer
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.fingerprint import Fingerprint
 

@@ -25,7 +25,7 @@ from datasets import Features, List, Value
 from datasets.utils import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.data.text import LONG_BYTES, progress_bars
+from memsave_recipes.data.text.documents import LONG_BYTES, progress_bars
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Samples, digest_of
 

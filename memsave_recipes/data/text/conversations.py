@@ -28,9 +28,7 @@ import datasets
 import numpy as np
 from datasets import Features, List, Value
 
-from memsave_recipes.data.held_out import HELD_OUT
-from memsave_recipes.data.labelled_text import parse_source, source_files, source_folder
-from memsave_recipes.data.text import (
+from memsave_recipes.data.text.documents import (
     DOCSTRING_CHATS,
     LONG_BYTES,
     TextArguments,
@@ -38,7 +36,9 @@ from memsave_recipes.data.text import (
     generated,
     progress_bars,
 )
-from memsave_recipes.data.text_files import LOADING_ERRORS, list_files
+from memsave_recipes.data.text.files import LOADING_ERRORS, list_files
+from memsave_recipes.data.text.held_out import HELD_OUT
+from memsave_recipes.data.text.labelled_text import parse_source, source_files, source_folder
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.hub import reason

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from memsave_recipes.data.augmentation import Augmentation
-from memsave_recipes.data.image_folder import first_of
-from memsave_recipes.data.text import Splits, progress_bars
+from memsave_recipes.data.text.documents import Splits, progress_bars
+from memsave_recipes.data.vision.augmentation import Augmentation
+from memsave_recipes.data.vision.image_folder import first_of
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.text import first_line

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from memsave_recipes.data.decoding import Stored, of_each_image
-from memsave_recipes.data.text import LONG_BYTES, progress_bars
+from memsave_recipes.data.text.documents import LONG_BYTES, progress_bars
+from memsave_recipes.data.vision.decoding import Stored, of_each_image
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
 

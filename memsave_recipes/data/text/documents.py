@@ -5,7 +5,7 @@ files, and is read again when the source changes.
 
 NOTE [ documents ]
 1. A document is one text to the model: a file of the standard library, a row of a data set, and of files of text as in
-   NOTE [ formats ] of ``text_files.py``.
+   NOTE [ formats ] of ``files.py``.
 2. *Held out.* Where no validation split is given, a twentieth of the documents is held out as ``held_out.py`` says.
 3. *Streaming* reads documents from the front of a data set until there are as many bytes as asked for, and keeps them
    on disk; from there on they are a data set like any other, in an order that depends on (seed, epoch) alone. The first
@@ -28,9 +28,7 @@ from typing import Any
 import datasets
 from datasets import Features, Value
 
-from memsave_recipes.data.held_out import TEXT, hold_out, with_text
-from memsave_recipes.data.mixture import mix
-from memsave_recipes.data.text_files import (
+from memsave_recipes.data.text.files import (
     FoundFiles,
     check_text_column,
     find_files,
@@ -38,6 +36,8 @@ from memsave_recipes.data.text_files import (
     read_documents,
     text_of,
 )
+from memsave_recipes.data.text.held_out import TEXT, hold_out, with_text
+from memsave_recipes.data.text.mixture import mix
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.text import join_names

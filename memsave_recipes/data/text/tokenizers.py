@@ -31,10 +31,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from memsave_recipes.data.labelled_text import LabelledText
-from memsave_recipes.data.text import LONG_BYTES, progress_bars
-from memsave_recipes.data.text_files import END_OF_TEXT
-from memsave_recipes.data.token_line import PART_CHARACTERS, parts_of
+from memsave_recipes.data.text.documents import LONG_BYTES, progress_bars
+from memsave_recipes.data.text.files import END_OF_TEXT
+from memsave_recipes.data.text.labelled_text import LabelledText
+from memsave_recipes.data.text.token_line import PART_CHARACTERS, parts_of
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.hub import ask_hub_for, reason

@@ -1,0 +1,1 @@
+"""Text: documents, labelled texts and conversations; tokenizers, and rows of tokens."""

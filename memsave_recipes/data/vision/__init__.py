@@ -1,0 +1,1 @@
+"""Images: folders and data sets of them, decoding, augmentation."""
