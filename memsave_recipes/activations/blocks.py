@@ -5,7 +5,8 @@ The blocks of a stack feed one another; no span of a plan leaves its stack. Ther
 * ``SequentialStack``: an ``nn.Sequential``. We run its children ourselves, so neighbours can recompute together.
   The dense blocks of a DenseNet are opened up into their layers.
 * ``CalledLayers``: modules that the model's own code calls one after the other: the layers of a transformers model,
-  or the children of an ``nn.Sequential`` or ``nn.ModuleList`` that its parent goes through in a loop.
+  or the children of an ``nn.Sequential``, ``nn.ModuleList`` or ``nn.ModuleDict`` that its parent goes through in a
+  loop.
 
 Nothing here changes a model; ``memsave_recipes.activations.apply`` does.
 """
@@ -21,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+LISTS = (nn.ModuleList, nn.ModuleDict)
+"""They have no forward: whoever holds them calls their children."""
 State = tuple[Tensor, ...]
 """The input and output of blocks: one tensor, or the list of feature maps inside a dense block."""
 
@@ -71,8 +74,8 @@ def find_stacks(model: nn.Module) -> list[Stack]:
 
     Looks, in this order, for the ``nn.Sequential`` modules that the model names in a class attribute
     ``activation_stacks``, for the ``GradientCheckpointingLayer`` modules of transformers, and for every outermost
-    ``nn.Sequential`` and ``nn.ModuleList`` of layers alike, with the stems before them. A model with none of them has
-    no stacks.
+    ``nn.Sequential``, and ``nn.ModuleList`` or ``nn.ModuleDict`` of layers alike, with the stems before them. A model
+    with none of them has no stacks.
     """
     if declared := getattr(model, "activation_stacks", None):
         return [sequence_of(name, model.get_submodule(name)) for name in declared]
@@ -149,26 +152,24 @@ def _stacks_of_containers(model: nn.Module) -> list[Stack]:
 
 
 def _stacks_in(model: nn.Module, name: str, container: nn.Module) -> list[Stack]:
-    """Each layer of a ModuleList is a stack of its own: its input need not be the output of the one before."""
+    """Each layer of a list is a stack of its own: its input need not be the output of the one before."""
     if not _is_looped_over(model, name):
         return [sequence_of(name, container)]
     layers = _layers_in(name, container)
-    return (
-        [CalledLayers((layer,)) for layer in layers] if isinstance(container, nn.ModuleList) else [CalledLayers(layers)]
-    )
+    return [CalledLayers((layer,)) for layer in layers] if isinstance(container, LISTS) else [CalledLayers(layers)]
 
 
 def _layers_in(name: str, container: nn.Module) -> tuple[Layer, ...]:
-    """The children of ``container``; of a ModuleList of ModuleLists, theirs."""
+    """The children of ``container``; of a list of lists, theirs."""
     layers: tuple[Layer, ...] = ()
     for child_name, child in container.named_children():
         full_name = f"{name}.{child_name}"
-        layers += _layers_in(full_name, child) if isinstance(child, nn.ModuleList) else (Layer(full_name, child),)
+        layers += _layers_in(full_name, child) if isinstance(child, LISTS) else (Layer(full_name, child),)
     return layers
 
 
 def _containers(model: nn.Module) -> set[str]:
-    """The names of every ``nn.Sequential``, and ``nn.ModuleList`` of layers alike, that is in no other one."""
+    """The names of every ``nn.Sequential``, and list of layers alike, that is in no other one."""
     names: set[str] = set()
     covered: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -183,12 +184,12 @@ def _containers(model: nn.Module) -> set[str]:
 def _lists_layers(module: nn.Module) -> bool:
     """A list of layers, or of lists of layers, and not of stages that have layers of their own."""
     below = (part for layer in _layers_in("", module) for part in layer.module.modules())
-    return isinstance(module, nn.ModuleList) and _repeats(module) and not any(map(_repeats, below))
+    return isinstance(module, LISTS) and _repeats(module) and not any(map(_repeats, below))
 
 
 def _repeats(module: nn.Module) -> bool:
     """Several modules of one class, each with modules inside."""
-    if not isinstance(module, nn.Sequential | nn.ModuleList):
+    if not isinstance(module, (nn.Sequential, *LISTS)):
         return False
     layers = [layer.module for layer in _layers_in("", module)]
     return len(layers) > 1 and len(set(map(type, layers))) == 1 and all(any(layer.children()) for layer in layers)
@@ -202,7 +203,7 @@ def _is_stem(name: str, module: nn.Module, containers: set[str]) -> bool:
     parent = name.rpartition(".")[0]
     inside_or_above = any(_is_below(name, other) or _is_below(other, name) for other in containers)
     beside = any(_is_below(other, parent) for other in containers)
-    is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    is_called = not isinstance(module, LISTS)
     return beside and not inside_or_above and is_called and any(module.children())
 
 

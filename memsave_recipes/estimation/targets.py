@@ -163,8 +163,8 @@ def find_target(word: str) -> Target:
         close = ", ".join(spellings[name] for name in get_close_matches(plain, spellings, n=3))
         meant = f" (did you mean {close}?)" if close else ""
         raise InputError(
-            f"target {word}: no figures of such a device{meant}; give its memory "
-            f"alone (--target_memory 12GiB, or target_memory_gib=12), or name one of {', '.join(known_targets())}"
+            f"target {word}: no figures of such a device{meant}; give the size of its memory alone (target_memory), or "
+            f"name one of {', '.join(known_targets())}"
         )
     return _from_sheet(known)
 

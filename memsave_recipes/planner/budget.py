@@ -22,7 +22,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.simulate import TimelinePoint, host_bytes, simulate, span_costs
+from memsave_recipes.plans.simulate import TimelinePoint, host_bytes, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.training.arguments import OptimizerArguments
@@ -171,11 +171,6 @@ class Forecast:
     def micro_batch_s(self) -> float:
         """Seconds of one forward and backward under the plan."""
         return self.baseline_s + self.added_s
-
-
-def keep_all(chain: Chain) -> Plan:
-    """The baseline, no checkpointing, as a plan for the blocks of ``chain``."""
-    return plan_for("none", [chain.decided_names])
 
 
 def plans_to_measure(strategy: str, workload: Workload, *, device_type: str, compiles: bool = True) -> list[Plan]:

@@ -1,6 +1,7 @@
 """A plan for a model in a script of one's own: from a strategy's name, or the fastest that fits a memory budget."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import Forecast, StaticMemory, forecast, plans_to_measure, usable_host_bytes
 from memsave_recipes.planner.trial_step import step_bytes
-from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
+from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
+from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure, num_runs
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, gib_that_suffice, to_gib
@@ -26,40 +28,40 @@ def make_plan(
     strategy: str,
     budget_gib: float | None = None,
     loss_fn: Callable[[Any], Tensor] | None = None,
-    blocks: Sequence[str] | None = None,
+    blocks: Sequence[str] | type[nn.Module] | None = None,
     static: StaticMemory | None = None,
 ) -> Plan:
     """The plan that ``strategy`` makes for ``model``; ``apply_plan`` puts it into effect.
 
-    A plan for a budget is run before it is returned. The model, its gradients and the random state stay as they were.
+    With a batch the step is measured, so that the plan has a ``prediction`` of its memory and time: ``print(plan)``. A
+    plan for a budget is run before it is returned. The model, its gradients and the random state stay as they were.
 
     Args:
         model: on its device. A model in evaluation mode, as ``from_pretrained`` returns it, is measured with all its
             modules in training mode. In a model in training mode, modules in evaluation mode stay so.
         batch: one micro-batch on that device: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or
             anything else for ``model(batch)``. ``budget`` needs it; other strategies leave out blocks that it does not
-            reach. Call ``make_plan`` under the autocast of the training, if there is one.
+            reach, and without it have no prediction. Call ``make_plan`` under the autocast of the training, if there
+            is one.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``compiled[:RATIO]``,
             ``bottleneck``, the path of a ``plan.json``, ``budget``, or ``budget:bitwise``, which never compiles.
         budget_gib: for ``budget``: device memory of a training step, in GiB.
         loss_fn: from the model's output to the loss, a scalar. Default: the output's ``loss``, or the sum of its
             first tensor, which may need less memory than the loss of the training.
-        blocks: names of modules, in the order in which they run, for a model whose blocks are not found.
+        blocks: for a model whose blocks are not found: the class of its layers, or names of modules in the order in
+            which they run.
         static: memory besides forward and backward; default: AdamW's two copies of all parameters that train.
 
     Raises:
         InputError: no such strategy, a budget that no plan fits in, or a model without blocks for it. The message
             names these parameters.
     """
-    stacks = [list(blocks)] if blocks else block_names(find_stacks(model))
-    if strategy not in BUDGET_WORDS:
-        if blocks:
-            return plan_for(strategy, stacks)
-        device = next(model.parameters()).device
-        running = None if batch is None else running_blocks(model, stacks, lambda: _call(model, batch), device)
-        return plan_blocks(model, strategy, running)
-    if budget_gib is None or batch is None:
-        raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
+    names = _names_of(model, blocks)
+    stacks = [names] if names else block_names(find_stacks(model))
+    if batch is None:
+        if strategy in BUDGET_WORDS:
+            raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
+        return plan_for(strategy, stacks) if names else plan_blocks(model, strategy, None)
     workload = Workload(
         model=model,
         forward=lambda: (loss_fn or _loss)(_call(model, batch)),
@@ -68,7 +70,35 @@ def make_plan(
         stacks=stacks,
     )
     static = static or StaticMemory(state_bytes=2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
-    return plan_workload(workload, strategy, int(budget_gib * GIB), static).plan
+    if strategy in BUDGET_WORDS:
+        if budget_gib is None:
+            raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
+        found = plan_workload(workload, strategy, int(budget_gib * GIB), static)
+        return replace(found.plan, prediction=Prediction.of(found.chain, found.plan))
+    running = running_blocks(model, stacks, lambda: _call(model, batch), workload.device)
+    plan = plan_for(strategy, stacks) if names else plan_blocks(model, strategy, running)
+    return replace(plan, prediction=_predicted(plan, workload, static))
+
+
+def _names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -> list[str]:
+    if not isinstance(blocks, type):
+        return list(blocks or ())
+    names = [name for name, module in model.named_modules() if isinstance(module, blocks)]
+    if not names:
+        raise InputError(f"blocks {blocks.__name__}: {type(model).__name__} has no such modules")
+    return names
+
+
+def _predicted(plan: Plan, workload: Workload, static: StaticMemory) -> Prediction | None:
+    """By measured costs; ``None`` for a plan of other blocks than the stacks' (``bottleneck``), and for one that
+    compiles, which would take as long as compiling for the training.
+    """
+    if not plan.is_bitwise or not set(plan.blocks) <= {name for stack in workload.stacks for name in stack}:
+        return None
+    measured = measure(workload, plans_to_measure(plan.strategy, workload, device_type=workload.device.type))
+    offloads = bool(plan.blocks_under(Action.OFFLOAD))
+    chain = static.added_to(measured.chain(offload=offloads))
+    return Prediction.of(chain, plan) if plan.blocks == chain.decided_names else None
 
 
 def plan_workload(

@@ -9,11 +9,15 @@ Blocks stand in the order of the forward. A *span* is a run of neighbouring bloc
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from memsave_recipes.errors import InputError
+
+if TYPE_CHECKING:
+    from memsave_recipes.plans.prediction import Prediction
 
 FORMAT_VERSION = 1
 STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it as it stands there
@@ -60,6 +64,8 @@ class Plan:
         spans: cover all blocks once, in order.
         compiled_memory_ratio: the part of its activations that a compiled block may save, from 0 to 1; for plans that
             compile, and for no others.
+        prediction: the memory and time of a step, where ``make_plan`` has measured one. It is no part of what is
+            compared or written.
 
     Raises:
         ValueError: the spans leave a block out or name one twice, or the ratio does not go with them.
@@ -69,6 +75,7 @@ class Plan:
     blocks: tuple[str, ...]
     spans: tuple[Span, ...]
     compiled_memory_ratio: float | None = None
+    prediction: "Prediction | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         borders = [0, *(span.stop for span in self.spans)]
@@ -107,7 +114,13 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as the text of a ``plan.json``."""
-        return json.dumps({"version": FORMAT_VERSION, **asdict(self)}, indent=1)
+        content = asdict(replace(self, prediction=None))
+        del content["prediction"]
+        return json.dumps({"version": FORMAT_VERSION, **content}, indent=1)
+
+    def __str__(self) -> str:
+        """``describe()``, and the prediction where there is one."""
+        return self.describe() if self.prediction is None else f"{self.describe()}\n{self.prediction}"
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":

@@ -95,6 +95,13 @@ def simulate(chain: Chain, plan: Plan) -> Simulation:
     )
 
 
+def keep_all(chain: Chain) -> Plan:
+    """The baseline, no checkpointing, as a plan for the blocks of ``chain``."""
+    names = chain.decided_names
+    spans = tuple(Span(start=index, stop=index + 1, action=Action.KEEP) for index in range(len(names)))
+    return Plan(strategy="none", blocks=names, spans=spans)
+
+
 def host_bytes(chain: Chain, plan: Plan) -> int:
     """The most bytes of the host that ``plan`` pins. See NOTE [ the memory of the host ].
 

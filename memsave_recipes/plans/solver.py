@@ -36,7 +36,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.paths import EMPTY, HELD, WITH_STATE, Edge, Edges, Resources, edges_of, lower_bounds, tick_s
 from memsave_recipes.plans.plan import Action, Plan, Span
-from memsave_recipes.plans.simulate import TimelinePoint, simulate
+from memsave_recipes.plans.simulate import TimelinePoint, keep_all, simulate
 from memsave_recipes.text import format_bytes, gib_that_suffice, to_gib
 
 STRATEGY = "budget"
@@ -70,7 +70,7 @@ def solve_with_gap(chain: Chain, budget_bytes: int) -> tuple[Plan, float]:
 def smallest_feasible(chain: Chain) -> int:
     """The fewest bytes that a plan can be found for."""
     edges = edges_of(chain)
-    too_few, enough = -1, simulate(chain, _keep_all(chain)).peak_bytes - chain.static_bytes
+    too_few, enough = -1, simulate(chain, keep_all(chain)).peak_bytes - chain.static_bytes
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if resource_bounds(edges, middle)[0]:
@@ -83,11 +83,6 @@ def smallest_feasible(chain: Chain) -> int:
 def _floor_bytes(chain: Chain) -> int:
     """The bytes of the optimizer's update, whatever the plan."""
     return chain.resident_bytes + chain.all_gradients_bytes + chain.optimizer_bytes
-
-
-def _keep_all(chain: Chain) -> Plan:
-    spans = tuple(Span(start=i, stop=i + 1, action=Action.KEEP) for i in range(len(chain.decided)))
-    return Plan(strategy=STRATEGY, blocks=chain.decided_names, spans=spans)
 
 
 def _plan_of(chain: Chain, path: list[Edge]) -> Plan:

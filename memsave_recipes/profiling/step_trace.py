@@ -21,9 +21,8 @@ from statistics import median
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import Action, Plan
-from memsave_recipes.plans.simulate import timeline, with_pinning
-from memsave_recipes.plans.strategies import all_under
+from memsave_recipes.plans.plan import Action
+from memsave_recipes.plans.simulate import keep_all, timeline, with_pinning
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator; every checkpoint keeps it, on the host whatever the device is
@@ -197,8 +196,7 @@ def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | N
 
 
 def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
-    keep_all = Plan(strategy="none", blocks=chain.decided_names, spans=all_under([chain.decided_names], Action.KEEP))
-    simulated = [point.total_bytes for point in timeline(chain, keep_all)]
+    simulated = [point.total_bytes for point in timeline(chain, keep_all(chain))]
     num_parts = len(trace.parts)
     forward = [
         max(0, _peak(trace.memory, start, stop) - there)

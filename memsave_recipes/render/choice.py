@@ -10,10 +10,10 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from memsave_recipes.planner.budget import WORKSPACES, Forecast, keep_all
+from memsave_recipes.planner.budget import WORKSPACES, Forecast
 from memsave_recipes.planner.search import Candidate, Choice, host_line
 from memsave_recipes.plans.plan import Action, Plan, Span
-from memsave_recipes.plans.simulate import SpanCosts, span_costs
+from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
 from memsave_recipes.render import new_console, new_table, print_lines
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
 from memsave_recipes.training.batch_layout import BatchLayout

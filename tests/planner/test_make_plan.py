@@ -1,5 +1,6 @@
 """A plan for a script's model: as it will train, whatever mode it was left in, and within its budget when it is run."""
 
+import json
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import StaticMemory, make_plan
 from memsave_recipes.planner.budget import forecast, plans_to_measure
+from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.text import GIB
@@ -159,3 +161,75 @@ def test_trying_out_leaves_no_trace(keeps_more):
     make_plan(model, batch, strategy=STRATEGY, budget_gib=1, static=StaticMemory())
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["none", "full", "segments:2", "selective", STRATEGY])
+def test_the_prediction_is_the_step_that_follows(gpt2, strategy):
+    tokens = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    budget_gib = BUDGET_GIB if strategy == STRATEGY else None
+    plan = make_plan(gpt2.train(), batch, strategy=strategy, budget_gib=budget_gib)
+    baseline_bytes = step_bytes(gpt2, batch)
+    with apply_plan(gpt2, plan):
+        planned_bytes = step_bytes(gpt2, batch)
+    assert plan.prediction.peak_bytes == pytest.approx(planned_bytes, rel=0.01)
+    assert plan.prediction.baseline_peak_bytes == pytest.approx(baseline_bytes, rel=0.01)
+    assert plan.prediction.baseline_s > 0
+    assert (plan.prediction.added_s > 0) is (strategy != "none")
+
+
+def test_a_plan_prints_its_prediction_and_does_not_write_it(gpt2):
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    plan = make_plan(gpt2, {"input_ids": tokens, "labels": tokens}, strategy="segments:2")
+    first, second, *table = str(plan).splitlines()
+    assert first == plan.describe()
+    assert second.startswith("predicted peak ")
+    assert "(baseline " in second
+    assert len(table) == 1 + len(plan.spans)
+    assert all(word in table[1] for word in ("transformer.h.0", "recompute", "iB", "ms"))
+    figures = json.loads(plan.prediction.to_json())
+    assert figures["peak_bytes"] == plan.prediction.peak_bytes
+    assert [span["action"] for span in figures["spans"]] == [span.action for span in plan.spans]
+    assert "prediction" not in json.loads(plan.to_json())
+    assert Plan.from_json(plan.to_json()) == plan
+    without_batch = make_plan(gpt2, strategy="segments:2")
+    assert without_batch == plan
+    assert without_batch.prediction is None
+    assert str(without_batch) == plan.describe()
+
+
+class Loop(nn.Module):
+    """Layers in a dictionary, of a class of their own."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+        def forward(self, x):
+            return self.norm(torch.tanh(self.linear(x)))
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        for name in self.layers:
+            x = self.layers[name](x)
+        return x
+
+
+def test_blocks_by_their_class_and_in_a_dictionary():
+    model, x = Loop(nn.ModuleDict({name: Loop.Layer() for name in "abc"})), torch.ones(4, 32)
+    expected = make_plan(model, x, strategy="full", blocks=["layers.a", "layers.b", "layers.c"])
+    assert make_plan(model, x, strategy="full", blocks=Loop.Layer) == expected
+    assert make_plan(model, x, strategy="full") == expected
+    plain = model(x).sum()
+    plain.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with apply_plan(model, expected):
+        model(x).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    with pytest.raises(InputError, match="blocks Conv2d: Loop has no such modules"):
+        make_plan(model, x, strategy="full", blocks=nn.Conv2d)
