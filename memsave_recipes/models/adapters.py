@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError, packages_of
-from memsave_recipes.models.pretrained import LOADING_ERRORS, adapter_config
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import LoraConfig, PeftModel
@@ -84,6 +83,8 @@ class LoraArguments:
 
     def _check_adapter(self, folder: str) -> None:
         """Adapters from a folder have the rank, the scale and the layers that they were trained with."""
+        from memsave_recipes.models.pretrained import adapter_config  # needs an extra, and the planner imports this
+
         config = adapter_config(folder)
         for flag, name in PEFT_NAMES.items():
             value, default = getattr(self, flag), getattr(LoraArguments(), flag)
@@ -153,6 +154,8 @@ def load_adapters(
     """
     with packages_of("text", "adapters"):
         from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+
+        from memsave_recipes.models.pretrained import LOADING_ERRORS
 
     if not Path(folder, ADAPTER_WEIGHTS).is_file():
         raise InputError(f"{source} holds no {ADAPTER_WEIGHTS}, and other files are not read: save them with peft")

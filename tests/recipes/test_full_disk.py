@@ -112,7 +112,7 @@ def test_an_evaluation_that_fails_at_the_end_costs_nothing(recipe, train, straig
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        before(patch, recipe, "evaluate_model", fail)
+        before(patch, recipe, "evaluate_classifier", fail)
         with pytest.raises(MemoryError):
             train(*IMAGES)
     train(*IMAGES, "--resume")

@@ -298,7 +298,7 @@ class Machine:
     ) -> SimpleNamespace:
         self.built_with = kwargs
         self.handlers = kwargs_handlers
-        return SimpleNamespace(num_processes=self.joined)
+        return SimpleNamespace(num_processes=self.joined, is_main_process=True)
 
     def set(self, devices: int, joined: int, asked: LaunchRequest | None = None, **environment: str) -> None:
         self.joined = joined

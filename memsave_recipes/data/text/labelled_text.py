@@ -132,9 +132,9 @@ def load_labelled_text(flags: LabelledTextArguments) -> LabelledText:
     parts = {split: _select(part, columns) for split, part in parts.items()}
     names, index_of = _classes(parts["train"])
     with progress_bars(False):
-        whole = {part.source: _with_class_indices(part, names, index_of) for part in parts.values()}
-        train, validation = (_with_text(rows, source) for source, rows in whole.items())
-    num_without_text = sum(map(len, whole.values())) - len(train) - len(validation)
+        whole = [_with_class_indices(part, names, index_of) for part in parts.values()]
+        train, validation = (_with_text(rows, part.source) for rows, part in zip(whole, parts.values(), strict=True))
+    num_without_text = sum(map(len, whole)) - len(train) - len(validation)
     return LabelledText(train=train, validation=validation, label_names=tuple(names), num_without_text=num_without_text)
 
 
