@@ -30,19 +30,19 @@ def make_plan(
     loss_fn: Callable[[Any], Tensor] | None = None,
     blocks: Sequence[str] | type[nn.Module] | None = None,
     static: StaticMemory | None = None,
+    predict: bool = False,
 ) -> Plan:
     """The plan that ``strategy`` makes for ``model``; ``apply_plan`` puts it into effect.
 
-    With a batch the step is measured, so that the plan has a ``prediction`` of its memory and time: ``print(plan)``. A
-    plan for a budget is run before it is returned. The model, its gradients and the random state stay as they were.
+    A plan for a budget is measured, so that it has a ``prediction`` of memory and time (``print(plan)``), and it is run
+    before it is returned. The model, its gradients and the random state stay as they were.
 
     Args:
         model: on its device. A model in evaluation mode, as ``from_pretrained`` returns it, is measured with all its
             modules in training mode. In a model in training mode, modules in evaluation mode stay so.
         batch: one micro-batch on that device: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or
             anything else for ``model(batch)``. ``budget`` needs it; other strategies leave out blocks that it does not
-            reach, and without it have no prediction. Call ``make_plan`` under the autocast of the training, if there
-            is one.
+            reach. Call ``make_plan`` under the autocast of the training, if there is one.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``compiled[:RATIO]``,
             ``bottleneck``, the path of a ``plan.json``, ``budget``, or ``budget:bitwise``, which never compiles.
         budget_gib: for ``budget``: device memory of a training step, in GiB.
@@ -51,6 +51,8 @@ def make_plan(
         blocks: for a model whose blocks are not found: the class of its layers, or names of modules in the order in
             which they run.
         static: memory besides forward and backward; default: AdamW's two copies of all parameters that train.
+        predict: measure steps of ``batch`` for the prediction of another strategy as well; those without checkpointing
+            have to fit into memory. There is none of plans that compile, nor of ``bottleneck``.
 
     Raises:
         InputError: no such strategy, a budget that no plan fits in, or a model without blocks for it. The message
@@ -77,7 +79,7 @@ def make_plan(
         return replace(found.plan, prediction=Prediction.of(found.chain, found.plan))
     running = running_blocks(model, stacks, lambda: _call(model, batch), workload.device)
     plan = plan_for(strategy, stacks) if names else plan_blocks(model, strategy, running)
-    return replace(plan, prediction=_predicted(plan, workload, static))
+    return replace(plan, prediction=_predicted(plan, workload, static)) if predict else plan
 
 
 def _names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -> list[str]:

@@ -168,7 +168,7 @@ def test_the_prediction_is_the_step_that_follows(gpt2, strategy):
     tokens = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
     budget_gib = BUDGET_GIB if strategy == STRATEGY else None
-    plan = make_plan(gpt2.train(), batch, strategy=strategy, budget_gib=budget_gib)
+    plan = make_plan(gpt2.train(), batch, strategy=strategy, budget_gib=budget_gib, predict=True)
     baseline_bytes = step_bytes(gpt2, batch)
     with apply_plan(gpt2, plan):
         planned_bytes = step_bytes(gpt2, batch)
@@ -180,7 +180,7 @@ def test_the_prediction_is_the_step_that_follows(gpt2, strategy):
 
 def test_a_plan_prints_its_prediction_and_does_not_write_it(gpt2):
     tokens = torch.zeros(2, 16, dtype=torch.long)
-    plan = make_plan(gpt2, {"input_ids": tokens, "labels": tokens}, strategy="segments:2")
+    plan = make_plan(gpt2, {"input_ids": tokens, "labels": tokens}, strategy="segments:2", predict=True)
     first, second, *table = str(plan).splitlines()
     assert first == plan.describe()
     assert second.startswith("predicted peak ")
