@@ -105,7 +105,8 @@ class _Sheet:
 
 
 # Rates as the vendors state them, to be checked against the data sheets that ``profiling/flops.py`` names. Sizes are
-# those that torch finds: the total capacity in public reports of its out-of-memory errors, rounded down.
+# those that torch finds: the total capacity in public reports of its out-of-memory errors, rounded down; assumed for
+# P100, V100 with 16 GB, A2, A10G, A16, A30, L40 and the cards of AMD.
 SHEETS: dict[str, _Sheet | Card] = {
     "p100": _Sheet("Tesla P100-PCIE-16GB", 732, PCIE_3, 15.8),
     "p100-sxm2": _Sheet("Tesla P100-SXM2-16GB", 732, PCIE_3, 15.8),

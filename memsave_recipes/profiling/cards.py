@@ -4,12 +4,11 @@ Cards with a table of their own in a white paper or data sheet stand in ``flops.
 
 NOTE [ rates of a card ]
 1. float32: two operations a CUDA core and cycle, at the boost clock that NVIDIA states on the card's product page.
-2. Tensor cores, with sums in float32: a multiple of that, the same for all cards of a family. The multiples
-   follow from the tables of NVIDIA's white papers on Turing, GA102, Ada and RTX Blackwell, in which GeForce
-   cards have half the rate of a workstation card with as many cores.
+2. Tensor cores, with sums in float32: a multiple of that, the same for all cards of a family; GeForce cards have half
+   the rate of a workstation card with as many cores. To be checked against NVIDIA's white papers on Turing, GA102, Ada
+   and RTX Blackwell.
 3. float64: 1/32 on Turing, 1/64 since.
-4. Memory as torch finds it is less than the box says; the driver keeps a part: ``KEPT_BY_DRIVER_GIB`` is an assumption,
-   a little more than users' out-of-memory messages show.
+4. Memory as torch finds it is less than the box says; the driver keeps a part: ``KEPT_BY_DRIVER_GIB`` is an assumption.
 """
 
 from collections.abc import Mapping

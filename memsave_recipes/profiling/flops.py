@@ -29,7 +29,8 @@ from torch.utils.flop_counter import flop_registry
 
 from memsave_recipes.profiling.cards import CARDS
 
-# Pattern of the whole device name: TFLOP/s by precision.
+# Pattern of the whole device name: TFLOP/s by precision. Those of P100, A2, A10G, A16, A30, L40, MI210, MI325X and
+# RX 7900 XTX are still to be checked against the pages that are named beside them.
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     # https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
     "Tesla V100-SXM[23].*GB": {"float64": 7.8, "float32": 15.7, "float16": 125},

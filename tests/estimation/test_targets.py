@@ -49,14 +49,14 @@ def test_an_unknown_card_is_answered_with_the_nearest_spellings():
 
 
 def test_figures_of_a_card_that_follow_from_its_cores_and_clock():
-    """NVIDIA's GA102 white paper, table 8: GeForce RTX 3080, sums in float32."""
+    """Sums in float32."""
     target = find_target("rtx3080")
     assert target.flops_per_s["float32"] == pytest.approx(29.8e12, rel=0.01)
     assert target.flops_per_s["tf32"] == pytest.approx(29.8e12, rel=0.01)
     assert target.flops_per_s["float16"] == pytest.approx(59.5e12, rel=0.01)
     assert target.bytes_per_s == 760e9
-    assert find_target("rtx-a6000").flops_per_s["bfloat16"] == pytest.approx(154.8e12, rel=0.01)  # its data sheet
-    assert find_target("rtx2080").flops_per_s["float16"] == pytest.approx(40.3e12, rel=0.01)  # the Turing white paper
+    assert find_target("rtx-a6000").flops_per_s["bfloat16"] == pytest.approx(154.8e12, rel=0.01)
+    assert find_target("rtx2080").flops_per_s["float16"] == pytest.approx(40.3e12, rel=0.01)
 
 
 def test_bfloat16_and_flash_attention_begin_with_ampere():

@@ -3,7 +3,7 @@
 Tokenizing runs through ``datasets.map``: bounded memory, and cached under the content of documents and tokenizer. The
 cache does not depend on the length of the rows that are cut from it later.
 
-A long document is tokenized in parts, because the encoding of a text takes about a hundred times its memory.
+A long document is tokenized in parts, because the encoding of a text takes many times its memory.
 
 NOTE [ parts ]
 1. A part begins with a single space between two words. No token of byte-level BPE (with the words of GPT-2, Llama 3 or
@@ -32,7 +32,7 @@ from memsave_recipes.fingerprint import Samples, digest_of
 PART_CHARACTERS = 2**18
 DOCUMENTS_AT_ONCE = 64
 BYTES_AT_ONCE = 32 * 1024**2  # of documents that are long
-CHARACTERS_AT_ONCE = 2**22  # whose encoding takes 300 MiB
+CHARACTERS_AT_ONCE = 2**22
 PIECE_TOKENS = 4096  # of a row on disk: the most that is read in vain at either end of a span
 PIECES = Features(
     {
