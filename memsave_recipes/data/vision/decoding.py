@@ -10,7 +10,7 @@ NOTE [ images kept in memory ]
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -65,7 +65,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     augmentation: Augmentation | None
     seed: int
     keeps_pixels: bool
-    _kept: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,8 +74,20 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self.__dict__ | {"_kept": {}}
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[Any]) -> list[dict[str, Any]]:
+        """The samples of a batch, as torch's loader asks for them: one query of Arrow's table for all."""
+        indices = [key if isinstance(key, int) else key.index for key in keys]
+        new = [index for index in indices if index not in self._kept]
+        rows = self.rows[new] if new else {"image": [], "label": []}
+        read = {row[0]: self._read(*row) for row in zip(new, rows["image"], rows["label"], strict=True)}
+        return [
+            self._sample(key, *(self._kept.get(index) or read[index])) for key, index in zip(keys, indices, strict=True)
+        ]
+
+    def _sample(self, key: Any, pixels: Tensor, label: int) -> dict[str, Any]:
         index, epoch, counted = (key, 0, True) if isinstance(key, int) else (key.index, key.epoch, key.counted)
-        pixels, label = self._kept.get(index) or self._read(index)
         sample = {"images": pixels, "labels": torch.tensor(label if counted else IGNORED_LABEL), "index": index}
         if self.augmentation is not None:
             sample["affine"] = self.augmentation.draw(
@@ -83,17 +95,16 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             )
         return sample
 
-    def _read(self, index: int) -> tuple[torch.Tensor, int]:
-        row = self.rows[index]
+    def _read(self, index: int, image: Stored, label: int) -> tuple[Tensor, int]:
         try:
-            pixels = pixels_of(row["image"], self.image_size, self.resize_mode)
+            pixels = pixels_of(image, self.image_size, self.resize_mode)
         except Exception as error:
-            name = _name_of(row["image"], index, self.split)
+            name = _name_of(image, index, self.split)
             way_out = "replace it, delete it, or pass --skip_broken_images"
             raise InputError(f"{name} is not a readable image ({reason_of(error)}): {way_out}") from error
         if self.keeps_pixels and torch.utils.data.get_worker_info() is None:
-            self._kept[index] = pixels, row["label"]
-        return pixels, row["label"]
+            self._kept[index] = pixels, label
+        return pixels, label
 
 
 def without_broken(splits: Splits, source: str, folder: str | None, *, skip: bool) -> tuple[Splits, list[str]]:
