@@ -27,6 +27,7 @@ from rich.table import Table
 
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.run.folder import write_json
+from memsave_recipes.text import MIB
 from memsave_recipes.training.environment import device_name
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +127,11 @@ def median_and_quartiles(values: Sequence[float]) -> tuple[float, list[float]]:
     """The median, and the ends of the middle half."""
     low, middle, high = statistics.quantiles(values, n=4)
     return middle, [low, high]
+
+
+def to_mib(num_bytes: int) -> float:
+    """Bytes in MiB."""
+    return num_bytes / MIB
 
 
 def markdown_table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:

@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
-from memsave_recipes.text import to_mib
 
 QUICK_SHAPES = [(40, 16, 300)]
 SHAPES_ON_CPU = [(1024, 512, 32_768), (512, 512, 131_072)]
@@ -167,7 +166,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     peak_ratio, time_ratio = (f"  x{row[key]:.2f}" if key in row else "" for key in ("peak_ratio", "time_ratio"))
     return [
         *(sizes, row["way"]),
-        f"{to_mib(row['peak_bytes']):,.0f} MiB{peak_ratio}",
+        f"{harness.to_mib(row['peak_bytes']):,.0f} MiB{peak_ratio}",
         f"{1000 * median(row['seconds']):,.3g} ms{time_ratio}",
         *(f"{row[key]:.1e}" for key in ("loss_error", "gradient_error")),
     ]

@@ -52,7 +52,6 @@ from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.memory import read_device_memory, reset_peaks, resident_bytes
 from memsave_recipes.profiling.saved_tensors import SavedTensors
 from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.text import to_mib
 
 ON_ACCELERATOR = {"image_size": 224, "batch_size": 64, "rounds": 5, "warmup_steps": 3, "steps": 10}
 QUICK: dict[str, Any] = {"model": "vgg_small", "image_size": 32, "batch_size": 4, "rounds": 1, "steps": 1}
@@ -245,7 +244,10 @@ def cells(row: dict[str, Any]) -> list[str]:
     memory, ratios, (low, high) = row["memory"], row["memory_ratios"], row["spread_s"]
     return [
         row["method"].replace(", ", "\n"),
-        *(f"{to_mib(memory[key]):,.0f} MiB\nx{ratios[key]:.2f}" if key in memory else "-" for key in MEMORY_COLUMNS),
+        *(
+            f"{harness.to_mib(memory[key]):,.0f} MiB\nx{ratios[key]:.2f}" if key in memory else "-"
+            for key in MEMORY_COLUMNS
+        ),
         f"{row['step_time_s']:.3g} s\n{low:.3g} to {high:.3g}\nx{row['time_ratio']:.2f}",
         f"loss ±{row['loss_difference']:.1g}\ngradient ±{row['gradient_difference']:.1g}",
     ]
@@ -261,7 +263,7 @@ def describe(rows: Sequence[dict[str, Any]]) -> str:
         if row["method"].startswith("segments:2")
     ]
     loss, gradient = (max(row[f"{of}_difference"] for row in rows) for of in ("loss", "gradient"))
-    state = f"{to_mib(rows[0]['memory']['state_bytes']):,.0f} MiB"
+    state = f"{harness.to_mib(rows[0]['memory']['state_bytes']):,.0f} MiB"
     return (
         f"{'; '.join(parts)}; weights, gradients and momentum alone are {state}, whatever the method; in all "
         f"rows every loss is plain's within {loss:.1g} "

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.processes import LOST, MID_STEP, SECOND_RANK_S, end_now, tell_ranks
+from memsave_recipes.processes import LOST, MID_STEP, REPORT_DELAY_S, end_now, publish_exit_code
 
 T = TypeVar("T")
 Failure = tuple[bool, str]
@@ -278,10 +278,10 @@ class _RankWatch:
     def _end(self, missing: dict[int, str]) -> NoReturn:
         """Rule 4."""
         with suppress(RuntimeError):
-            tell_ranks(LOST)
+            publish_exit_code(LOST)
         reporter = min(set(range(self.num_ranks)) - missing.keys(), default=self.rank)
         if self.rank != reporter:
-            time.sleep(SECOND_RANK_S)
+            time.sleep(REPORT_DELAY_S)
             os._exit(LOST)
         named = ", ".join(f"rank {rank} of {self.num_ranks} {how}" for rank, how in sorted(missing.items()))
         minutes = f"{self.limit_s / 60:g} minutes (--collective_timeout_minutes)"

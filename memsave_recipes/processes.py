@@ -46,7 +46,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 LOST = 6
 """The exit code where a rank or a data worker is lost, or a step has no end."""
 MID_STEP = "in the middle of a step; the last checkpoint is as it was, go on with --resume"
-SECOND_RANK_S = 2.0
+REPORT_DELAY_S = 2.0
 """Other ranks wait this long before they report: the launcher ends them with the first, and nothing is said twice."""
 ENDED_WITH = "memsave_recipes/ended_with"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -180,13 +180,13 @@ def end_now(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def tell_ranks(code: int) -> None:
+def publish_exit_code(code: int) -> None:
     """Leave the exit code of this rank for the others."""
     if dist.is_initialized():
         _get_default_store().set(ENDED_WITH, str(code))
 
 
-def code_of_another_rank() -> int | None:
+def exit_code_of_another_rank() -> int | None:
     """The exit code that another rank has left; ``None`` where none did. Ask when a collective has failed."""
     try:
         if dist.is_initialized() and _get_default_store().check([ENDED_WITH]):

@@ -81,11 +81,6 @@ def to_gib(num_bytes: int) -> float:
     return num_bytes / GIB
 
 
-def to_mib(num_bytes: int) -> float:
-    """Bytes in MiB."""
-    return num_bytes / MIB
-
-
 def gib_that_suffice(num_bytes: int) -> str:
     """Bytes in GiB, rounded up, so that the figure works as a budget."""
     return f"{ceil(to_gib(num_bytes) * 10_000) / 10_000:.4f}"

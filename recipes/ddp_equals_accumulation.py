@@ -64,6 +64,7 @@ from memsave_recipes.training.parsing import parse_arguments
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 RECIPE = "ddp_equals_accumulation"
+PROJECT = "memsave-ddp-equals-accumulation"
 LOOPS = ("exact", "usual")
 WEIGHTS = "final/model.safetensors"
 AGAIN = "then start it again"
@@ -125,64 +126,25 @@ def prove(
     accelerator: Accelerator, folder: Path, run: ProofArguments, optim: PlainOptimizerArguments
 ) -> dict[str, Any]:
     """The runs themselves, in a folder that is theirs."""
-    geometry_of = partial(BatchLayout.of, run.global_batch_size, num_processes=accelerator.num_processes)
-    undivided = geometry_of(None)
+    layout_of = partial(BatchLayout.of, run.global_batch_size, num_processes=accelerator.num_processes)
+    undivided = layout_of(None)
     sizes = [run.micro_batch_size] if run.micro_batch_size else range(undivided.micro_batch_size, 0, -1)
-    layouts = [geometry_of(size) for size in sizes]
+    layouts = [layout_of(size) for size in sizes]
     set_seed(run.seed)
     warnings.filterwarnings("ignore", "Grad strides do not match")  # DDP's, of micro-batches of 1; only slower
 
-    # Data
-    with main_process_first(accelerator):
-        images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=run.seed)
-    order = SampleOrder(
-        num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
-    )
-    loading = {
-        "order": order,
-        "num_steps": run.max_steps,
-        "seed": run.seed,
-        "num_workers": num_workers(run.dataloader_num_workers, accelerator),
-    }
-    loading |= {"count_valid": count_labels, "collate_fn": collate_and_hide_labels}
-    pixels = partial(to_pixel_values, mean=[0.5] * 3, std=[0.5] * 3, dtype=run.torch_dtype)
-
-    # Model
+    batches_of = global_batches(accelerator, run)
     bare = build_model().to(run.torch_dtype)
     initial = deepcopy(bare.state_dict())
-
-    # Memory plan
     plan = plan_blocks(bare, run.activation_checkpointing)
     plan_handle = apply_plan(bare, plan)
     model = accelerator.prepare(bare)
+    loops = Loops(accelerator=accelerator, model=model, dtype=run.torch_dtype)
 
     # From here on files are written
-    begin_run(
-        accelerator,
-        folder,
-        project="memsave-ddp-equals-accumulation",
-        work=f"vit-gbs{run.global_batch_size}-16px",
-        flags=asdict(run) | asdict(optim),
-        planned=RunPlan(plan),
-        layout=undivided,
-    )
-
-    if order.notice:
-        accelerator.print(order.notice)
-
-    # The loop, as in every recipe, and the usual one
-    def loss_sum(micro_batch: Batch) -> Tensor:
-        logits = model(pixels(micro_batch["images"], None)).logits
-        return F.cross_entropy(logits, micro_batch["labels"], reduction="sum")
-
-    def exact(batch: GlobalBatch) -> None:
-        for micro_batch in batch.forwards(model):
-            batch.backward(loss_sum(micro_batch))
-
-    def usual(batch: GlobalBatch) -> None:
-        for micro_batch in batch.forwards(model):
-            mean = loss_sum(micro_batch) / count_labels(micro_batch).clamp(min=1)
-            accelerator.backward(mean / len(batch.micro_batches))  # what `accelerator.accumulate` makes of it
+    flags = asdict(run) | asdict(optim)
+    work = f"vit-gbs{run.global_batch_size}-16px"
+    begin_run(accelerator, folder, project=PROJECT, work=work, flags=flags, planned=RunPlan(plan), layout=undivided)
 
     def train(layout: BatchLayout, backward: Callable[[GlobalBatch], None]) -> list[Tensor]:
         """The weights after each step."""
@@ -192,7 +154,7 @@ def prove(
         scheduler = make_scheduler(optim, optimizer, run.max_steps)
         optimizer = accelerator.prepare(optimizer)
         weights = []
-        for batch in GlobalBatches(accelerator, images.train, layout=layout, **loading):
+        for batch in batches_of(layout):
             backward(batch)
             accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
             optimizer.step()
@@ -201,12 +163,12 @@ def prove(
             weights.append(parameters_to_vector(bare.parameters()).detach())
         return weights
 
-    expected = train(undivided, exact)
+    expected = train(undivided, loops.exact)
     cuts = []
     for layout in tqdm(layouts, disable=not accelerator.is_main_process, unit="layout"):
         cut: dict[str, Any] = {"geometry": layout.describe(), "micro_batch_size": layout.micro_batch_size}
-        for loop in (exact, usual):
-            cut[loop.__name__] = list(map(largest_difference, train(layout, loop), expected))
+        for name in LOOPS:
+            cut[name] = list(map(largest_difference, train(layout, getattr(loops, name)), expected))
         cuts.append(cut)
     for step in range(run.max_steps):
         figures = {f"{loop}/micro_batch_{cut['micro_batch_size']}": cut[loop][step] for cut in cuts for loop in LOOPS}
@@ -215,23 +177,6 @@ def prove(
     # Finish, with the weights of the undivided global batch
     plan_handle.remove()
     vector_to_parameters(expected[-1], bare.parameters())
-    facts = CardFacts(
-        model=bare,
-        flags={**asdict(run), **asdict(optim), "dataset": "digits"},
-        results={
-            "recipe": RECIPE,
-            "model": "vit",
-            "num_parameters": len(expected[-1]),
-            "plan": plan.strategy,
-            "eval": {},
-        },
-        steps=run.max_steps,
-        batch=undivided.describe(),
-        versions=describe_environment(accelerator)["versions"],
-        mixed_precision=accelerator.mixed_precision,
-    )
-    card, weights = partial(write_model_card, facts=facts), partial(save_model, accelerator, model)
-    save_final(accelerator, folder, weights, card, way_out=AGAIN)
     results = {
         "recipe": RECIPE,
         "model": "vit",
@@ -241,22 +186,96 @@ def prove(
         "num_processes": accelerator.num_processes,
         "device": device_name(accelerator.device),
         "steps": run.max_steps,
-        "equivalence": {
-            "reference": undivided.describe(),
-            **{f"largest_difference_{loop}": max(max(cut[loop]) for cut in cuts) for loop in LOOPS},
-            "geometries": cuts,
-        },
+        "equivalence": equivalence_of(undivided, cuts, expected[-1], run.compare_with),
     }
-    if run.compare_with is not None:
-        other = ViTForImageClassification.from_pretrained(Path(run.compare_with, WEIGHTS).parent)
-        other_weights = parameters_to_vector(other.parameters()).detach().to(expected[-1])
-        difference = largest_difference(expected[-1], other_weights)
-        results["equivalence"] |= {"compared_with": run.compare_with, "largest_difference_to_it": difference}
+    facts = card_facts(accelerator, bare, flags, results, undivided)
+    card, weights = partial(write_model_card, facts=facts), partial(save_model, accelerator, model)
+    save_final(accelerator, folder, weights, card, way_out=AGAIN)
     write_results(accelerator, folder, results, way_out=AGAIN)
     if accelerator.is_main_process:
         show(results["equivalence"], run.max_steps)
     finish_trackers(accelerator, results)
     return results
+
+
+def global_batches(accelerator: Accelerator, run: ProofArguments) -> Callable[[BatchLayout], GlobalBatches]:
+    """The same samples in the same order for every layout of a batch."""
+    with main_process_first(accelerator):
+        images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=run.seed)
+    order = SampleOrder(
+        num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
+    )
+    if order.notice:
+        accelerator.print(order.notice)
+    return lambda layout: GlobalBatches(
+        accelerator,
+        images.train,
+        layout=layout,
+        order=order,
+        num_steps=run.max_steps,
+        seed=run.seed,
+        num_workers=num_workers(run.dataloader_num_workers, accelerator),
+        count_valid=count_labels,
+        collate_fn=collate_and_hide_labels,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loops:
+    """The gradient of a global batch: as in every recipe, and the usual way."""
+
+    accelerator: Accelerator
+    model: nn.Module
+    dtype: torch.dtype
+
+    def exact(self, batch: GlobalBatch) -> None:
+        """Every part is divided by the number of labels in the whole global batch."""
+        for micro_batch in batch.forwards(self.model):
+            batch.backward(self.loss_sum(micro_batch))
+
+    def usual(self, batch: GlobalBatch) -> None:
+        """The mean over the micro-batches of the mean over each one's labels."""
+        for micro_batch in batch.forwards(self.model):
+            mean = self.loss_sum(micro_batch) / count_labels(micro_batch).clamp(min=1)
+            self.accelerator.backward(mean / len(batch.micro_batches))  # as `accelerator.accumulate` divides it
+
+    def loss_sum(self, micro_batch: Batch) -> Tensor:
+        """Over the labels of a micro-batch."""
+        pixels = to_pixel_values(micro_batch["images"], None, mean=[0.5] * 3, std=[0.5] * 3, dtype=self.dtype)
+        return F.cross_entropy(self.model(pixels).logits, micro_batch["labels"], reduction="sum")
+
+
+def equivalence_of(
+    undivided: BatchLayout, cuts: list[dict[str, Any]], weights: Tensor, compare_with: str | None
+) -> dict[str, Any]:
+    """The differences of all cuts and, where another run is named, to its weights."""
+    found = {
+        "reference": undivided.describe(),
+        **{f"largest_difference_{loop}": max(max(cut[loop]) for cut in cuts) for loop in LOOPS},
+        "geometries": cuts,
+    }
+    if compare_with is None:
+        return found
+    other = ViTForImageClassification.from_pretrained(Path(compare_with, WEIGHTS).parent)
+    other_weights = parameters_to_vector(other.parameters()).detach().to(weights)
+    difference = largest_difference(weights, other_weights)
+    return found | {"compared_with": compare_with, "largest_difference_to_it": difference}
+
+
+def card_facts(
+    accelerator: Accelerator, model: nn.Module, flags: dict[str, Any], results: dict[str, Any], layout: BatchLayout
+) -> CardFacts:
+    """The facts of the model card."""
+    named = {key: results[key] for key in ("recipe", "model", "num_parameters", "plan")}
+    return CardFacts(
+        model=model,
+        flags={**flags, "dataset": "digits"},
+        results={**named, "eval": {}},
+        steps=results["steps"],
+        batch=layout.describe(),
+        versions=describe_environment(accelerator)["versions"],
+        mixed_precision=accelerator.mixed_precision,
+    )
 
 
 def build_model() -> nn.Module:

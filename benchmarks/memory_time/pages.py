@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness import markdown_table
+from harness import markdown_table, to_mib
 from models import LANGUAGE_MODELS, TITLES
 
 from memory_time.methods import OURS, SEGMENTS, SEQUENTIAL, WHOLE
 from memory_time.verdicts import FASTER, MODERATE, OUT_OF_REACH, SAME_MEMORY, SLOWER, TIE, count
-from memsave_recipes.text import to_mib
 
 ABOUT = f"""\
 *Share* is the activation peak against plain's: the exact peak of one forward and backward above parameters, buffers and

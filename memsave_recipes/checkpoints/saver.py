@@ -7,7 +7,7 @@ for batch in batches:
     for held_out in checkpoints.until_signal(evaluation_batches(...), batch.step + 1, state):
         ...
     checkpoints.after_step(batch.step + 1, state)  # state() gives {"clock": ..., "best": ...}
-checkpoints.give_up_the_end()                      # deletes that of the last step, when the results are written
+checkpoints.delete_last_step()                      # deletes that of the last step, when the results are written
 """
 
 import time
@@ -223,7 +223,7 @@ class Checkpoints:
         """
         on_main_process(self.accelerator, lambda: self._write_best(step, write))
 
-    def give_up_the_end(self) -> None:
+    def delete_last_step(self) -> None:
         """Delete the checkpoint of the last step, now that the run is done, where it is the only one and none was asked
         for."""
         if self.every_steps is None:

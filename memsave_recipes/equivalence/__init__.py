@@ -2,6 +2,6 @@
 
 from memsave_recipes.equivalence.outcomes import Difference, Outcome, Verdict, compare_runs
 from memsave_recipes.equivalence.proof import capture, verify
-from memsave_recipes.equivalence.reference import take_fixed_order
+from memsave_recipes.equivalence.reference import use_deterministic_kernels
 
-__all__ = ["Difference", "Outcome", "Verdict", "capture", "compare_runs", "take_fixed_order", "verify"]
+__all__ = ["Difference", "Outcome", "Verdict", "capture", "compare_runs", "use_deterministic_kernels", "verify"]

@@ -172,7 +172,7 @@ def only_warn() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def take_fixed_order(model: nn.Module, trial: Callable[[], Any]) -> str | None:
+def use_deterministic_kernels(model: nn.Module, trial: Callable[[], Any]) -> str | None:
     """From now on torch raises at an operator without a deterministic kernel, unless ``trial()`` meets one.
 
     Args:

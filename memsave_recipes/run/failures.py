@@ -14,7 +14,14 @@ from typing import Any, NoReturn
 from memsave_recipes.checkpoints import StoppedBySignal
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.task import Task
-from memsave_recipes.processes import LOST, SECOND_RANK_S, LostWorker, code_of_another_rank, lost_worker, tell_ranks
+from memsave_recipes.processes import (
+    LOST,
+    REPORT_DELAY_S,
+    LostWorker,
+    exit_code_of_another_rank,
+    lost_worker,
+    publish_exit_code,
+)
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.run.log import recorded
 from memsave_recipes.run.verification import VerificationFailed
@@ -55,7 +62,7 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
             _end_without_worker(worker)
         if is_out_of_memory(error):
             _end_without_memory(error, task)
-        code = code_of_another_rank()
+        code = exit_code_of_another_rank()
         if code is None:
             raise
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends one now, and the code would be that of it
@@ -64,15 +71,15 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
 
 def _end_without_worker(worker: LostWorker) -> NoReturn:
     code = OUT_OF_MEMORY if worker.had_no_memory else LOST
-    tell_ranks(code)
+    publish_exit_code(code)
     _say_and_exit(f"error: {worker.words}; the last checkpoint is as it was, go on with --resume", code)
 
 
 def _end_without_memory(error: Exception, task: Callable[[], Task] | None) -> NoReturn:
     what_happened = str(error) or "no memory is left on the host"
-    tell_ranks(OUT_OF_MEMORY)
+    publish_exit_code(OUT_OF_MEMORY)
     if not _is_rank_0():
-        time.sleep(SECOND_RANK_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
+        time.sleep(REPORT_DELAY_S)  # it speaks only if rank 0, and with it the launcher, has not ended by then
     if task is not None:
         print(what_happened, file=sys.stderr, flush=True)  # at once: the planner takes a moment
         _say_and_exit(_advice(task), OUT_OF_MEMORY)
@@ -96,7 +103,7 @@ def _is_rank_0() -> bool:
 
 def _exit_unless_main(code: int) -> None:
     if not _is_rank_0():
-        time.sleep(SECOND_RANK_S)
+        time.sleep(REPORT_DELAY_S)
         sys.exit(code)
 
 

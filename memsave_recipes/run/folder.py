@@ -96,15 +96,14 @@ def begin_run(
     """
     if flags.get("memory_snapshot") and accelerator.device.type != "cuda":
         raise InputError(f"--memory_snapshot needs a CUDA device and this is {accelerator.device.type}: leave it out")
-    plan, earlier, step = planned.plan, None, 0
-    name = flags["run_name"] or _name_of(accelerator, planned, layout)
+    plan = planned.plan
     if resumed is not None:
         check_state(resumed.state)
-        earlier, step = resumed.state["trackers"], resumed.step
-        name = earlier["name"]
-        print_lines(accelerator, *resumed.notices, f"going on after {step} steps")
+        print_lines(accelerator, *resumed.notices, f"going on after {resumed.step} steps")
     elif flags.get("resume"):
         print_lines(accelerator, f"note: --resume finds no checkpoint in {folder}, so the run begins")
+    earlier = resumed.state["trackers"] if resumed else None
+    name = earlier["name"] if earlier else flags["run_name"] or _name_of(accelerator, planned, layout)
     sizes = {**asdict(layout), "accumulation_steps": layout.accumulation_steps}
     about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
@@ -120,7 +119,7 @@ def begin_run(
         config=config,
         output_dir=folder,
         earlier=earlier,
-        first_step=step + 1,
+        first_step=resumed.step + 1 if resumed else 1,
     )
     return RunSettings(
         folder=folder,
@@ -311,4 +310,4 @@ def write_results(
 
     on_main_process(accelerator, write)
     if checkpoints is not None:
-        checkpoints.give_up_the_end()
+        checkpoints.delete_last_step()

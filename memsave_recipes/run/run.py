@@ -68,8 +68,8 @@ from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.environment import (
     describe_environment,
     deterministic_kernels,
-    let_segments_grow,
     matmul_precision,
+    use_expandable_segments,
 )
 from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch import batchnorm_notice, start_accelerator
@@ -139,7 +139,7 @@ class Run:
             stack.enter_context(recorded())
             stack.enter_context(deterministic_kernels(args.full_determinism, later=args.verify != "off"))
             stack.enter_context(matmul_precision(args.matmul_precision))
-            let_segments_grow()
+            use_expandable_segments()
             log_with = resolve_trackers(args.report_to, path)
             accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=log_with)
             notices += check_same_environment(earlier["environment"], accelerator) if earlier else []

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.activations import PlanHandle
-from memsave_recipes.equivalence import Verdict, take_fixed_order, verify
+from memsave_recipes.equivalence import Verdict, use_deterministic_kernels, verify
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.training.batching import Batch, GlobalBatches
 
@@ -105,7 +105,7 @@ def settle_kernels(
         accelerator.backward(loss_of(batches.largest_micro_batch(batches.layout.micro_batch_size)))
 
     with _without_loss_scaling(accelerator):
-        operator = take_fixed_order(model, trial)
+        operator = use_deterministic_kernels(model, trial)
     if operator:
         accelerator.print(
             f"warning: --full_determinism: {operator} has no deterministic kernel, so the last bits of two runs may "

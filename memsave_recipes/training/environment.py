@@ -67,7 +67,7 @@ def matmul_precision(wanted: str | None) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def let_segments_grow() -> None:
+def use_expandable_segments() -> None:
     """Have CUDA's allocator extend its segments, unless the user has set it up; this avoids fragmentation.
 
     Begin before the device is used. See https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management

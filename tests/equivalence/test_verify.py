@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes.activations import PlanHandle, apply_plan, plan_blocks, spans
-from memsave_recipes.equivalence import Outcome, compare_runs, proof, take_fixed_order, verify
+from memsave_recipes.equivalence import Outcome, compare_runs, proof, use_deterministic_kernels, verify
 from memsave_recipes.equivalence.outcomes import distance_in_ulp
 from memsave_recipes.equivalence.proof import _plan_removed
 from memsave_recipes.equivalence.reference import FLASH_ATTENTION, nondeterministic_operator
@@ -153,7 +153,7 @@ def test_a_trial_takes_the_fixed_order_and_leaves_the_model_as_it_was():
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     try:
-        assert take_fixed_order(model, lambda: model(torch.rand(2, 1, 8, 8)).sum().backward()) is None
+        assert use_deterministic_kernels(model, lambda: model(torch.rand(2, 1, 8, 8)).sum().backward()) is None
         assert kernels() == (True, False)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -166,7 +166,7 @@ def test_a_trial_that_meets_an_operator_without_one_only_warns():
     model = Unpooling().train()
     before = copy.deepcopy(model.state_dict())
     try:
-        assert take_fixed_order(model, unpooling_step(model)) == "max_unpooling2d_forward_out"
+        assert use_deterministic_kernels(model, unpooling_step(model)) == "max_unpooling2d_forward_out"
         assert kernels() == (True, True)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -176,7 +176,7 @@ def test_a_trial_that_meets_an_operator_without_one_only_warns():
 def test_other_errors_of_a_trial_are_raised(like_a_gpu):
     try:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-            take_fixed_order(nn.Linear(2, 2), lambda: torch.ones(2, 3) @ torch.ones(2, 3))
+            use_deterministic_kernels(nn.Linear(2, 2), lambda: torch.ones(2, 3) @ torch.ones(2, 3))
     finally:
         torch.use_deterministic_algorithms(False)
 

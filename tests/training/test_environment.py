@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from memsave_recipes.training.environment import deterministic_kernels, let_segments_grow, matmul_precision
+from memsave_recipes.training.environment import deterministic_kernels, matmul_precision, use_expandable_segments
 
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 
@@ -66,5 +66,5 @@ def test_segments_grow_on_cuda_unless_the_user_has_set_the_allocator_up(monkeypa
     environment = dict(own)
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    let_segments_grow()
+    use_expandable_segments()
     assert environment == expected

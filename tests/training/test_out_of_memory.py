@@ -226,7 +226,7 @@ def test_the_rank_that_failed_speaks(monkeypatch, capsys, rank):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(failures.time, "sleep", waited.append)
     assert end_of(torch.OutOfMemoryError(f"rank {rank}"), capsys) == (3, f"rank {rank}\n")
-    assert waited == ([] if rank == "0" else [failures.SECOND_RANK_S])
+    assert waited == ([] if rank == "0" else [failures.REPORT_DELAY_S])
 
 
 def test_an_unforeseen_error_keeps_its_traceback():
