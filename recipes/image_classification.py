@@ -62,7 +62,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     """Train the classifier in the run's folder."""
     # Data: each batch is one optimizer step, the same samples in the same order on any number of ranks
     with run.main_process_first():
-        images = load_images(args, seed=args.seed)
+        images = load_images(args, seed=args.seed, model_labels=args.model_labels if args.eval_only else None)
     run.train_on(images.train)
 
     # Model and optimizer

@@ -35,7 +35,7 @@ from memsave_recipes.data.text.tokenizers import (
     tokenize,
 )
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
-from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier
+from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, configuration_of
 from memsave_recipes.models.saved import save_text_processor
 from memsave_recipes.recipe import (
     Batch,
@@ -83,8 +83,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def train(args: Arguments, run: Run) -> dict[str, Any]:
     """Train the classifier in the run's folder."""
     # Data: each batch is one optimizer step, the same texts in the same order on any number of ranks
+    check_length(args.max_length, configuration_of(args))
     with run.main_process_first():
-        texts = load_labelled_text(args)
+        texts = load_labelled_text(args, model_labels=args.model_labels if args.eval_only else None)
         source, code = args.tokenizer_name or args.tokenizer_name_or_path, {"trust_remote_code": args.trust_remote_code}
         flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
         tokenizer = load_text_tokenizer(source, texts, vocab_size=args.vocab_size, flag=flag, **code)
@@ -98,7 +99,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     bare = task.build_model(with_weights=True)
     check_vocabulary(tokenizer, bare.config.vocab_size)
     check_inputs(bare, tokens.train)
-    check_length(args.max_length, bare, tokenizer)
+    check_length(args.max_length, bare.config, bare, tokenizer)
     saved = task.adapt(bare)
     model, optimizer, scheduler = run.prepare(bare)
 

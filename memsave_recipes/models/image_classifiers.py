@@ -80,6 +80,12 @@ class ImageModelArguments(TransformerArguments):
         """The network's name in tables and dashboards."""
         return self.model or super().name
 
+    @property
+    def model_labels(self) -> tuple[str, ...] | None:
+        """As for other models; one of ours has them in its own ``config.json``."""
+        saved = self.saved_convnet
+        return super().model_labels if saved is None else saved.label_names
+
 
 def build_image_classifier(
     flags: ImageModelArguments,

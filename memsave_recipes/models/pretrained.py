@@ -22,13 +22,14 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import INVALID_CONFIGURATION, ask_hub_for, reason
-from memsave_recipes.text import read_json
+from memsave_recipes.text import read_json, sanitized
 
 LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, ImportError, ArithmeticError, AssertionError, AttributeError),
     INVALID_CONFIGURATION,
 )
 ADAPTER_CONFIG = "adapter_config.json"
+LABELS = "id2label.json"
 Built = TypeVar("Built", PreTrainedConfig, PreTrainedModel)
 
 
@@ -97,6 +98,18 @@ class TransformerArguments:
         has_own = self.adapter is None or os.path.isfile(os.path.join(self.adapter, "tokenizer_config.json"))
         return self.model_name_or_path if has_own else self.base_name_or_path
 
+    @property
+    def model_labels(self) -> tuple[str, ...] | None:
+        """The classes of ``--model_name_or_path``, in the order of its outputs; ``None`` for a model from scratch.
+
+        Raises:
+            InputError: its configuration cannot be read.
+        """
+        if self.model_name_or_path is None:
+            return None
+        names: Any = configuration_of(self).id2label if self.adapter is None else read_labels(self.adapter)
+        return tuple(str(names[index]) for index in range(len(names)))
+
 
 def is_adapter(name_or_path: str | Path) -> bool:
     """Whether it is a folder of adapters, in the layout of peft."""
@@ -115,6 +128,21 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({reason(error)}): take another folder of adapters") from error
     return content if isinstance(content, dict) else {}
+
+
+def read_labels(adapter: str | Path) -> dict[int, str]:
+    """The names of the classes that adapters of a classifier were trained on.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    try:
+        content = sanitized(read_json(Path(adapter, LABELS).read_text(encoding="utf-8")))
+        return {index: str(content[str(index)]) for index in range(len(content))}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"{adapter} has no {LABELS} with the names of the classes: take one of our recipes'"
+        ) from error
 
 
 def base_of_adapter(folder: str | Path) -> str:

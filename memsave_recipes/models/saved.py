@@ -42,17 +42,17 @@ from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.convnet_config import ConvnetConfig
 from memsave_recipes.models.image_classifiers import MODELS, load_saved_convnet, read_convnet
 from memsave_recipes.models.pretrained import (
+    LABELS,
     LOADING_ERRORS,
     adapter_config,
     base_of_adapter,
     is_adapter,
     missing_base,
+    read_labels,
 )
-from memsave_recipes.text import read_json, sanitized
 
 CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
-LABELS = "id2label.json"
 BILINEAR = 2  # of PIL.Image.Resampling
 
 TaskName = Literal["image-classification", "text-classification", "text-generation"]
@@ -225,7 +225,7 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
     if kind not in OF_ADAPTERS:
         raise InputError(f"{path} holds adapters for {kind}: take some for {' or '.join(OF_ADAPTERS)}")
     task, options = OF_ADAPTERS[kind], {"trust_remote_code": trust_remote_code}
-    names = _read_labels(path) if task == "text-classification" else {}
+    names = read_labels(path) if task == "text-classification" else {}
     ask_hub_for(base)
     try:
         config = AutoConfig.from_pretrained(base, **({"id2label": names} if names else {}), **options)
@@ -238,14 +238,6 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
         config.pad_token_id = tokenizer.pad_token_id
     adapted = load_adapters(model, path, task_type=kind, source=str(path)).eval()
     return SavedModel(model=adapted, task=task, processor=tokenizer, label_names=tuple(names.values()))
-
-
-def _read_labels(path: Path) -> dict[int, str]:
-    try:
-        content = sanitized(read_json((path / LABELS).read_text(encoding="utf-8")))
-        return {index: str(content[str(index)]) for index in range(len(content))}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{path} has no {LABELS} with the names of the classes: take one of our recipes'") from error
 
 
 def _task_of(config: Any) -> TaskName | None:

@@ -21,10 +21,10 @@ def write(path, rows):
 def load(tmp_path):
     """Load lists of rows as the two files of a user."""
 
-    def run(train, validation=None, suffix=".jsonl", **names):
+    def run(train, validation=None, suffix=".jsonl", model_labels=None, **names):
         files = {"train_file": train, "validation_file": train if validation is None else validation}
-        paths = {flag: write(tmp_path / f"{flag}{suffix}", rows) for flag, rows in files.items()}
-        return load_labelled_text(LabelledTextArguments(dataset=None, **paths, **names))
+        paths = {flag: [write(tmp_path / f"{flag}{suffix}", rows)] for flag, rows in files.items()}
+        return load_labelled_text(LabelledTextArguments(dataset=None, **paths, **names), model_labels=model_labels)
 
     return run
 
@@ -38,6 +38,51 @@ def test_files_of_every_format(load, suffix):
     assert texts.validation[:]["label"] == [0, 1, 0]
     assert texts.majority_share == pytest.approx(2 / 3)
     assert texts.notice == "12 training texts, 3 held out; 2 classes, the largest with 66.7% of those held out"
+
+
+def test_several_files_of_any_format_are_one_split(tmp_path):
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "more" / "b.parquet", ROWS[2:5])
+    first, last = write(tmp_path / "a.csv", ROWS[:2]), write(tmp_path / "z.jsonl", ROWS[5:])
+    (tmp_path / "more" / "notes.docx").touch()
+    files = {"train_file": [first, str(tmp_path / "more"), last], "validation_file": [str(tmp_path / "*.csv")]}
+    texts = load_labelled_text(LabelledTextArguments(dataset=None, **files))
+    assert texts.train[:]["text"] == [row["text"] for row in ROWS]
+    assert texts.train[:]["label"] == [0, 1] * 6
+    assert texts.notice.endswith("; files of --train_file: 3 (1 with other endings skipped)")
+
+
+def test_a_row_is_named_by_its_file(tmp_path):
+    files = [write(tmp_path / "a.csv", ROWS), write(tmp_path / "b.csv", [ROWS[0], {"text": "a", "label": "cow"}])]
+    with pytest.raises(InputError, match=r"--validation_file \S+b.csv: row 2 has the label cow"):
+        load_labelled_text(LabelledTextArguments(dataset=None, train_file=files[:1], validation_file=files))
+
+
+def test_labels_of_words_and_of_whole_numbers_in_files_of_one_split(tmp_path):
+    numbers = write(tmp_path / "a.jsonl", [{"text": "a", "label": 2}, {"text": "b", "label": 10}])
+    words = write(tmp_path / "b.jsonl", [{"text": "c", "label": "2"}, {"text": "d", "label": "no"}])
+    flags = LabelledTextArguments(dataset=None, train_file=[numbers, words], validation_file=[numbers])
+    texts = load_labelled_text(flags)
+    assert texts.label_names == ("10", "2", "no")
+    assert texts.train[:]["label"] == [1, 0, 1, 2]
+
+
+def test_the_classes_of_an_evaluated_model_are_those_of_the_texts(load):
+    texts = load(ROWS, ROWS[:4], model_labels=("dog", "cow", "cat"))
+    assert texts.label_names == ("dog", "cow", "cat")
+    assert texts.validation[:]["label"] == [2, 0, 2, 0]
+    assert load(ROWS, model_labels=("LABEL_0", "LABEL_1")).label_names == ("cat", "dog")
+    with pytest.raises(InputError, match=r"classes that the model does not know \(cat\), only cow, dog: "):
+        load(ROWS, model_labels=("cow", "dog"))
+    with pytest.raises(InputError, match="has 2 classes, and the model tells 3 apart"):
+        load(ROWS, model_labels=("LABEL_0", "LABEL_1", "LABEL_2"))
+
+
+def test_an_evaluated_model_needs_held_out_texts_alone(tmp_path):
+    flags = LabelledTextArguments(dataset=None, validation_file=[write(tmp_path / "a.csv", ROWS)])
+    texts = load_labelled_text(flags, model_labels=("cat", "dog"))
+    assert texts.train is texts.validation
+    assert texts.notice == "12 held out; 2 classes, the largest with 50.0% of those held out"
 
 
 GLUE = {
@@ -99,7 +144,7 @@ def test_a_text_may_be_the_word_that_others_read_as_nothing(load):
 def test_labels_of_words_and_of_whole_numbers_need_not_be_of_one_type_in_both_files(tmp_path):
     train = write(tmp_path / "train.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 2}])
     held_out = write(tmp_path / "held_out.jsonl", [{"text": "c", "label": "2"}])
-    texts = load_labelled_text(LabelledTextArguments(dataset=None, train_file=train, validation_file=held_out))
+    texts = load_labelled_text(LabelledTextArguments(dataset=None, train_file=[train], validation_file=[held_out]))
     assert texts.validation[:]["label"] == [1]
 
 
@@ -158,7 +203,7 @@ def test_a_mistake_is_named(load, case):
 
 def test_a_jsonl_row_without_the_text_column_is_left_out(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS) + '\n{"label": "cat"}\n')
-    files = {"train_file": str(tmp_path / "a.jsonl"), "validation_file": str(tmp_path / "a.jsonl")}
+    files = {"train_file": [str(tmp_path / "a.jsonl")], "validation_file": [str(tmp_path / "a.jsonl")]}
     texts = load_labelled_text(LabelledTextArguments(dataset=None, **files))
     assert len(texts.train) == len(texts.validation) == len(ROWS)
     assert texts.num_without_text == 2
@@ -171,8 +216,8 @@ BROKEN_FILES = {
     "header.csv": ("text,label\n", "cannot be read as csv"),
     "half.jsonl": ('{"text": "a"', "cannot be read as json"),
     "words.parquet": ("words", "cannot be read as parquet"),
-    "words.txt": ("words", "must end in one of .csv"),
-    "absent.csv": (None, "not there"),
+    "words.txt": ("words", "ends in none of .csv"),
+    "absent.csv": (None, "is not a file"),
 }
 
 
@@ -184,7 +229,7 @@ def test_a_broken_file_is_named(tmp_path, name):
     good = write(tmp_path / "good.jsonl", ROWS)
     for files in ((str(tmp_path / name), good), (good, str(tmp_path / name))):
         with pytest.raises(InputError) as error:
-            load_labelled_text(LabelledTextArguments(dataset=None, train_file=files[0], validation_file=files[1]))
+            load_labelled_text(LabelledTextArguments(dataset=None, train_file=[files[0]], validation_file=[files[1]]))
         assert words in str(error.value)
         assert name in str(error.value)
         assert "\n" not in str(error.value)
@@ -193,9 +238,9 @@ def test_a_broken_file_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     "source",
     [
-        {"dataset": None, "train_file": "a.csv"},
-        {"dataset": None, "validation_file": "a.csv"},
-        {"dataset": "docstrings", "train_file": "a.csv", "validation_file": "b.csv"},
+        {"dataset": None, "train_file": ["a.csv"]},
+        {"dataset": None, "validation_file": ["a.csv"]},
+        {"dataset": "docstrings", "train_file": ["a.csv"], "validation_file": ["b.csv"]},
     ],
 )
 def test_one_whole_source_is_needed(source):

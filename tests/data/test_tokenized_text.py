@@ -117,7 +117,15 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "i
 
 
 def test_a_model_without_positions_takes_every_length(tokenizer):
-    check_length(1000, XLNetModel(XLNetConfig(vocab_size=300, d_model=16, n_layer=1, n_head=2, d_inner=16)), tokenizer)
+    model = XLNetModel(XLNetConfig(vocab_size=300, d_model=16, n_layer=1, n_head=2, d_inner=16))
+    check_length(1000, model.config, model, tokenizer)
+
+
+def test_the_configuration_alone_refuses_a_length():
+    config = BertConfig(**SMALL, vocab_size=300, max_position_embeddings=20)
+    check_length(20, config)
+    with pytest.raises(InputError, match="--max_length 21 is more than the 20 tokens"):
+        check_length(21, config)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +137,10 @@ def test_a_model_without_positions_takes_every_length(tokenizer):
     ids=["bert", "roberta"],
 )
 def test_a_length_is_refused_exactly_when_the_model_cannot_take_it(tokenizer, model, longest):
-    check_length(longest, model, tokenizer)
+    check_length(longest, model.config, model, tokenizer)
     model(torch.full((1, longest), 5))
     with pytest.raises(InputError, match=f"--max_length {longest + 1} is more than the {longest} tokens"):
-        check_length(longest + 1, model, tokenizer)
+        check_length(longest + 1, model.config, model, tokenizer)
     with pytest.raises(Exception, match=r"index|size"):
         model(torch.full((1, longest + 1), 5))
 
@@ -141,7 +149,7 @@ def test_a_tokenizer_may_know_better_than_the_model(saved):
     given = AutoTokenizer.from_pretrained(saved, model_max_length=12)
     model = BertModel(BertConfig(**SMALL, vocab_size=300, max_position_embeddings=20))
     with pytest.raises(InputError, match="more than the 12 tokens"):
-        check_length(13, model, given)
+        check_length(13, model.config, model, given)
 
 
 def test_what_the_model_does_not_take_is_refused(saved):

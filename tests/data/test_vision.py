@@ -186,6 +186,15 @@ def test_the_digits_are_told_from_nothing_but_themselves(folder):
     assert len(digits.differences(load(data_dir=str(folder)).fingerprint.record())) == 3
 
 
+def test_the_images_of_an_evaluated_model_have_its_classes(folder):
+    flags = images.ImageDataArguments(data_dir=str(folder), image_size=8)
+    splits = images.load_images(flags, seed=0, model_labels=("emu", "dog", "cat"))
+    assert splits.label_names == ("emu", "dog", "cat")
+    assert [int(splits.validation[index]["labels"]) for index in range(6)] == [2, 2, 2, 1, 1, 1]
+    with pytest.raises(InputError, match=r"classes that the model does not know \(cat\), only dog, emu: "):
+        images.load_images(flags, seed=0, model_labels=("dog", "emu"))
+
+
 def test_rows_without_a_class(tmp_path):
     name = save_parquet(tmp_path / "set", COLUMNS, train=rows_of([0, 1]), test=rows_of([0, -1]))
     assert "images without a class (label -1)" in refusal(dataset=name)

@@ -108,7 +108,7 @@ def files(tmp_path):
 def tokenizer(files):
     return load_text_tokenizer(
         None,
-        load_labelled_text(LabelledTextArguments(dataset=None, train_file=files[1], validation_file=files[3])),
+        load_labelled_text(LabelledTextArguments(dataset=None, train_file=[files[1]], validation_file=[files[3]])),
         vocab_size=300,
     )
 
@@ -176,7 +176,7 @@ def test_what_a_run_leaves_behind(train, files, tmp_path, tokenizer):
     assert results["eval"].keys() == {"accuracy", "f1", "loss", "majority_share"}
     assert results["eval"]["majority_share"] == pytest.approx(10 / 19)
     config = json.loads((folder / "config.json").read_text())
-    assert config["train_file"] == files[1]
+    assert config["train_file"] == [files[1]]
     saved = AutoModelForSequenceClassification.from_pretrained(folder / "final")
     assert saved.config.id2label == {0: "no", 1: "yes"}
     assert AutoTokenizer.from_pretrained(folder / "final")("cats") == tokenizer("cats")
@@ -197,6 +197,16 @@ def test_what_has_been_saved_answers_as_it_was_evaluated(train, files, tmp_path)
         model.config.id2label[one.argmax().item()] == row["label"] for one, row in zip(logits, held_out, strict=True)
     ]
     assert results["eval"]["accuracy"] == sum(right) / len(right)
+
+
+def test_an_evaluation_keeps_the_classes_of_the_model(train, refuse, files, tmp_path):
+    trained = train(*MODELS["bert"], *files, *SHORT, "--learning_rate", "1e-3", "--max_steps", "20", output="trained")
+    model = ["--model_name_or_path", str(tmp_path / "trained" / "final"), "--eval_only"]
+    alone = train(*model, *files[2:], *SHORT, output="alone")
+    assert alone["eval"] == pytest.approx(trained["eval"], rel=1e-6)
+    renamed = write(tmp_path / "renamed.jsonl", [row | {"label": f"a {row['label']}"} for row in rows(19, 1)])
+    line = refuse(*model, "--validation_file", str(renamed), *SHORT)
+    assert "classes that the model does not know (a no, a yes), only no, yes" in line
 
 
 def test_pairs_of_texts(train, tmp_path):

@@ -14,12 +14,11 @@ only the first is kept. The texts depend on the installed versions and on nothin
 import ast
 import glob
 import hashlib
-import os
 import re
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -29,8 +28,9 @@ from typing import NamedTuple
 
 import datasets
 
+from memsave_recipes.data.classes import in_classes_of_model
 from memsave_recipes.data.text.documents import VALIDATION_NAMES, progress_bars
-from memsave_recipes.data.text.files import LOADING_ERRORS
+from memsave_recipes.data.text.files import LOADING_ERRORS, find_files
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import loading_by_name, reason
 from memsave_recipes.text import join_names
@@ -78,8 +78,13 @@ class LabelledTextArguments:
 
     dataset: str | None = field(default=None, metadata={"help": "docstrings (the default, built in) or a Hub id"})
     dataset_config_name: str | None = field(default=None, metadata={"help": "part of a Hub data set, such as sst2"})
-    train_file: str | None = field(default=None, metadata={"help": "texts and labels in a .csv, .jsonl or .parquet"})
-    validation_file: str | None = field(default=None, metadata={"help": "goes with --train_file"})
+    train_file: list[str] | None = field(
+        default=None,
+        metadata={"help": 'labelled texts: files, folders, "patterns/*" (.csv, .json, .jsonl, .parquet)'},
+    )
+    validation_file: list[str] | None = field(
+        default=None, metadata={"help": "the same; goes with --train_file, or alone with --eval_only"}
+    )
     text_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
     text_pair_column: str | None = field(default=None, metadata={"help": "the second text, where pairs are classified"})
     label_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
@@ -90,12 +95,16 @@ class LabelledTextArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledText:
-    """Two splits with the columns ``text``, of pairs also ``text_pair``, and ``label``, the index of a class."""
+    """Two splits with the columns ``text``, of pairs also ``text_pair``, and ``label``, the index of a class.
+
+    Without training texts, ``train`` is ``validation``; ``of_files`` says how many files were read, where flags do not.
+    """
 
     train: datasets.Dataset
     validation: datasets.Dataset
     label_names: tuple[str, ...]
     num_without_text: int = 0
+    of_files: tuple[str, ...] = ()
 
     @property
     def majority_share(self) -> float:
@@ -106,12 +115,14 @@ class LabelledText:
     @property
     def notice(self) -> str:
         """The size of the splits and the accuracy of the largest class, in one line."""
-        sizes = f"{len(self.train):,} training texts, {len(self.validation):,} held out"
+        sizes = f"{len(self.validation):,} held out"
+        if self.train is not self.validation:
+            sizes = f"{len(self.train):,} training texts, {sizes}"
         classes = f"{len(self.label_names)} classes, the largest with {self.majority_share:.1%} of those held out"
         left_out = (
             [f"rows left out because they have no text: {self.num_without_text}"] if self.num_without_text else []
         )
-        return "; ".join([sizes, classes, *left_out])
+        return "; ".join([sizes, classes, *left_out, *self.of_files])
 
     def documents(self) -> Iterator[str]:
         """The training texts, those of pairs one by one, for a tokenizer to be trained on."""
@@ -120,51 +131,83 @@ class LabelledText:
                 yield from self.train[column]
 
 
-def load_labelled_text(flags: LabelledTextArguments) -> LabelledText:
+def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[str] | None = None) -> LabelledText:
     """Load the labelled texts that the flags name: built in, of files, or of the Hub (``glue`` is ``nyu-mll/glue``).
+
+    Args:
+        model_labels: the classes of the model that is evaluated, which trains nothing: they are those of the texts, and
+            ``--validation_file`` may stand alone. By default the classes are those of the training texts.
 
     Raises:
         InputError: two sources; a file, split, column, row, text or label is missing; fewer than two classes; a
-            label outside the classes. Rows are counted from 1.
+            label outside the classes. Rows are counted from 1, in each file.
     """
-    parts = _read_splits(flags.dataset, flags.dataset_config_name, flags.train_file, flags.validation_file)
-    columns = _find_columns(parts["train"], flags.text_column, flags.text_pair_column, flags.label_column)
-    parts = {split: _select(part, columns) for split, part in parts.items()}
-    names, index_of = _classes(parts["train"])
+    source = _read_source(flags, only_validation=model_labels is not None)
+    first = source.splits.get("train", source.splits["validation"])
+    columns = _find_columns(first[0], flags.text_column, flags.text_pair_column, flags.label_column)
+    selected = {split: [_select(part, columns) for part in parts] for split, parts in source.splits.items()}
+    names, index_of = _classes(selected.get("train", selected["validation"]))
+    if model_labels is not None:
+        names, places = in_classes_of_model(names, model_labels, first[0].source)
+        index_of = {label: places[index] for label, index in index_of.items()}
     with progress_bars(False):
-        whole = [_with_class_indices(part, names, index_of) for part in parts.values()]
-        train, validation = (_with_text(rows, part.source) for rows, part in zip(whole, parts.values(), strict=True))
-    num_without_text = sum(map(len, whole)) - len(train) - len(validation)
-    return LabelledText(train=train, validation=validation, label_names=tuple(names), num_without_text=num_without_text)
+        whole = {
+            split: datasets.concatenate_datasets([_with_class_indices(part, names, index_of) for part in parts])
+            for split, parts in selected.items()
+        }
+        kept = {split: _with_text(rows, source.splits[split]) for split, rows in whole.items()}
+    return LabelledText(
+        train=kept.get("train", kept["validation"]),
+        validation=kept["validation"],
+        label_names=tuple(names),
+        num_without_text=sum(map(len, whole.values())) - sum(map(len, kept.values())),
+        of_files=source.notes,
+    )
 
 
 class _Part(NamedTuple):
-    """A split, and its source for messages."""
+    """A split or one of its files, and its source for messages."""
 
     source: str
     rows: datasets.Dataset
 
 
-def _read_splits(
-    dataset: str | None, config_name: str | None, train_file: str | None, validation_file: str | None
-) -> dict[str, _Part]:
+class _Source(NamedTuple):
+    """The parts of each split, and lines on files that are read or not."""
+
+    splits: dict[str, list[_Part]]
+    notes: tuple[str, ...] = ()
+
+
+def _read_source(flags: LabelledTextArguments, *, only_validation: bool) -> _Source:
+    dataset, config_name = flags.dataset, flags.dataset_config_name
     if config_name and dataset in (None, BUILT_IN):
         raise InputError(f"--dataset_config_name {config_name} goes with --dataset HUB_ID: leave it out")
-    if dataset and not (train_file or validation_file):
-        if dataset == BUILT_IN:
-            with progress_bars(False):
-                return {split: _Part("--dataset docstrings", rows) for split, rows in load_docstrings().items()}
-        return _read_hub(dataset, config_name)
-    if train_file and validation_file and not dataset:
+    if dataset and not (flags.train_file or flags.validation_file):
+        if dataset != BUILT_IN:
+            return _Source(_read_hub(dataset, config_name))
         with progress_bars(False):
-            files = {"train": ("--train_file", train_file), "validation": ("--validation_file", validation_file)}
-            return {split: _read_file(flag, Path(path)) for split, (flag, path) in files.items()}
+            return _Source({split: [_Part("--dataset docstrings", rows)] for split, rows in load_docstrings().items()})
+    if flags.validation_file and not dataset and (flags.train_file or only_validation):
+        words = {"train": flags.train_file, "validation": flags.validation_file}
+        return _read_files({split: named for split, named in words.items() if named})
     raise InputError(
         "give the texts by --dataset docstrings, by --dataset HUB_ID, or by --train_file and --validation_file"
     )
 
 
-def _read_hub(dataset: str, config_name: str | None) -> dict[str, _Part]:
+def _read_files(words: dict[str, list[str]]) -> _Source:
+    splits, notes = {}, []
+    for split, named in words.items():
+        flag = f"--{split}_file"
+        found = find_files(flag, named, FORMATS)
+        notes += found.notes(flag)
+        with progress_bars(False):
+            splits[split] = [_read_file(flag, path) for path in found.files]
+    return _Source(splits, tuple(notes))
+
+
+def _read_hub(dataset: str, config_name: str | None) -> dict[str, list[_Part]]:
     source = f"--dataset {dataset}"
     name = OLD_HUB_IDS.get(dataset, dataset)
     with loading_by_name(name, source, "check --dataset_config_name, or use --dataset docstrings"):
@@ -176,24 +219,22 @@ def _read_hub(dataset: str, config_name: str | None) -> dict[str, _Part]:
             raise InputError(
                 f"{source} has no {split} split, only {join_names(splits, MAX_NAMED)}: one must be {' or '.join(names)}"
             )
-        parts[split] = _Part(f"{source}, split {present[0]}", splits[present[0]])
+        parts[split] = [_Part(f"{source}, split {present[0]}", splits[present[0]])]
     return parts
 
 
 def _read_file(flag: str, path: Path) -> _Part:
     source = f"{flag} {path}"
-    if path.suffix not in FORMATS:
-        raise InputError(f"{source}: its name must end in one of {join_names(FORMATS)}")
-    is_there = os.path.isfile(path)  # unlike pathlib, without an error for what can be no path
-    if not is_there or not path.stat().st_size:
-        raise InputError(f"{source} is {'empty' if is_there else 'not there'}: name a file with labelled texts")
+    if not path.stat().st_size:
+        raise InputError(f"{source} is empty: name a file with labelled texts")
+    kind = FORMATS[path.suffix.lower()]
     # In a text NA, null and None are words, not missing values.
-    options = {"na_values": [""], "keep_default_na": False} if path.suffix == ".csv" else {}
+    options = {"na_values": [""], "keep_default_na": False} if kind == "csv" else {}
     files = {"train": glob.escape(str(path))}
     try:
-        return _Part(source, datasets.load_dataset(FORMATS[path.suffix], data_files=files, split="train", **options))
+        return _Part(source, datasets.load_dataset(kind, data_files=files, split="train", **options))
     except (*LOADING_ERRORS, StopIteration) as error:  # the latter for a .jsonl of blank lines
-        raise InputError(f"{source} cannot be read as {FORMATS[path.suffix]}: {reason(error)}") from error
+        raise InputError(f"{source} cannot be read as {kind}: {reason(error)}") from error
 
 
 def _find_columns(part: _Part, text: str | None, pair: str | None, label: str | None) -> dict[str, str]:
@@ -235,20 +276,28 @@ def _select(part: _Part, columns: dict[str, str]) -> _Part:
             raise InputError(f"{source}: row {values.index(None) + 1} has no {theirs}: add it or remove the row")
         if ours != "label" and not all(isinstance(value, str | None) for value in values):
             raise InputError(f"{source}: the column {theirs} holds no text: name another one by --{ours}_column")
-    return _Part(source, rows.select_columns(list(columns)).rename_columns(columns))
+    selected = rows.select_columns(list(columns)).rename_columns(columns)
+    texts = {column: datasets.Value("string") for column in selected.column_names if column != "label"}
+    return _Part(source, selected.cast(datasets.Features({**selected.features, **texts})))
 
 
-def _classes(part: _Part) -> tuple[list[str], dict[str, int]]:
+def _classes(parts: Sequence[_Part]) -> tuple[list[str], dict[str, int]]:
     """The names of the classes, and the class of each label as it stands in the data."""
-    feature, labels = part.rows.features["label"], set(part.rows["label"])
+    labels = set().union(*(part.rows["label"] for part in parts))
     if not all(isinstance(label, str | int) for label in labels):
-        raise InputError(f"{part.source}: labels are words or whole numbers: name another column by --label_column")
+        raise InputError(f"{_name_of(parts)}: labels are words or whole numbers: name another column by --label_column")
     if len(labels) < 2:
-        raise InputError(f"{part.source} has texts of {len(labels)} class(es): give at least 2 to tell apart")
+        raise InputError(f"{_name_of(parts)} has texts of {len(labels)} class(es): give at least 2 to tell apart")
+    feature = parts[0].rows.features["label"]
     if isinstance(feature, datasets.ClassLabel):
         return feature.names, {str(index): index for index in range(feature.num_classes)}
-    names = [str(label) for label in sorted(labels)]
+    are_numbers = all(isinstance(label, int) for label in labels)
+    names = list(dict.fromkeys(map(str, sorted(labels, key=None if are_numbers else str))))
     return names, {name: index for index, name in enumerate(names)}
+
+
+def _name_of(parts: Sequence[_Part]) -> str:
+    return parts[0].source + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
 
 
 def _with_class_indices(part: _Part, names: list[str], index_of: dict[str, int]) -> datasets.Dataset:
@@ -264,11 +313,11 @@ def _with_class_indices(part: _Part, names: list[str], index_of: dict[str, int])
     return rows.remove_columns("label").add_column("label", indices, feature=datasets.Value("int64"))
 
 
-def _with_text(rows: datasets.Dataset, source: str) -> datasets.Dataset:
+def _with_text(rows: datasets.Dataset, parts: Sequence[_Part]) -> datasets.Dataset:
     columns = [column for column in ("text", "text_pair") if column in rows.column_names]
     kept = rows.filter(_have_text, batched=True, input_columns=columns)
     if not len(kept):
-        raise InputError(f"{source} has no text: give rows that are not blank")
+        raise InputError(f"{_name_of(parts)} has no text: give rows that are not blank")
     return kept if len(kept) < len(rows) else rows
 
 

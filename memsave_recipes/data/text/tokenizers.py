@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor
 from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -187,12 +189,20 @@ def tokenize(texts: LabelledText, tokenizer: PreTrainedTokenizerBase, *, max_len
     )
 
 
-def check_length(max_length: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ``InputError`` where ``model`` or ``tokenizer`` cannot take texts of ``max_length`` tokens."""
-    longest = tokenizer.model_max_length
-    if (num_positions := getattr(model.config, "max_position_embeddings", None) or 0) > 0:  # XLNet's -1 is no limit
+def check_length(
+    max_length: int,
+    config: PreTrainedConfig,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Raises ``InputError`` where a model of ``config`` cannot take texts of ``max_length`` tokens, nor ``tokenizer``.
+
+    The configuration alone tells most of them before any text is tokenized.
+    """
+    longest = inf if tokenizer is None else tokenizer.model_max_length
+    if (num_positions := getattr(config, "max_position_embeddings", None) or 0) > 0:  # XLNet's -1 is no limit
         longest = min(longest, num_positions)
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if model is not None else ():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             longest = min(longest, module.num_embeddings - module.padding_idx - 1)  # RoBERTa begins after the padding
     if max_length > longest:

@@ -18,6 +18,7 @@ from typing import Literal
 import datasets
 import numpy as np
 
+from memsave_recipes.data.classes import in_classes_of_model
 from memsave_recipes.data.text.documents import Splits, progress_bars
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
 from memsave_recipes.data.vision.checksums import LIST, check_against_list, fingerprint_of_images, names_below
@@ -126,7 +127,7 @@ class ImageSplits:
         return tuple(map(printable, lines))
 
 
-def load_images(flags: ImageDataArguments, *, seed: int) -> ImageSplits:
+def load_images(flags: ImageDataArguments, *, seed: int, model_labels: Sequence[str] | None = None) -> ImageSplits:
     """Load the labelled images that the flags name; only the training images are augmented.
 
     NOTE [ folders of images ] in ``image_folder.py`` says how a folder is read. With a ``SHA256SUMS`` of ``sha256sum``
@@ -136,11 +137,14 @@ def load_images(flags: ImageDataArguments, *, seed: int) -> ImageSplits:
 
     Args:
         seed: of the augmentation, and of the images that are held out; how the digits are split does not depend on it.
+        model_labels: the classes of the model that is evaluated, by which the images are labelled then.
 
     Raises:
         InputError: as ``read_images``; an image is broken, or differs from the list; there are too few to hold out.
     """
     splits, lost_links = read_images(flags)
+    if model_labels is not None:
+        splits = {split: _labelled_as(rows, model_labels, flags.source) for split, rows in splits.items()}
     listed = check_against_list(splits, flags.data_dir) if flags.data_dir else {}
     broken: list[str] = []
     if flags.dataset != "digits":
@@ -234,6 +238,12 @@ def check_labels(splits: Splits, source: str) -> None:
             raise InputError(
                 f"{source} has validation images of classes that train has none of ({listed}): add or remove them"
             )
+
+
+def _labelled_as(rows: datasets.Dataset, model_labels: Sequence[str], source: str) -> datasets.Dataset:
+    names, places = in_classes_of_model(rows.features["label"].names, model_labels, source)
+    labels = [places[label] for label in rows["label"]]
+    return rows.remove_columns("label").add_column("label", labels, feature=datasets.ClassLabel(names=names))
 
 
 def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
