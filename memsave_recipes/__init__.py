@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from memsave_recipes.activations import PlanHandle, apply_plan
     from memsave_recipes.equivalence import Verdict, verify
     from memsave_recipes.errors import InputError
+    from memsave_recipes.integrations.lightning_callback import MemsaveLightningCallback
+    from memsave_recipes.integrations.planned_training import PlannedTraining
+    from memsave_recipes.integrations.prepare import prepare
+    from memsave_recipes.integrations.trainer_callback import MemsaveCallback
     from memsave_recipes.losses import linear_cross_entropy
     from memsave_recipes.planner import StaticMemory, make_plan
     from memsave_recipes.planner.search import Candidate, Choice
@@ -24,9 +28,12 @@ __all__ = [
     "Candidate",
     "Choice",
     "InputError",
+    "MemsaveCallback",
+    "MemsaveLightningCallback",
     "OptimizerArguments",
     "Plan",
     "PlanHandle",
+    "PlannedTraining",
     "RunArguments",
     "StaticMemory",
     "Task",
@@ -35,6 +42,7 @@ __all__ = [
     "estimate",
     "linear_cross_entropy",
     "make_plan",
+    "prepare",
     "verify",
 ]
 
@@ -42,6 +50,10 @@ _MODULES = {
     "activations": ("PlanHandle", "apply_plan"),
     "equivalence": ("Verdict", "verify"),
     "errors": ("InputError",),
+    "integrations.lightning_callback": ("MemsaveLightningCallback",),
+    "integrations.planned_training": ("PlannedTraining",),
+    "integrations.prepare": ("prepare",),
+    "integrations.trainer_callback": ("MemsaveCallback",),
     "losses": ("linear_cross_entropy",),
     "planner": ("StaticMemory", "make_plan"),
     "planner.search": ("Candidate", "Choice"),

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ("memsave_recipes", "recipes", "accelerate_configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 OF_EXTRAS = (
     *("PIL", "bitsandbytes", "datasets", "evaluate", "kornia", "kornia_rs", "matplotlib", "peft", "pillow"),
+    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics", "trl"),
     *("scikit_learn", "sklearn", "tensorboard", "trackio", "wandb", "wandb_workspaces"),
 )
 SMALL = ["--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", "64", "--vocab_size", "512"]

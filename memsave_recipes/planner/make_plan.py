@@ -1,24 +1,45 @@
-"""A plan for a model in a script of one's own: from a strategy's name, or the fastest that fits a memory budget."""
+"""A plan for a model in a script of one's own: from a strategy's name, or the fastest that fits a memory budget.
+
+``make_plan`` is for a model with a batch; ``plan_step`` for any forward that ends in a loss, on one rank or on several,
+which then take the same plan.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import Forecast, StaticMemory, forecast, plans_to_measure, usable_host_bytes
-from memsave_recipes.planner.trial_step import step_bytes
+from memsave_recipes.planner.optimizer_state import state_bytes_of, torch_optimizer, update_bytes_of
+from memsave_recipes.planner.ranks import Ranks
+from memsave_recipes.planner.trial_step import group_counts, step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.prediction import Prediction
-from memsave_recipes.profiling.block_costs import Measurement, Workload, measure, num_runs
+from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
+from memsave_recipes.profiling.memory import empty_cache
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, gib_that_suffice, to_gib
 
 MAX_TRIALS = 4
 """Plans that are run at most, each with more memory kept free than the one before, until one fits the budget."""
+ALONE = Ranks()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """For a progress bar: ``total`` is told the number of forwards and backwards to measure, ``step`` one of them."""
+
+    total: Callable[[int], Any] = lambda count: None
+    step: Callable[[], Any] = lambda: None
+
+
+QUIET = Progress()
 
 
 def make_plan(
@@ -29,6 +50,7 @@ def make_plan(
     budget_gib: float | None = None,
     loss_fn: Callable[[Any], Tensor] | None = None,
     blocks: Sequence[str] | type[nn.Module] | None = None,
+    optimizer: Optimizer | None = None,
     static: StaticMemory | None = None,
     predict: bool = False,
 ) -> Plan:
@@ -50,7 +72,9 @@ def make_plan(
             first tensor, which may need less memory than the loss of the training.
         blocks: for a model whose blocks are not found: the class of its layers, or names of modules in the order in
             which they run.
-        static: memory besides forward and backward; default: AdamW's two copies of all parameters that train.
+        optimizer: of the training; its state counts. Without one it is AdamW's two copies of all parameters that
+            train.
+        static: memory besides forward and backward, in place of ``optimizer``.
         predict: measure steps of ``batch`` for the prediction of another strategy as well; those without checkpointing
             have to fit into memory. There is none of plans that compile, nor of ``bottleneck``.
 
@@ -58,7 +82,7 @@ def make_plan(
         InputError: no such strategy, a budget that no plan fits in, or a model without blocks for it. The message
             names these parameters.
     """
-    names = _names_of(model, blocks)
+    names = names_of(model, blocks)
     stacks = [names] if names else block_names(find_stacks(model))
     if batch is None:
         if strategy in BUDGET_WORDS:
@@ -66,23 +90,58 @@ def make_plan(
         return plan_for(strategy, stacks) if names else plan_blocks(model, strategy, None)
     workload = Workload(
         model=model,
-        forward=lambda: (loss_fn or _loss)(_call(model, batch)),
+        forward=lambda: (loss_fn or loss_of)(call(model, batch)),
         batch=[leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)],
         device=next(model.parameters()).device,
         stacks=stacks,
     )
-    static = static or StaticMemory(state_bytes=2 * sum(p.nbytes for p in model.parameters() if p.requires_grad))
+    trained_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    static = static or (static_of(optimizer) if optimizer else StaticMemory(state_bytes=2 * trained_bytes))
+    return plan_step(workload, strategy, budget_gib=budget_gib, static=static, named=bool(names), predict=predict)
+
+
+def static_of(optimizer: Optimizer) -> StaticMemory:
+    """The state of an optimizer, or of a wrapper of it, and the temporaries of its update."""
+    optimizer = torch_optimizer(optimizer)
+    return StaticMemory(state_bytes=state_bytes_of(optimizer), optimizer_bytes=update_bytes_of(optimizer))
+
+
+def plan_step(
+    workload: Workload,
+    strategy: str,
+    *,
+    budget_gib: float | None,
+    static: StaticMemory,
+    named: bool = False,
+    predict: bool = False,
+    progress: Progress = QUIET,
+    ranks: Ranks = ALONE,
+) -> Plan:
+    """As ``make_plan``, for a forward that ends in a loss.
+
+    Args:
+        named: whether the workload's stacks are the user's choice, and not those that are found in the model.
+
+    Raises:
+        InputError: as ``make_plan``.
+    """
     if strategy in BUDGET_WORDS:
         if budget_gib is None:
             raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
-        found = plan_workload(workload, strategy, int(budget_gib * GIB), static)
+        found = plan_workload(workload, strategy, int(budget_gib * GIB), static, progress=progress, ranks=ranks)
         return replace(found.plan, prediction=Prediction.of(found.chain, found.plan))
-    running = running_blocks(model, stacks, lambda: _call(model, batch), workload.device)
-    plan = plan_for(strategy, stacks) if names else plan_blocks(model, strategy, running)
-    return replace(plan, prediction=_predicted(plan, workload, static)) if predict else plan
+    model, stacks = workload.model, workload.stacks
+    running = running_blocks(model, stacks, workload.forward, workload.device)
+    plan = plan_for(strategy, stacks) if named else plan_blocks(model, strategy, running)
+    return replace(plan, prediction=_predicted(plan, workload, static, progress, ranks)) if predict else plan
 
 
-def _names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -> list[str]:
+def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -> list[str]:
+    """The names of the blocks that the user names; none where they are to be found.
+
+    Raises:
+        InputError: the model has none of that class.
+    """
     if not isinstance(blocks, type):
         return list(blocks or ())
     names = [name for name, module in model.named_modules() if isinstance(module, blocks)]
@@ -91,13 +150,16 @@ def _names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) 
     return names
 
 
-def _predicted(plan: Plan, workload: Workload, static: StaticMemory) -> Prediction | None:
+def _predicted(
+    plan: Plan, workload: Workload, static: StaticMemory, progress: Progress, ranks: Ranks
+) -> Prediction | None:
     """By measured costs; ``None`` for a plan of other blocks than the stacks' (``bottleneck``), and for one that
     compiles, which would take as long as compiling for the training.
     """
     if not plan.is_bitwise or not set(plan.blocks) <= {name for stack in workload.stacks for name in stack}:
         return None
-    measured = measure(workload, plans_to_measure(plan.strategy, workload, device_type=workload.device.type))
+    plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type)
+    measured = _measured(workload, plans, progress, ranks)
     offloads = bool(plan.blocks_under(Action.OFFLOAD))
     chain = static.added_to(measured.chain(offload=offloads))
     return Prediction.of(chain, plan) if plan.blocks == chain.decided_names else None
@@ -109,15 +171,13 @@ def plan_workload(
     budget_bytes: int,
     static: StaticMemory,
     *,
-    on_runs: Callable[[int], Any] = lambda count: None,
-    on_run: Callable[[], Any] = lambda: None,
+    progress: Progress = QUIET,
+    ranks: Ranks = ALONE,
 ) -> Forecast:
     """Measure the blocks of a workload and choose the fastest plan that fits, both in prediction and in a trial step.
 
-    A trial step takes two forwards and backwards, three under accumulation. Most models need one.
-
-    Args:
-        on_runs, on_run: for a progress bar: the number of forwards and backwards to measure, and one of them done.
+    A trial step takes two forwards and backwards, three under accumulation. Most models need one. On several ranks the
+    first one's prediction chooses, and the largest trial step of all of them has to fit.
 
     Raises:
         InputError: as ``make_plan``.
@@ -125,24 +185,50 @@ def plan_workload(
     if not any(workload.stacks):
         raise InputError(f"strategy {strategy}: {type(workload.model).__name__} has no blocks for it; use none")
     plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
-    on_runs(num_runs(plans))
+    return _fitting_when_run(_measured(workload, plans, progress, ranks), budget_bytes, static, ranks)
+
+
+def _measured(workload: Workload, plans: Sequence[Plan], progress: Progress, ranks: Ranks) -> Measurement:
+    """All blocks at once, or group by group where memory is too small for that.
+
+    Raises:
+        torch.OutOfMemoryError: it is too small for the smallest groups as well.
+    """
     host_budget_bytes = usable_host_bytes(workload.device)
-    measured = measure(workload, plans, host_budget_bytes=host_budget_bytes, on_run=on_run)
-    return _fitting_when_run(measured, budget_bytes, static, host_budget_bytes)
+
+    def attempt() -> Measurement:
+        return measure_in_groups(workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.step)
+
+    for num_groups in group_counts(sum(map(len, workload.stacks))):
+        progress.total(num_groups * num_runs(plans))
+        if measured := ranks.attempt(attempt):
+            return measured
+        empty_cache(workload.device)
+    raise torch.OutOfMemoryError("there is no memory to measure this batch: make it smaller")
 
 
-def _fitting_when_run(
-    measured: Measurement, budget_bytes: int, static: StaticMemory, host_budget_bytes: int | None
-) -> Forecast:
+def _fitting_when_run(measured: Measurement, budget_bytes: int, static: StaticMemory, ranks: Ranks) -> Forecast:
     """The fastest plan whose trial step fits the budget.
 
     Raises:
         InputError: no plan is predicted to fit, or none of ``MAX_TRIALS`` does.
+        torch.OutOfMemoryError: a rank had no memory for the trial step.
     """
     workload, missed_bytes = measured.workload, 0
+    host_budget_bytes = usable_host_bytes(workload.device)
+
+    def choose() -> Forecast:
+        return forecast(measured, budget_bytes, static, missed_bytes=missed_bytes, host_budget_bytes=host_budget_bytes)
+
+    def run() -> int:
+        return step_bytes(found, static, workload.model, workload.forward, workload.device)
+
     for _ in range(MAX_TRIALS):
-        found = forecast(measured, budget_bytes, static, missed_bytes=missed_bytes, host_budget_bytes=host_budget_bytes)
-        needed = step_bytes(found, static, workload.model, workload.forward, workload.device)
+        found = ranks.of_first(choose)
+        tried = ranks.attempt(run)
+        if tried is None:
+            raise torch.OutOfMemoryError(f"budget_gib {to_gib(budget_bytes):g}: the device has less memory than that")
+        needed = ranks.largest(tried)
         if needed <= budget_bytes:
             return found
         missed_bytes = needed - found.peak.total_bytes  # more than was kept free, or the plan would have fitted
@@ -152,13 +238,15 @@ def _fitting_when_run(
     )
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call(model: nn.Module, batch: Any) -> Any:
+    """The output of ``model`` for a mapping, a sequence, or a single argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
-def _loss(output: Any) -> Tensor:
+def loss_of(output: Any) -> Tensor:
+    """Its ``loss``, or the sum of its first tensor."""
     loss: Tensor | None = getattr(output, "loss", None)
     if loss is not None:
         return loss

@@ -63,21 +63,13 @@ class StepOnDevice:
 
         All blocks are measured at once, or group by group where memory is too small for that and plans may recompute.
         """
-        for num_groups in self._numbers_of_groups(space.strategy):
+        num_blocks = sum(map(len, block_names(find_stacks(self.model))))
+        for num_groups in group_counts(num_blocks if space.strategy != "none" else 1):
             found = self._measured(space, layout, num_groups, progress)
             if found is not None:
                 return found
             empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
         return []
-
-    def _numbers_of_groups(self, strategy: str) -> Iterator[int]:
-        """1, and for plans that may recompute its doublings, up to a group for every block."""
-        num_blocks = sum(map(len, block_names(find_stacks(self.model))))
-        num_groups = 1
-        while num_groups < num_blocks and strategy != "none":
-            yield num_groups
-            num_groups *= 2
-        yield num_blocks if strategy != "none" else 1
 
     def _measured(
         self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: tqdm
@@ -118,6 +110,15 @@ class StepOnDevice:
                 return self.loss_of(batch)
 
         return forward
+
+
+def group_counts(num_blocks: int) -> Iterator[int]:
+    """The numbers of groups to measure blocks in, one after the other until memory suffices: 1 and its doublings."""
+    num_groups = 1
+    while num_groups < num_blocks:
+        yield num_groups
+        num_groups *= 2
+    yield max(1, num_blocks)
 
 
 def run_trial_step(

@@ -111,7 +111,10 @@ BAD = {
     "no conversation": ({"question": "a"}, "row 2 is no conversation"),
     "no object": ("words", "row 2 is no conversation"),
     "no messages": (turns(), "row 2 has no messages"),
-    "a preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "row 2 is a preference pair.*DPOTrainer"),
+    "a preference pair": (
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        "row 2 is a preference .*MemsaveCallback",
+    ),
     "empty content": (turns(USER, {"role": "assistant", "content": " \n"}), "row 2 message 2 is empty"),
     "content in parts": (turns(USER, {"role": "assistant", "content": [{"text": "x"}]}), "message 2 has no text"),
     "a late system message": (turns(USER, SYSTEM, REPLY), "row 2 message 2 is a system message"),

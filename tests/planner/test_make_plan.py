@@ -14,7 +14,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.planner import StaticMemory, make_plan
 from memsave_recipes.planner.budget import forecast, plans_to_measure
 from memsave_recipes.plans import Plan
-from memsave_recipes.profiling.block_costs import Workload, measure
+from memsave_recipes.profiling.block_costs import Workload, measure, measure_in_groups
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.text import GIB
 
@@ -233,3 +233,33 @@ def test_blocks_by_their_class_and_in_a_dictionary():
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
     with pytest.raises(InputError, match="blocks Conv2d: Loop has no such modules"):
         make_plan(model, x, strategy="full", blocks=nn.Conv2d)
+
+
+def test_where_memory_is_short_the_blocks_are_measured_in_groups(gpt2, monkeypatch):
+    tokens = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
+    numbers = []
+
+    def short(workload, plans, num_groups, **others):
+        numbers.append(num_groups)
+        if num_groups < 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return measure_in_groups(workload, plans, num_groups, **others)
+
+    monkeypatch.setattr(sys.modules[make_plan.__module__], "measure_in_groups", short)
+    batch = {"input_ids": tokens, "labels": tokens}
+    plan = make_plan(gpt2.train(), batch, strategy=STRATEGY, budget_gib=BUDGET_GIB)
+    assert numbers == [1, 2, 4]
+    assert plan.prediction.peak_bytes <= BUDGET_GIB * GIB
+
+
+def test_the_state_of_the_given_optimizer_counts(gpt2):
+    tokens = torch.randint(0, 256, (2, 64))
+    peaks = [
+        make_plan(
+            gpt2, {"input_ids": tokens, "labels": tokens}, strategy="full", optimizer=optimizer, predict=True
+        ).prediction.peak_bytes
+        for optimizer in (None, AdamW(gpt2.parameters()), torch.optim.SGD(gpt2.parameters()))
+    ]
+    weights_bytes = sum(parameter.nbytes for parameter in gpt2.parameters())
+    assert abs(peaks[1] - peaks[0]) < 1000  # AdamW's counters of steps
+    assert abs(peaks[0] - peaks[2] - 2 * weights_bytes) < 1000

@@ -206,7 +206,7 @@ def _format_of(row: Any, place: str) -> tuple[str, ...]:
     if _holds(row)(PREFERENCES):
         raise InputError(
             f"{place} is a preference pair (chosen, rejected), on which nothing is fine-tuned here: use DPOTrainer of "
-            "TRL, or keep the chosen conversation as messages"
+            "TRL with memsave_recipes.MemsaveCallback, or keep the chosen conversation as messages"
         )
     found = next(filter(_holds(row), FORMATS), None)
     if found is None:

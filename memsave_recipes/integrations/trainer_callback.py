@@ -1,0 +1,184 @@
+"""A plan in transformers' ``Trainer`` and the trainers of TRL: ``Trainer(..., callbacks=[MemsaveCallback(...)])``."""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.integrations.attributes import replaced
+from memsave_recipes.integrations.planned_training import MicroBatch, PlannedTraining, PlanSettings, tensors_in
+from memsave_recipes.integrations.refusals import check_model
+from memsave_recipes.plans import Plan
+
+SHARDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+
+
+class MemsaveCallback(TrainerCallback):
+    """The trainer's model follows a plan, from its first batch to the end of ``train()``.
+
+    It prints the plan with its prediction, and in the second step the peak beside it.
+
+    Args:
+        budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
+        strategy: as of ``make_plan``.
+        blocks: as of ``make_plan``.
+
+    Raises:
+        InputError: settings that do not go together; when training begins: arguments of the trainer that a plan cannot
+            stand beside, and a budget that no plan fits in.
+    """
+
+    def __init__(
+        self,
+        budget_gib: float | None = None,
+        *,
+        strategy: str = "budget:bitwise",
+        blocks: Sequence[str] | type[nn.Module] | None = None,
+    ) -> None:
+        self.settings = PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks)
+        self.training: PlannedTraining | None = None
+        self._patches = ExitStack()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the training, from its first batch on."""
+        return self.training.plan if self.training else None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Refuse arguments before ``train()`` acts on them."""
+        _check_arguments(args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stand before the trainer's ``compute_loss``."""
+        self.remove()  # after a training that ended outside of a step, by an exception
+        trainer = _calling_trainer()
+        _check_arguments(args)
+        _check_trainer(trainer)
+        check_model(trainer.model_wrapped)
+        self.training = PlannedTraining(
+            settings=self.settings,
+            model=trainer.model,
+            optimizer=trainer.optimizer,
+            gradients_resident=args.gradient_accumulation_steps > 1,
+            others=_other_models(trainer),
+            owners=[trainer],
+        )
+        step = _removing_on_error(self, trainer.training_step)
+        self._patches.enter_context(replaced(trainer, "compute_loss", _planned_loss(self.training, trainer)))
+        self._patches.enter_context(replaced(trainer, "training_step", step))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse a trainer that never calls ``compute_loss``, before it changes a weight."""
+        if self.training is not None and self.plan is None:
+            self.remove()
+            raise InputError(
+                "MemsaveCallback: this trainer's training_step does not call compute_loss: use memsave.prepare in a "
+                "loop of your own"
+            )
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Compare the step with its prediction."""
+        if self.training is not None:
+            self.training.after_step()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Set the trainer and its model back."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Set the trainer and its model back; a second call does nothing.
+
+        Called by the trainer at the end of training and where a step fails; a script calls it after an exception
+        from elsewhere (the data loader, another callback) if it goes on with the model.
+        """
+        self._patches.close()
+        if self.training is not None:
+            self.training.remove()
+
+
+def _planned_loss(training: PlannedTraining, trainer: Any) -> Callable[..., Any]:
+    """``trainer.compute_loss``, with a plan before its first training forward."""
+    compute_loss: Callable[..., Any] = trainer.compute_loss
+
+    def planned_loss(model: nn.Module, inputs: Any, *others: Any, **named: Any) -> Any:
+        def forward() -> Tensor:
+            with trainer.accelerator.no_sync(model=model):
+                loss: Tensor = compute_loss(model, copy.copy(inputs), *others, **named)
+                return loss
+
+        if trainer.model.training and torch.is_grad_enabled():  # not in an evaluation
+            training.before_forward(MicroBatch(forward=forward, tensors=tensors_in(dict(inputs))))
+        return compute_loss(model, inputs, *others, **named)
+
+    return planned_loss
+
+
+def _removing_on_error(callback: MemsaveCallback, training_step: Callable[..., Any]) -> Callable[..., Any]:
+    """``training_step``, after which no plan is left where it fails."""
+
+    def guarded_step(*args: Any, **named: Any) -> Any:
+        try:
+            return training_step(*args, **named)
+        except BaseException:
+            callback.remove()
+            raise
+
+    return guarded_step
+
+
+def _calling_trainer() -> Any:
+    """The trainer in whose ``train()`` this is called.
+
+    transformers gives its callbacks the model and the optimizer, but not the trainer, which has the loss.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back
+    raise InputError("MemsaveCallback: it is for transformers' Trainer: use memsave.prepare in a loop of your own")
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """Refuse what a plan cannot stand beside.
+
+    Raises:
+        InputError: a second checkpointing, sharding, or compiling.
+    """
+    if getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None):
+        raise InputError(
+            "gradient_checkpointing=True: a plan decides which activations are recomputed: pass "
+            f"gradient_checkpointing=False to {type(args).__name__}; TRL's default is True"
+        )
+    if getattr(args, "activation_offloading", False):
+        raise InputError("activation_offloading=True: pass activation_offloading=False, or leave MemsaveCallback out")
+    if args.torch_compile:
+        raise InputError("torch_compile=True: pass torch_compile=False, and strategy='budget' to compile layers")
+    if args.n_gpu > 1:
+        raise InputError(f"{args.n_gpu} GPUs in one process (DataParallel): launch a process for each, with torchrun")
+
+
+def _check_trainer(trainer: Any) -> None:
+    kind = str(trainer.accelerator.distributed_type.value)
+    if kind in SHARDS:
+        raise InputError(f"{kind} shards or moves the model, which no plan is made for: train with DDP")
+
+
+def _other_models(trainer: Any) -> list[nn.Module]:
+    """Models of the trainer besides the one it trains, as the reference model of DPO."""
+    models = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
+    trained = set(trainer.model.modules())
+    return [model for model in models if trained.isdisjoint(model.modules())]
