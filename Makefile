@@ -13,12 +13,14 @@ help:  ## list the targets
 # torch comes first and by its exact version: what needs torch must not choose another build of it.
 $(VENV)/.installed: CONSTRAINTS := constraints.txt
 $(OLDEST)/.installed: CONSTRAINTS := constraints-oldest.txt
+$(VENV)/.installed: EXTRAS := test,trl,lightning
+$(OLDEST)/.installed: EXTRAS := test
 $(VENV)/.installed: constraints.txt
 $(OLDEST)/.installed: constraints-oldest.txt
 $(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
-	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
+	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@
 
 install: $(VENV)/.installed  ## make .venv with everything in it
