@@ -248,3 +248,53 @@ def test_the_recipe_of_the_documentation_is_planned_and_measured(tmp_path: Path)
     found = planned(["plan", str(recipe), "--target", "l4"], tmp_path)
     assert f" {recipe} " in found["launch"]
     assert "accelerate_configs/single_gpu.yaml" in found["launch"]
+
+
+LLAMA = [
+    LANGUAGE[0],
+    *("--model_type", "llama", "--vocab_size", "512", "--loss", "chunked", "--block_size", "1024"),
+    *("--config_overrides", "num_hidden_layers=3,hidden_size=64,intermediate_size=128,num_attention_heads=4"),
+    *("--target_memory", "0.6GiB", "--activation_checkpointing", "full"),
+]
+
+
+def test_a_sequence_is_no_longer_than_the_model_has_positions(tmp_path: Path) -> None:
+    found = planned(["plan", *LLAMA, "--global_batch_size", "2", "--largest", "block_size"], tmp_path)
+    assert found["largest"]["value"] == 2048
+
+
+def test_the_longest_sequence_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*LLAMA, "--global_batch_size", "2"]
+    flags[flags.index("--config_overrides") + 1] += ",max_position_embeddings=1000000"
+    found = planned(["plan", *flags, "--largest", "block_size"], tmp_path)
+    tokens = found["largest"]["value"]
+    assert tokens > 1024
+    assert found["largest"] == {"flag": "block_size", "value": tokens}
+    assert tokens % 64 == 0
+    assert value(flags_of(found["launch"]), "--block_size") == str(tokens)
+    assert f"the largest --block_size that fits: {tokens:,}" in capsys.readouterr().out
+    assert main(["plan", *flags, "--block_size", str(tokens + 64), "--micro_batch_size", "1"]) == 2
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "global_batch_size"])
+def test_the_largest_batch_that_fits(name: str, tmp_path: Path) -> None:
+    flags = [*LLAMA, "--global_batch_size", "64"]
+    found = planned(["plan", *flags, "--largest", name], tmp_path)
+    size = found["largest"]["value"]
+    words = flags_of(found["launch"])
+    assert value(words, "--micro_batch_size") == str(size)
+    assert value(words, "--global_batch_size") == (str(size) if name == "global_batch_size" else "64")
+    assert main(["plan", *flags, "--global_batch_size", "64", "--micro_batch_size", str(size + 1)]) == 2
+
+
+def test_a_largest_value_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        ("block_size", *SMALL): "--largest block_size: image_classification has no such flag",
+        ("global_batch_size", *SMALL, "--micro_batch_size", "1"): "--largest global_batch_size: with --micro",
+        ("micro_batch_size", *LLAMA, "--target_memory", "510MiB"): "is too small for any plan",
+    }
+    for (name, *flags), message in cases.items():
+        assert main(["plan", *flags, "--largest", name]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1
+        assert message in lines[0]

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from memsave_recipes.cli.fit import add_fit
 from memsave_recipes.cli.plan import add_frontier, add_plan, add_recipes
 from memsave_recipes.cli.predict import add_predict
 from memsave_recipes.cli.runs import add_compare, add_dashboard, add_workspace
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 COMMANDS = (
     ("recipes", add_recipes, "the folder of the recipes, with their names and presets"),
+    ("fit", add_fit, "ways to train a model on a card, from its configuration alone, with memory and time of each"),
     ("plan", add_plan, "fastest run of a recipe that fits in memory, found before anything is launched"),
     ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
     ("predict", add_predict, "classes of images and texts, or continued prompts, by the model of a run"),

@@ -31,6 +31,11 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add_recipe_flags(parser)
     parser.add_argument("--all", action="store_true", help="every candidate, not only the best of each micro-batch")
+    parser.add_argument(
+        "--largest",
+        choices=["block_size", "micro_batch_size", "global_batch_size"],
+        help="the largest value of this flag of the recipe with which the run fits",
+    )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="file for the chosen plan; the launch line names it")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="file for all data; - prints it in place of the table"
@@ -53,6 +58,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     from memsave_recipes.render.choice import best_rows, show_choice
     from memsave_recipes.render.frontier import plan_page
 
+    largest = _take_largest(arguments) if arguments.largest else None
     request = read_request(arguments)
     choice = with_progress(
         request,
@@ -68,14 +74,25 @@ def _plan(arguments: argparse.Namespace) -> None:
         is_cut = not arguments.all and len(best_rows(choice)) < len(choice.candidates)
         remarks = [*request.remarks, *(["--all shows every candidate"] if is_cut else [])]
         show_choice(choice, all_rows=arguments.all, remarks=remarks)
+        if largest is not None:
+            print(f"\nthe largest --{arguments.largest} that fits: {largest:,}")
         print(f"\n{line}")
     points = points_of(choice.candidates)
     if arguments.json:
-        record = record_of(request, points, chosen=choice.candidates.index(choice.chosen), launch=line)
+        found = {} if largest is None else {"largest": {"flag": arguments.largest, "value": largest}}
+        record = record_of(request, points, chosen=choice.candidates.index(choice.chosen), launch=line, **found)
         write_text("--json", arguments.json, to_json(record))
     if arguments.html:
         page = plan_page(request.title, request.remarks, points, choice.chosen, line)
         write_text("--html", arguments.html, page)
+
+
+def _take_largest(arguments: argparse.Namespace) -> int:
+    """The largest value of ``--largest`` that fits, now among the recipe's flags."""
+    from memsave_recipes.cli.largest import with_largest
+
+    arguments.flags, value = with_largest(arguments)
+    return value
 
 
 def add_frontier(parser: argparse.ArgumentParser) -> None:

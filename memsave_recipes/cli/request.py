@@ -110,7 +110,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     gib = arguments.memory_budget_gib
     if gib is None and "memory_budget_gib" not in named:
         gib = usable_gib
-    task = read_task(arguments.recipe, [*flags, *_open_flags(named, gib)])
+    task = read_task(arguments.recipe, [*flags, *open_flags(named, gib)])
     return PlanRequest(
         recipe=arguments.recipe,
         flags=flags,
@@ -135,7 +135,7 @@ def with_progress(request: PlanRequest, work: Callable[[Callable[[BatchLayout], 
         return work(on_size)
 
 
-def _open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
+def open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
     """The flags to add to the recipe's so that the planner searches everything that these do not name."""
     added = []
     strategy = named.get("activation_checkpointing", "full" if "gradient_checkpointing" in named else None)
@@ -171,7 +171,7 @@ def launch_line(request: PlanRequest, chosen: Candidate, plan_file: Path | None 
         words += ["--num_processes", str(request.launch.num_processes)]
     if request.launch.mixed_precision != "no":
         words += ["--mixed_precision", request.launch.mixed_precision]
-    words += [str(request.recipe), *_without(request.flags, decided)]
+    words += [str(request.recipe), *without(request.flags, decided)]
     words += [word for name, value in decided.items() for word in (f"--{name}", value)]
     if "output_dir" not in request.named:
         words += ["--output_dir", f"out/{request.recipe.stem}"]
@@ -233,7 +233,7 @@ def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
     return decided
 
 
-def _without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
+def without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
     """``flags`` without those of ``names`` and their values."""
     kept: list[str] = []
     words = iter(flags)

@@ -10,7 +10,7 @@ end. So transients and added seconds of a block that offloads come from the code
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.estimation.fake_step import FakeInstruments, SimulatedClock, Workspaces
 from memsave_recipes.estimation.kernels import CudaWorkspaces, cuda_kernels
+from memsave_recipes.estimation.repeats import Irregular, expanded, find_repeats, left_out
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
@@ -93,9 +94,26 @@ def estimate_on_target(
         target.allocation_bytes,
         clock := SimulatedClock(),
     )
+    on_cpu = replace(workload, forward=forward, device=CPU)
     with _fake_mode_of(workload.model), cuda_kernels(target), simulated_offloading(target, clock):
-        measured = measure(replace(workload, forward=forward, device=CPU), plans, instruments=instruments)
-    return Measurement(replace(workload, device=target.device), measured.traces)
+        measured = _measure(on_cpu, plans, instruments)
+    return replace(measured, workload=replace(workload, device=target.device))
+
+
+def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstruments) -> Measurement:
+    """``measure``, with layers that are alike traced once, where the model lets us."""
+    repeats = find_repeats(workload, plans)
+    if repeats.periods:
+        shortened = {repeats.shorten_plan(plan): plan for plan in plans}
+        stacks = [repeats.shorten(names) for names in workload.stacks]
+        with suppress(Irregular), left_out(workload.model, repeats) as arguments:
+            some = measure(
+                replace(workload, stacks=stacks), list(shortened), instruments=instruments, on_run=arguments.end_run
+            )
+            runs = zip(some.traces, arguments.of_runs, strict=True)
+            traces = [(shortened[plan], expanded(trace, repeats, shared)) for (plan, trace), shared in runs]
+            return Measurement(workload, traces)
+    return measure(workload, plans, instruments=instruments)
 
 
 @contextmanager

@@ -1,0 +1,335 @@
+"""Layers that are alike are traced once: the trace of a step of all layers, from a step of some.
+
+NOTE [ layers that are alike ]
+1. Two layers of a list are alike if they have the same class, the same modules inside with the same settings, and
+   parameters and buffers of the same shapes, dtypes and ``requires_grad``; and if every entry of the configuration with
+   a value for each layer (``layer_types``) has the same one for both. Their numbers (``layer_idx``) may differ. A
+   setting that cannot be compared makes them unlike.
+2. Layers need not all be alike: attention may be local in five layers and global in the sixth. A *period* is the least
+   number of layers after which their kinds repeat. Whole periods are left out of the middle of a list, so that every
+   layer that is traced has neighbours of the same kinds as in the model. The first layers and the last two may be of
+   any kind and are always traced: the input of the first may need no gradient, the last offloads nothing. As many as a
+   period are first: where a layer is the first of its kind, its backward frees the mask that all of its kind share.
+3. A layer that is left out returns its input. Afterwards the readings of the period before it are copied into the
+   trace, each copy higher by the bytes that a period leaves behind, and so are its parts, with storages of their own.
+   So bytes, peaks and seconds are those of a trace of all layers; seconds up to the rounding of sums.
+4. A storage is a copy's own if the layers of the period made it: it is no argument of theirs besides the hidden states,
+   and no part before them knows it.
+5. Where a layer returns more than its hidden states, or the model does something between two layers, all are traced.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, groupby
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from memsave_recipes.activations.spans import split_call
+from memsave_recipes.plans import Action, Plan, Span
+from memsave_recipes.profiling.block_costs import Workload, action_of
+from memsave_recipes.profiling.step_trace import StepTrace
+from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
+
+FIRST, FIRST_IF_OFFLOADED, LAST = 2, 3, 2
+"""Layers at the ends of a list that are always traced. While one offloads, the copies of the one before are awaited."""
+LABELS = {"layer_idx", "layer_id", "layer_index", "layer_number", "target_name"}
+"""Names under which layers are numbered and named."""
+COMPARED = (int, float, str, bool, type(None), torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
+
+
+class Irregular(Exception):
+    """Layers of this model cannot be left out: rule 5 of NOTE [ layers that are alike ]."""
+
+
+@dataclass(frozen=True)
+class Period:
+    """The layers of a period, those that are left out behind them, and the first one that is traced again."""
+
+    traced: tuple[str, ...]
+    left_out: tuple[str, ...]
+    behind: str
+
+    @property
+    def copies(self) -> int:
+        """Periods that are left out."""
+        return len(self.left_out) // len(self.traced)
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Each layer that is left out, with the one that is like it."""
+        return [(name, self.traced[at % len(self.traced)]) for at, name in enumerate(self.left_out)]
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """The periods of a model's lists of layers."""
+
+    periods: tuple[Period, ...]
+
+    def shorten(self, names: Sequence[str]) -> list[str]:
+        """``names`` without the layers that are left out."""
+        left_out = {name for period in self.periods for name in period.left_out}
+        return [name for name in names if name not in left_out]
+
+    def shorten_plan(self, plan: Plan) -> Plan:
+        """A plan with all blocks under one action, for those that are traced."""
+        blocks = tuple(self.shorten(plan.blocks))
+        spans = tuple(Span(start=at, stop=at + 1, action=action_of(plan)) for at in range(len(blocks)))
+        return replace(plan, blocks=blocks, spans=spans)
+
+
+def find_repeats(workload: Workload, plans: Sequence[Plan]) -> Repeats:
+    """The layers of ``workload`` that need no trace of their own under ``plans``; none where all layers differ."""
+    least = FIRST_IF_OFFLOADED if any(action_of(plan) is Action.OFFLOAD for plan in plans) else FIRST
+    names = [name for stack in workload.stacks for name in stack]
+    lists = [list(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
+    if any(plan.compiled_memory_ratio is not None for plan in plans):
+        return Repeats(())
+    found = (_period(layers, kinds, least) for layers in lists if (kinds := _kinds(workload.model, layers)))
+    return Repeats(tuple(period for period in found if period is not None))
+
+
+def _period(names: Sequence[str], kinds: Sequence[Hashable], least: int) -> Period | None:
+    """Rule 2 of the NOTE; ``None`` where no period can be left out."""
+    for size in range(1, len(names)):
+        first = max(least, size)
+        begin = first + size
+        end = begin + (len(names) - LAST - begin) // size * size
+        if end <= begin:
+            return None
+        if all(kinds[at] == kinds[at + size] for at in range(first, len(names) - LAST - size)):
+            return Period(tuple(names[first:begin]), tuple(names[begin:end]), names[end])
+    return None
+
+
+def _kinds(model: nn.Module, names: Sequence[str]) -> list[Hashable]:
+    """Rule 1 of the NOTE, in a value for each layer; none where a block is no module or shares its weights."""
+    try:
+        layers = [model.get_submodule(name) for name in names]
+    except AttributeError:
+        return []
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    if any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters()):
+        return []
+    entries = vars(model.config).values() if hasattr(model, "config") else ()
+    of_each = [entry for entry in entries if isinstance(entry, list | tuple) and len(entry) == len(layers)]
+    return [(_setup(layer), *(_comparable(entry[at]) for entry in of_each)) for at, layer in enumerate(layers)]
+
+
+def _setup(layer: nn.Module) -> Hashable:
+    return tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
+
+
+def _settings(module: nn.Module) -> Hashable:
+    tensors = [(name, _form(tensor)) for name, tensor in (*module._parameters.items(), *module._buffers.items())]
+    return _comparable(vars(module)), tuple(tensors)
+
+
+def _form(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _comparable(value: Any) -> Hashable:
+    """``value`` as something to compare; what has no values to compare is equal to itself alone."""
+    if isinstance(value, COMPARED):
+        return value
+    if isinstance(value, list | tuple | set):
+        return tuple(map(_comparable, value))
+    if isinstance(value, dict):
+        own = {name: one for name, one in value.items() if name not in LABELS}
+        return tuple((name, _comparable(one)) for name, one in own.items() if not isinstance(one, nn.Module | Tensor))
+    if isinstance(value, partial):
+        return value.func, _comparable(value.args), _comparable(value.keywords)
+    return _form(value) if isinstance(value, Tensor) else id(value)
+
+
+@dataclass
+class Arguments:
+    """The storages of the layers' arguments besides the hidden states, after each run.
+
+    The references keep an address from being used again, so that no storage of a later run is taken for an argument.
+    """
+
+    references: list[StorageWeakRef] = field(default_factory=list)
+    of_runs: list[set[int]] = field(default_factory=list)
+
+    def end_run(self) -> None:
+        """A run has ended."""
+        self.of_runs.append({reference.cdata for reference in self.references})
+
+
+@contextmanager
+def left_out(model: nn.Module, repeats: Repeats) -> Iterator[Arguments]:
+    """Inside, the layers of ``repeats`` return their input, in the form in which those before them return theirs.
+
+    Raises:
+        Irregular: a layer returns more than a tensor of its input's shape.
+    """
+    forms: dict[str, type] = {}
+    arguments = Arguments()
+    undo: list[Callable[[], Any]] = []
+    for period in repeats.periods:
+        for name in period.traced:
+            note = _Note(name, forms, arguments.references)
+            undo.append(model.get_submodule(name).register_forward_hook(note, with_kwargs=True).remove)
+        for name, like in period.pairs:
+            module = model.get_submodule(name)
+            undo.append(partial(module.__dict__.pop, "forward"))
+            module.forward = _Pass(module, like, forms)
+    try:
+        yield arguments
+    finally:
+        for one in undo:
+            one()
+
+
+@dataclass(frozen=True)
+class _Note:
+    """A forward hook that notes how a layer returns its hidden states, and its other arguments."""
+
+    name: str
+    forms: dict[str, type]
+    references: list[StorageWeakRef]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call, state = split_call(module, module.forward, args, kwargs)
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if len(state) != 1 or others or not isinstance(first, Tensor) or first.shape != state[0].shape:
+            raise Irregular(f"{self.name} returns more than its hidden states")
+        self.forms[self.name] = type(output)
+        tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+        self.references.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The forward of a layer that is left out."""
+
+    module: nn.Module
+    like: str
+    forms: Mapping[str, type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.like not in self.forms:
+            raise Irregular(f"{self.like} has not run")
+        _, state = split_call(self.module, type(self.module).forward, args, kwargs)
+        return state if self.forms[self.like] is tuple else state[0]
+
+
+def expanded(trace: StepTrace, repeats: Repeats, shared: set[int]) -> StepTrace:
+    """The trace of all layers, from that of some: rule 3 of the NOTE.
+
+    Args:
+        shared: the storages of the layers' arguments.
+
+    Raises:
+        Irregular: the model does something between two layers that are alike.
+    """
+    for period in repeats.periods:
+        trace = _Expansion(trace, period, shared).trace()
+    return trace
+
+
+class _Expansion:
+    """A trace with copies of one period behind it.
+
+    Args:
+        shared: the storages of the layers' arguments.
+    """
+
+    def __init__(self, trace: StepTrace, period: Period, shared: set[int]) -> None:
+        at = {part.block: index for index, part in enumerate(trace.parts) if part.block is not None}
+        first, behind = at[period.traced[0]], at[period.behind]
+        if behind - first != len(period.traced) or trace.parts[first - 1].block is None:
+            raise Irregular(f"a part of the model stands between {period.traced[0]} and {period.behind}")
+        self.readings, self.ends, self.period = trace.memory, trace.ends, period
+        self.before, self.parts, self.behind = trace.parts[:first], trace.parts[first:behind], trace.parts[behind:]
+        self.forward = self.parts[0].forward, self.behind[0].forward
+        self.backward = _backward(self.parts[-1]), _backward(self.before[-1])
+        known = shared | {storage for part in self.before for storage in _storages(part)}
+        self.own = {storage for part in self.parts for storage in _storages(part)} - known
+        self.flowing = dict(zip(self.parts[0].inputs, self.parts[-1].outputs, strict=False))
+        if len(self.parts[0].inputs) != 1 or len(self.parts[-1].outputs) != 1:
+            raise Irregular(f"{period.traced[0]} takes or returns more than its hidden states")
+
+    def trace(self) -> StepTrace:
+        """The whole trace."""
+        memory = self._memory()
+        seconds = [[reading.seconds or 0.0 for reading in memory[1:]]]
+        ends = Ends(*map(self._moved, self.ends))
+        return StepTrace(parts=list(self._all_parts()), ends=ends, memory=memory, seconds=seconds)
+
+    def _memory(self) -> list[Reading]:
+        (begin, end), (down, up), copies = self.forward, self.backward, self.period.copies
+        added = self.readings[end].live_bytes - self.readings[begin].live_bytes
+        freed = self.readings[up].live_bytes - self.readings[down].live_bytes
+        memory = self.readings[: end + 1]
+        for copy in range(1, copies + 1):
+            memory = memory + _raised(self.readings[begin + 1 : end + 1], copy * added)
+        memory += _raised(self.readings[end + 1 : down + 1], copies * added)
+        for copy in range(copies):
+            memory += _raised(self.readings[down + 1 : up + 1], copies * added + copy * freed)
+        return memory + _raised(self.readings[down + 1 :], copies * (added + freed))
+
+    def _moved(self, boundary: int) -> int:
+        """The number of a boundary that is not in a copy."""
+        (begin, end), (down, up), copies = self.forward, self.backward, self.period.copies
+        return boundary + copies * ((end - begin) * (boundary >= end) + (up - down) * (boundary >= down))
+
+    def _all_parts(self) -> Iterator[Part]:
+        yield from map(self._moved_part, [*self.before, *self.parts])
+        new = count(-1, -1)  # numbers that no storage has
+        last: Mapping[int, int] = {}
+        for copy in range(self.period.copies):
+            own = {storage: next(new) for storage in sorted(self.own)}
+            flowing = {taken: last.get(given, given) for taken, given in self.flowing.items()}
+            for position, part in enumerate(self.parts):
+                name = self.period.left_out[copy * len(self.parts) + position]
+                yield _renamed(self._copied(part, copy), own | flowing, name)
+            last = own
+        given = {storage: last[storage] for storage in self.flowing.values()}
+        for part in self.behind:
+            if self.own & _storages(part) - given.keys():
+                raise Irregular(f"{part.block} takes more of {self.period.traced[-1]} than its hidden states")
+            yield _renamed(self._moved_part(part), given, part.block)
+
+    def _moved_part(self, part: Part) -> Part:
+        backward = None if part.backward is None else self._moved(part.backward)
+        return replace(part, forward=self._moved(part.forward), backward=backward)
+
+    def _copied(self, part: Part, copy: int) -> Part:
+        """The backward of the last copy comes first."""
+        (begin, end), (down, up), copies = self.forward, self.backward, self.period.copies
+        backward = _backward(part) + copies * (end - begin) + (copies - 1 - copy) * (up - down)
+        return replace(part, forward=part.forward + (copy + 1) * (end - begin), backward=backward)
+
+
+def _backward(part: Part) -> int:
+    if part.backward is None:
+        raise Irregular(f"{part.block} has no backward")
+    return part.backward
+
+
+def _raised(readings: Sequence[Reading], num_bytes: int) -> list[Reading]:
+    return [replace(r, live_bytes=r.live_bytes + num_bytes, peak_bytes=r.peak_bytes + num_bytes) for r in readings]
+
+
+def _storages(part: Part) -> set[int]:
+    return {*part.inputs, *part.outputs, *part.saved}
+
+
+def _renamed(part: Part, names: Mapping[int, int], block: str | None) -> Part:
+    def rename(storages: Storages) -> Storages:
+        return {names.get(storage, storage): num_bytes for storage, num_bytes in storages.items()}
+
+    return replace(
+        part, block=block, inputs=rename(part.inputs), outputs=rename(part.outputs), saved=rename(part.saved)
+    )

@@ -1,0 +1,261 @@
+"""Ways to train a model on a device, from the plain one to those that change more, each with its memory and time.
+
+NOTE [ the ladder ]
+1. A *rung* is a set of flags of the model's recipe. The first three give the same loss curve, but for BatchNorm, whose
+   statistics are those of a micro-batch: no checkpointing with the largest micro-batch, the loss in chunks, and the
+   plan of the solver. The others change the training: the optimizer steps in the backward, for the whole global batch
+   at once and without clipping; its state has 8 bits; adapters train. The last ones take more devices with DDP, each
+   with the whole model.
+2. Every figure is that of ``memsave plan``: the same task, estimates and solver. Plans are looked for at the largest
+   micro-batch that fits without checkpointing and at the next one, as smaller ones are slower and larger ones gain
+   little. Offloading is left out.
+3. Rungs that differ in the optimizer or the number of devices alone have the same blocks: a micro-batch is estimated
+   once for all of them (``Estimates``).
+4. More devices share the micro-batches of a step. Where one device takes the whole global batch at once, more of them
+   are left out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torch import nn
+
+from memsave_recipes.activations import plan_blocks
+from memsave_recipes.errors import InputError
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
+from memsave_recipes.planner.budget import overheads_of_target, static_memory_of
+from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
+from memsave_recipes.plans import plan_for
+from memsave_recipes.profiling.block_costs import Measurement
+from memsave_recipes.training.arguments import AUTO
+from memsave_recipes.training.batch_layout import BatchLayout
+
+CARDS = (2, 4, 8)
+PLAIN, BUDGET = "none", "budget"
+STRATEGIES = (PLAIN, "selective")
+IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
+EIGHT_BIT = ("--optimizer", "adamw_8bit")
+ADAPTERS = ("--lora", "--dtype", "bfloat16")
+SAME_CURVE = ""
+
+
+@dataclass
+class Estimates:
+    """The costs of a task's micro-batches on a device, each estimated once.
+
+    Args:
+        on_estimate: called before each estimate with a few words about it.
+    """
+
+    task: Task
+    launch: Launch
+    on_estimate: Callable[[str], object] = lambda words: None
+    _known: dict[tuple[int, str | None], Measurement] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.model: nn.Module = fake_model(self.task.planned_model)
+
+    def of(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
+        """The costs of a micro-batch of ``size`` samples, under ``strategies`` at least, of which ``none`` is first."""
+        known = self._known.get((size, loss))
+        traces = [] if known is None else known.traces
+        missing = [strategy for strategy in strategies if strategy not in {plan.strategy for plan, _ in traces}]
+        if missing:
+            self.on_estimate(f"micro-batch {size}")
+            workload = fake_workload(self.task, self.launch, self.model, size, loss)
+            dtype = AUTOCAST_DTYPES[self.launch.mixed_precision]
+            plans = [plan_for(strategy, workload.stacks) for strategy in missing]
+            known = estimate_on_target(workload, plans, self.launch.target, autocast_dtype=dtype)
+            self._known[size, loss] = Measurement(known.workload, [*traces, *known.traces])
+        return self._known[size, loss]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A task on devices, and the candidates for it.
+
+    Args:
+        task, launch: the recipe's task under the flags of a rung, and the devices.
+        estimates: of a task with the same model.
+    """
+
+    task: Task
+    launch: Launch
+    estimates: Estimates
+    budget_bytes: int
+
+    @property
+    def layouts(self) -> list[BatchLayout]:
+        """Small micro-batches first; one where the flags name a size."""
+        return open_layouts(self.task.run, self.task.optim, self.launch.num_processes)
+
+    def plain(self, loss: str | None) -> Candidate:
+        """Without checkpointing, with the largest micro-batch that fits, or the smallest."""
+        return self._plain_at(self._largest(loss), loss)
+
+    def best(self, loss: str | None) -> Candidate:
+        """With any plan: rule 2 of NOTE [ the ladder ]."""
+        at = self._largest(loss)
+        found = [self._plain_at(at, loss)]
+        for layout in self.layouts[at : at + 2] if at + 1 < len(self.layouts) or not found[0].fits else ():
+            found += self.planned(layout, loss)
+            if not any(candidate.fits for candidate in found):
+                break
+        choice = Choice(candidates=tuple(found))
+        return choice.chosen or choice.smallest
+
+    def planned(self, layout: BatchLayout, loss: str | None) -> list[Candidate]:
+        """The candidates of ``memsave plan`` for a layout, without offloading; of one that cannot fit, a few."""
+        return self._candidates(layout, loss, BUDGET, STRATEGIES if self.least_bytes < self.budget_bytes else (PLAIN,))
+
+    def takes(self, loss: str | None) -> bool:
+        """Whether the model's head allows this loss."""
+        try:
+            self.plain(loss)
+        except InputError:
+            return False
+        return True
+
+    def _candidates(
+        self, layout: BatchLayout, loss: str | None, strategy: str, measured: Sequence[str]
+    ) -> list[Candidate]:
+        model = self.estimates.model
+        space = SearchSpace(
+            budget_bytes=self.budget_bytes,
+            strategy=strategy,
+            static=partial(static_memory_of, self.task.optim, model),
+            overheads=overheads_of_target(self.launch.target),
+            plan_of=partial(plan_blocks, model),
+        )
+        return space.candidates(self.estimates.of(layout.micro_batch_size, loss, measured), layout, loss)
+
+    def _plain_at(self, at: int, loss: str | None) -> Candidate:
+        (candidate,) = self._candidates(self.layouts[at], loss, PLAIN, (PLAIN,))
+        return candidate
+
+    def _largest(self, loss: str | None) -> int:
+        """The number of the largest layout that fits without checkpointing; 0 where none does.
+
+        The largest of all is tried first where half of the memory is left for activations.
+        """
+        last = len(self.layouts) - 1
+        at = self._guess(self._plain_at(last if 2 * self.least_bytes < self.budget_bytes else 0, loss))
+        while at and not self._plain_at(at, loss).fits:
+            at -= 1
+        while at < last and self._plain_at(at, loss).fits and self._plain_at(at + 1, loss).fits:
+            at += 1
+        return at
+
+    @property
+    def least_bytes(self) -> int:
+        """Weights, optimizer state and, where they exist at the same time, gradients."""
+        parameters = list(self.estimates.model.parameters())
+        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+        state = static_memory_of(self.task.optim, self.estimates.model, self.layouts[0]).state_bytes
+        gradients = 0 if self.task.optim.optimizer_in_backward else trained
+        return sum(parameter.nbytes for parameter in parameters) + state + gradients
+
+    def _guess(self, known: Candidate) -> int:
+        """The largest layout that would fit if activations and temporaries grew with the micro-batch."""
+        growing = max(1, known.parts["activations"] + known.parts["temporaries"])
+        most = known.layout.micro_batch_size * (1 + (known.budget_bytes - known.needed_bytes) / growing)
+        return max([at for at, layout in enumerate(self.layouts) if layout.micro_batch_size <= most], default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """A way to train.
+
+    Args:
+        name: for people.
+        flags: of the recipe, besides those of the model.
+        candidate: the fastest that fits, or the one that needs least.
+        changes: in the training; ``SAME_CURVE`` where the loss curve is that of the first rung.
+    """
+
+    name: str
+    flags: tuple[str, ...] = ()
+    setting: Setting
+    candidate: Candidate
+    changes: str = SAME_CURVE
+
+
+def ladder(
+    read: Callable[[Sequence[str]], Task],
+    launch: Launch,
+    budget_bytes: int,
+    *,
+    takes_adapters: bool,
+    on_estimate: Callable[[str], object] = lambda words: None,
+) -> Iterator[Rung]:
+    """The rungs, each as soon as it is known: NOTE [ the ladder ].
+
+    Args:
+        read: the task of the model's recipe under further flags, with plan and micro-batch left open.
+        takes_adapters: whether the model has weights that adapters are for.
+        on_estimate: called before each estimate.
+
+    Raises:
+        InputError: flags that the recipe refuses.
+    """
+    rungs: list[Rung] = []
+    for rung in _on_one_card(read, launch, budget_bytes, takes_adapters, on_estimate):
+        rungs.append(rung)
+        yield rung
+    if (best := best_rung(rungs)) is not None:
+        yield from _on_more_cards(best)
+
+
+def _on_one_card(
+    read: Callable[[Sequence[str]], Task],
+    launch: Launch,
+    budget_bytes: int,
+    takes_adapters: bool,
+    on_estimate: Callable[[str], object],
+) -> Iterator[Rung]:
+    task = read(())
+    estimates = Estimates(task, launch, on_estimate)
+    whole = Setting(task=task, launch=launch, estimates=estimates, budget_bytes=budget_bytes)
+    loss, *others = task.losses
+    yield Rung(name="no checkpointing", setting=whole, candidate=whole.plain(loss))
+    for other in filter(whole.takes, others):
+        loss = other
+        yield Rung(name="loss in chunks", setting=whole, candidate=whole.plain(loss))
+    yield Rung(name="activation checkpointing", setting=whole, candidate=whole.best(loss))
+    if launch.mixed_precision != "fp16" and task.run.micro_batch_size == AUTO:
+        stepping = replace(whole, task=read(IN_BACKWARD))
+        if stepping.least_bytes < budget_bytes:
+            best = stepping.best(loss)
+            name = "optimizer in the backward"
+            yield Rung(name=name, flags=IN_BACKWARD, setting=stepping, candidate=best, changes="nothing is clipped")
+    if task.optim.optimizer == "adamw":
+        smaller = replace(whole, task=read(EIGHT_BIT))
+        best = smaller.best(loss)
+        yield Rung(name="8-bit AdamW", flags=EIGHT_BIT, setting=smaller, candidate=best, changes="optimizer state")
+    if takes_adapters and task.takes_adapters:
+        adapted = read(ADAPTERS)
+        found = replace(whole, task=adapted, estimates=Estimates(adapted, launch, on_estimate))
+        yield Rung(name="LoRA", flags=ADAPTERS, setting=found, candidate=found.best(loss), changes="adapters train")
+
+
+def best_rung(rungs: Sequence[Rung]) -> Rung | None:
+    """The fastest that fits of those that change nothing, else the first that fits; ``None`` where none does."""
+    fitting = [rung for rung in rungs if rung.candidate.fits and rung.setting.launch.num_processes == 1]
+    same = [rung for rung in fitting if rung.changes == SAME_CURVE]
+    if not same:
+        return fitting[0] if fitting else None
+    chosen = Choice(candidates=tuple(rung.candidate for rung in same)).chosen
+    return next(rung for rung in same if rung.candidate is chosen)
+
+
+def _on_more_cards(best: Rung) -> Iterator[Rung]:
+    """The same micro-batches on several devices, where there are as many of them."""
+    setting, layout = best.setting, best.candidate.layout
+    for count in CARDS:
+        if count <= layout.accumulation_steps and setting.task.run.micro_batch_size == AUTO:
+            shared = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
+            wider = replace(setting, launch=replace(setting.launch, num_processes=count))
+            found = Choice(candidates=tuple(wider.planned(shared, best.candidate.loss)))
+            yield replace(best, name=f"{count} cards", setting=wider, candidate=found.chosen or found.smallest)

@@ -1,0 +1,181 @@
+"""``memsave fit``: a model by one word, the ways to train it on a card, and lines that launch them."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from memsave_recipes.cli import main
+from memsave_recipes.errors import InputError
+from memsave_recipes.planner import ladder
+from memsave_recipes.planner.subject import IMAGES, LANGUAGE, TEXTS, find_subject
+from memsave_recipes.planner.task import read_task
+
+ROOT = Path(__file__).parents[1]
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, **SIZES}
+BERT = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "vocab_size": 512, **SIZES}
+
+
+def folder_of(config: dict, path: Path) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    return folder_of(LLAMA, tmp_path / "llama")
+
+
+def fitted(words: list[str], file: Path) -> dict:
+    assert main(["fit", *words, "--json", str(file)]) == 0
+    return json.loads(file.read_text())
+
+
+def flags_of(line: str) -> list[str]:
+    """The recipe's flags of a launch line."""
+    words = shlex.split(line)
+    return words[next(at for at, word in enumerate(words) if word.endswith(".py")) + 1 :]
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["fit", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+LENGTHS = ["--length", "128", "--global_batch_size", "4"]
+
+
+def test_every_rung_that_fits_has_a_line_that_its_recipe_takes(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = fitted([llama, *LENGTHS, "--memory", "1GiB"], tmp_path / "fit.json")
+    assert (found["version"], found["recipe"], found["mixed_precision"]) == (1, LANGUAGE, "bf16")
+    assert found["is_complete"]
+    names = ["no checkpointing", "loss in chunks", "activation checkpointing", "optimizer in the backward"]
+    names += ["8-bit AdamW", "LoRA"]
+    assert [rung["name"] for rung in found["rungs"]][:6] == names
+    for rung in found["rungs"]:
+        assert sum(rung["parts"].values()) == rung["needed_bytes"]
+        assert rung["fits"] == (rung["needed_bytes"] <= found["budget_bytes"])
+        assert rung["relative_time"] == pytest.approx(rung["step_s"] / found["rungs"][0]["step_s"])
+        flags = flags_of(rung["launch"])
+        run = read_task(ROOT / "recipes" / f"{LANGUAGE}.py", flags).run
+        assert (run.micro_batch_size, run.activation_checkpointing) == (rung["micro_batch_size"], rung["strategy"])
+        assert run.global_batch_size == 4
+        assert set(rung["flags"]) <= set(flags)
+    out = capsys.readouterr().out
+    assert out.rstrip().endswith(found["rungs"][found["best"]]["launch"])
+    assert all(f" {name}  " in out for name in names)
+    assert f"{llama} has no weights" in out
+
+
+def test_its_figures_are_those_of_memsave_plan(llama: str, tmp_path: Path) -> None:
+    found = fitted([llama, *LENGTHS, "--memory", "0.75GiB", "--micro_batch_size", "2"], tmp_path / "fit.json")
+    plain, chunked, *_ = found["rungs"]
+    recipe = str(ROOT / "recipes" / f"{LANGUAGE}.py")
+    for rung in (plain, chunked):
+        words = ["plan", recipe, *flags_of(rung["launch"]), "--target_memory", "0.75GiB", "--mixed_precision", "bf16"]
+        assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
+        (candidate,) = json.loads((tmp_path / "plan.json").read_text())["candidates"]
+        shared = ("peak_bytes", "needed_bytes", "parts", "step_s", "strategy", "micro_batch_size")
+        assert {key: rung[key] for key in shared} == {key: candidate[key] for key in shared}
+
+
+def test_more_cards_share_the_micro_batches(llama: str, tmp_path: Path) -> None:
+    words = [llama, "--length", "2048", "--global_batch_size", "4", "--memory", "0.65GiB"]
+    found = fitted(words, tmp_path / "fit.json")
+    best = found["rungs"][found["best"]]
+    wider = [rung for rung in found["rungs"] if rung["num_processes"] > 1]
+    assert wider
+    for rung in wider:
+        assert rung["micro_batch_size"] == best["micro_batch_size"]
+        assert rung["accumulation_steps"] * rung["num_processes"] == best["accumulation_steps"]
+        assert rung["parts"]["communication"] > best["parts"]["communication"] == 0
+        words = shlex.split(rung["launch"])
+        assert words[words.index("--num_processes") + 1] == str(rung["num_processes"])
+
+
+def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fit.json"
+    line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)
+    assert "does not fit 285 MiB" in line
+    assert "least is needed with" in line
+    record = json.loads(file.read_text())
+    assert record["best"] is None
+    assert {rung["launch"] for rung in record["rungs"]} == {None}
+
+
+def test_an_interrupt_keeps_the_rungs_that_are_known(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = ladder.ladder
+
+    def interrupted(*args, **options):
+        rungs = known(*args, **options)
+        yield next(rungs)
+        yield next(rungs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ladder, "ladder", interrupted)
+    file = tmp_path / "fit.json"
+    with pytest.raises(SystemExit) as end:
+        main(["fit", llama, *LENGTHS, "--memory", "1GiB", "--json", str(file)])
+    assert end.value.code == 130
+    record = json.loads(file.read_text())
+    assert not record["is_complete"]
+    assert [rung["name"] for rung in record["rungs"]] == ["no checkpointing", "loss in chunks"]
+    out = capsys.readouterr().out
+    assert record["rungs"][record["best"]]["launch"] in out
+
+
+def test_json_alone_is_printed_with_a_dash(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", llama, *LENGTHS, "--memory", "1GiB", "--micro_batch_size", "1", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["rungs"]
+
+
+def test_a_model_is_found_by_one_word(tmp_path: Path, llama: str) -> None:
+    assert find_subject("vgg16").flags == ("--model", "vgg16")
+    assert find_subject(llama) == find_subject(f"{llama}/config.json")
+    assert find_subject(llama).recipe == LANGUAGE
+    assert find_subject(folder_of(BERT, tmp_path / "bert")).recipe == TEXTS
+    by_type = {"gpt2": LANGUAGE, "llama": LANGUAGE, "vit": IMAGES, "convnext": IMAGES, "modernbert": TEXTS, "t5": TEXTS}
+    for word, recipe in by_type.items():
+        subject = find_subject(word)
+        assert (subject.recipe, subject.is_pretrained) == (recipe, False)
+        assert subject.flags[:2] == ("--model_type", word)
+    assert find_subject("gpt2").length == 1024  # as many positions as it has
+    assert find_subject(llama).length == 2048
+
+
+def test_what_is_no_model_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="no recipe trains"):
+        find_subject("encodec")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("x")
+    assert "has no config.json" in refusal([str(tmp_path / "empty"), "--memory", "8GiB"], capsys)
+    assert "is a file" in refusal([str(tmp_path / "notes.txt"), "--memory", "8GiB"], capsys)
+    assert "MODEL nobody/nothing cannot be read: it is not in the cache" in refusal(
+        ["nobody/nothing", "--memory", "8GiB"], capsys
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["vgg16", "--card", "rtx49"], "--card rtx49: no figures of such a device"),
+        (["vgg16", "--card", "rtx4090", "--memory", "8GiB"], "not allowed with"),
+        (["vgg16", "--memory", "much"], "write a size such as 12GiB"),
+        (["vgg16", "--memory", "8GiB", "--length", "8"], "--length 8: vgg16 has no such size"),
+        (["gpt2", "--memory", "8GiB", "--image_size", "8"], "--image_size 8: gpt2 has no such size"),
+        (["gpt2", "--memory", "8GiB", "--global_batch_size", "0"], "--global_batch_size 0: must be at least 1"),
+        (["gpt2", "--memory", "8GiB", "--optimizer", "lion"], "--optimizer"),
+        (["gpt2", "--card", "cpu", "--mixed_precision", "fp16"], "--mixed_precision fp16 does not work on the CPU"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(words, capsys)
