@@ -1,56 +1,53 @@
 """Predicted against real: the peak of a whole training step, estimated on fake tensors and then run on this device.
 
-    python benchmarks/prediction.py                     # 240 cases, about 15 minutes on one core
-    python benchmarks/prediction.py --device cuda       # the same on a GPU, against max_memory_allocated
+    python benchmarks/prediction.py --cases 1000 --seed 0    # about an hour on one core; goes on where it was stopped
+    python benchmarks/prediction.py --device cuda            # the same on a GPU, against max_memory_allocated
 
-A case is a model, an optimizer, a plan, a precision and a micro-batch. The prediction is `memsave plan`'s: from the
-recipe's task, on fake tensors, before anything is built. The real peak is that of the second step (forward, backward,
-clipping, update), when the optimizer has its state: all allocations of torch's allocators. Writes
-docs/results/prediction-DEVICE.json and .md.
+A case is a model, a shape, an optimizer, a plan, a precision, a micro-batch and accumulation steps, all drawn
+(``prediction_cases.py``). The prediction is `memsave plan`'s: from the recipe's task, on fake tensors, before anything
+is built. The real peak is that of the second step (forwards, backwards, clipping, update), when the optimizer has its
+state: all allocations of torch's allocators. Writes docs/results/prediction-DEVICE.json and .md.
 """
 
 import json
+import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import harness
 import torch
-from models import RECIPES
-from recipe_steps import build, task_of
+from prediction_cases import LONGEST_SPANS, OPTIMIZERS, Case, random_case
+from recipe_steps import build
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
 from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.planner.budget import least_memory, plans_to_measure, static_memory_of
-from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
+from memsave_recipes.planner.budget import (
+    WORKSPACES,
+    Forecast,
+    forecast,
+    least_memory,
+    overheads_of_target,
+    plans_to_measure,
+    static_memory_of,
+)
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload, read_task
+from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.training.batch_layout import BatchLayout
 
-OPTIMIZERS, PRECISIONS = ("sgd", "adamw"), ("no", "bf16")
-STRATEGIES = ("none", "full", "segments:3", "selective", "budget")
-HALFWAY = 0.5  # the budget of the strategy budget, from the least that works to what plain needs
+COLUMNS = ("model", "precision", "optimizer", "strategy", "predicted_bytes", "real_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """What is predicted and then run."""
-
-    model: str
-    optimizer: str
-    strategy: str
-    precision: str
-    micro_batch_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(Case):
+class Row:
     """A case with its two peaks."""
 
+    case: Case
     predicted_bytes: int
     real_bytes: int
 
@@ -59,84 +56,127 @@ class Row(Case):
         """Above 0 where the prediction is too high."""
         return 100 * (self.predicted_bytes / self.real_bytes - 1)
 
-
-def cases_of(models: Sequence[str]) -> Iterator[Case]:
-    """All cases of these models."""
-    for name in models:
-        for size, precision, optimizer, strategy in product(RECIPES[name].sizes, PRECISIONS, OPTIMIZERS, STRATEGIES):
-            yield Case(model=name, optimizer=optimizer, strategy=strategy, precision=precision, micro_batch_size=size)
+    @property
+    def cells(self) -> list[Any]:
+        """``COLUMNS``."""
+        case = self.case
+        return [case.model, case.precision, case.optimizer, case.strategy, self.predicted_bytes, self.real_bytes]
 
 
 def task_of_case(case: Case) -> Task:
-    """The recipe with the flags of a case; the global batch is one micro-batch."""
-    size = str(case.micro_batch_size)
-    sizes = ("--global_batch_size", size, "--micro_batch_size", size)
-    return task_of(case.model, "--optimizer", case.optimizer, *sizes)
+    """The recipe with the flags of a case."""
+    sizes = ("--global_batch_size", str(global_batch_size(case)), "--micro_batch_size", str(case.micro_batch_size))
+    path = harness.ROOT / "recipes" / f"{case.recipe}.py"
+    return read_task(path, [*case.flags.split(), *OPTIMIZERS[case.optimizer].split(), *sizes])
 
 
-def predict(case: Case, device: str) -> Candidate:
-    """What the planner says, before anything real is there."""
+def global_batch_size(case: Case) -> int:
+    """Of its step."""
+    return case.micro_batch_size * case.accumulation_steps
+
+
+def predict(case: Case, device: str) -> tuple[Plan, int]:
+    """The plan and the predicted peak, before anything real is there."""
     task = task_of_case(case)
     launch = Launch(target=find_target(device), mixed_precision=case.precision)
     model = fake_model(task.planned_model)
     workload = fake_workload(task, launch, model, case.micro_batch_size, task.losses[0])
-    plans = plans_to_measure(case.strategy, workload, device_type=device, compiles=False)
+    measured_as = "budget:bitwise" if case.strategy in ("budget", "random") else case.strategy
+    plans = plans_to_measure(measured_as, workload, device_type=device, compiles=False)
     measured = estimate_on_target(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
-    layout = BatchLayout.of(case.micro_batch_size, case.micro_batch_size, 1)
-    static = static_memory_of(task.optim, model, layout)
-    space = partial(SearchSpace, static=lambda _: static, plan_of=partial(plan_blocks, model))
-    if case.strategy != "budget":
-        return space(budget_bytes=0, strategy=case.strategy).candidates(measured, layout)[0]
-    (plain,) = space(budget_bytes=0, strategy="none").candidates(measured, layout)
-    least = least_memory(measured, static)
-    least_bytes = least.peak.total_bytes + least.reserve_bytes
-    halfway = int(least_bytes + HALFWAY * (plain.needed_bytes - least_bytes))
-    return space(budget_bytes=halfway, strategy="budget").candidates(measured, layout)[-1]
+    layout = BatchLayout.of(global_batch_size(case), case.micro_batch_size, 1)
+    static = static_memory_of(task.optim, model, layout, device_type=device)
+    rng = random.Random(case.draw)
+    if case.strategy == "budget":
+        least = least_memory(measured, static)
+        least_bytes = least.peak.total_bytes + least.reserve_bytes
+        above_bytes = max(0, least.baseline_peak_bytes - least_bytes)
+        found = forecast(measured, least_bytes + int(rng.random() * above_bytes), static)
+    else:
+        is_random = case.strategy == "random"
+        plan = random_plan(workload.stacks, rng) if is_random else plan_blocks(model, case.strategy)
+        found = Forecast(plan=plan, chain=static.added_to(measured.chain(offload=case.strategy == "offload")))
+    return found.plan, found.peak.total_bytes + overheads_of_target(launch.target).get(WORKSPACES, 0)
 
 
-def run(case: Case, candidate: Candidate) -> int:
+def random_plan(stacks: Sequence[Sequence[str]], rng: random.Random) -> Plan:
+    """Spans of up to so many blocks under actions that are drawn; none leaves its stack."""
+    longest = rng.choice(LONGEST_SPANS)
+    spans: list[Span] = []
+    for names in stacks:
+        first = spans[-1].stop if spans else 0
+        while (start := spans[-1].stop if spans else 0) < first + len(names):
+            stop = min(start + rng.randint(1, longest), first + len(names))
+            action = rng.choice((Action.KEEP, Action.RECOMPUTE, Action.SELECT_OPS))
+            spans.append(Span(start=start, stop=stop, action=action))
+    return Plan(strategy="random", blocks=tuple(name for names in stacks for name in names), spans=tuple(spans))
+
+
+def run(case: Case, plan: Plan) -> int:
     """The real peak of the second step, in bytes."""
     real = build(task_of_case(case), case.precision)
-    step = partial(real.step, case.micro_batch_size, case.micro_batch_size)
-    with apply_plan(real.model, candidate.forecast.plan):
+    step = partial(real.step, global_batch_size(case), case.micro_batch_size)
+    with apply_plan(real.model, plan):
         step()
         return real.peak_bytes(step)
 
 
+def row_of(case: Case, device: str) -> Row:
+    """Predict a case, then run it."""
+    plan, predicted = predict(case, device)
+    return Row(case=case, predicted_bytes=predicted, real_bytes=run(case, plan))
+
+
+def rows_of(cases: Sequence[Case], device: str, done: Path) -> Iterator[Row]:
+    """The rows of ``cases``; peaks that the file has are taken from there, others are appended to it."""
+    done.parent.mkdir(parents=True, exist_ok=True)
+    known = [json.loads(line) for line in done.read_text().splitlines()] if done.exists() else []
+    yield from (Row(case=case, **peaks) for case, peaks in zip(cases, known, strict=False))
+    with done.open("a") as file:
+        for case in cases[len(known) :]:
+            row = row_of(case, device)
+            file.write(json.dumps({"predicted_bytes": row.predicted_bytes, "real_bytes": row.real_bytes}) + "\n")
+            file.flush()
+            yield row
+
+
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """How good the predictions are."""
-    errors = [abs(row.error_pct) for row in rows]
+    errors = [row.error_pct for row in rows]
     return {
         "cases": len(rows),
-        "within_2_pct": sum(error <= 2 for error in errors),
-        "largest_pct": max(errors),
-        "median_pct": median(errors),
+        "too_low": sum(row.predicted_bytes < row.real_bytes for row in rows),
+        "exact": sum(row.predicted_bytes == row.real_bytes for row in rows),
+        "within_2_pct": sum(abs(error) <= 2 for error in errors),
+        "median_pct": median(map(abs, errors)),
+        "lowest_pct": min(errors),
+        "highest_pct": max(errors),
     }
 
 
 def as_markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
-    """A line a model, plan and precision, with the errors of its optimizers and sizes."""
+    """A line a model, with the errors of its cases."""
     found = summary(rows)
     lines = [
-        f"`python benchmarks/prediction.py --device {about['kind']}` on {about['device']}, "
-        f"torch {about['versions']['torch']}.",
-        f"{found['cases']} cases, {found['within_2_pct']} of them within 2 %; largest error "
-        f"{found['largest_pct']:.2f} %, median {found['median_pct']:.3f} %.",
+        f"`python benchmarks/prediction.py --device {about['kind']} --cases {found['cases']} --seed {about['seed']}` "
+        f"on {about['device']}, torch {about['versions']['torch']}.",
+        f"{found['cases']} random cases, {found['too_low']} of them predicted too low, {found['exact']} to the byte, "
+        f"{found['within_2_pct']} within 2 %. Errors from {found['lowest_pct']:+.3f} to {found['highest_pct']:+.2f} %, "
+        f"the median {found['median_pct']:.3f} %.",
         "",
         "Error of the predicted peak in per cent, above 0 where it is too high; real peak in MiB.",
         "",
     ]
-    headings = ("model", "precision", "plan", "real", f"error: {', '.join(OPTIMIZERS)} x 2 micro-batches")
-    cells = []
-    groups: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.model, row.precision, row.strategy), []).append(row)
-    for (model, precision, strategy), group in groups.items():
-        group.sort(key=lambda row: (OPTIMIZERS.index(row.optimizer), row.micro_batch_size))
-        real = ", ".join(f"{row.real_bytes / 2**20:.1f}" for row in group)
-        errors = ", ".join(f"{row.error_pct:+.2f}" for row in group)
-        name = {"no": "float32", "bf16": "bf16 autocast"}[precision]
-        cells.append([model, name, strategy, real, errors])
+        groups.setdefault(row.case.model, []).append(row)
+    cells = []
+    for model, group in sorted(groups.items()):
+        own, sizes = summary(group), [row.real_bytes / 2**20 for row in group]
+        figures = (own["lowest_pct"], own["median_pct"], own["highest_pct"])
+        errors = [f"{figure:+.3f}" for figure in figures]
+        cells.append([model, str(len(group)), str(own["too_low"]), f"{min(sizes):.0f} to {max(sizes):.0f}", *errors])
+    headings = ("model", "cases", "too low", "real peak", "lowest", "median of sizes", "highest")
     return "\n".join([*lines, harness.markdown_table(headings, cells)])
 
 
@@ -144,18 +184,17 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Predict and run every case; returns what the JSON file holds."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", choices=RECIPES, nargs="+", help="default: all; with --quick BERT")
+    parser.add_argument("--cases", type=int, default=1000, help="how many; with --quick 2")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases")
     flags = harness.read_flags(parser, args)
-    cases = list(cases_of(flags.model or (["BERT"] if flags.quick else RECIPES)))
-    rows = []
-    for case in tqdm(cases[: len(STRATEGIES)] if flags.quick else cases, unit="case"):
-        candidate = predict(case, flags.device)
-        real = run(case, candidate)
-        rows.append(Row(**asdict(case), predicted_bytes=candidate.peak_bytes, real_bytes=real))
-    about = {"kind": flags.device, **harness.describe_machine(torch.device(flags.device))}
-    results = {"benchmark": "prediction", **about, "summary": summary(rows)}
-    results["rows"] = [{**asdict(row), "error_pct": row.error_pct} for row in rows]
+    cases = [random_case(flags.seed, number) for number in range(2 if flags.quick else flags.cases)]
+    done = harness.QUICK_RESULTS / f"prediction-{flags.device}-seed-{flags.seed}.jsonl"
+    rows = list(tqdm(rows_of(cases, flags.device, done), total=len(cases), unit="case"))
+    about = {"kind": flags.device, "seed": flags.seed, **harness.describe_machine(torch.device(flags.device))}
+    results = {"benchmark": "prediction", **about, "summary": summary(rows), "columns": COLUMNS}
+    results["rows"] = [row.cells for row in rows]
     harness.write_results(flags.output_dir, f"prediction-{flags.device}", results, as_markdown(rows, about))
+    done.unlink(missing_ok=True)
     print(json.dumps(results["summary"], indent=1))
     return results
 

@@ -8,7 +8,10 @@ same columns; there weights, gradients and momentum are most of the memory, so l
 Prints one table; writes it (.md) and every raw figure (.json) to docs/results/.
 
 The article's rows are from the article on checkpoint_sequential with VGG16, dogs-vs-cats, that this project grew from:
-device memory as NVML tells it, minutes an epoch, validation accuracy.
+device memory as NVML tells it, minutes an epoch, validation accuracy. NVML counts all that is taken from the device:
+context, other processes, blocks that torch's allocator keeps after their tensors are gone, workspaces that cuDNN chose.
+`memsave plan` predicts live tensors, the context and workspaces of cuBLAS: about half of 14,222 MB for plain. How the
+other half divides is not known until a GPU has run this.
 
 Expect plain's loss and gradients in every row. Segments save little of what tensors need, since VGG16's first stages
 must stand in memory whole while their own backward runs. The same batch in smaller micro-batches goes below that floor,

@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from memsave_recipes.plans import Action, Plan
+from memsave_recipes.plans import Plan
+from memsave_recipes.plans.chain import TWICE
 
 
 def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
@@ -79,9 +80,6 @@ def batchnorm_layers(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
     """All BatchNorm layers (SyncBatchNorm too) among ``modules`` and below them, each once."""
     found = {layer: None for module in modules for layer in module.modules() if isinstance(layer, _BatchNorm)}
     return list(found)
-
-
-TWICE = (Action.RECOMPUTE, Action.SELECT_OPS)
 
 
 @dataclass

@@ -230,8 +230,9 @@ class _RandomState:
             return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-Watch = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
-"""``watch(name, run, inputs)`` is called in place of ``run(*inputs)`` for every span of a sequence and every layer."""
+Watch = Callable[[str, Callable[..., Any], tuple[Any, ...], Any], Any]
+"""``watch(name, run, inputs, others)`` is called in place of ``run(*inputs)`` for every span of a sequence and every
+layer; ``others`` are the arguments besides the state."""
 
 
 def keep(function: Callable[..., Any], *inputs: Any, modules: list[nn.Module]) -> Any:
@@ -262,7 +263,7 @@ class SpannedBlocks:
         """State in, state out, under the action."""
         if self.watch is None:
             return self.run(*state)
-        state = self.watch(self.blocks[0].name, self.run, state)
+        state = self.watch(self.blocks[0].name, self.run, state, ())
         return state
 
     def run(self, *state: Tensor) -> tuple[Tensor, ...]:
@@ -313,7 +314,9 @@ class SpannedLayer:
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
         run = partial(RUN[self.action], self.runs.recorded(call, self.name), modules=[self.module])
-        return run(*state) if self.watch is None else self.watch(self.name, run, state)
+        if self.watch is None:
+            return run(*state)
+        return self.watch(self.name, run, state, (call.args, call.kwargs))
 
 
 @dataclass
@@ -334,4 +337,6 @@ class LayerInSpan:
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
         run = partial(self.span.run, self.position, self.runs.recorded(call, self.name))
-        return run(*state) if self.watch is None else self.watch(self.name, run, state)
+        if self.watch is None:
+            return run(*state)
+        return self.watch(self.name, run, state, (call.args, call.kwargs))

@@ -92,7 +92,8 @@ def estimate_on_target(
         target.rates,
         Workspaces() if target.device_type == "cpu" else CudaWorkspaces(),
         target.allocation_bytes,
-        clock := SimulatedClock(),
+        on_host=target.device_type == "cpu",
+        clock=(clock := SimulatedClock()),
     )
     on_cpu = replace(workload, forward=forward, device=CPU)
     with _fake_mode_of(workload.model), cuda_kernels(target), simulated_offloading(target, clock):

@@ -127,7 +127,7 @@ class Workspaces:
     def _measure(self, func: Callable[..., Any], leaves: list[Any], form: Any) -> KernelRun | None:
         if sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)) > LARGEST_BYTES:
             return None
-        with unset_fake_temporarily(), torch.random.fork_rng([]):
+        with unset_fake_temporarily(), _same_random_numbers_after():
             args, kwargs = tree_unflatten(tree_map_only(Tensor, _zeros, leaves), form)
             with record_allocations() as events:
                 out = func(*args, **kwargs)
@@ -140,6 +140,16 @@ class Workspaces:
         return KernelRun(peak_bytes, results)
 
 
+@contextmanager
+def _same_random_numbers_after() -> Iterator[None]:
+    """As ``torch.random.fork_rng([])``, without the function that ``seeing_random_states`` counts."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
 def _zeros(like: Tensor) -> Tensor:
     storage = torch.zeros(like.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=like.dtype).set_(storage, like.storage_offset(), like.shape, like.stride())
@@ -148,6 +158,12 @@ def _zeros(like: Tensor) -> Tensor:
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
+
+SAVES_NUMBERS = (aten.mul.Tensor, aten.div.Tensor)
+"""Operators whose second factor autograd saves; a number, too, as a tensor of its own, which passes no hook."""
+
+NUMBER_BYTES = 8
+"""Of such a number; counted to the end of the step."""
 
 TAKES_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
 FLOPS = FORMULAS | flop_registry | {aten.addmm: FORMULAS[aten.addmm]}
@@ -200,19 +216,22 @@ class FakeInstruments:
     Args:
         workspaces: of the kernels; without them none has any.
         allocation_bytes: every allocation is a multiple of these.
+        on_host: whether the memory that is read is the host's: states of the generator that checkpoints keep, and
+            numbers that autograd saves, are in no other.
         clock: runs while a step is read.
     """
 
     rates: Rates
     workspaces: KernelWorkspaces | None = None
     allocation_bytes: int = 1
+    on_host: bool = False
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     repetitions: int = 0
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """Bytes of the tensors that are alive, above those at the first boundary, and seconds by the roofline."""
         operators = _Operators(self)
-        with operators:
+        with operators, operators.seeing_random_states() if self.on_host else nullcontext():
             step(operators)
         return operators.readings
 
@@ -250,6 +269,8 @@ class _Operators(TorchDispatchMode):
             out = func(*args, **kwargs)
         if is_view(func):
             return out
+        if self.instruments.on_host and _saves_number(func, args):
+            self.live_bytes += NUMBER_BYTES
         leaves = tree_leaves((args, kwargs))
         taken = {id(tensor.untyped_storage()) for tensor in leaves if isinstance(tensor, Tensor)}
         workspaces = self.instruments.workspaces
@@ -261,6 +282,22 @@ class _Operators(TorchDispatchMode):
                 self._add(storage)
         self.instruments.clock.now += self._seconds(func, args, kwargs, leaves, out)
         return out
+
+    @contextmanager
+    def seeing_random_states(self) -> Iterator[None]:
+        """Inside, the states that torch's checkpoints read count: they are no fake tensors and pass no mode."""
+        read = torch.get_rng_state
+
+        def seen() -> Tensor:
+            state = read()
+            self._add(state.untyped_storage())
+            return state
+
+        torch.get_rng_state = seen
+        try:
+            yield
+        finally:
+            torch.get_rng_state = read
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         num_bytes = rounded_up(storage.nbytes(), self.instruments.allocation_bytes)
@@ -300,6 +337,10 @@ def _engine_owns(total: Any) -> bool:
     if node is None or isinstance(node, BackwardCFunction) or torch.is_grad_enabled() or not isinstance(total, Tensor):
         return False
     return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # by the tensor and by the caller
+
+
+def _saves_number(func: Any, args: tuple[Any, ...]) -> bool:
+    return func in SAVES_NUMBERS and torch.is_grad_enabled() and not isinstance(args[1], Tensor)
 
 
 @contextmanager

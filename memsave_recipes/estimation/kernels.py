@@ -12,7 +12,8 @@ NOTE [ where CUDA differs ]
 3. Dropout saves a mask of one byte an element, the CPU's one of the input's dtype.
 4. ``tensor.is_cuda`` is true.
 Not known without the device, and so left out: the workspaces of cuDNN's convolutions (it chooses among algorithms; 0 to
-some hundred MiB), and the scratch of sorts and reductions.
+some hundred MiB; where one finds no memory, torch tries the next: ``try_plans`` in ATen/native/cudnn/Conv_v8.cpp), and
+the scratch of sorts and reductions.
 """
 
 from collections.abc import Callable, Iterator

@@ -267,9 +267,15 @@ class _Expansion:
         ends = Ends(*map(self._moved, self.ends))
         return StepTrace(parts=list(self._all_parts()), ends=ends, memory=memory, seconds=seconds)
 
+    @property
+    def added_bytes(self) -> int:
+        """Left behind by the forward of a period."""
+        begin, end = self.forward
+        return self.readings[end].live_bytes - self.readings[begin].live_bytes
+
     def _memory(self) -> list[Reading]:
         (begin, end), (down, up), copies = self.forward, self.backward, self.period.copies
-        added = self.readings[end].live_bytes - self.readings[begin].live_bytes
+        added = self.added_bytes
         freed = self.readings[up].live_bytes - self.readings[down].live_bytes
         memory = self.readings[: end + 1]
         for copy in range(1, copies + 1):
@@ -293,13 +299,14 @@ class _Expansion:
             flowing = {taken: last.get(given, given) for taken, given in self.flowing.items()}
             for position, part in enumerate(self.parts):
                 name = self.period.left_out[copy * len(self.parts) + position]
-                yield _renamed(self._copied(part, copy), own | flowing, name)
+                copied = _higher(self._copied(part, copy), (copy + 1) * self.added_bytes)
+                yield _renamed(copied, own | flowing, name)
             last = own
         given = {storage: last[storage] for storage in self.flowing.values()}
         for part in self.behind:
             if self.own & _storages(part) - given.keys():
                 raise Irregular(f"{part.block} takes more of {self.period.traced[-1]} than its hidden states")
-            yield _renamed(self._moved_part(part), given, part.block)
+            yield _renamed(_higher(self._moved_part(part), self.period.copies * self.added_bytes), given, part.block)
 
     def _moved_part(self, part: Part) -> Part:
         backward = None if part.backward is None else self._moved(part.backward)
@@ -322,6 +329,12 @@ def _raised(readings: Sequence[Reading], num_bytes: int) -> list[Reading]:
     return [replace(r, live_bytes=r.live_bytes + num_bytes, peak_bytes=r.peak_bytes + num_bytes) for r in readings]
 
 
+def _higher(part: Part, num_bytes: int) -> Part:
+    """A part of which the readings are so many bytes higher."""
+    until = part.until_saved_bytes
+    return replace(part, until_saved_bytes=until + num_bytes if until else 0)
+
+
 def _storages(part: Part) -> set[int]:
     return {*part.inputs, *part.outputs, *part.saved}
 
@@ -331,5 +344,10 @@ def _renamed(part: Part, names: Mapping[int, int], block: str | None) -> Part:
         return {names.get(storage, storage): num_bytes for storage, num_bytes in storages.items()}
 
     return replace(
-        part, block=block, inputs=rename(part.inputs), outputs=rename(part.outputs), saved=rename(part.saved)
+        part,
+        block=block,
+        inputs=rename(part.inputs),
+        outputs=rename(part.outputs),
+        saved=rename(part.saved),
+        beside=rename(part.beside),
     )

@@ -139,7 +139,7 @@ class _Planning:
         return SearchSpace(
             budget_bytes=self.budget_bytes,
             strategy=strategy,
-            static=partial(static_memory_of, self.optim, self.model),
+            static=partial(static_memory_of, self.optim, self.model, device_type=device.type),
             overheads=overheads_of_device(device),
             host_budget_bytes=self.host_budget_bytes,
             plan_of=partial(plan_blocks, self.model),

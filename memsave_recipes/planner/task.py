@@ -193,7 +193,7 @@ def choose_for_target(
     space = SearchSpace(
         budget_bytes=budget_bytes,
         strategy=strategy,
-        static=partial(static_memory_of, task.optim, model),
+        static=partial(static_memory_of, task.optim, model, device_type=launch.target.device_type),
         overheads=overheads_of_target(launch.target),
         host_budget_bytes=launch.host_budget_bytes,
         plan_of=partial(plan_blocks, model),

@@ -15,7 +15,9 @@ NOTE [ the figures of a chain ]
    convolution does) and ``saves_output`` (a ReLU does). So a map that one block saves as its output and the next as its
    input counts once.
 5. ``forward_transient_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it
-   began (its input lives then). Output, saved bytes and workspaces are in it.
+   began (its input and its ``beside_bytes`` live then: arguments besides the state, that the baseline does not save).
+   Output, saved bytes and workspaces are in it.
+   ``until_saved_bytes`` are the same up to the last tensor that it saves: there a second run ends, as torch stops it.
 6. ``backward_transient_bytes``: the highest live bytes in its backward less the live bytes when that began. Live then:
    its saved tensors, and the gradient of its output, taken to be as large as all that leaves the block. The transient
    includes the gradient of its input, the gradients of its parameters (as if there were none before), their
@@ -23,7 +25,9 @@ NOTE [ the figures of a chain ]
 7. ``gradient_bytes``: the parameter gradients that are there after its backward and were not before. A tied weight
    counts where its gradient is born: in the later of its blocks. ``tied_gradient_bytes`` of them wait there for the
    gradient of the earlier use, even where the gradients of an earlier micro-batch are there already.
-8. A storage that several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and
+8. ``untracked_bytes``: the live bytes when its backward begins that rule 6 does not name: the loss, the gradient of an
+   argument that all layers share. They are in the transient of its backward, and live while its span runs again.
+9. A storage that several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and
    in no other's.
 """
 
@@ -31,6 +35,9 @@ import math
 from dataclasses import dataclass
 
 from memsave_recipes.plans.plan import Action
+
+TWICE = (Action.RECOMPUTE, Action.SELECT_OPS)
+"""Actions under which a block runs again in the backward, wholly or in part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +81,8 @@ class BlockCosts:
         forward_s, backward_s: seconds of its forward and its backward when kept.
         output_bytes, passes_input: rule 3 of the NOTE.
         gradient_bytes, tied_gradient_bytes: rule 7 of the NOTE.
+        beside_bytes, until_saved_bytes: rule 5 of the NOTE; without the second, all of its forward.
+        untracked_bytes: rule 8 of the NOTE.
         options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
 
     Raises:
@@ -88,15 +97,27 @@ class BlockCosts:
     passes_input: bool = False
     gradient_bytes: int
     tied_gradient_bytes: int = 0
+    beside_bytes: int = 0
+    until_saved_bytes: int | None = None
+    untracked_bytes: int = 0
     options: tuple[BlockOption, ...]
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "forward_s", "backward_s", "output_bytes", "gradient_bytes", "tied_gradient_bytes")
+        _check_not_negative(self, "beside_bytes", "untracked_bytes")
+        if self.until_saved_bytes is not None:
+            _check_not_negative(self, "until_saved_bytes")
         actions = [option.action for option in self.options]
         if Action.KEEP not in actions or len(set(actions)) < len(actions):
             raise ValueError(f"{self.name} needs the option KEEP, and each option once")
         if self.stack is None and len(actions) > 1:
             raise ValueError(f"{self.name} has no stack, so it can only be kept")
+
+    @property
+    def last_of_span_bytes(self) -> int:
+        """The transient of its second run where it is the last block of a span."""
+        whole = self.option(Action.KEEP).forward_transient_bytes
+        return whole if self.until_saved_bytes is None else min(whole, self.until_saved_bytes)
 
     def option(self, action: Action) -> BlockOption:
         """Its costs under ``action``.
@@ -120,8 +141,10 @@ class Chain:
         gradients_resident: whether the parameter gradients of an earlier micro-batch are there from the start, as
             under accumulation. They are not in ``resident_bytes`` in either case.
         optimizer_bytes: temporaries of the optimizer's update, besides parameters, gradients and its state.
-        span_bytes: held by each span that recomputes besides its input until its backward is done: the state of the
-            random number generator, 5,056 bytes where the CPU is the device and 0 elsewhere, as it stays on the host.
+        span_bytes: held by each span that recomputes besides its input until its backward is done, and once more while
+            it runs again: the state of the random number generator, 5,056 bytes where the CPU is the device and 0
+            elsewhere, as it stays on the host.
+        beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs ``TWICE``.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
 
     Raises:
@@ -133,12 +156,15 @@ class Chain:
     gradients_resident: bool = False
     optimizer_bytes: int = 0
     span_bytes: int = 0
+    beside_bytes: int = 0
     compiled_memory_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes")
+        _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes", "beside_bytes")
         if not self.blocks:
             raise ValueError("a chain needs at least one block")
+        if self.beside_bytes < max(block.beside_bytes for block in self.blocks):
+            raise ValueError(f"beside_bytes of a block cannot be more than {self.beside_bytes}, those of all")
         stacks = [block.stack for block in self.blocks]
         starts = [stack for i, stack in enumerate(stacks) if stack is not None and (i == 0 or stacks[i - 1] != stack)]
         if len(set(starts)) < len(starts):

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from memsave_recipes.plans.chain import BlockOption, Chain
+from memsave_recipes.plans.chain import TWICE, BlockOption, Chain
 from memsave_recipes.plans.plan import Action
 
 HELD, WITH_STATE = 0, 1
@@ -78,10 +78,23 @@ Edges: TypeAlias = list[list[Edge]]
 
 
 def edges_of(chain: Chain) -> Edges:
-    """Every edge of every plan: O(blocks^2) of them."""
+    """Every edge of every plan: O(blocks^2) of them. Their peaks are above ``chain.beside_bytes``."""
     sizes = _Sizes(chain)
     return [
         [_single_block(sizes, position, option) for option in block.options] + _recomputations(sizes, position)
+        for position, block in enumerate(chain.blocks)
+    ]
+
+
+def edges_without_second_runs(chain: Chain) -> Edges:
+    """Those of the plans under which no block runs again, which hold no ``chain.beside_bytes``."""
+    sizes = _Sizes(chain)
+    return [
+        [
+            _single_block(sizes, position, option, beside_bytes=block.beside_bytes)
+            for option in block.options
+            if option.action not in TWICE
+        ]
         for position, block in enumerate(chain.blocks)
     ]
 
@@ -111,14 +124,14 @@ class _Sizes:
         return round(seconds / self.tick_s)
 
 
-def _single_block(sizes: _Sizes, position: int, option: BlockOption) -> Edge:
+def _single_block(sizes: _Sizes, position: int, option: BlockOption, beside_bytes: int = 0) -> Edge:
     block = sizes.blocks[position]
     output, gradient = block.output_bytes, sizes.states[position + 1]
     # Holding an output that the input passes into is holding the input.
     holds_input = option.saves_input or (option.saves_output and block.passes_input)
     held = option.saved_bytes + (output if option.saves_output else 0)
     backward = held + gradient + option.backward_transient_bytes + sizes.gradients[position]
-    forward = option.forward_transient_bytes
+    forward = beside_bytes + option.forward_transient_bytes
     return Edge(
         stop=position + 1,
         action=option.action,
@@ -138,19 +151,21 @@ def _recomputations(sizes: _Sizes, start: int) -> list[Edge]:
     stack = sizes.blocks[start].stack
     passed = sizes.states[start]  # bytes of the span's input in the state behind it
     rebuilt = EMPTY  # by the recomputation, besides the span's input
-    recompute = backward = 0
+    second_run = backward = 0
     cost = 0
     for position in range(start, len(sizes.blocks)):
         block = sizes.blocks[position]
         if stack is None or block.stack != stack:
             break
         keep = _single_block(sizes, position, block.option(Action.KEEP))
-        recompute = max(recompute, rebuilt[WITH_STATE] + block.option(Action.KEEP).forward_transient_bytes)
+        whole = max(second_run, rebuilt[WITH_STATE] + block.option(Action.KEEP).forward_transient_bytes)
+        second_run = max(second_run, rebuilt[WITH_STATE] + block.last_of_span_bytes)
         backward = max(backward, keep.peak_bytes(rebuilt))
         rebuilt = keep.extend(rebuilt)
         cost += sizes.ticks(block.forward_s)
         passed = passed if block.passes_input else 0
         state = sizes.states[position + 1]
+        beside = state + block.untracked_bytes + sizes.span_bytes + sizes.gradients[position]  # while it runs again
         edges.append(
             Edge(
                 stop=position + 1,
@@ -161,9 +176,10 @@ def _recomputations(sizes: _Sizes, start: int) -> list[Edge]:
                 with_state_from=WITH_STATE,
                 with_state_bytes=sizes.span_bytes + state - passed,
                 peak_over_held_bytes=0,
-                peak_over_state_bytes=sizes.span_bytes + max(backward, recompute + state + sizes.gradients[position]),
+                peak_over_state_bytes=sizes.span_bytes + max(backward, second_run + beside),
             )
         )
+        second_run = whole
     return edges
 
 

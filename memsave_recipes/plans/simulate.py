@@ -4,15 +4,16 @@ This defines the costs that the solver minimises.
 
 NOTE [ the memory of one forward and backward ]
 1. Forward: while a block runs, its input and everything that the blocks before it hold is live. Under ``KEEP`` it then
-   holds its saved tensors; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone.
-2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again, with the gradient of
-   its output live, and now every block of it holds its saved tensors; the input of the span stays until the span is
-   done.
+   holds its saved tensors; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone. Where any block runs again,
+   the ``beside_bytes`` of all are held from the first forward to the last backward.
+2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again; the gradient of its
+   output, its untracked bytes and ``span_bytes`` more are live then. Now every block of it holds its saved tensors; the
+   input of the span stays until the span is done.
 3. In the backward of a block, everything held before it, its own saved tensors and the gradient of its output are live.
    The saved tensors are freed with it; the gradients of its parameters stay.
 4. At last the optimizer's update runs with all gradients live; no plan changes that.
 5. Storages count once, however many blocks hold them (NOTE [ the figures of a chain ]).
-Not modelled: fragmentation of the allocator; the little that torch saves by ending a recomputation early.
+Not modelled: fragmentation of the allocator.
 
 NOTE [ the memory of the host ]
 1. A block under ``OFFLOAD`` copies to the host the tensors that it saves under ``KEEP`` and not under ``OFFLOAD``, its
@@ -26,7 +27,7 @@ modelled: an output that its own block saves and the next one does not.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memsave_recipes.plans.chain import BlockOption, Chain
+from memsave_recipes.plans.chain import TWICE, BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, Span
 
 PINNING = 8  # pinning wastes at most one part in so many
@@ -176,7 +177,7 @@ def timeline(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
     spans = _spans(chain, plan)
     states = _states(chain)
     held_before: list[Storages] = []
-    held: Storages = {}
+    beside = held = _held_beside(chain, plan)
     for span in spans:
         held_before.append(held)
         if span.action is Action.RECOMPUTE:
@@ -184,7 +185,8 @@ def timeline(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
             held = held | _held_by_span(chain, span, states)
         else:
             option = chain.blocks[span.start].option(span.action)
-            yield _point(chain, "forward", span.start, held, 0, states[span.start], option.forward_transient_bytes)
+            alive = states[span.start] if beside else _with_beside(chain, span.start, states)
+            yield _point(chain, "forward", span.start, held, 0, alive, option.forward_transient_bytes)
             held = held | _saved(chain, span.start, option, states)
     gradients_bytes = 0
     for span, held in zip(reversed(spans), reversed(held_before), strict=True):
@@ -200,11 +202,14 @@ def _backward(
     own: list[Storages] = []  # live in the span when the backward of its first, second ... block begins
     rebuilt = _held_by_span(chain, span, states) if span.action is Action.RECOMPUTE else {}
     option_action = Action.KEEP if span.action is Action.RECOMPUTE else span.action
-    gradient_bytes = _total(states[span.stop])
+    beside_bytes = _total(states[span.stop]) + chain.blocks[span.stop - 1].untracked_bytes + chain.span_bytes
     for position in range(span.start, span.stop):
         option = chain.blocks[position].option(option_action)
         if span.action is Action.RECOMPUTE:
-            transient_bytes = gradient_bytes + option.forward_transient_bytes
+            block = chain.blocks[position]
+            is_last = position == span.stop - 1
+            second_run_bytes = block.last_of_span_bytes if is_last else option.forward_transient_bytes
+            transient_bytes = beside_bytes + second_run_bytes
             alive = rebuilt | states[position]
             yield _point(chain, "recomputation", position, held, gradients_bytes, alive, transient_bytes)
         rebuilt = rebuilt | _saved(chain, position, option, states)
@@ -223,6 +228,17 @@ def _states(chain: Chain) -> list[Storages]:
         passed = states[-1] if block.passes_input else {}
         states.append({**passed, f"output of {position}": block.output_bytes})
     return states
+
+
+def _held_beside(chain: Chain, plan: Plan) -> Storages:
+    """Held by all blocks together that run again."""
+    runs_again = any(plan.blocks_under(action) for action in TWICE)
+    return {"beside the states": chain.beside_bytes} if runs_again else {}
+
+
+def _with_beside(chain: Chain, position: int, states: list[Storages]) -> Storages:
+    """Live when the forward of a block begins, where no block runs again."""
+    return {**states[position], "beside the state": chain.blocks[position].beside_bytes}
 
 
 def _held_by_span(chain: Chain, span: Span, states: list[Storages]) -> Storages:

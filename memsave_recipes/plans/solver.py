@@ -29,12 +29,24 @@ NOTE [ label setting ]
 import math
 import sys
 from bisect import bisect_right
+from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.paths import EMPTY, HELD, WITH_STATE, Edge, Edges, Resources, edges_of, lower_bounds, tick_s
+from memsave_recipes.plans.paths import (
+    EMPTY,
+    HELD,
+    WITH_STATE,
+    Edge,
+    Edges,
+    Resources,
+    edges_of,
+    edges_without_second_runs,
+    lower_bounds,
+    tick_s,
+)
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import TimelinePoint, keep_all, simulate
 from memsave_recipes.text import format_bytes, gib_that_suffice, to_gib
@@ -59,25 +71,41 @@ def solve_with_gap(chain: Chain, budget_bytes: int) -> tuple[Plan, float]:
     Raises:
         InputError: as ``solve``.
     """
-    path = None
+    paths = []
     if _floor_bytes(chain) <= budget_bytes:
-        path = shortest_path(edges_of(chain), budget_bytes - chain.static_bytes)
-    if path is None:
+        found = (shortest_path(edges, budget_bytes - static_bytes) for edges, static_bytes in _searches(chain))
+        paths = [path for path in found if path is not None]
+    if not paths:
         raise InputError(_too_small(chain, budget_bytes))
-    return _plan_of(chain, path.edges), path.gap * tick_s(chain)
+    best = min(paths, key=lambda path: path.cost)
+    gap = max(best.cost - path.cost + path.gap for path in paths)
+    return _plan_of(chain, best.edges), gap * tick_s(chain)
+
+
+def _searches(chain: Chain) -> Iterator[tuple[Edges, int]]:
+    """Edges of plans, and the bytes that are there under all of them: all plans, and those without ``beside_bytes``."""
+    yield edges_of(chain), chain.static_bytes + chain.beside_bytes
+    if chain.beside_bytes:
+        yield edges_without_second_runs(chain), chain.static_bytes
 
 
 def smallest_feasible(chain: Chain) -> int:
     """The fewest bytes that a plan can be found for."""
-    edges = edges_of(chain)
-    too_few, enough = -1, simulate(chain, keep_all(chain)).peak_bytes - chain.static_bytes
+    plain_bytes = simulate(chain, keep_all(chain)).peak_bytes
+    fewest = [_fewest_bytes(edges, plain_bytes - static) + static for edges, static in _searches(chain)]
+    return max(min(fewest), _floor_bytes(chain))
+
+
+def _fewest_bytes(edges: Edges, enough: int) -> int:
+    """The fewest free bytes with a feasible path, at most ``enough``."""
+    too_few = -1
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if resource_bounds(edges, middle)[0]:
             enough = middle
         else:
             too_few = middle
-    return max(chain.static_bytes + enough, _floor_bytes(chain))
+    return enough
 
 
 def _floor_bytes(chain: Chain) -> int:
@@ -130,6 +158,11 @@ class ShortestPath(NamedTuple):
 
     edges: list[Edge]
     gap: float
+
+    @property
+    def cost(self) -> int:
+        """The ticks that it adds."""
+        return sum(edge.cost for edge in self.edges)
 
 
 def shortest_path(edges: Edges, free_bytes: int) -> ShortestPath | None:

@@ -171,7 +171,7 @@ class _Run:
         if self.instruments.repetitions:
             self.timed()
         with self._tracer(counting=True) as tracer:
-            memory = self.instruments.read_memory(partial(self._step, tracer))
+            memory = list(tracer.at_boundaries(self.instruments.read_memory(partial(self._step, tracer))))
         self.on_run()
         seconds = [reading.seconds for reading in memory[1:] if reading.seconds is not None]
         return StepTrace(parts=tracer.parts, ends=tracer.ends, memory=memory, seconds=[seconds] if seconds else [])

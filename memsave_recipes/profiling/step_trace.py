@@ -2,8 +2,8 @@
 
 NOTE [ from readings to costs ]
 1. A part saves the tensors that autograd saves and those that a selective policy keeps, each storage once. A storage
-   that several parts save (a mask, rotary tables) belongs to the part between blocks before the first of them, since no
-   plan frees it.
+   that several parts save (a mask, rotary tables), or that one saves and a block takes besides its state, belongs to
+   the part between blocks before the first of them, since no plan frees it.
 2. A transient is the highest reading in a part's forward or backward less the bytes that the simulator has live there.
    So the simulated baseline peaks exactly as it was measured, and memory that the chain does not track (a model's own
    variables, say) is in the transients.
@@ -20,7 +20,7 @@ from itertools import pairwise
 from statistics import median
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
-from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
+from memsave_recipes.plans.chain import TWICE, BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.plan import Action
 from memsave_recipes.plans.simulate import keep_all, timeline, with_pinning
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
@@ -61,16 +61,22 @@ def chain_of(
         compiled_memory_ratio: of the plan that was traced under ``COMPILE``, if one was.
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
+    beside = _beside(traces[Action.KEEP].parts)
     if offloaded := traces.get(Action.OFFLOAD):
         stays = list(_with_storages_left_on_device(offloaded.parts, traces[Action.KEEP].parts))
         traces = {**traces, Action.OFFLOAD: replace(offloaded, parts=stays)}
         resident_bytes += 2 * _largest_block_bytes(traces[Action.KEEP].parts)
     chains = {
-        action: _chain_under_one_action(run, stack_of, random_state_bytes if action is Action.SELECT_OPS else 0)
+        action: _chain_under_one_action(
+            run,
+            stack_of,
+            checkpoint_bytes=random_state_bytes if action is Action.SELECT_OPS else 0,
+            beside_bytes=sum(beside.values()) if action in TWICE else 0,
+        )
         for action, run in traces.items()
     }
     kept = chains.pop(Action.KEEP)
-    blocks = list(kept.blocks)
+    blocks = _less_beside(kept.blocks, traces[Action.KEEP].parts, beside)
     for action, chain in chains.items():
         by_name = {block.name: block for block in chain.blocks}
         for position in kept.decided:
@@ -82,6 +88,7 @@ def chain_of(
         blocks=tuple(blocks),
         resident_bytes=resident_bytes,
         span_bytes=random_state_bytes,
+        beside_bytes=sum(beside.values()),
         compiled_memory_ratio=compiled_memory_ratio,
     )
 
@@ -94,11 +101,27 @@ def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> BlockOption:
     return replace(block.option(Action.KEEP), action=action, added_s=added_s)
 
 
-def _chain_under_one_action(trace: StepTrace, stack_of: dict[str, int], checkpoint_bytes: int) -> Chain:
-    """As if the action were to keep: with no other option, and nothing resident.
+def _less_beside(blocks: Sequence[BlockCosts], parts: Sequence[Part], beside: Storages) -> list[BlockCosts]:
+    """The blocks under ``KEEP``: what they take besides their states is in no transient."""
+    less = []
+    for block, part in zip(blocks, parts, strict=True):
+        taken = sum(size for storage, size in beside.items() if storage in part.beside)
+        (option,) = block.options
+        bytes_without = max(0, option.forward_transient_bytes - taken)
+        until_saved = max(0, (block.until_saved_bytes or 0) - taken)
+        kept = replace(option, forward_transient_bytes=bytes_without)
+        less.append(replace(block, beside_bytes=taken, until_saved_bytes=until_saved, options=(kept,)))
+    return less
+
+
+def _chain_under_one_action(
+    trace: StepTrace, stack_of: dict[str, int], *, checkpoint_bytes: int, beside_bytes: int
+) -> Chain:
+    """As if the action were to keep: with no other option, and nothing resident but ``beside_bytes``.
 
     Args:
         checkpoint_bytes: that every block under it holds besides tensors.
+        beside_bytes: that all of them together hold.
     """
     described = zip(
         trace.parts, _attributed(trace.parts), _names(trace.parts), _stacks(trace.parts, stack_of), strict=True
@@ -107,7 +130,7 @@ def _chain_under_one_action(trace: StepTrace, stack_of: dict[str, int], checkpoi
         _without_transients(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
         for part, own, name, stack in described
     )
-    chain = _with_transients(Chain(blocks=blocks, resident_bytes=0), trace)
+    chain = _with_transients(Chain(blocks=blocks, resident_bytes=beside_bytes), trace)
     return replace(chain, blocks=tuple(_with_seconds(chain.blocks, trace)))
 
 
@@ -158,15 +181,24 @@ def _attributed(parts: Sequence[Part]) -> list[Storages]:
     """The storages that each part saves besides its input and output, by rule 1 of the NOTE."""
     own = [{s: size for s, size in p.saved.items() if s not in p.inputs and s not in p.outputs} for p in parts]
     savers = Counter(storage for saved in own for storage in saved)
+    beside = {storage for part in parts for storage in part.beside}
     attributed: list[Storages] = [{} for _ in parts]
     done: set[int] = set()
     for position, saved in enumerate(own):
         for storage, size in saved.items():
             if storage not in done:
-                owner = position if savers[storage] == 1 else _between_blocks_before(parts, position)
+                is_own = savers[storage] == 1 and storage not in beside
+                owner = position if is_own else _between_blocks_before(parts, position)
                 attributed[owner][storage] = size
                 done.add(storage)
     return attributed
+
+
+def _beside(parts: Sequence[Part]) -> Storages:
+    """The storages that blocks take besides their states and that the baseline does not save."""
+    beside = {s: size for part in parts for s, size in part.beside.items() if s not in part.inputs}
+    saved = {storage for of_part in _attributed(parts) for storage in of_part}
+    return {storage: size for storage, size in beside.items() if storage not in saved}
 
 
 def _between_blocks_before(parts: Sequence[Part], position: int) -> int:
@@ -206,9 +238,21 @@ def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
         max(0, _peak(trace.memory, *moment) - there) if moment else 0
         for moment, there in zip(_backwards(trace), reversed(simulated[num_parts:-1]), strict=True)
     ]
+    until_saved = [
+        max(0, part.until_saved_bytes - there) for part, there in zip(trace.parts, simulated[:num_parts], strict=True)
+    ]
+    untracked = [
+        max(0, trace.memory[moment[0]].live_bytes - there) if moment else 0
+        for moment, there in zip(_backwards(trace), reversed(simulated[num_parts:-1]), strict=True)
+    ]
     blocks = [
-        replace(b, options=(replace(b.options[0], forward_transient_bytes=up, backward_transient_bytes=down),))
-        for b, up, down in zip(chain.blocks, forward, backward, strict=True)
+        replace(
+            b,
+            untracked_bytes=beside,
+            until_saved_bytes=until,
+            options=(replace(b.options[0], forward_transient_bytes=up, backward_transient_bytes=down),),
+        )
+        for b, up, down, beside, until in zip(chain.blocks, forward, backward, untracked, until_saved, strict=True)
     ]
     return replace(chain, blocks=tuple(blocks))
 

@@ -135,11 +135,13 @@ def _read_profile(step: Callable[[Meter], None]) -> list[Reading]:
 
 def _readings(events: list[Event]) -> Iterator[Reading]:
     live = peak = 0
+    own: set[int] = set()  # addresses of the step's blocks: an older one may be released at any time, as garbage is
     for event in events:
         if not isinstance(event, Allocation):
             yield Reading(live, peak)
             peak = live
-        elif event.device.type == "cpu":
+        elif event.device.type == "cpu" and (event.num_bytes > 0 or event.address in own):
+            (own.add if event.num_bytes > 0 else own.remove)(event.address)
             live += event.num_bytes
             peak = max(peak, live)
 
@@ -180,6 +182,8 @@ class Part:
     forward: int = -1
     outputs: Storages = field(default_factory=dict)
     saved: Storages = field(default_factory=dict)
+    beside: Storages = field(default_factory=dict)  # arguments of the block besides its state
+    until_saved_bytes: int = 0  # the peak of its forward until its last tensor is saved
     backward: int | None = None
     gradient_bytes: int = 0  # of the parameters that get theirs in its backward
     tied_gradient_bytes: int = 0  # those of them that wait for an earlier use of the parameter
@@ -210,6 +214,7 @@ class StepTracer:
         self._resident: Storages = {}
         self._resident = self._storages([*model.parameters(), *model.buffers(), *batch])
         self._num_boundaries = 0
+        self._marks: list[Part | None] = []  # the part that saved a tensor at each mark; None where a boundary is
         self._flowing: list[weakref.ref[Tensor]] = []  # the input of the current part
         self._in_backward: Part | None = None
 
@@ -226,10 +231,10 @@ class StepTracer:
             loss.backward()
         self.ends = Ends(forward_end, self._boundary())
 
-    def watch(self, name: str, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def watch(self, name: str, run: Callable[..., Any], inputs: tuple[Any, ...], others: Any) -> Any:
         """The ``Watch`` of ``apply_plan``."""
         taken = _tensors(inputs)
-        self._begin(Part(name, self._storages(taken)), taken)
+        self._begin(Part(name, self._storages(taken), beside=self._storages(_tensors(others))), taken)
         with kept_by_policy() as kept:
             outputs = run(*inputs)
         self.parts[-1].saved |= kept
@@ -279,13 +284,28 @@ class StepTracer:
             for handle in handles:
                 handle.remove()
 
+    def at_boundaries(self, readings: Iterable[Reading]) -> Iterator[Reading]:
+        """Those of the readings at boundaries; those at saved tensors go into the parts."""
+        peak_bytes, seconds = 0, None
+        for reading, part in zip(readings, self._marks, strict=True):
+            peak_bytes = max(peak_bytes, reading.peak_bytes)
+            seconds = None if reading.seconds is None else (seconds or 0.0) + reading.seconds
+            if part is None:
+                yield Reading(reading.live_bytes, peak_bytes, seconds)
+                peak_bytes, seconds = 0, None
+            else:
+                part.until_saved_bytes = peak_bytes
+
     def _boundary(self) -> int:
         self._meter.mark()
+        self._marks.append(None)
         self._num_boundaries += 1
         return self._num_boundaries - 1
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.parts[-1].saved |= self._storages([tensor])
+        self._meter.mark()
+        self._marks.append(self.parts[-1])
         # Detached: a saved output that came back as itself would keep its own graph alive if no backward follows.
         return tensor.detach()
 

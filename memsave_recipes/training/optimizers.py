@@ -11,6 +11,8 @@ norm, accumulation, the average over ranks, loss scaling.
 
 from collections.abc import Iterable
 from importlib.util import find_spec
+from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ from memsave_recipes.training.batch_layout import BatchLayout
 
 MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
 BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
+BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
+UPDATE = 64  # numbers that an update or clipping makes, at most
+COUNTER = 4  # of the steps of a parameter
 
 
 def make_optimizer(optim: OptimizerArguments, model: nn.Module) -> Optimizer:
@@ -151,8 +156,49 @@ def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float
 def _state_of_one(optimizer: str, parameter: Tensor) -> int:
     numel, size = parameter.numel(), parameter.element_size()
     if optimizer == "adamw_8bit":
-        return 2 * (numel + 4 * numel // BITSANDBYTES_BLOCK) if numel >= MIN_8BIT_NUMEL else 8 * numel
+        return 2 * (numel + 4 * ceil(numel / BITSANDBYTES_BLOCK)) if numel >= MIN_8BIT_NUMEL else 8 * numel
     if optimizer == "adafactor" and parameter.ndim > 1:
         rows, columns = parameter.shape[-2:]
         return size * (numel // rows + numel // columns)
     return {"adamw": 2, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size
+
+
+def counters_bytes(optimizer: str, num_parameters: int) -> int:
+    """Besides ``state_bytes``: counters of steps, and the values that 8-bit state stands for."""
+    counters = COUNTER * num_parameters if optimizer in ("adamw", "adafactor") else 0
+    return BITSANDBYTES_CODES if optimizer == "adamw_8bit" else counters
+
+
+def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
+    """The most bytes that the optimizer's update takes besides its state.
+
+    The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
+    before is still there, and on an accelerator those of all at once; 8-bit AdamW is one kernel there, and five copies
+    of a parameter on a CPU.
+    """
+    trained = list(parameters)
+    if optimizer == "adamw_8bit" and on_cpu:
+        return UPDATE + 5 * 4 * max((parameter.numel() for parameter in trained), default=0)
+    if optimizer != "adafactor":
+        return UPDATE
+    changes = [0, *(parameter.nbytes for parameter in trained)]
+    means = [_means_bytes(parameter) for parameter in trained]
+    vectors = [parameter.nbytes for parameter in trained if parameter.ndim < 2]
+    if not on_cpu:
+        return UPDATE + sum(changes) + sum(means) + sum(vectors)
+    matrices = [before + change + mean for (before, change), mean in zip(pairwise(changes), means, strict=True)]
+    return UPDATE + max(matrices, default=0) + max(vectors, default=0)
+
+
+def _means_bytes(parameter: Tensor) -> int:
+    """Adafactor's means over rows, over columns and over both, of the matrices of a parameter."""
+    if parameter.ndim < 2:
+        return 0
+    rows, columns = parameter.shape[-2:]
+    numel = parameter.numel()
+    return parameter.element_size() * (numel // rows + numel // columns + numel // (rows * columns))
+
+
+def clipping_bytes(parameters: Iterable[Tensor]) -> int:
+    """The norm of every gradient, and all of them once more in one tensor."""
+    return UPDATE + sum(2 * parameter.element_size() for parameter in parameters)

@@ -32,6 +32,7 @@ def random_option(rng, action, added_s=0.0):
 def random_chain(rng, num_blocks, *, options_share):
     """Stacks of random lengths with undecided blocks between some of them; integers, so that ties are real ties."""
     blocks = []
+    beside = rng.choice([0, 0, 4, 10])
     stack = 0
     for number in range(num_blocks):
         stack += rng.random() < 0.2
@@ -51,6 +52,9 @@ def random_chain(rng, num_blocks, *, options_share):
                 passes_input=rng.random() < 0.3,
                 gradient_bytes=rng.randint(0, 10),
                 tied_gradient_bytes=rng.choice([0, 0, 5]),
+                untracked_bytes=rng.choice([0, 0, 6]),
+                until_saved_bytes=rng.choice([None, rng.randint(0, 30)]),
+                beside_bytes=rng.choice([0, beside]),
                 options=tuple(options),
             )
         )
@@ -60,6 +64,7 @@ def random_chain(rng, num_blocks, *, options_share):
         gradients_resident=rng.random() < 0.3,
         optimizer_bytes=rng.randint(0, 30),
         span_bytes=rng.randint(0, 3),
+        beside_bytes=2 * beside,
     )
 
 

@@ -1,10 +1,14 @@
 """Chains: what the simulator says of small ones computed by hand, and which figures are refused."""
 
+from dataclasses import replace
+
 import pytest
 
+from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import host_bytes, simulate
+from memsave_recipes.plans.solver import solve
 
 KEEP, RECOMPUTE, SELECT_OPS, OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.SELECT_OPS, Action.OFFLOAD
 
@@ -86,6 +90,26 @@ def test_the_recomputation_itself_can_be_the_peak():
     chain = Chain(blocks=(block("a", option(forward=90, backward=10), output=5),), resident_bytes=0)
     result = simulate(chain, plan_of(chain, (0, 1, RECOMPUTE)))
     assert (result.peak.phase, result.peak_bytes) == ("recomputation", 90 + 5)
+
+
+def test_a_second_run_begins_beside_the_generators_state_and_other_gradients():
+    costs = block("a", option(forward=90, backward=10), output=5)
+    chain = Chain(blocks=(replace(costs, untracked_bytes=8),), resident_bytes=0, span_bytes=50)
+    result = simulate(chain, plan_of(chain, (0, 1, RECOMPUTE)))
+    assert (result.peak.phase, result.peak_bytes) == ("recomputation", 50 + 90 + 5 + 8 + 50)
+
+
+def test_arguments_besides_the_state_are_held_where_a_block_runs_again():
+    keep, select = option(forward=90, backward=100), option(SELECT_OPS, added_s=1.0, forward=90, backward=100)
+    layers = [replace(block(name, keep, select, output=5), beside_bytes=30) for name in "ab"]
+    chain = Chain(blocks=tuple(layers), resident_bytes=0, beside_bytes=30)
+    peaks = {action: simulate(chain, plan_of(chain, (0, 2, action))).peak for action in (KEEP, RECOMPUTE, SELECT_OPS)}
+    assert (peaks[KEEP].phase, peaks[KEEP].total_bytes) == ("forward", 90 + 30 + 5)
+    assert peaks[SELECT_OPS].total_bytes == 100 + 30 + 5
+    assert peaks[RECOMPUTE].total_bytes == 100 + 30 + 5
+    assert not simulate(chain, solve(chain, peaks[KEEP].total_bytes)).added_s
+    with pytest.raises(InputError, match="too small for any plan"):
+        solve(chain, peaks[KEEP].total_bytes - 1)
 
 
 def test_gradients_are_there_from_the_start_when_they_are_resident(three):
@@ -186,6 +210,7 @@ def test_plans_that_the_chain_cannot_follow_are_refused(three):
         lambda: block("decided", option(), option(OFFLOAD), stack=None),
         lambda: block("backwards", option(), seconds=-1.0),
         lambda: Chain(blocks=(), resident_bytes=0),
+        lambda: Chain(blocks=(replace(block("x", option()), beside_bytes=2),), resident_bytes=0, beside_bytes=1),
         lambda: Chain(blocks=tuple(block("x", option(), stack=s) for s in (0, 1, 0)), resident_bytes=0),
     ],
 )

@@ -93,8 +93,8 @@ def test_predicted_peaks_are_those_that_are_measured(make_case, name, bf16):
             return case.loss_of(model, batch)
 
     found = errors(workload_of(without_cache(case.model), loss_of, case.batch))
-    assert max(found.values()) <= 0.05, found  # above: harmless
-    assert min(found.values()) >= -0.01, found
+    assert max(found.values()) <= 0.05, found
+    assert min(found.values()) >= 0, found
 
 
 @pytest.mark.parametrize("name", ["t5", "megatron-bert"])
@@ -104,8 +104,27 @@ def test_what_layers_return_beside_their_states_is_not_handed_on(name):
     model, inputs = LAYERS_THAT_RETURN_MORE[name]()
     tokens = torch.randint(3, 256, (4, 64))
     found = errors(workload_of(model.train(), lambda model, batch: model(**dict.fromkeys(inputs, batch)).loss, tokens))
-    assert max(found.values()) <= 0.02, found
-    assert min(found.values()) >= -0.02, found  # what recomputes keeps T5's position bias alive, which is not counted
+    assert max(found.values()) <= 0.05, found  # arguments count from the first forward to the last backward
+    assert min(found.values()) >= 0, found
+
+
+def test_garbage_that_is_collected_meanwhile_is_no_memory_of_the_step(make_case):
+    """A whole test suite leaves tensors behind that Python releases when it comes to it, in a measured step too."""
+    case = make_case("gpt2")
+    workload = workload_of(without_cache(case.model), case.loss_of, case.batch)
+    plan = plan_for("none", workload.stacks)
+    garbage = []
+    case.model.transformer.h[2].register_forward_pre_hook(lambda *_: garbage.clear())
+
+    def peak_with(num_tensors):
+        class Instruments(DeviceInstruments):
+            def read_memory(self, step):
+                garbage.extend(torch.empty(2**18) for _ in range(num_tensors))
+                return super().read_memory(step)
+
+        return simulate(measure(workload, [plan], instruments=Instruments(CPU, 1)).chain(), plan).peak_bytes
+
+    assert peak_with(8) == peak_with(0)
 
 
 def test_frozen_layers_have_no_backward(make_case):

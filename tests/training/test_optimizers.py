@@ -5,13 +5,24 @@ from typing import get_args
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.optim import SGD
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.training.arguments import OptimizerArguments, Schedule
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.optimizers import (
+    check_in_backward,
+    clip_gradients,
+    clipping_bytes,
+    counters_bytes,
+    make_optimizer,
+    make_scheduler,
+    update_bytes,
+)
+from memsave_recipes.training.optimizers import state_bytes as known_state_bytes
 
 
 def build():
@@ -51,6 +62,38 @@ def test_every_optimizer_learns_with_the_state_it_is_known_for(name, most_bytes_
     assert losses[-1] < 0.95 * losses[0]
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     assert state_bytes(optimizer) <= most_bytes_a_parameter * num_parameters
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "adamw_8bit", "sgd"])
+@pytest.mark.parametrize("shapes", [[(64, 32, 3, 3), (64,), (96, 128)], [(100, 200), (200, 100)], [(5000,), (3, 3)]])
+def test_an_update_and_clipping_take_no_more_than_is_known(name, shapes):
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    model = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+    optim = OptimizerArguments(optimizer=name)
+    optimizer = make_optimizer(optim, model)
+    for parameter in model:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    parameters = list(model)
+    update = peak_bytes(optimizer.step)
+    assert update <= update_bytes(name, parameters, on_cpu=True) <= 1.05 * update + 2000
+    assert peak_bytes(lambda: clip_gradients(optim, Accelerator(), model)) <= clipping_bytes(parameters)
+    state = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors_of(optimizer)}
+    known = known_state_bytes(name, parameters, momentum=optim.momentum) + counters_bytes(name, len(parameters))
+    assert sum(storage.nbytes() for storage in state.values()) <= known
+
+
+def tensors_of(optimizer):
+    return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+
+
+def peak_bytes(call):
+    def step(meter):
+        call()
+        meter.mark()
+
+    return DeviceInstruments(torch.device("cpu")).read_memory(step)[-1].peak_bytes
 
 
 def test_frozen_parameters_have_no_state():
