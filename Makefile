@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-oldest test-all clean
+.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-all clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ test: install  ## the tests (a quarter of an hour on 2 cores)
 # They wait for processes to end, so a core has time for more than one of them.
 test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (10 minutes on 2 cores)
 	$(PYTEST) --numprocesses 3 -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
+
+# timm and diffusers are tried where they are installed. It goes on where an interrupted one ended (out/zoo.jsonl).
+test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/models.md (an hour)
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.matrix; status=$$?; PYTHONPATH=tests $(BIN)/python -m zoo.page; exit $$status
 
 test-oldest: BIN := $(OLDEST)/bin
 test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (4 minutes on 2 cores)

@@ -5,7 +5,7 @@ they are. The replacements are in ``spans.py``.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,17 +35,18 @@ from memsave_recipes.activations.spans import (
 )
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
+from memsave_recipes.plans.strategies import as_they_run
 
 
-def plan_blocks(model: nn.Module, strategy: str, running: Collection[str] | None = None) -> Plan:
+def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None = None) -> Plan:
     """The plan that ``strategy`` makes for ``model`` without measuring anything.
 
     Args:
         model: anything in which ``find_stacks`` finds blocks.
         strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``bottleneck`` (DenseNets), or the path of a
             ``plan.json``.
-        running: the names of the blocks that run, if known. A stack without any (the tower for images of a model
-            that is given text) is left out.
+        running: the names of the blocks that run, in order, if known. A stack without any (the tower for images of a
+            model that is given text) is left out, and the others are taken in the order in which they run.
 
     Raises:
         InputError: no such strategy or file, K out of range, or the model has no blocks for it.
@@ -53,10 +54,16 @@ def plan_blocks(model: nn.Module, strategy: str, running: Collection[str] | None
     if strategy.endswith(".json"):
         return read_plan(strategy)
     if strategy == "bottleneck":
-        full = plan_for("full", block_names(_required(find_bottlenecks(model), model, strategy)))
+        if not (bottlenecks := find_bottlenecks(model)):
+            raise _without_blocks(model, strategy)
+        full = plan_for("full", block_names(bottlenecks))
         return Plan(strategy=strategy, blocks=full.blocks, spans=full.spans)
-    stacks = [stack for stack in find_stacks(model) if running is None or _has_one_of(stack, running)]
-    return plan_for(strategy, block_names(stacks if strategy == "none" else _required(stacks, model, strategy)))
+    names: Sequence[Sequence[str]] = block_names(find_stacks(model))
+    if running is not None:
+        names = as_they_run(names, running)
+    if not names and strategy != "none":
+        raise _without_blocks(model, strategy)
+    return plan_for(strategy, names)
 
 
 def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "PlanHandle":
@@ -129,19 +136,15 @@ class PlanHandle:
 _ABSENT = object()
 
 
-def _required(stacks: list[Stack], model: nn.Module, strategy: str) -> list[Stack]:
-    if not stacks:
-        raise InputError(f"strategy {strategy}: {type(model).__name__} has no blocks for it; use none")
-    return stacks
-
-
-def _has_one_of(stack: Stack, names: Collection[str]) -> bool:
-    return any(block.name in names for block in stack.blocks)
+def _without_blocks(model: nn.Module, strategy: str) -> InputError:
+    return InputError(f"strategy {strategy}: {type(model).__name__} has no blocks for it; use none")
 
 
 def _stacks_of(model: nn.Module, plan: Plan) -> list[Stack]:
+    """The stacks of the plan's blocks. A plan may leave stacks out, and has them in the order in which they run."""
     for found in (find_stacks(model), find_bottlenecks(model)):
-        stacks = [stack for stack in found if _has_one_of(stack, plan.blocks)]  # a plan may leave stacks out
+        by_first = {stack.blocks[0].name: stack for stack in found}
+        stacks = [by_first[name] for name in plan.blocks if name in by_first]
         if tuple(name for names in block_names(stacks) for name in names) == plan.blocks:
             return stacks
     try:

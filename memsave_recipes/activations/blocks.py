@@ -14,7 +14,7 @@ Nothing here changes a model; ``memsave_recipes.activations.apply`` does.
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -138,13 +138,16 @@ def _returns_tensor(module: nn.Module) -> bool:
 
 
 def _stacks_of_containers(model: nn.Module) -> list[Stack]:
-    """The stacks of the outermost containers of ``model``, and of the stems before them, as they are registered."""
+    """The stacks of the outermost containers of ``model``, and of the stems before them, as they are registered.
+
+    A shared layer makes most of what its model saves, and its stem next to nothing.
+    """
     containers = _containers(model)
     stacks: list[Stack] = []
-    left = len(containers)
+    left = {name for name in containers if not _is_shared_layer(model, name, model.get_submodule(name))}
     for name, module in model.named_modules():
         if name in containers:
-            left -= 1
+            left.discard(name)
             stacks += _stacks_in(model, name, module)
         elif left and _is_stem(name, module, containers):
             stacks.append(CalledLayers((Layer(name, module),)))
@@ -175,7 +178,8 @@ def _containers(model: nn.Module) -> set[str]:
     for name, module in model.named_modules():
         # A subclass with a forward of its own need not run its children in order.
         is_sequence = type(module).forward is nn.Sequential.forward and any(module.children())
-        if module not in covered and (is_sequence or (_lists_layers(module) and _is_looped_over(model, name))):
+        is_list = _lists_layers(module) and _is_looped_over(model, name)
+        if module not in covered and (is_sequence or is_list or _is_shared_layer(model, name, module)):
             names.add(name)
             covered.update(module.modules())
     return names
@@ -185,6 +189,11 @@ def _lists_layers(module: nn.Module) -> bool:
     """A list of layers, or of lists of layers, and not of stages that have layers of their own."""
     below = (part for layer in _layers_in("", module) for part in layer.module.modules())
     return isinstance(module, LISTS) and _repeats(module) and not any(map(_repeats, below))
+
+
+def _is_shared_layer(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """A list of one layer that a loop calls again and again, as ALBERT's."""
+    return isinstance(module, LISTS) and len(module) == 1 and _is_called_by_number(model, name)
 
 
 def _repeats(module: nn.Module) -> bool:
@@ -214,17 +223,33 @@ def _is_below(name: str, other: str) -> bool:
 def _is_looped_over(model: nn.Module, name: str) -> bool:
     """Whether the parent of a module goes through its children in a loop of its own forward, as ResNet stages do.
 
-    Replacing the forward of such a module would change nothing. Read from the source of the forward and of the methods
-    that it calls; without one, taken to be called.
+    The loop is over the children, or takes them by number. Replacing the forward of such a module would change nothing.
+    Read from the source of the forward and of the methods that it calls; without one, taken to be called.
     """
-    parent_name, _, attribute = name.rpartition(".")
+    over = (part for loop in _loops_around(model, name) for part in ast.walk(loop.iter))
+    return _is_read(name, over) or _is_called_by_number(model, name)
+
+
+def _is_called_by_number(model: nn.Module, name: str) -> bool:
+    """As ``self.layers[number]`` in a loop."""
+    parts = (part for loop in _loops_around(model, name) for part in ast.walk(loop))
+    return _is_read(name, (part.value for part in parts if isinstance(part, ast.Subscript)))
+
+
+def _is_read(name: str, nodes: Iterable[ast.AST]) -> bool:
+    attribute = name.rpartition(".")[2]
+    return bool(attribute) and any(isinstance(node, ast.Attribute) and node.attr == attribute for node in nodes)
+
+
+def _loops_around(model: nn.Module, name: str) -> list[ast.For]:
+    """In the forward of the module that holds the one called ``name``."""
+    parent_name = name.rpartition(".")[0]
     parent = model.get_submodule(parent_name)
     while parent_name and isinstance(parent, nn.ModuleDict):  # which has no forward, so whoever holds it loops
         parent_name = parent_name.rpartition(".")[0]
         parent = model.get_submodule(parent_name)
     nodes = [node for tree in _sources_of_forward(type(parent)) for node in ast.walk(tree)]
-    read = (part for loop in nodes if isinstance(loop, ast.For) for part in ast.walk(loop.iter))
-    return bool(attribute) and any(isinstance(node, ast.Attribute) and node.attr == attribute for node in read)
+    return [node for node in nodes if isinstance(node, ast.For)]
 
 
 def _sources_of_forward(kind: type[nn.Module]) -> list[ast.AST]:

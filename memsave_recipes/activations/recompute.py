@@ -13,6 +13,8 @@ NOTE [ statistics once ]
    are set back afterwards, also when the recomputation raises (it does so by design: torch stops it early once the last
    tensor it needs is there).
 3. ``track_running_stats = False`` is no way out: BatchNorm then saves fewer tensors, and the checkpoint raises.
+4. Other modules that write on a buffer in their forward (spectral norm, the ranges of quantized activations) compute
+   with it as well, so a second run would compute something else. They are refused in the first run.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +28,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from memsave_recipes.plans import Plan
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import Action, Plan
 from memsave_recipes.plans.chain import TWICE
 
 
@@ -45,6 +48,33 @@ def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.M
     layers = batchnorm_layers(modules)
     context_fn = partial(_contexts, layers) if layers else noop_context_fn
     return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
+
+
+def check_buffers(function: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
+    """``function``, whose run leaves all buffers of ``modules`` but BatchNorm's as they are.
+
+    Raises:
+        InputError: by ``function``, if it writes on one: rule 4 of the NOTE.
+    """
+    buffers = [
+        (layer, name, buffer, buffer._version)
+        for module in modules
+        for layer in module.modules()
+        for name, buffer in layer._buffers.items()
+        if buffer is not None and not isinstance(layer, _BatchNorm)
+    ]
+
+    def run(*inputs: Any) -> Any:
+        outputs = function(*inputs)
+        for layer, name, buffer, version in buffers:
+            if layer._buffers[name] is not buffer or buffer._version != version:
+                raise InputError(
+                    f"strategy: {type(layer).__name__} writes on its buffer {name} in every forward, so no plan can "
+                    "run it a second time: use none"
+                )
+        return outputs
+
+    return run if buffers else function
 
 
 def _contexts(layers: Iterable[nn.Module]) -> tuple[nullcontext[None], "FrozenStatistics"]:
@@ -89,15 +119,21 @@ class BlockRuns:
     first: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
 
-    def recorded(self, function: Callable[..., Any], *names: str) -> Callable[..., Any]:
-        """``function``, which runs the blocks ``names``; a run after the first is one in the backward."""
-        runs = self.first
+    def recorded(
+        self, function: Callable[..., Any], *names: str, action: Action, modules: Iterable[nn.Module]
+    ) -> Callable[..., Any]:
+        """``function``, which runs the blocks ``names``; a run after the first is one in the backward.
+
+        Raises:
+            InputError: by the first run, if ``action`` cannot run these ``modules`` again: NOTE [ statistics once ].
+        """
+        runs, next_run = self.first, check_buffers(function, modules) if action in TWICE else function
 
         def run(*state: Any) -> Any:
-            nonlocal runs
+            nonlocal runs, next_run
             runs.update(names)
-            runs = self.again
-            return function(*state)
+            this_run, runs, next_run = next_run, self.again, function
+            return this_run(*state)
 
         return run
 

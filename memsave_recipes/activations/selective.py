@@ -14,10 +14,14 @@ NOTE [ random numbers ]
    apart, and attention of other packages carries no tag.
 
 NOTE [ writing in place ]
-1. Kept outputs must not change, and the second run starts from the inputs: nothing may write on either in place. Such a
-   write is found while the function runs, and raises there instead of in autograd's backward.
-2. ``inplace=True`` of the modules inside is no concern of the user: ``apply_plan`` sets them out of place. That costs
-   no memory, because their outputs are not kept.
+1. The second run starts from the inputs, so nothing may write on them in place. Such a write is found while the
+   function runs, and raises there instead of in autograd's backward.
+2. Before the function writes in place on a kept output (a mixture of experts normalises the weights of its router so),
+   a copy of it in the same layout is kept instead. The second run takes the copy as the operator's output and writes on
+   it in turn: the same values at every point, and no more bytes are kept. After the function has ended nobody may write
+   on a kept output; torch finds that in the backward.
+3. ``inplace=True`` of the modules inside is no concern of the user: ``apply_plan`` sets them out of place. That costs
+   no memory, because their outputs are not kept, and saves the copy.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -29,7 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _VersionWrapper,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from memsave_recipes.activations.recompute import FrozenStatistics
 from memsave_recipes.errors import InputError
@@ -99,7 +108,7 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
         modules: run by ``function``; their BatchNorm layers record nothing the second time.
 
     Raises:
-        InputError: an operator writes in place on an input or on a kept output; in the backward, if that was done after
+        InputError: an operator writes in place on an input; in the backward, if a kept output was written on after
             ``function`` ended, or if the second run uses other operators than the first (torch 2.11 sees that of kept
             ones alone). Under autocast it does where the first one found weights cast already, because another block
             has the same or ran twice: known limit.
@@ -142,42 +151,17 @@ def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _contexts(modules: list[nn.Module], inputs: tuple[Any, ...]) -> tuple["_FirstRun", "_SecondRun"]:
-    policy = _Policy(modules, inputs)
-    caching, cached = create_selective_checkpoint_contexts(policy)
-    return _FirstRun(caching, policy), _SecondRun(cached, FrozenStatistics(modules), policy.block)
+    block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
+    caching, cached = create_selective_checkpoint_contexts(_policy)
+    return _FirstRun(caching, block, inputs), _SecondRun(cached, FrozenStatistics(modules), block)
 
 
-class _Policy:
-    """Decides for every operator of one run of a block."""
-
-    def __init__(self, modules: list[nn.Module], inputs: tuple[Any, ...]) -> None:
-        self.block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
-        self.protected = dict.fromkeys(_storages(inputs), "an input of the block")
-
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if _is_mutable(op) and not context.is_recompute:  # kept outputs are released there, addresses reused
-            self._check(op, args, kwargs)
-        return CheckpointPolicy.MUST_SAVE if is_kept(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def add_kept(self, op: Any, output: Any) -> None:
-        """The output of ``op`` is kept."""
-        storages = _storages(output)
-        self.protected |= dict.fromkeys(storages, f"the output of {op.name()}")
-        for kept in _WATCHING:
-            kept |= storages
-
-    def _check(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See NOTE [ writing in place ]."""
-        for position, argument in enumerate(op._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[position] if position < len(args) else kwargs.get(argument.name)
-                for storage in _storages(written):
-                    if target := self.protected.get(storage):
-                        raise _refusal(self.block, f"{op.name()} writes in place on {target}: write it out of place")
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(op, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _FirstRun(TorchDispatchMode):
-    """Torch's mode for the run in the forward; tells the policy which outputs it keeps (torch 2.11 does not)."""
+    """Torch's mode for the run in the forward, and NOTE [ writing in place ]."""
 
     supports_higher_order_operators = True
 
@@ -186,10 +170,12 @@ class _FirstRun(TorchDispatchMode):
         """As torch's mode does."""
         return True
 
-    def __init__(self, caching: Any, policy: _Policy) -> None:
+    def __init__(self, caching: Any, block: str, inputs: tuple[Any, ...]) -> None:
         TorchDispatchMode.__init__(self)
         self.caching = caching
-        self.policy = policy
+        self.block = block
+        self.inputs = _storages(inputs)
+        self.kept: dict[int, int] = {}
         self.is_on = False
 
     def __enter__(self) -> "_FirstRun":
@@ -212,10 +198,33 @@ class _FirstRun(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        for storage in _written_storages(func, args, kwargs):
+            self._allow_write(func, storage)
         output = self.caching.__torch_dispatch__(func, types, args, kwargs)
         if is_kept(func, args, kwargs):
-            self.policy.add_kept(func, output)
+            self._add_kept(output)
         return output
+
+    def _allow_write(self, op: Any, storage: int) -> None:
+        if storage in self.inputs:
+            raise _refusal(self.block, f"{op.name()} writes in place on an input of the block: write it out of place")
+        if self.kept.pop(storage, None) is not None:
+            for watching in _WATCHING:
+                watching.pop(storage, None)
+            self._keep_copies(storage)
+
+    def _keep_copies(self, storage: int) -> None:
+        for entry in tree_leaves(self.caching.storage):
+            if isinstance(entry, _VersionWrapper) and storage in _storages(entry.val):
+                entry.val = entry.val.new_empty_strided(entry.val.size(), entry.val.stride()).copy_(entry.val)
+                entry.version = entry.val._version
+                self._add_kept(entry.val)
+
+    def _add_kept(self, output: Any) -> None:
+        storages = _storages(output)
+        self.kept |= storages
+        for watching in _WATCHING:
+            watching |= storages
 
 
 class _SecondRun:
@@ -255,6 +264,13 @@ def _refusal(block: str, reason_and_way_out: str) -> InputError:
     return InputError(
         f"strategy: {block} cannot run under selective, because {reason_and_way_out}, or keep or recompute this block"
     )
+
+
+def _written_storages(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[int]:
+    """The storages that this call of an operator writes on."""
+    for position, argument in enumerate(op._schema.arguments if _is_mutable(op) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _storages(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
 def _is_mutable(op: Any) -> bool:

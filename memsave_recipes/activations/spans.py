@@ -5,8 +5,8 @@ modules. Without gradients (evaluation, generation) the model runs as if there w
 
 NOTE [ caches ]
 1. A second run would fill a key-value cache a second time, so every run gets a copy of it, as empty or as filled (with
-   a prefix, say) as it was. Leaving it out would do for most layers; but keys that went through a cache have another
-   memory layout, and attention may round otherwise.
+   a prefix, say) as it was when the model called the layer. Leaving it out would do for most layers; but keys that went
+   through a cache have another memory layout, and attention may round otherwise.
 2. Caches of states that a layer computes with, as those of Mamba, are refused by name: with one the same layer takes
    another path, which rounds otherwise.
 
@@ -108,7 +108,7 @@ def _checked(module: nn.Module, name: str, value: Any) -> Any:
             f"strategy: {type(module).__name__} cannot run again with the cache of its states; "
             "call the model with use_cache=False, or set model.config.use_cache = False"
         )
-    return None if name in CACHE_NAMES and not (_is_cache(value) or isinstance(value, tuple)) else value
+    return None if name in CACHE_NAMES and not (_is_cache(value) or isinstance(value, tuple)) else _own_copy(value)
 
 
 def _is_cache(value: Any) -> bool:
@@ -268,8 +268,10 @@ class SpannedBlocks:
 
     def run(self, *state: Tensor) -> tuple[Tensor, ...]:
         """The same without the watch."""
-        forward = self.runs.recorded(self.forward, *(block.name for block in self.blocks))
-        state = RUN[self.action](forward, *state, modules=[m for block in self.blocks for m in block.modules])
+        modules = [module for block in self.blocks for module in block.modules]
+        names = (block.name for block in self.blocks)
+        forward = self.runs.recorded(self.forward, *names, action=self.action, modules=modules)
+        state = RUN[self.action](forward, *state, modules=modules)
         return state
 
     def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
@@ -286,12 +288,12 @@ class SpannedSequence:
     sequence: SequentialStack
     spans: list[SpannedBlocks]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The output of the root's own forward."""
+    def __call__(self, input: Tensor) -> Tensor:
+        """The output of the root's own forward, which has the same parameter."""
         if not torch.is_grad_enabled():
-            x = type(self.sequence.root).forward(self.sequence.root, x)
-            return x
-        state: tuple[Tensor, ...] = (x,)
+            output: Tensor = type(self.sequence.root).forward(self.sequence.root, input)
+            return output
+        state: tuple[Tensor, ...] = (input,)
         for span in self.spans:
             state = span(*state)
         return state[0]
@@ -313,7 +315,8 @@ class SpannedLayer:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        run = partial(RUN[self.action], self.runs.recorded(call, self.name), modules=[self.module])
+        recorded = self.runs.recorded(call, self.name, action=self.action, modules=[self.module])
+        run = partial(RUN[self.action], recorded, modules=[self.module])
         if self.watch is None:
             return run(*state)
         return self.watch(self.name, run, state, (call.args, call.kwargs))
@@ -336,7 +339,8 @@ class LayerInSpan:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        run = partial(self.span.run, self.position, self.runs.recorded(call, self.name))
+        recorded = self.runs.recorded(call, self.name, action=Action.RECOMPUTE, modules=[self.module])
+        run = partial(self.span.run, self.position, recorded)
         if self.watch is None:
             return run(*state)
         return self.watch(self.name, run, state, (call.args, call.kwargs))

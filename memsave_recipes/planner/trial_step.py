@@ -51,8 +51,8 @@ class StepOnDevice:
         """The forward of the largest micro-batch."""
         return self._forward(self.batches.largest_micro_batch(layout.micro_batch_size))
 
-    def running_blocks(self) -> set[str] | None:
-        """The blocks that a forward runs; ``None``, without a run, where there is only one stack of blocks."""
+    def running_blocks(self) -> list[str] | None:
+        """The blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""
         stacks = block_names(find_stacks(self.model))
         if len(stacks) < 2:
             return None

@@ -10,6 +10,7 @@ most one block.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import itemgetter
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.plan import Action, Plan, Span
@@ -22,6 +23,19 @@ crosses from one stack into the next."""
 def count_blocks(stacks: Stacks) -> int:
     """The number of blocks in all stacks."""
     return sum(len(stack) for stack in stacks)
+
+
+def as_they_run(stacks: Stacks, running: Sequence[str]) -> list[Sequence[str]]:
+    """The stacks of which a block runs, in the order in which they begin.
+
+    Args:
+        running: the blocks that run, in order.
+    """
+    first: dict[str, int] = {}
+    for position, name in enumerate(running):
+        first.setdefault(name, position)
+    begins = [(min(first[name] for name in stack if name in first), stack) for stack in stacks if first.keys() & stack]
+    return [stack for _, stack in sorted(begins, key=itemgetter(0))]
 
 
 def every(stacks: Stacks, interval: int) -> tuple[Span, ...]:

@@ -22,6 +22,7 @@ from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.chain import Chain
+from memsave_recipes.plans.strategies import as_they_run
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, StepTracer
@@ -121,8 +122,8 @@ def measure(
         on_run: is called after every run.
 
     Raises:
-        InputError: the model does not run its blocks once each and in the order of the plans. Stacks of which no block
-            runs are left out of the measurement.
+        InputError: the model does not run its blocks once each, stack after stack. The stacks may run in another order
+            than they are registered; those of which no block runs are left out of the measurement.
     """
     instruments = instruments or DeviceInstruments(workload.device)
     with preserve_state(workload.model, workload.device), without_layerdrop(workload.model):
@@ -136,7 +137,8 @@ def measure(
             except InputError:  # the model cannot run under this action, so it is no option
                 if plan is plans[0]:
                     raise
-        expected = _blocks_in_order(next(iter(traces.values())).running, workload.stacks)
+        running = next(iter(traces.values())).running
+        expected = [name for names in as_they_run(workload.stacks, running) or workload.stacks for name in names]
         for trace in traces.values():
             _check_order(trace.parts, expected)
         for _ in range(instruments.repetitions):
@@ -194,17 +196,11 @@ class _Run:
         clear_gradients(self.workload.model)
 
 
-def _blocks_in_order(running: Sequence[str], stacks: Sequence[Sequence[str]]) -> list[str]:
-    """The blocks of the stacks of which any runs, as they are registered; of all stacks where none does."""
-    left = [names for names in stacks if not set(names).isdisjoint(running)] or stacks
-    return [name for names in left for name in names]
-
-
 def _check_order(parts: Sequence[Part], expected: Sequence[str]) -> None:
     if [part.block for part in parts if part.block is not None] != expected:
         raise InputError(
-            f"strategy budget: this model does not run its {len(expected)} blocks once each, in "
-            "every step and in the order in which they are registered, so their costs are no chain: use full or every:K"
+            f"strategy budget: this model does not run its {len(expected)} blocks once each, in every step and one "
+            "stack after the other, so their costs are no chain: use full or every:K"
         )
 
 

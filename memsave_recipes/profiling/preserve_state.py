@@ -6,8 +6,7 @@ step that of a training: ``training_mode`` and ``without_layerdrop``.
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -199,25 +198,32 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
 
 def running_blocks(
     model: nn.Module, stacks: Sequence[Sequence[str]], forward: Callable[[], Any], device: torch.device
-) -> set[str]:
-    """The names of the blocks in ``stacks`` that ``forward``, one of ``model``'s, runs.
+) -> list[str]:
+    """The names of the blocks in ``stacks`` that ``forward``, one of ``model``'s, runs, in the order in which they do.
 
-    A block that runs a few modules (``0..2``) goes by the first of them.
+    A block that runs a few modules (``0..2``) goes by the first of them. One that runs several times is there once.
     """
-    ran: set[str] = set()
-    names = [name for names in stacks for name in names]
-    handles = [
-        model.get_submodule(name.partition("..")[0]).register_forward_pre_hook(partial(_add, ran, name))
-        for name in names
-    ]
-    try:
+    ran: dict[str, None] = {}
+    with ExitStack() as recording:
+        for name in (name for names in stacks for name in names):
+            recording.enter_context(_recording(ran, name, model.get_submodule(name.partition("..")[0])))
         with preserve_state(model, device), without_layerdrop(model), torch.no_grad():
             forward()
+    return list(ran)
+
+
+@contextmanager
+def _recording(ran: dict[str, None], name: str, module: nn.Module) -> Iterator[None]:
+    """Inside, ``ran`` gets ``name`` where ``module`` runs, also in a model that calls its ``forward`` itself."""
+    before, method = dict(vars(module)), module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        ran.setdefault(name)
+        return method(*args, **kwargs)
+
+    vars(module)["forward"] = forward
+    try:
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
-    return ran
-
-
-def _add(ran: set[str], name: str, module: nn.Module, inputs: object) -> None:
-    ran.add(name)
+        del module.forward
+        vars(module).update({key: value for key, value in before.items() if key == "forward"})

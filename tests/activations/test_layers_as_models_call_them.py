@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSemanticSegmentation,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     DynamicCache,
 )
 
@@ -154,8 +155,11 @@ CASES = {
         **TEXT,
         embedding_size=32,
     ),
-    "ibert": lambda: of(
-        AutoModelForMaskedLM, "ibert", lambda model: model(input_ids=tokens(), labels=tokens()).loss, **TEXT
+    "minimax, a cache of states": lambda: of(
+        AutoModelForSequenceClassification,
+        "minimax",
+        lambda model: model(input_ids=tokens(), labels=torch.tensor([0, 1])).loss,
+        **{**TEXT, "head_dim": 8, "num_local_experts": 2, "pad_token_id": 0, "block_size": 4},
     ),
     "gpt2, hidden states": lambda: of(
         AutoModelForCausalLM,

@@ -4,21 +4,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from zoo.architectures import Architecture, Batch, mean_loss
+from zoo.architectures import Model, mean_loss
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import StaticMemory, make_plan
-from memsave_recipes.planner.budget import least_memory, plans_to_measure
-from memsave_recipes.plans import Plan
+from memsave_recipes.planner.budget import forecast, least_memory, plans_to_measure
+from memsave_recipes.plans import Action, Plan
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
-from memsave_recipes.text import GIB
 
 IDENTICAL = "identical"
+NO_EFFECT = "no effect"
+STRATEGIES = ("full", "segments:2", "selective", "budget:bitwise")
 LEAST_EFFECT = 0.95  # of the bytes that plain saves: a plan that keeps more than that has done nothing
 NO_STATE = StaticMemory(state_bytes=0)
 
@@ -32,57 +34,73 @@ class Step:
     num_calls: int
 
 
-def verdict(architecture: Architecture, strategy: str) -> str:
-    """``identical``, ``refused: ...`` with the reason, or what is wrong."""
+def plain_steps(architecture: Model) -> list[Step]:
+    """Without a plan, a step for each of its seeds."""
+    return [step(architecture, seed, None) for seed in architecture.seeds]
+
+
+def verdict(architecture: Model, strategy: str, plain: list[Step]) -> str:
+    """``identical``, ``no effect``, or ``refused: ...``, ``wrong: ...``, ``traceback: ...`` with the reason.
+
+    Args:
+        plain: the ``plain_steps`` of the architecture.
+    """
     torch.manual_seed(3)
     try:
         plan = plan_of(architecture, strategy)
-        pairs = [(step(architecture, seed, None), step(architecture, seed, plan)) for seed in architecture.seeds]
+        planned = [step(architecture, seed, plan) for seed in architecture.seeds]
     except InputError as refusal:
         return f"refused: {refusal}"
     except Exception as error:
         return f"traceback: {type(error).__name__}: {error}"
-    for plain, planned in pairs:
-        if differing := [name for name, tensor in plain.results.items() if not _equal(planned.results[name], tensor)]:
-            return f"wrong: {len(differing)} of {len(plain.results)}, {differing[0]}"
-    return IDENTICAL if _has_effect(pairs) else "no effect"
+    for one, other in zip(plain, planned, strict=True):
+        if differing := differences(one, other):
+            return f"wrong: {len(differing)} of {len(one.results)}, {differing[0]}"
+    return IDENTICAL if _has_effect(plain, planned) else NO_EFFECT
 
 
-def _has_effect(pairs: list[tuple[Step, Step]]) -> bool:
+def differences(one: Step, other: Step) -> list[str]:
+    """The names of the results that are not equal bit for bit."""
+    return [name for name, tensor in one.results.items() if not _equal(other.results[name], tensor)]
+
+
+def _has_effect(plain: list[Step], planned: list[Step]) -> bool:
     """Whether something ran again, and less was saved."""
-    plain_calls, calls = (sum(pair[index].num_calls for pair in pairs) for index in range(2))
-    plain_bytes, saved_bytes = (sum(pair[index].saved_bytes for pair in pairs) for index in range(2))
+    plain_calls, calls = (sum(step.num_calls for step in steps) for steps in (plain, planned))
+    plain_bytes, saved_bytes = (sum(step.saved_bytes for step in steps) for steps in (plain, planned))
     return calls > plain_calls and saved_bytes <= LEAST_EFFECT * plain_bytes
 
 
-def plan_of(architecture: Architecture, strategy: str) -> Plan:
-    """The plan of ``strategy``; of ``budget``, for the middle between what plain and what the least takes."""
+def plan_of(architecture: Model, strategy: str) -> Plan:
+    """The plan of ``strategy``; of ``budget``, for the middle between what plain and what the least takes, or that."""
     model, batch = architecture.build(), architecture.batch()
-    if not strategy.startswith("budget"):
-        return make_plan(model, batch, strategy=strategy, loss_fn=mean_loss)
-    budget_gib = _middle_bytes(model, batch, strategy) / GIB
-    options = {"budget_gib": budget_gib, "loss_fn": mean_loss, "static": NO_STATE}
-    return make_plan(model, batch, strategy=strategy, **options)
-
-
-def _middle_bytes(model: nn.Module, batch: Batch, strategy: str) -> float:
+    stacks = block_names(find_stacks(model))
+    if not strategy.startswith("budget") or not stacks:
+        return make_plan(model, batch, strategy=strategy, budget_gib=1.0, loss_fn=mean_loss)
     workload = Workload(
         model=model,
         forward=lambda: mean_loss(model(**batch)),
         batch=[value for value in batch.values() if isinstance(value, Tensor)],
         device=torch.device("cpu"),
-        stacks=block_names(find_stacks(model)),
+        stacks=stacks,
     )
     plans = plans_to_measure(strategy, workload, device_type="cpu")
     measurement = measure(workload, plans, instruments=DeviceInstruments(workload.device, repetitions=1))
     least = least_memory(measurement, NO_STATE)
-    return least.reserve_bytes + (least.peak.total_bytes + least.baseline_peak_bytes) / 2
+    saved_bytes = max(0, least.baseline_peak_bytes - least.peak.total_bytes)
+    needed_bytes = least.reserve_bytes + least.peak.total_bytes
+    middle = forecast(measurement, needed_bytes + saved_bytes // 2, NO_STATE).plan
+    keeps_all = len(middle.blocks_under(Action.KEEP)) == len(
+        middle.blocks
+    )  # where the reserve is most of what is saved
+    return forecast(measurement, needed_bytes, NO_STATE).plan if keeps_all else middle
 
 
-def step(architecture: Architecture, seed: int, plan: Plan | None) -> Step:
+def step(architecture: Model, seed: int, plan: Plan | None) -> Step:
     """One forward and backward of the architecture as it is built; ``None`` is no plan at all."""
     model, batch = architecture.build(), architecture.batch()
     torch.manual_seed(seed)
+    np.random.seed(seed)  # SpecAugment and random attention draw from it
     handle = apply_plan(model, plan) if plan else nullcontext()
     with handle, _counting_calls(model) as calls, _counting_saved(model) as saved:
         loss = mean_loss(model(**batch))
