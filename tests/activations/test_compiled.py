@@ -211,7 +211,7 @@ def test_neighbours_may_recompute_and_all_are_watched(graphs):
     plan = Plan(strategy="mixed", blocks=names, spans=spans, compiled_memory_ratio=0.3)
     seen = []
 
-    def watch(name, run, inputs):
+    def watch(name, run, inputs, others):
         seen.append(name)
         return run(*inputs)
 

@@ -66,33 +66,24 @@ def test_what_is_frozen_on_purpose_stays_so(gpt2):
     assert gpt2.transformer.h[1].training
 
 
-class Sine(torch.autograd.Function):
-    """Keeps its slope where no hook of saved tensors sees it, so that recomputing does not free it."""
+class TakesMoreAgain(nn.Module):
+    """A block that takes more memory in a second run than in the first, which is all that is measured of it."""
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.slope = x.cos()
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.slope
-
-
-class KeepsMore(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x):
-        return self.second(Sine.apply(self.first(x).exp().tanh()))
+        if torch._C._current_graph_task_id() != -1:  # in a backward
+            x.detach().repeat(5, 1)
+        return self.second(self.first(x).exp().tanh())
 
 
 @pytest.fixture
-def keeps_more():
+def takes_more():
     """A model and a batch whose peaks are predicted too low."""
     torch.manual_seed(0)
-    return nn.Sequential(*(KeepsMore() for _ in range(8))), torch.randn(1024, 64)
+    return nn.Sequential(*(TakesMoreAgain() for _ in range(8))), torch.randn(1024, 64)
 
 
 def tensors_at_the_peak(model, batch):
@@ -110,37 +101,37 @@ def peak_under(plan, model, batch):
         return tensors_at_the_peak(model, batch)
 
 
-def test_a_plan_that_takes_more_than_was_predicted_is_not_given(keeps_more):
-    plain_bytes = tensors_at_the_peak(*keeps_more)
+def test_a_plan_that_takes_more_than_was_predicted_is_not_given(takes_more):
+    plain_bytes = tensors_at_the_peak(*takes_more)
     over = []
     for share in (0.6, 0.68, 0.74, 0.84):
         budget_bytes = int(share * plain_bytes)
-        over.append(peak_under(predicted_to_fit(*keeps_more, budget_bytes), *keeps_more) > budget_bytes)
-        plan = make_plan(*keeps_more, strategy=STRATEGY, budget_gib=budget_bytes / GIB, static=StaticMemory())
-        assert peak_under(plan, *keeps_more) <= budget_bytes
+        over.append(peak_under(predicted_to_fit(*takes_more, budget_bytes), *takes_more) > budget_bytes)
+        plan = make_plan(*takes_more, strategy=STRATEGY, budget_gib=budget_bytes / GIB, static=StaticMemory())
+        assert peak_under(plan, *takes_more) <= budget_bytes
     assert any(over)
 
 
-def test_a_budget_that_no_plan_stays_within_is_refused(keeps_more):
-    model, batch = keeps_more
+def test_a_budget_that_no_plan_stays_within_is_refused(takes_more):
+    model, batch = takes_more
     smallest = peak_under(plan_blocks(model, "full"), model, batch)
     with pytest.raises(InputError, match=r"^budget_gib .* a smaller batch$"):
-        make_plan(model, batch, strategy=STRATEGY, budget_gib=0.95 * smallest / GIB, static=StaticMemory())
+        make_plan(model, batch, strategy=STRATEGY, budget_gib=0.8 * smallest / GIB, static=StaticMemory())
 
 
 @pytest.mark.parametrize("arguments", [{"strategy": "segments:99"}, {"strategy": "no"}, {"strategy": "budget"}])
-def test_errors_speak_of_parameters(keeps_more, arguments):
+def test_errors_speak_of_parameters(takes_more, arguments):
     with pytest.raises(InputError, match=rf"^strategy {arguments['strategy']}: ") as error:
-        make_plan(*keeps_more, **arguments)
+        make_plan(*takes_more, **arguments)
     assert "--" not in str(error.value)
 
 
-def test_only_so_many_plans_are_tried_out(keeps_more, monkeypatch):
+def test_only_so_many_plans_are_tried_out(takes_more, monkeypatch):
     module = sys.modules["memsave_recipes.planner.make_plan"]  # the package has the function by its name
     monkeypatch.setattr(module, "MAX_TRIALS", 1)
     monkeypatch.setattr(module, "step_bytes", lambda *_: GIB + 1)
     with pytest.raises(InputError, match=r"^budget_gib 1: .* none of the 1 plans .* works with 1\.0001"):
-        make_plan(*keeps_more, strategy=STRATEGY, budget_gib=1, static=StaticMemory())
+        make_plan(*takes_more, strategy=STRATEGY, budget_gib=1, static=StaticMemory())
 
 
 def predicted_to_fit(model, batch, budget_bytes):
@@ -155,8 +146,8 @@ def predicted_to_fit(model, batch, budget_bytes):
     return forecast(measured, budget_bytes, StaticMemory()).plan
 
 
-def test_trying_out_leaves_no_trace(keeps_more):
-    model, batch = keeps_more
+def test_trying_out_leaves_no_trace(takes_more):
+    model, batch = takes_more
     random_state = torch.get_rng_state()
     make_plan(model, batch, strategy=STRATEGY, budget_gib=1, static=StaticMemory())
     assert torch.equal(torch.get_rng_state(), random_state)
