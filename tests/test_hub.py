@@ -116,7 +116,7 @@ def test_what_is_at_hand_asks_nobody(serve, tmp_path):
     build(folder)
     image_processor_config(folder)
     load_documents(TextArguments(train_file=[str(path)]))
-    load_labelled_text(LabelledTextArguments(dataset=None, train_file=str(path), validation_file=str(path)))
+    load_labelled_text(LabelledTextArguments(dataset=None, train_file=[str(path)], validation_file=[str(path)]))
     evaluate.load(str(METRICS))
     assert served.requests == []
 

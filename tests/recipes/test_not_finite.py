@@ -33,8 +33,13 @@ def spoil(monkeypatch):
 @pytest.fixture
 def loaded(monkeypatch):
     """The places of the training samples in the data set, as they are loaded."""
-    places, get = [], ImageDataset.__getitem__
-    monkeypatch.setattr(ImageDataset, "__getitem__", lambda self, key: places.append(key.index) or get(self, key))
+    places, get = [], ImageDataset.__getitems__
+
+    def get_noted(self, keys):
+        places.extend(key.index for key in keys)
+        return get(self, keys)
+
+    monkeypatch.setattr(ImageDataset, "__getitems__", get_noted)
     return places
 
 

@@ -289,7 +289,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(refuse, files, case):
 
 def test_the_preset_of_glue_needs_the_hub(refuse):
     line = refuse("--config", ROOT / "recipes" / "configs" / "bert_glue.yaml", "--dataset_config_name", "sst2")
-    assert "--dataset nyu-mll/glue cannot be loaded" in line
+    assert "google-bert/bert-base-cased cannot be made: it is not in the cache" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="4-bit weights work there")
