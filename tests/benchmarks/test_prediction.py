@@ -1,28 +1,43 @@
 """A few cases of the benchmarks of the planner, end to end."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FAST, SLOW = 20, 200
 KNOWN = {"predicted_bytes": 101, "real_bytes": 100}
 
 
-def check(prediction, number):
-    case = prediction.random_case(1, number)
-    row = prediction.row_of(case, "cpu")
-    assert 0 <= row.error_pct <= 10, row
+CASES = """
+import json, sys
+import prediction
+rows = [prediction.row_of(prediction.random_case(1, number), "cpu") for number in range(*map(int, sys.argv[1:]))]
+print(json.dumps([row.error_pct for row in rows]))
+"""
 
 
-@pytest.mark.parametrize("number", range(FAST))
-def test_no_prediction_is_too_low(load, number):
-    check(load("prediction"), number)
+def errors_pct(first, last):
+    """Of the cases from ``first`` to before ``last``, in a process of their own, as the benchmark is one.
+
+    After some hundred other tests in a process the real steps of language models took 4 bytes more.
+    """
+    command = [sys.executable, "-c", CASES, str(first), str(last)]
+    ran = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=True)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_no_prediction_is_too_low():
+    assert [error for error in errors_pct(0, FAST) if not 0 <= error <= 10] == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(FAST, SLOW))
-def test_no_prediction_is_too_low_in_more_cases(load, number):
-    check(load("prediction"), number)
+@pytest.mark.parametrize("first", range(FAST, SLOW, FAST))
+def test_no_prediction_is_too_low_in_more_cases(first):
+    assert [error for error in errors_pct(first, first + FAST) if not 0 <= error <= 10] == []
 
 
 def test_it_goes_on_where_it_was_stopped_and_says_how_good_it_is(load, tmp_path, monkeypatch):
