@@ -28,7 +28,7 @@ from rich.table import Table
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.run.folder import write_json
 from memsave_recipes.text import MIB
-from memsave_recipes.training.environment import device_name
+from memsave_recipes.training.launch import device_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"

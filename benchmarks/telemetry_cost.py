@@ -35,8 +35,7 @@ from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers, start_trackers
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
-from memsave_recipes.training.environment import describe_environment
-from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.launch import describe_environment, start_accelerator
 
 BATCH_SIZE, LOGGING_STEPS, WARMUP_WINDOWS, WINDOWS, QUICK_WINDOWS, SEED = 32, 10, 2, 40, 2, 0
 LEARNING_RATE = 3e-4

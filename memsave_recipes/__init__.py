@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from memsave_recipes.equivalence import Verdict, verify
     from memsave_recipes.errors import InputError
     from memsave_recipes.integrations.lightning_callback import MemsaveLightningCallback
-    from memsave_recipes.integrations.planned_training import PlannedTraining
-    from memsave_recipes.integrations.prepare import prepare
+    from memsave_recipes.integrations.planned_training import PlannedTraining, prepare
     from memsave_recipes.integrations.trainer_callback import MemsaveCallback
     from memsave_recipes.losses import linear_cross_entropy
     from memsave_recipes.planner import StaticMemory, make_plan
@@ -51,8 +50,7 @@ _MODULES = {
     "equivalence": ("Verdict", "verify"),
     "errors": ("InputError",),
     "integrations.lightning_callback": ("MemsaveLightningCallback",),
-    "integrations.planned_training": ("PlannedTraining",),
-    "integrations.prepare": ("prepare",),
+    "integrations.planned_training": ("PlannedTraining", "prepare"),
     "integrations.trainer_callback": ("MemsaveCallback",),
     "losses": ("linear_cross_entropy",),
     "planner": ("StaticMemory", "make_plan"),

@@ -46,18 +46,18 @@ from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes import num_workers
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, save_model, write_results
-from memsave_recipes.run.model_card import CardFacts, write_model_card
+from memsave_recipes.run.report import CardFacts, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder, seed_for
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
-from memsave_recipes.training.environment import (
+from memsave_recipes.training.launch import (
     describe_environment,
     deterministic_kernels,
     device_name,
     matmul_precision,
+    start_accelerator,
 )
-from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
 

@@ -37,7 +37,7 @@ from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
-from memsave_recipes.training.environment import deterministic_kernels
+from memsave_recipes.training.launch import deterministic_kernels
 
 
 @dataclass(kw_only=True)

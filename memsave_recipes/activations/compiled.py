@@ -50,8 +50,7 @@ from torch.fx import Graph
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memsave_recipes.activations.recompute import recompute
-from memsave_recipes.activations.selective import draws
+from memsave_recipes.activations.recompute import draws, recompute
 from memsave_recipes.errors import InputError
 
 MAX_GRAPHS = 64

@@ -40,8 +40,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memsave_recipes.activations.blocks import Block, SequentialStack
 from memsave_recipes.activations.offload import offload
-from memsave_recipes.activations.recompute import BlockRuns, recompute
-from memsave_recipes.activations.selective import select_ops
+from memsave_recipes.activations.recompute import BlockRuns, recompute, select_ops
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
 

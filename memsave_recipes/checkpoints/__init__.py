@@ -1,7 +1,6 @@
 """Checkpoints that are whole or not there, resume, and the lock that allows one run a folder."""
 
-from memsave_recipes.checkpoints.run_lock import RunLock, locked_run_folder
-from memsave_recipes.checkpoints.saver import Checkpoints, Resumed
+from memsave_recipes.checkpoints.saver import Checkpoints, Resumed, RunLock, locked_run_folder
 from memsave_recipes.checkpoints.state import TrainState
 from memsave_recipes.processes import StoppedBySignal, StopSignals
 

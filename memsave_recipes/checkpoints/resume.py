@@ -18,7 +18,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.training.arguments import RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.environment import describe_environment
+from memsave_recipes.training.launch import describe_environment
 
 STEP = "step"
 BEST = "best"

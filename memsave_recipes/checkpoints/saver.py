@@ -1,4 +1,4 @@
-"""The checkpoints of a run, as its loop sees them: resume once, call after every step.
+"""The checkpoints of a run, as its loop sees them: resume once, call after every step. One run a folder, by a lock.
 
 checkpoints = Checkpoints(accelerator, folder / "checkpoints", TrainState(...), order=..., layout=..., ...)
 resumed = checkpoints.resume_into(batches)     # before the first one is loaded
@@ -10,14 +10,16 @@ for batch in batches:
 checkpoints.delete_last_step()                      # deletes that of the last step, when the results are written
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from accelerate import Accelerator
+from filelock import FileLock, Timeout
 
 from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit, discard, disk_errors_as_input_error
 from memsave_recipes.checkpoints.resume import (
@@ -32,7 +34,6 @@ from memsave_recipes.checkpoints.resume import (
     find_newest,
     prune,
 )
-from memsave_recipes.checkpoints.run_lock import RunLock
 from memsave_recipes.checkpoints.state import Record, TrainState, fitting, read_record
 from memsave_recipes.distributed import RankPoll, on_all_processes, on_main_process
 from memsave_recipes.errors import InputError
@@ -41,7 +42,94 @@ from memsave_recipes.processes import StoppedBySignal, StopSignals
 from memsave_recipes.training.arguments import CheckpointArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.non_finite import NotFinite
+from memsave_recipes.training.optimizers import NotFinite
+
+LOCK = "run.lock"
+
+
+class RunLock:
+    """The lock of a run's folder, for rank 0 alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / LOCK
+        self._lock = FileLock(self.path)
+        self._file: os.stat_result | None = None
+
+    def acquire(self) -> list[Path]:
+        """Returns the folders that had to be made, the innermost first.
+
+        Raises:
+            InputError: another run holds it, or it cannot be written.
+        """
+        with disk_errors_as_input_error(self.path, LOCK, way_out="or name another folder"):
+            made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire(blocking=False)
+                self._file = self.path.stat()
+            except Timeout as error:
+                raise InputError(
+                    f"--output_dir {self.folder} belongs to a run that has not ended: wait for it, or name another "
+                    "folder"
+                ) from error
+            except FileNotFoundError as error:
+                raise InputError(
+                    f"--output_dir {self.folder}: no folder can be made there, name another one"
+                ) from error
+        return made
+
+    def keep(self) -> None:
+        """Take it again where its file has been deleted, as cleaners of old files do, and say so.
+
+        Raises:
+            InputError: another run has taken it meanwhile.
+        """
+        if self._is_whole():
+            return
+        self._lock.release()
+        try:
+            self.acquire()
+        except InputError as refused:
+            raise InputError(
+                f"{self.path} was deleted while this run held it, and another run has begun in its folder: this one "
+                "ends, nothing more of it is saved"
+            ) from refused
+        print(f"note: {self.path} had been deleted, and is held again: keep cleaners of old files away from it")
+
+    def release(self, made: list[Path]) -> None:
+        """Give it back, and remove the folders that were ``made`` for it, if they are empty."""
+        if self._lock.is_locked and self._is_whole():
+            self.path.unlink()  # before others can have it; who opened it earlier is refused, or opens it again
+            with suppress(OSError):  # it holds a run
+                for folder in made:
+                    folder.rmdir()
+        self._lock.release()
+
+    def _is_whole(self) -> bool:
+        """Whether the file that is locked is the one that others would lock."""
+        try:
+            return self._file is not None and os.path.samestat(self._file, self.path.stat())
+        except FileNotFoundError:
+            return False
+
+
+@contextmanager
+def locked_run_folder(accelerator: Accelerator, folder: Path) -> Iterator[RunLock]:
+    """Hold ``folder`` until the block or the process ends. Rank 0 holds it for all.
+
+    Folders made for it are removed again if they are empty, since such a run never began.
+
+    Raises:
+        InputError: on all ranks, where another run holds it, or it cannot be written.
+    """
+    lock = RunLock(folder)
+    made = on_main_process(accelerator, lock.acquire)
+    try:
+        yield lock
+    finally:
+        lock.release(made)
+
 
 T = TypeVar("T")
 

@@ -7,8 +7,7 @@ from typing import NoReturn
 
 from memsave_recipes.cli.fit import add_fit
 from memsave_recipes.cli.plan import add_frontier, add_plan, add_recipes
-from memsave_recipes.cli.predict import add_predict
-from memsave_recipes.cli.runs import add_compare, add_dashboard, add_workspace
+from memsave_recipes.cli.runs import add_compare, add_dashboard, add_predict, add_workspace
 from memsave_recipes.errors import InputError, check_words
 
 

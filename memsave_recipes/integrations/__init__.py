@@ -13,6 +13,6 @@ NOTE [ decisions ]
 4. On several ranks all plan together on their first batches: one plan, and the largest peak of them has to fit.
 5. The peak is compared with the prediction in the second step, since before that the optimizer has no state. On a CPU,
    which counts no allocations, that step is recorded by torch's profiler, as in a recipe; on a device the allocator is
-   asked, in every step. In Lightning on a CPU it is the third step (``step_peak.py``).
+   asked, in every step. In Lightning on a CPU it is the third step (``StepPeak``).
 6. A second checkpointing, and what shards a model, are refused before anything is trained.
 """

@@ -1,15 +1,14 @@
 """A plan in Lightning's ``Trainer``: ``Trainer(..., callbacks=[MemsaveLightningCallback(...)])``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from memsave_recipes.errors import InputError, packages_of
-from memsave_recipes.integrations.attributes import replaced
-from memsave_recipes.integrations.planned_training import MicroBatch, PlannedTraining, PlanSettings, tensors_in
-from memsave_recipes.plans import Plan
+from memsave_recipes.integrations.planned_training import MicroBatch, PlannedTraining, PlanningCallback, tensors_in
+from memsave_recipes.profiling.preserve_state import replaced
 
 with packages_of("lightning", "plans in Lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,7 +16,7 @@ with packages_of("lightning", "plans in Lightning"):
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 
-class MemsaveLightningCallback(Callback):
+class MemsaveLightningCallback(PlanningCallback, Callback):
     """The module of ``trainer.fit`` follows a plan, from its first batch to the end of the fit.
 
     It prints the plan with its prediction, and in the second step the peak beside it. Lightning clears the gradients of
@@ -33,21 +32,7 @@ class MemsaveLightningCallback(Callback):
             beside, and a budget that no plan fits in.
     """
 
-    def __init__(
-        self,
-        budget_gib: float | None = None,
-        *,
-        strategy: str = "budget:bitwise",
-        blocks: Sequence[str] | type[nn.Module] | None = None,
-    ) -> None:
-        self.settings = PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks)
-        self.training: PlannedTraining | None = None
-        self._global_step = 0
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the training, from its first batch on."""
-        return self.training.plan if self.training else None
+    _global_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what a plan cannot stand beside."""
@@ -85,11 +70,6 @@ class MemsaveLightningCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Set the module back."""
         self.remove()
-
-    def remove(self) -> None:
-        """Set the module back; a second call does nothing."""
-        if self.training is not None:
-            self.training.remove()
 
 
 def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:

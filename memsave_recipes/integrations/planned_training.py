@@ -2,31 +2,151 @@
 
 A trainer's callback calls ``before_forward`` ahead of every training forward, ``after_step`` after an optimizer step,
 and ``remove`` at the end. Why the plan is made there: NOTE [ decisions ] of the package.
+
+``prepare``, for loops of one's own, makes the plan at once, on a batch that the script gives. There hooks of the model
+and of the optimizer tell where a step begins and ends, for the comparison with the prediction; they go when the plan
+does.
+
+NOTE [ the peak of a step ]
+1. A step is measured from its first forward to the optimizer's update. On a device that is every step, by the
+   allocator's high-water mark, which is reset at the beginning of each. A CPU has none, so there the first step that
+   begins with the optimizer's state is recorded under torch's profiler, and no other.
+2. The profiler reports no release of memory that it has not seen allocated. So where a step begins with the gradients
+   of the one before, as in Lightning, which clears them after the forward, the step before the measured one is recorded
+   too.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from memsave_recipes.activations import PlanHandle, apply_plan, block_names, find_stacks
+from memsave_recipes.activations.compiled import CompiledLayer
+from memsave_recipes.activations.spans import LayerInSpan, SpannedLayer, SpannedSequence
 from memsave_recipes.errors import InputError
-from memsave_recipes.integrations.attributes import preserve_attributes
-from memsave_recipes.integrations.refusals import check_model
-from memsave_recipes.integrations.step_peak import StepPeak
 from memsave_recipes.planner.budget import StaticMemory
-from memsave_recipes.planner.make_plan import Progress, names_of, plan_step, static_of
+from memsave_recipes.planner.make_plan import Progress, call, loss_of, names_of, plan_step, static_of
 from memsave_recipes.planner.optimizer_state import torch_optimizer
 from memsave_recipes.planner.ranks import Ranks
 from memsave_recipes.plans import BUDGET_WORDS, Plan
+from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.profiling.block_costs import Workload
-from memsave_recipes.profiling.preserve_state import device_of
-from memsave_recipes.text import GIB
+from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak, storages_of
+from memsave_recipes.profiling.memory import reset_peaks
+from memsave_recipes.profiling.preserve_state import device_of, preserve_attributes
+from memsave_recipes.text import GIB, format_bytes
+
+
+class StepPeak:
+    """Measures a step of a training; ``before_forward`` and ``after_step`` are called in all of them."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self.num_steps = 0
+        self._in_step = False
+        self._is_compared = self._is_told = False
+        self._seen_gradients = False
+        self._recording: PeakOfStep | None = None
+        self._resident_bytes = 0
+        self._open = ExitStack()
+
+    def before_forward(self, resident: Callable[[], Sequence[Tensor]]) -> None:
+        """Open the window of a step, where this is its first forward.
+
+        Args:
+            resident: tensors on the device that are neither of the model nor of the optimizer.
+        """
+        if not self._in_step and self.device.type != "cpu":
+            reset_peaks(self.device)
+        elif not self._in_step and not self._is_compared and self._has_state():
+            self._resident_bytes = sum(storages_of(resident()).values())
+            self._seen_gradients |= all(parameter.grad is None for parameter in self.model.parameters())
+            self._recording = self._open.enter_context(break_down_peak(self.model, self.optimizer, self.device))
+        self._in_step = True
+
+    def after_step(self, prediction: Prediction | None, budget_bytes: int | None) -> str | None:
+        """A line about the step that has ended: the first with state, or one that took more than a step may take."""
+        has_state = self._has_state()
+        self._open.close()
+        self._in_step = False
+        self.num_steps += 1
+        peak_bytes = self._peak_bytes()
+        if peak_bytes is None or prediction is None or not has_state:
+            return None
+        limit_bytes = budget_bytes or prediction.peak_bytes
+        was_told, self._is_told = self._is_told, self._is_told or peak_bytes > limit_bytes
+        if not self._is_compared:
+            self._is_compared = True
+            return _comparison(self.num_steps, peak_bytes, prediction.peak_bytes, budget_bytes)
+        if was_told or not self._is_told:
+            return None
+        return f"step {self.num_steps} took {format_bytes(peak_bytes)}, above {format_bytes(limit_bytes)}"
+
+    def close(self) -> None:
+        """Forget a window that is open; the next forward opens another."""
+        self._open.close()
+        self._in_step, self._recording = False, None
+
+    def _has_state(self) -> bool:
+        return bool(self.num_steps or self.optimizer.state)
+
+    def _peak_bytes(self) -> int | None:
+        """Of the window; on a CPU the recorded tensors and those that were there before; ``None`` without one."""
+        if self.device.type != "cpu":
+            return torch.accelerator.max_memory_allocated(self.device)
+        recording, self._recording = self._recording, None
+        if recording is None or recording.breakdown is None:
+            return None
+        seen_gradients, self._seen_gradients = self._seen_gradients, True
+        return recording.breakdown.total_bytes + self._resident_bytes if seen_gradients else None
+
+
+def _comparison(step: int, peak_bytes: int, predicted_bytes: int, budget_bytes: int | None) -> str:
+    error = 100 * (predicted_bytes - peak_bytes) / peak_bytes
+    predicted = f"predicted {format_bytes(predicted_bytes)} ({error:+.1f} %)"
+    line = f"peak of step {step}: {format_bytes(peak_bytes)}, {predicted}"
+    return line if budget_bytes is None else f"{line}, budget {format_bytes(budget_bytes)}"
+
+
+OURS = (CompiledLayer, LayerInSpan, SpannedLayer, SpannedSequence)
+SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+WAY_OUT = "a plan decides which activations are recomputed"
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse a model that checkpoints, shards or compiles by itself.
+
+    Raises:
+        InputError: it does.
+    """
+    kinds = {base.__name__ for base in type(model).__mro__}
+    if sharded := kinds.intersection(SHARDED):
+        raise InputError(f"model: {sharded.pop()} shards it, which no plan is made for: train with DDP or one process")
+    if "OptimizedModule" in kinds:
+        raise InputError("model: torch.compile has wrapped it: pass the model itself, or use strategy compiled")
+    if "DataParallel" in kinds:
+        raise InputError("model: DataParallel runs copies of it: launch one process for each GPU, with DDP")
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise InputError(
+                f"gradient_checkpointing: {name or type(model).__name__} is checkpointed already, and {WAY_OUT}: call "
+                "model.gradient_checkpointing_disable()"
+            )
+        if type(module).__name__ == "CheckpointWrapper":
+            raise InputError(f"model: {name} is a CheckpointWrapper, and {WAY_OUT}: leave the wrapper out")
+        if isinstance(vars(module).get("forward"), OURS):
+            raise InputError(f"model: a plan is applied to {name or 'it'} already: call its handle.remove() first")
+
 
 PREFIX = "memsave: "
 PROGRESS_BAR_DELAY_S = 5
@@ -241,3 +361,110 @@ class PlannedTraining:
 def tensors_in(batch: Any) -> list[Tensor]:
     """The tensors of a batch, wherever in it."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+class PlanningCallback:
+    """The settings of a trainer's callback, and the training that follows its plan."""
+
+    def __init__(
+        self,
+        budget_gib: float | None = None,
+        *,
+        strategy: str = "budget:bitwise",
+        blocks: Sequence[str] | type[nn.Module] | None = None,
+    ) -> None:
+        self.settings = PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks)
+        self.training: PlannedTraining | None = None
+        self.patches = ExitStack()  # of the trainer
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the training, from its first batch on."""
+        return self.training.plan if self.training else None
+
+    def remove(self) -> None:
+        """Set the trainer and its model back; a second call does nothing.
+
+        Called by the trainer at the end of training and where a step fails; a script calls it after an exception
+        from elsewhere (the data loader, another callback) if it goes on with the model.
+        """
+        self.patches.close()
+        if self.training is not None:
+            self.training.remove()
+
+
+def prepare(
+    model: nn.Module,
+    batch: Any,
+    optimizer: Optimizer,
+    *,
+    budget_gib: float | None = None,
+    strategy: str = "budget:bitwise",
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    accumulation_steps: int = 1,
+    blocks: Sequence[str] | type[nn.Module] | None = None,
+) -> PlannedTraining:
+    """Plan a training on ``batch`` and put the plan into effect, until ``remove()`` or the end of a ``with`` block.
+
+    The plan and its prediction are printed, and in the second step the peak beside it. The model, its gradients and the
+    random state stay as they were. On several ranks all call it.
+
+    Args:
+        model: on its device, as ``Accelerator.prepare``, ``Fabric.setup`` or DDP returned it, or bare.
+        batch: one micro-batch on that device, as for ``make_plan``; the longest that there will be.
+        optimizer: of the training, or a wrapper of it: its state counts.
+        budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
+        strategy, loss_fn, blocks: as of ``make_plan``.
+        accumulation_steps: micro-batches of an optimizer step.
+
+    Returns:
+        A context manager with ``plan`` and ``remove()``.
+
+    Raises:
+        InputError: as ``make_plan``, and for a model that checkpoints, shards or compiles by itself.
+    """
+    bare, precision = _bare(model), _precision_of(model)
+
+    def forward() -> Tensor:
+        with precision():
+            return (loss_fn or loss_of)(call(bare, batch))
+
+    training = PlannedTraining(
+        settings=PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks),
+        model=bare,
+        optimizer=optimizer,
+        gradients_resident=accumulation_steps > 1,
+        plans_again=False,
+    )
+    training.make_plan(MicroBatch(forward=forward, tensors=tensors_in(batch)))
+    stepped: list[Optimizer] = []
+
+    def begin_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if stepped:
+            stepped.clear()
+            training.after_step()
+        if module.training and torch.is_grad_enabled():
+            training.before_forward(MicroBatch(forward=forward, tensors=tensors_in((args, kwargs))))
+
+    training.on_remove(bare.register_forward_pre_hook(begin_forward, with_kwargs=True).remove)
+    training.on_remove(training.optimizer.register_step_post_hook(lambda one, *_: stepped.append(one)).remove)
+    return training
+
+
+def _bare(model: Any) -> nn.Module:
+    """The module inside the wrappers of DDP and Fabric."""
+    wrapped = isinstance(model, DistributedDataParallel) or _is_fabric(model)
+    bare: nn.Module = _bare(model.module) if wrapped else model
+    return bare
+
+
+def _precision_of(model: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Fabric's wrapper enters its precision around the forward; Accelerate has put its own into the model."""
+    if not _is_fabric(model):
+        return nullcontext
+    context: Callable[[], AbstractContextManager[Any]] = model._strategy.precision.forward_context
+    return context
+
+
+def _is_fabric(model: Any) -> bool:
+    return type(model).__name__ == "_FabricModule"

@@ -2,8 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,15 +10,19 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.integrations.attributes import replaced
-from memsave_recipes.integrations.planned_training import MicroBatch, PlannedTraining, PlanSettings, tensors_in
-from memsave_recipes.integrations.refusals import check_model
-from memsave_recipes.plans import Plan
+from memsave_recipes.integrations.planned_training import (
+    MicroBatch,
+    PlannedTraining,
+    PlanningCallback,
+    check_model,
+    tensors_in,
+)
+from memsave_recipes.profiling.preserve_state import replaced
 
 SHARDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
-class MemsaveCallback(TrainerCallback):
+class MemsaveCallback(PlanningCallback, TrainerCallback):
     """The trainer's model follows a plan, from its first batch to the end of ``train()``.
 
     It prints the plan with its prediction, and in the second step the peak beside it.
@@ -33,22 +36,6 @@ class MemsaveCallback(TrainerCallback):
         InputError: settings that do not go together; when training begins: arguments of the trainer that a plan cannot
             stand beside, and a budget that no plan fits in.
     """
-
-    def __init__(
-        self,
-        budget_gib: float | None = None,
-        *,
-        strategy: str = "budget:bitwise",
-        blocks: Sequence[str] | type[nn.Module] | None = None,
-    ) -> None:
-        self.settings = PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks)
-        self.training: PlannedTraining | None = None
-        self._patches = ExitStack()
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the training, from its first batch on."""
-        return self.training.plan if self.training else None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse arguments before ``train()`` acts on them."""
@@ -72,8 +59,8 @@ class MemsaveCallback(TrainerCallback):
             owners=[trainer],
         )
         step = _removing_on_error(self, trainer.training_step)
-        self._patches.enter_context(replaced(trainer, "compute_loss", _planned_loss(self.training, trainer)))
-        self._patches.enter_context(replaced(trainer, "training_step", step))
+        self.patches.enter_context(replaced(trainer, "compute_loss", _planned_loss(self.training, trainer)))
+        self.patches.enter_context(replaced(trainer, "training_step", step))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -96,16 +83,6 @@ class MemsaveCallback(TrainerCallback):
     ) -> None:
         """Set the trainer and its model back."""
         self.remove()
-
-    def remove(self) -> None:
-        """Set the trainer and its model back; a second call does nothing.
-
-        Called by the trainer at the end of training and where a step fails; a script calls it after an exception
-        from elsewhere (the data loader, another callback) if it goes on with the model.
-        """
-        self._patches.close()
-        if self.training is not None:
-            self.training.remove()
 
 
 def _planned_loss(training: PlannedTraining, trainer: Any) -> Callable[..., Any]:

@@ -19,8 +19,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 from transformers.utils.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.models.convnet_config import WEIGHTS, ConvnetConfig
-from memsave_recipes.models.convnets import SIZES, build_densenet, build_vgg
+from memsave_recipes.models.convnets import SIZES, WEIGHTS, ConvnetConfig, build_densenet, build_vgg
 from memsave_recipes.models.pretrained import (
     LOADING_ERRORS,
     TransformerArguments,

@@ -3,7 +3,7 @@
 NOTE [ files of final/ ]
 1. *transformers' models* have their own layout, with the image processor or the tokenizer beside the weights, so that
    ``from_pretrained`` and ``pipeline`` open the folder.
-2. *VGG and DenseNet* have ``model.safetensors``, the ``config.json`` of ``convnet_config.py``, and an image processor.
+2. *VGG and DenseNet* have ``model.safetensors``, the ``config.json`` of ``convnets.py``, and an image processor.
 3. *Adapters* have peft's layout and the tokenizer. A ``config.json`` would make transformers take the folder for a
    whole model, so the names of the classes are in ``id2label.json``.
 4. *Images* are resized and normalised by transformers' ``BitImageProcessor``, which can both squash an image to a
@@ -39,7 +39,7 @@ from transformers.models.auto.modeling_auto import (
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.models.adapters import load_adapters
-from memsave_recipes.models.convnet_config import ConvnetConfig
+from memsave_recipes.models.convnets import ConvnetConfig
 from memsave_recipes.models.image_classifiers import MODELS, load_saved_convnet, read_convnet
 from memsave_recipes.models.pretrained import (
     LABELS,

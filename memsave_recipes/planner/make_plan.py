@@ -20,7 +20,7 @@ from memsave_recipes.planner.optimizer_state import state_bytes_of, torch_optimi
 from memsave_recipes.planner.ranks import Ranks
 from memsave_recipes.planner.trial_step import group_counts, step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
-from memsave_recipes.plans.prediction import Prediction
+from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache
 from memsave_recipes.profiling.preserve_state import running_blocks

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from memsave_recipes.errors import InputError
 
 if TYPE_CHECKING:
-    from memsave_recipes.plans.prediction import Prediction
+    from memsave_recipes.plans.simulate import Prediction
 
 FORMAT_VERSION = 1
 STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it as it stands there

@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from memsave_recipes.activations.selective import kept_by_policy
+from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, record_allocations
 
 

@@ -3,12 +3,15 @@
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import IO, Any, cast
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from memsave_recipes.text import printable, printable_lines
 
 FALLBACK_COLUMNS = 120
 BLANKS = re.compile(" +$", re.MULTILINE)
@@ -43,3 +46,21 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
     """Sentences, wrapped by the terminal alone, so that a long one can be copied whole."""
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints the rows of ``inference.predict``."""
+    is_generated = any("generated_text" in row for row in rows)
+    table = new_table()
+    table.add_column("input", overflow="fold")
+    for heading in ("generated text",) if is_generated else ("class", "probability"):
+        table.add_column(heading, overflow="fold", justify="right" if heading == "probability" else "left")
+    for row in rows:
+        name = Text(printable(row["input"]))
+        if is_generated:
+            table.add_row(name, Text(printable_lines(row["generated_text"])))
+            continue
+        for prediction in row["predictions"]:
+            table.add_row(name, Text(printable(prediction["label"])), f"{prediction['probability']:.4f}")
+            name = Text()
+    new_console().print(table)

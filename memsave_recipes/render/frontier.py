@@ -33,7 +33,7 @@ from memsave_recipes.render.choice import (
     overhead_lines,
     scale_of,
 )
-from memsave_recipes.render.run_page import fill_page
+from memsave_recipes.render.comparison import fill_page
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
 
 NUM_COLORS = 10

@@ -33,14 +33,13 @@ from memsave_recipes.checkpoints.resume import (
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.run_plan import RunPlan
-from memsave_recipes.run.log import LOG, write_log
-from memsave_recipes.run.out_of_memory import RunSettings
+from memsave_recipes.run.failures import LOG, RunSettings, write_log
 from memsave_recipes.run.report import check_state
 from memsave_recipes.run.trackers import NAME as METRICS
 from memsave_recipes.run.trackers import cut_back, start_trackers
 from memsave_recipes.text import printable
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.environment import (
+from memsave_recipes.training.launch import (
     describe_environment,
 )
 

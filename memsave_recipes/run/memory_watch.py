@@ -7,7 +7,7 @@ run of one step has only that.
 
 Under a plan that compiles the first step also compiles; the memory of that counts in no figure.
 
-A step that finds no memory left ends with a page that explains it (``memsave_recipes.run.out_of_memory``).
+A step that finds no memory left ends with a page that explains it (``memsave_recipes.run.failures``).
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,8 @@ from torch import nn
 
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, break_down_peak
 from memsave_recipes.profiling.memory import (
+    ForwardMeter,
+    find_blocks,
     is_out_of_memory,
     peak_rss_bytes,
     read_device_memory,
@@ -29,8 +31,7 @@ from memsave_recipes.profiling.memory import (
     rss_bytes,
     write_snapshot,
 )
-from memsave_recipes.profiling.saved_tensors import ForwardMeter, find_blocks
-from memsave_recipes.run.out_of_memory import Failure, RunSettings
+from memsave_recipes.run.failures import Failure, RunSettings
 from memsave_recipes.text import to_gib
 from memsave_recipes.training.batch_layout import BatchLayout
 

@@ -43,7 +43,8 @@ from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import StoppedBySignal, StopSignals, num_workers
 from memsave_recipes.render.choice import show_choice
-from memsave_recipes.render.run_table import show
+from memsave_recipes.render.comparison import show
+from memsave_recipes.run.failures import recorded
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -57,24 +58,29 @@ from memsave_recipes.run.folder import (
     save_model,
     write_results,
 )
-from memsave_recipes.run.log import recorded
-from memsave_recipes.run.model_card import CardFacts, write_model_card
-from memsave_recipes.run.report import RunReport
+from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import AUTO, RecipeArguments
 from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
-from memsave_recipes.training.environment import (
+from memsave_recipes.training.evaluation import evaluation_batches
+from memsave_recipes.training.launch import (
+    batchnorm_notice,
     describe_environment,
     deterministic_kernels,
     matmul_precision,
+    start_accelerator,
     use_expandable_segments,
 )
-from memsave_recipes.training.evaluation import evaluation_batches
-from memsave_recipes.training.launch import batchnorm_notice, start_accelerator
-from memsave_recipes.training.non_finite import NonFiniteGuard, NotFinite
-from memsave_recipes.training.optimizers import check_in_backward, clip_gradients, make_optimizer, make_scheduler
+from memsave_recipes.training.optimizers import (
+    NonFiniteGuard,
+    NotFinite,
+    check_in_backward,
+    clip_gradients,
+    make_optimizer,
+    make_scheduler,
+)
 from memsave_recipes.training.parsing import flag_values
 
 

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.plans import Action, Plan, Span
-from memsave_recipes.profiling.saved_tensors import SavedTensors
+from memsave_recipes.profiling.memory import SavedTensors
 
 
 def step_flops(case, plan=None):

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
-from memsave_recipes.activations import apply_plan, plan_blocks, selective
-from memsave_recipes.activations.selective import KEPT_OPERATORS, is_kept, kept_by_policy, select_ops
+from memsave_recipes.activations import apply_plan, plan_blocks, recompute
+from memsave_recipes.activations.recompute import KEPT_OPERATORS, is_kept, kept_by_policy, select_ops
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
-from memsave_recipes.profiling.saved_tensors import SavedTensors
+from memsave_recipes.profiling.memory import SavedTensors
 
 aten = torch.ops.aten
 MODELS = ["vgg_small", "densenet_small", "vit", "gpt2", "resnet", "llama", "noisy_cnn"]
@@ -174,11 +174,11 @@ def selected(function):
 
 
 def test_an_operator_that_draws_runs_again_even_if_it_is_in_the_list(monkeypatch):
-    monkeypatch.setattr(selective, "KEPT_OPERATORS", KEPT_OPERATORS | {"aten::rand_like"})
+    monkeypatch.setattr(recompute, "KEPT_OPERATORS", KEPT_OPERATORS | {"aten::rand_like"})
     inputs = torch.randn(16, 16), torch.randn(16, 16)
     expected = gradients(noise_then_dropout, *inputs)
     assert all(map(torch.equal, gradients(selected(noise_then_dropout), *inputs), expected))
-    monkeypatch.setattr(selective, "draws", lambda *call: False)  # the negative control
+    monkeypatch.setattr(recompute, "draws", lambda *call: False)  # the negative control
     assert not all(map(torch.equal, gradients(selected(noise_then_dropout), *inputs), expected))
 
 
@@ -321,7 +321,7 @@ def test_the_copy_has_the_layout_of_the_output():
 
 def test_without_the_copy_the_second_run_would_take_what_was_written(monkeypatch):
     """The negative control."""
-    monkeypatch.setattr(selective._FirstRun, "_keep_copies", lambda *_: None)
+    monkeypatch.setattr(recompute._FirstRun, "_keep_copies", lambda *_: None)
     output = selected(writes_on_what_is_kept)(torch.randn(4, 4), torch.randn(4, 4, requires_grad=True))
     with pytest.raises(InputError, match="written on in place after it ran"):
         output.sum().backward()

@@ -8,7 +8,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, XLMConfig, XLMWithLMHe
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import make_plan
-from memsave_recipes.profiling.saved_tensors import SavedTensors
+from memsave_recipes.profiling.memory import SavedTensors
 
 SHARED = "albert.encoder.albert_layer_groups.0"
 

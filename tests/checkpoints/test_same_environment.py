@@ -8,8 +8,7 @@ from accelerate.state import AcceleratorState
 
 from memsave_recipes.checkpoints.resume import check_same_environment
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.environment import INSTRUCTION_LIMITS, describe_environment
-from memsave_recipes.training.launch import start_accelerator
+from memsave_recipes.training.launch import INSTRUCTION_LIMITS, describe_environment, start_accelerator
 
 
 @pytest.fixture

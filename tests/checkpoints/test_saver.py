@@ -15,7 +15,7 @@ from memsave_recipes.distributed import RankPoll
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.launch import start_accelerator
-from memsave_recipes.training.non_finite import NotFinite
+from memsave_recipes.training.optimizers import NotFinite
 
 ORDER = SampleOrder(num_samples=20, global_batch_size=4, seed=1)
 LAYOUT = BatchLayout.of(4, 2, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from memsave_recipes.compare.compare import compare, config_differences, differing_traits, trait_differences
 from memsave_recipes.compare.runs import Run
-from memsave_recipes.render.run_table import warnings
+from memsave_recipes.render.comparison import warnings
 
 Make = Callable[..., Run]
 

@@ -9,7 +9,7 @@ import pytest
 
 from memsave_recipes.compare.compare import compare
 from memsave_recipes.compare.runs import History, Run
-from memsave_recipes.render.run_page import to_html
+from memsave_recipes.render.comparison import to_html
 
 Make = Callable[..., Run]
 BREAKDOWN = {"parameters_gib": 0.2, "gradients_gib": 0.1, "optimizer_state_gib": 0.1, "activations_gib": 0.25}

@@ -10,8 +10,7 @@ from rich.console import Console
 
 from memsave_recipes.compare.compare import ComparisonTable, compare
 from memsave_recipes.compare.runs import History, Run
-from memsave_recipes.render.run_page import to_html
-from memsave_recipes.render.run_table import render, show, to_csv, to_markdown
+from memsave_recipes.render.comparison import render, show, to_csv, to_html, to_markdown
 
 Make = Callable[..., Run]
 

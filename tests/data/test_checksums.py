@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from memsave_recipes.data.vision import checksums
+from memsave_recipes.data.vision import decoding
 from memsave_recipes.data.vision.images import ImageDataArguments, load_images
 from memsave_recipes.errors import InputError
 
@@ -155,7 +155,7 @@ def test_linked_folders_and_relative_names(folder, tmp_path, monkeypatch):
 def test_the_digests_are_remembered_until_a_file_changes(folder, monkeypatch):
     load(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(checksums, "sha256_of_file", lambda *_: pytest.fail("hashed again"))
+        patch.setattr(decoding, "sha256_of_file", lambda *_: pytest.fail("hashed again"))
         assert load(folder).num_listed == 8
     path = folder / "train" / "cat" / "0.jpg"
     path.write_bytes(flip_a_bit(path.read_bytes()))
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_read(folder, monkeypatch):
     def forbidden(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(checksums, "sha256_of_file", forbidden)
+    monkeypatch.setattr(decoding, "sha256_of_file", forbidden)
     assert refusal(folder).endswith("cannot be read: Permission denied; check file and disk")
 
 

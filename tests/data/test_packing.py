@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from memsave_recipes.data.text import token_line
+from memsave_recipes.data.text import tokenizers
 from memsave_recipes.data.text.chat_template import TokenizedConversations
 from memsave_recipes.data.text.packing import (
     best_fit_decreasing,
@@ -34,8 +34,7 @@ from memsave_recipes.data.text.packing import (
     pad,
     pad_conversations,
 )
-from memsave_recipes.data.text.token_line import tokenize_documents
-from memsave_recipes.data.text.tokenizers import load_tokenizer
+from memsave_recipes.data.text.tokenizers import load_tokenizer, tokenize_documents
 from memsave_recipes.errors import InputError
 
 TEXTS = ["one two three\n", "four", "five six seven eight nine ten eleven twelve\n" * 4, "naïve 🙂", "a", "b c"]
@@ -84,7 +83,7 @@ def rows_of(dataset):
 
 @pytest.mark.parametrize("piece_tokens", [1, 7, 4096])
 def test_every_span_of_the_line(documents, tokenizer, monkeypatch, piece_tokens):
-    monkeypatch.setattr(token_line, "PIECE_TOKENS", piece_tokens)
+    monkeypatch.setattr(tokenizers, "PIECE_TOKENS", piece_tokens)
     line = tokenize_documents(documents, tokenizer)
     expected = list(itertools.chain(*expected_line(tokenizer)))
     assert line.num_tokens == len(expected)
@@ -98,8 +97,8 @@ def test_every_span_of_the_line(documents, tokenizer, monkeypatch, piece_tokens)
 
 
 def test_a_long_document_is_tokenized_in_parts_without_loss(documents, tokenizer, monkeypatch):
-    monkeypatch.setattr(token_line, "PART_CHARACTERS", 20)
-    monkeypatch.setattr(token_line, "CHARACTERS_AT_ONCE", 50)
+    monkeypatch.setattr(tokenizers, "PART_CHARACTERS", 20)
+    monkeypatch.setattr(tokenizers, "CHARACTERS_AT_ONCE", 50)
     line = tokenize_documents(documents, tokenizer)
     assert tokenizer.decode(line.between(0, line.num_tokens)) == "".join(f"{text}<|endoftext|>" for text in TEXTS)
     assert len(line.document_starts) == len(TEXTS) + 1
@@ -108,7 +107,7 @@ def test_a_long_document_is_tokenized_in_parts_without_loss(documents, tokenizer
 def test_tokens_are_made_once_for_each_tokenizer_and_text(on_disk, tokenizer, monkeypatch):
     pack(on_disk, tokenizer, 8)
     with monkeypatch.context() as patch:
-        patch.setattr(token_line, "_encode", lambda *_: pytest.fail("tokenized again"))
+        patch.setattr(tokenizers, "_token_ids", lambda *_: pytest.fail("tokenized again"))
         tokenizer(["some", "other texts"], padding=True, truncation=True, max_length=3)
         pack(on_disk, tokenizer, 8)
         pad(on_disk, load_tokenizer(None, TEXTS, vocab_size=280), 16)  # the length of rows plays no part

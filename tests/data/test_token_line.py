@@ -8,8 +8,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from memsave_recipes.data.text.token_line import PART_CHARACTERS, parts_of, tokenize_documents
-from memsave_recipes.data.text.tokenizers import load_tokenizer
+from memsave_recipes.data.text.tokenizers import PART_CHARACTERS, load_tokenizer, parts_of, tokenize_documents
 
 WORDS = ["the", "naïve", "🙂", "x1", "=", "don't", "3,141", "(see", "below).", "日本", "é", "def f(x):", "...", "A.B"]
 GAPS = [" "] * 8 + ["  ", "\n", "\n\n", " \n", "\n    ", "\r\n", "\t", "\u00a0", ".\n", "\u2028"]

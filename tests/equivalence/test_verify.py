@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from memsave_recipes.activations import PlanHandle, apply_plan, plan_blocks, spans
 from memsave_recipes.equivalence import Outcome, compare_runs, proof, use_deterministic_kernels, verify
 from memsave_recipes.equivalence.outcomes import distance_in_ulp
-from memsave_recipes.equivalence.proof import _plan_removed
-from memsave_recipes.equivalence.reference import FLASH_ATTENTION, nondeterministic_operator
+from memsave_recipes.equivalence.proof import FLASH_ATTENTION, _plan_removed, nondeterministic_operator
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.plans import Action, Plan, Span

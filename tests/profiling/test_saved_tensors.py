@@ -8,7 +8,7 @@ from torch import nn
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.profiling.breakdown import break_down_peak
-from memsave_recipes.profiling.saved_tensors import ForwardMeter, SavedTensors, find_blocks
+from memsave_recipes.profiling.memory import ForwardMeter, SavedTensors, find_blocks
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
-from memsave_recipes.run.log import recorded, write_log
+from memsave_recipes.run.failures import recorded, write_log
 
 
 class Terminal(io.StringIO):

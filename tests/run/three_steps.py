@@ -11,7 +11,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from memsave_recipes.run import dashboards
+from memsave_recipes.run import trackers
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers, start_trackers
 
 CONFIG = {"seed": 0, "plan": {"strategy": "segments:2", "spans": [3, 8]}}
@@ -40,5 +40,5 @@ def run(accelerator: Accelerator, folder: Path, name: str = LABELS["name"]) -> N
 if __name__ == "__main__":
     report_to, folder, run_name, limits = sys.argv[1:]
     for limit, seconds in json.loads(limits).items():
-        setattr(dashboards, limit, seconds)
+        setattr(trackers, limit, seconds)
     run(Accelerator(cpu=True, log_with=resolve_trackers(report_to.split(), Path(folder))), Path(folder), run_name)

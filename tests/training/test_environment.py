@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from memsave_recipes.training.environment import deterministic_kernels, matmul_precision, use_expandable_segments
+from memsave_recipes.training.launch import deterministic_kernels, matmul_precision, use_expandable_segments
 
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 

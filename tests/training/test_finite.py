@@ -9,7 +9,7 @@ from torch import nn
 
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.non_finite import NonFiniteGuard, NotFinite, StepLosses
+from memsave_recipes.training.optimizers import NonFiniteGuard, NotFinite, StepLosses
 
 BAD_STEPS = (1, 3)
 OPTIMIZERS = {

@@ -13,14 +13,14 @@ from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling import flops
 from memsave_recipes.run import memory_watch
+from memsave_recipes.run.failures import RunSettings
 from memsave_recipes.run.folder import begin_run
 from memsave_recipes.run.memory_watch import largest_in_gib
-from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.text import GIB
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.non_finite import gather_figures
+from memsave_recipes.training.optimizers import gather_figures
 
 NUM_SAMPLES, WIDTH, HIDDEN, MIB = 10, 4, 8, 2**20
 PER_SAMPLE = 2 * WIDTH * HIDDEN * (3 + 2)  # FLOPs of two layers; the first needs no gradient of its input

@@ -36,8 +36,7 @@ from memsave_recipes.data.text.documents import (
     generated,
     progress_bars,
 )
-from memsave_recipes.data.text.files import LOADING_ERRORS, list_files
-from memsave_recipes.data.text.held_out import HELD_OUT
+from memsave_recipes.data.text.files import HELD_OUT, LOADING_ERRORS, list_files
 from memsave_recipes.data.text.labelled_text import parse_source, source_files, source_folder
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import digest_of

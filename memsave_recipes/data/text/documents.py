@@ -6,12 +6,13 @@ files, and is read again when the source changes.
 NOTE [ documents ]
 1. A document is one text to the model: a file of the standard library, a row of a data set, and of files of text as in
    NOTE [ formats ] of ``files.py``.
-2. *Held out.* Where no validation split is given, a twentieth of the documents is held out as ``held_out.py`` says.
+2. *Held out.* Where no validation split is given, a twentieth of the documents is held out: NOTE [ held out ] of
+   ``files.py``.
 3. *Streaming* reads documents from the front of a data set until there are as many bytes as asked for, and keeps them
    on disk; from there on they are a data set like any other, in an order that depends on (seed, epoch) alone. The first
    documents of a sorted data set are no fair sample of it.
 4. Rows without text are left out and counted. One document must fit into the host's memory; all of them need not.
-5. *Weights* mix what is left to train on: NOTE [ mixture ] of ``mixture.py``.
+5. *Weights* mix what is left to train on: NOTE [ mixture ] of ``files.py``.
 """
 
 import os
@@ -29,15 +30,17 @@ import datasets
 from datasets import Features, Value
 
 from memsave_recipes.data.text.files import (
+    TEXT,
     FoundFiles,
     check_text_column,
     find_files,
+    hold_out,
+    mix,
     no_text_column,
     read_documents,
     text_of,
+    with_text,
 )
-from memsave_recipes.data.text.held_out import TEXT, hold_out, with_text
-from memsave_recipes.data.text.mixture import mix
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.text import join_names

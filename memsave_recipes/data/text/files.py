@@ -1,4 +1,4 @@
-"""Files of text: those that the words of a flag name, and their documents.
+"""Files of text: those that the words of a flag name, and their documents: mixed by weights, and held out.
 
 NOTE [ words for files ]
 1. A word is a file, a folder or a pattern. A file is read whatever its name otherwise means to a pattern.
@@ -16,20 +16,38 @@ NOTE [ formats ]
    of the file have it. It is counted and left out. A file without the column is refused, and a value that is no text.
 4. Files are read document by document. Only a ``.json`` with an array is read as a whole, which takes several times
    its size in memory: as a ``.jsonl`` it may have any size.
+
+NOTE [ mixture ]
+1. A pass over a mixture has as much text as its sources have together; the weights say how much of that comes from
+   each, in bytes of UTF-8 and up to a document. Bytes, because tokens follow them, whereas documents may differ in
+   length from source to source.
+2. A source with more text than its share leaves documents out, at random by the seed; they are the same ones in every
+   pass. One with less repeats all its documents equally often, and some of them once more.
+3. Documents of all sources follow one another in a random order by the seed, so that each part of the line of tokens
+   has the mixture, and so has the text that a tokenizer is trained on.
+
+NOTE [ held out ]
+Where a data set brings no validation split, the 5 % of the documents with the smallest hashes are held out: hashes of
+the text, so that copies stay on one side, or of the path where documents have one. Of fewer than 20 documents the last
+5 % of the text of each are held out instead. No seed, run or number of ranks changes that.
 """
 
 import codecs
 import csv
 import glob
+import hashlib
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
+from datasets import Features, Value
 
 from memsave_recipes.errors import InputError, check_file, is_text
 from memsave_recipes.hub import reason
@@ -303,3 +321,134 @@ def check_text_column(features: datasets.Features, source: str, text_column: str
 
 def _not_utf_8(source: str, error: UnicodeDecodeError) -> InputError:
     return InputError(f"{source} is not UTF-8 text ({error.reason}): convert it, for example with iconv")
+
+
+class _Part(NamedTuple):
+    """What a pass takes from a source: documents by their indices, and their bytes."""
+
+    indices: np.ndarray  # (M,)
+    num_bytes: int
+
+
+def mix(
+    documents: datasets.Dataset, names: Sequence[str], weights: Sequence[float], seed: int
+) -> tuple[datasets.Dataset, str]:
+    """A pass over ``documents`` (``text``, and ``source`` from 0 on) by NOTE [ mixture ], and a line about it.
+
+    Args:
+        names: of the sources.
+        weights: of the sources, above 0, with any sum.
+
+    Raises:
+        InputError: a source has no documents.
+    """
+    generator = np.random.Generator(np.random.Philox(seed))
+    num_bytes = _num_bytes(documents)
+    source_of = documents.with_format("numpy")["source"][:]
+    members = [np.flatnonzero(source_of == number) for number in range(len(names))]
+    for name, indices in zip(names, members, strict=True):
+        if not len(indices):
+            raise InputError(f"--mix_weights: {name} has no text to train on: leave it and its weight out")
+    shares = np.asarray(weights) / np.sum(weights) * num_bytes.sum()
+    parts = [_drawn(indices, num_bytes, share, generator) for indices, share in zip(members, shares, strict=True)]
+    mixed = documents.select(generator.permutation(np.concatenate([part.indices for part in parts])))
+    return mixed, _note(names, members, parts)
+
+
+def _drawn(indices: np.ndarray, num_bytes: np.ndarray, share: float, generator: np.random.Generator) -> _Part:
+    """Documents with ``share`` bytes: all as often as they fit in whole, and random ones once more; one at least."""
+    order = generator.permutation(indices)
+    repeats, rest = divmod(share, int(num_bytes[indices].sum()))
+    sums = np.concatenate([[0], np.cumsum(num_bytes[order])])
+    nearest = int(np.abs(sums - rest).argmin())
+    drawn = np.concatenate([np.tile(indices, int(repeats)), order[: nearest or (not repeats)]])
+    return _Part(drawn, int(num_bytes[drawn].sum()))
+
+
+def _note(names: Sequence[str], members: Sequence[np.ndarray], parts: Sequence[_Part]) -> str:
+    total = sum(part.num_bytes for part in parts)
+    taken = [
+        f"{len(part.indices):,} documents from {name} (of {len(indices):,}; {part.num_bytes / total:.1%} of the bytes)"
+        for name, indices, part in zip(names, members, parts, strict=True)
+    ]
+    return f"a pass takes {', '.join(taken)}"
+
+
+def _num_bytes(documents: datasets.Dataset) -> np.ndarray:
+    """Of each document in UTF-8, int64 (N,)."""
+    measured = documents.map(_measure, batched=True, input_columns="text", remove_columns=documents.column_names)
+    sizes: np.ndarray = measured.with_format("numpy")["num_bytes"][:]
+    return sizes
+
+
+def _measure(texts: list[str]) -> dict[str, list[int]]:
+    return {"num_bytes": [len(text.encode()) for text in texts]}
+
+
+TEXT = {"text": Value("large_string")}  # a plain string ends at 2 GiB a file
+HELD_OUT = 0.05
+MIN_DOCUMENTS = 20
+
+
+def hold_out(documents: datasets.Dataset, source: str) -> tuple[dict[str, datasets.Dataset], str]:
+    """``train`` and ``validation`` of ``documents`` (``text``, and maybe ``path``), and how they came to be.
+
+    Raises:
+        InputError: there are no documents.
+    """
+    count = len(documents)
+    if not count:
+        raise InputError(f"{source} has no text: give documents that are not blank")
+    if count < MIN_DOCUMENTS:
+        kind = "its one document" if count == 1 else f"each of its {count} documents"
+        splits = {"train": _each(documents, _head), "validation": _each(documents, _tail)}
+        return splits, f"the last {HELD_OUT:.0%} of {kind} are held out of {source}"
+    hashes = _hashes(documents)
+    quota = ceil(HELD_OUT * count)
+    is_held_out = hashes <= np.partition(hashes, quota - 1)[quota - 1]
+    chosen = {"train": ~is_held_out, "validation": is_held_out}
+    splits = {split: documents.select(np.flatnonzero(rows)) for split, rows in chosen.items()}
+    return splits, f"{is_held_out.sum()} of the {count} documents of {source} are held out"
+
+
+def with_text(documents: datasets.Dataset) -> datasets.Dataset:
+    """Only the documents that hold more than blanks."""
+    return documents.filter(_has_text, batched=True, input_columns="text")
+
+
+def _has_text(texts: list[str | None]) -> list[bool]:
+    return [bool(text and text.strip()) for text in texts]
+
+
+def _each(documents: datasets.Dataset, part: Callable[[str], dict[str, str]]) -> datasets.Dataset:
+    features = Features({**documents.features, **TEXT})
+    return with_text(documents.map(part, input_columns="text", features=features))
+
+
+def _head(text: str) -> dict[str, str]:
+    return {"text": text[: _cut(text)]}
+
+
+def _tail(text: str) -> dict[str, str]:
+    return {"text": text[_cut(text) :]}
+
+
+def _cut(text: str) -> int:
+    """Where the last 5 % begin: after the end of a line, or else of a word, where one is not far before."""
+    latest = int((1 - HELD_OUT) * len(text))
+    ends = [text.rfind(mark, int((1 - 2 * HELD_OUT) * len(text)), latest) for mark in "\n "]
+    return next((end + 1 for end in ends if end >= 0), latest)
+
+
+def _hashes(documents: datasets.Dataset) -> np.ndarray:
+    """A hash of every document, int64 (N,)."""
+    hashed_column = "path" if "path" in documents.column_names else "text"
+    others = documents.column_names
+    hashed = documents.map(_hash, batched=True, input_columns=hashed_column, remove_columns=others)
+    hashes: np.ndarray = hashed.with_format("numpy")["hash"][:]
+    return hashes
+
+
+def _hash(names: list[str]) -> dict[str, list[int]]:
+    digests = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+    return {"hash": [int.from_bytes(digest, "big") >> 1 for digest in digests]}

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import datasets
 
-from memsave_recipes.data.classes import in_classes_of_model
+from memsave_recipes.data import in_classes_of_model
 from memsave_recipes.data.text.documents import VALIDATION_NAMES, progress_bars
 from memsave_recipes.data.text.files import LOADING_ERRORS, find_files
 from memsave_recipes.errors import InputError

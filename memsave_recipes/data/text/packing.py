@@ -1,7 +1,7 @@
 """Documents or conversations as rows of tokens: packed into rows without a view across them, or padded.
 
 NOTE [ packing ]
-1. A packed row i is the tokens ``i * T`` to ``(i + 1) * T - 1`` of the line of all documents (``token_line.py``); only
+1. A packed row i is the tokens ``i * T`` to ``(i + 1) * T - 1`` of the line of all documents (``tokenizers.py``); only
    the last row is filled up, with a document of its own that does not count. No token is lost.
 2. ``position_ids`` begin at 0 with every document. From them alone transformers builds the block-diagonal attention
    mask (``find_packed_sequence_indices`` in its ``masking_utils.py``), on two conditions: no ``attention_mask``, and
@@ -36,8 +36,7 @@ from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
 from memsave_recipes.data.text.chat_template import TokenizedConversations
-from memsave_recipes.data.text.token_line import TokenLine, tokenize_documents
-from memsave_recipes.data.text.tokenizers import digest_of_tokenizer
+from memsave_recipes.data.text.tokenizers import TokenLine, digest_of_tokenizer, tokenize_documents
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.losses import IGNORED_LABEL
@@ -46,17 +45,10 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PackedDataset(Dataset[Batch]):
-    """Rows of exactly T tokens: rules 1 to 5 of NOTE [ packing ].
-
-    A key is an ``int`` (a row that counts) or has ``index`` and ``counted``. A row gives ``input_ids``,
-    ``position_ids`` and ``labels``, int64 (T,); the labels are -100 where nothing counts.
-    """
+class _DocumentsDataset(Dataset[Batch]):
+    """Rows of a line of documents."""
 
     tokens: TokenLine
-    block_size: int
-    pad_token_id: int
-    one_row: bool
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +59,19 @@ class PackedDataset(Dataset[Batch]):
     def num_bytes(self) -> int:
         """Of all documents in UTF-8."""
         return self.tokens.num_bytes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedDataset(_DocumentsDataset):
+    """Rows of exactly T tokens: rules 1 to 5 of NOTE [ packing ].
+
+    A key is an ``int`` (a row that counts) or has ``index`` and ``counted``. A row gives ``input_ids``,
+    ``position_ids`` and ``labels``, int64 (T,); the labels are -100 where nothing counts.
+    """
+
+    block_size: int
+    pad_token_id: int
+    one_row: bool
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -103,27 +108,16 @@ class PackedDataset(Dataset[Batch]):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PaddedDataset(Dataset[Batch]):
+class PaddedDataset(_DocumentsDataset):
     """A document a sample, in as many samples of at most T tokens as it needs.
 
     A key is an ``int`` (a sample that counts) or has ``index`` and ``counted``. A sample gives ``input_ids`` and
     ``labels``, int64 (1 to T,).
     """
 
-    tokens: TokenLine
     starts: np.ndarray  # (N,)
     stops: np.ndarray  # (N,)
     pad_token_id: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all documents, each with its end."""
-        return self.tokens.num_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all documents in UTF-8."""
-        return self.tokens.num_bytes
 
     def longest(self, count: int) -> list[int]:
         """The ``count`` samples with most tokens."""

@@ -18,11 +18,20 @@ from typing import Literal
 import datasets
 import numpy as np
 
-from memsave_recipes.data.classes import in_classes_of_model
+from memsave_recipes.data import in_classes_of_model
 from memsave_recipes.data.text.documents import Splits, progress_bars
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
-from memsave_recipes.data.vision.checksums import LIST, check_against_list, fingerprint_of_images, names_below
-from memsave_recipes.data.vision.decoding import MAX_KEPT_BYTES, MAX_NAMED, ImageDataset, ResizeMode, without_broken
+from memsave_recipes.data.vision.decoding import (
+    LIST,
+    MAX_KEPT_BYTES,
+    MAX_NAMED,
+    ImageDataset,
+    ResizeMode,
+    check_against_list,
+    fingerprint_of_images,
+    names_below,
+    without_broken,
+)
 from memsave_recipes.data.vision.image_folder import choose_splits, find_images, first_of, read_folder
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.fingerprint import Fingerprint, digest_of
