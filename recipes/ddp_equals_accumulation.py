@@ -165,7 +165,7 @@ def prove(
 
     expected = train(undivided, loops.exact)
     cuts = []
-    for layout in tqdm(layouts, disable=not accelerator.is_main_process, unit="layout"):
+    for layout in tqdm(layouts, disable=None if accelerator.is_main_process else True, unit="layout"):
         cut: dict[str, Any] = {"geometry": layout.describe(), "micro_batch_size": layout.micro_batch_size}
         for name in LOOPS:
             cut[name] = list(map(largest_difference, train(layout, getattr(loops, name)), expected))

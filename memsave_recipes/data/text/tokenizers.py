@@ -180,7 +180,7 @@ def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.
         beginning = beginning[:-1]
     tokens = [[np.asarray(beginning, dtype=np.int32)] for _ in texts]
     parts = [(number, part) for number, text in enumerate(texts) for part in _parts_for(tokenizer, text)]
-    with tqdm(total=len(parts), unit=" parts", desc="long documents", delay=5, leave=False) as bar:
+    with tqdm(total=len(parts), unit=" parts", desc="long documents", delay=5, leave=False, disable=None) as bar:
         for group in _groups(parts):
             encoded = tokenizer(
                 [part for _, part in group],
