@@ -104,9 +104,12 @@ class _Sheet:
     memory_gib: float
 
 
-# Rates as the vendors state them, to be checked against the data sheets that ``profiling/flops.py`` names. Sizes are
-# those that torch finds: the total capacity in public reports of its out-of-memory errors, rounded down; assumed for
-# P100, V100 with 16 GB, A2, A10G, A16, A30, L40 and the cards of AMD.
+# Bandwidths as the vendors state them; those of P100, V100, A10, A10G, A16, A30, A40, L4, L40, L40S, MI210, MI325X and
+# RX 7900 XTX stand in the documents that ``profiling/flops.py`` names. Sizes are those that torch finds, rounded down:
+# the total capacity in public reports of its out-of-memory errors (A30: google/RB-Modulation#5, L40:
+# QwenLM/Qwen3-VL#2097), or what TensorFlow or the driver found (GiB: P100 15.90, V100 with 16 GB 15.75, A10G 22.06;
+# MiB: MI210 65,520, RX 7900 XTX 24,560). Assumed: A2 and A16 (as a T4; their drivers find 15,356 MiB), MI250X (as
+# MI210), MI325X (as MI300X, 16 MiB less than the box), and the link of an A16 to its host.
 SHEETS: dict[str, _Sheet | Card] = {
     "p100": _Sheet("Tesla P100-PCIE-16GB", 732, PCIE_3, 15.8),
     "p100-sxm2": _Sheet("Tesla P100-SXM2-16GB", 732, PCIE_3, 15.8),
@@ -117,7 +120,7 @@ SHEETS: dict[str, _Sheet | Card] = {
     "a10g": _Sheet("NVIDIA A10G", 600, PCIE_4, 22),
     "a10": _Sheet("NVIDIA A10", 600, PCIE_4, 22),
     "a16": _Sheet("NVIDIA A16", 200, PCIE_4 / 2, 14.5),
-    "a30": _Sheet("NVIDIA A30", 933, PCIE_4, 23.5),
+    "a30": _Sheet("NVIDIA A30", 933, PCIE_4, 23.4),
     "a40": _Sheet("NVIDIA A40", 696, PCIE_4, 44.3),
     "a100-40gb": _Sheet("NVIDIA A100-SXM4-40GB", 1555, PCIE_4, 39.3),
     "a100-80gb": _Sheet("NVIDIA A100-SXM4-80GB", 2039, PCIE_4, 79.1),

@@ -5,8 +5,11 @@ Cards with a table of their own in a white paper or data sheet stand in ``flops.
 NOTE [ rates of a card ]
 1. float32: two operations a CUDA core and cycle, at the boost clock that NVIDIA states on the card's product page.
 2. Tensor cores, with sums in float32: a multiple of that, the same for all cards of a family; GeForce cards have half
-   the rate of a workstation card with as many cores. To be checked against NVIDIA's white papers on Turing, GA102, Ada
-   and RTX Blackwell.
+   the rate of a workstation card with as many cores. So in tables 1 to 3 of NVIDIA's white papers as others give them:
+   Turing (developer.nvidia.com, "NVIDIA Turing Architecture In-Depth": RTX 2080 Ti 13.4 and 53.8, Quadro RTX 6000 16.3
+   and 130.5), GA102 (thegamesmachine.it, "GeForce RTX 3080": 29.8 and 59.5; RTX A6000: 154.8), Ada (RTX 4090: 82.6 and
+   165.2; RTX 6000 Ada: 364) and RTX Blackwell (RTX 5090: 209.5; RTX PRO 6000: 503.8). Cores, clocks and memory of the
+   other cards are not compared with a page; for RTX PRO 4500 others state 2,617 MHz as well.
 3. float64: 1/32 on Turing, 1/64 since.
 4. Memory as torch finds it is less than the box says; the driver keeps a part: ``KEPT_BY_DRIVER_GIB`` is an assumption.
 """

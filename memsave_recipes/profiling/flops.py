@@ -29,8 +29,19 @@ from torch.utils.flop_counter import flop_registry
 
 from memsave_recipes.profiling.cards import CARDS
 
-# Pattern of the whole device name: TFLOP/s by precision. Those of P100, A2, A10G, A16, A30, L40, MI210, MI325X and
-# RX 7900 XTX are still to be checked against the pages that are named beside them.
+# Pattern of the whole device name: TFLOP/s by precision, with the vendor's page of it. Compared were, in place of these
+# pages, documents that repeat their figures (2026-11):
+# * P100 (SXM2), V100 (SXM2), T4, A30, A100, H100: xformers/profiler/device_limits.py;
+# * V100, A10, A10G, A30, A40, L4, L40, L40S, H100 (PCIe): tensorrt_llm/auto_parallel/cluster_info.py (tensor cores);
+# * H100, H200, B200, MI250X, MI300X: torchtitan/tools/utils.py (bfloat16); float32 of H100 (PCIe) and H200:
+#   hmc-tech.com, "NVIDIA H100 vs NVIDIA H200 SXM vs NVIDIA GB200";
+# * P100 (PCIe): tech4gamers.com, "Nvidia Tesla P100 will be available in two variants"; A2: hmc-tech.com, "NVIDIA A2 vs
+#   NVIDIA A40"; A16: panchaea.com, "NVIDIA A16"; L40, L40S: mullet.se, their data sheet;
+# * RTX 3090, 4090, 5090: what others quote of the white papers (``cards.py``, rule 2);
+# * MI210: AnandTech, "AMD Releases Instinct MI210 Accelerator"; MI325X: awesomeagents.ai, "AMD Instinct MI325X";
+#   RX 7900 XTX: Wikipedia, "RDNA 3", guru3d.com, "Radeon RX 7900 XT and XTX".
+# Compared with nothing: float32 of A10G (others repeat A10's 31.2), H200 NVL, bfloat16 of RX 7900 XTX, and all but the
+# tensor cores of H100 NVL, B200, MI250X and MI300X.
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     # https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
     "Tesla V100-SXM[23].*GB": {"float64": 7.8, "float32": 15.7, "float16": 125},

@@ -59,6 +59,80 @@ def test_figures_of_a_card_that_follow_from_its_cores_and_clock():
     assert find_target("rtx2080").flops_per_s["float16"] == pytest.approx(40.3e12, rel=0.01)
 
 
+# As profiling/flops.py, profiling/cards.py and estimation/targets.py name them; TFLOP/s by precision, GB/s.
+RATES = {
+    "xformers/profiler/device_limits.py": {
+        "p100-sxm2": ({"float64": 5.3, "float32": 10.6, "float16": 21.2}, 732),
+        "a30": ({"float64": 10.3, "tf32": 82, "bfloat16": 165, "float16": 165}, 933),
+    },
+    "tensorrt_llm/auto_parallel/cluster_info.py": {
+        "a10": ({"tf32": 62.5, "bfloat16": 125}, 600),
+        "a10g": ({"tf32": 35, "bfloat16": 70, "float16": 70}, 600),
+        "a40": ({"tf32": 75, "bfloat16": 150}, 696),
+        "l4": ({"tf32": 60, "bfloat16": 120}, 300),
+        "l40": ({"tf32": 90, "bfloat16": 181}, 864),
+        "l40s": ({"tf32": 183, "bfloat16": 362}, 864),
+        "h100": ({"tf32": 495, "bfloat16": 989}, 3350),
+        "h100-pcie": ({"tf32": 378, "bfloat16": 756}, 2000),
+    },
+    "torchtitan/tools/utils.py": {
+        "h100-nvl": ({"bfloat16": 835}, None),
+        "h200": ({"bfloat16": 989}, None),
+        "b200": ({"bfloat16": 2250}, None),
+        "mi250x": ({"bfloat16": 191.5}, None),
+        "mi300x": ({"bfloat16": 1300}, None),
+    },
+    "tech4gamers.com, Nvidia Tesla P100": {"p100": ({"float64": 4.7, "float32": 9.3, "float16": 18.7}, 720)},
+    "hmc-tech.com, NVIDIA A2 vs NVIDIA A40": {"a2": ({"float32": 4.53, "tf32": 9.06, "bfloat16": 18.13}, None)},
+    "panchaea.com, NVIDIA A16": {"a16": ({"float32": 4.5, "tf32": 9, "float16": 17.9}, 200)},
+    "AnandTech, Instinct MI210": {"mi210": ({"float64": 45.3, "float32": 45.3, "float16": 181}, 1600)},
+    "awesomeagents.ai, Instinct MI325X": {"mi325x": ({"float32": 163.4, "bfloat16": 1307.4}, 6000)},
+    "Wikipedia, RDNA 3": {"rx7900xtx": ({"float32": 61.42, "float16": 122.8}, 960)},
+    "NVIDIA Turing Architecture In-Depth": {
+        "rtx2080ti": ({"float32": 13.4, "float16": 53.8}, 616),
+        "quadro-rtx6000": ({"float32": 16.3, "float16": 130.5}, 672),
+    },
+    "NVIDIA's white papers, as others quote them": {
+        "rtx3080": ({"float32": 29.8, "tf32": 29.8, "bfloat16": 59.5, "float16": 59.5}, 760),
+        "rtx3090": ({"bfloat16": 71.2}, 936),
+        "rtx-a6000": ({"bfloat16": 154.8}, None),
+        "rtx4090": ({"float32": 82.6, "bfloat16": 165.2}, 1008),
+        "rtx-6000-ada": ({"bfloat16": 364}, 960),
+        "rtx5090": ({"bfloat16": 209.5}, 1792),
+        "rtx-pro-6000": ({"bfloat16": 503.8}, 1792),
+    },
+}
+GIB_FOUND = {
+    "p100": 15.90,
+    "v100-16gb": 15.75,
+    "a10g": 22.06,
+    "a30": 23.49,
+    "l40": 44.40,
+    "mi210": 65_520 / 1024,
+    "mi300x": 191.98,
+    "rx7900xtx": 24_560 / 1024,
+}
+
+
+@pytest.mark.parametrize(
+    ("word", "tflops", "gb_per_s"),
+    [
+        pytest.param(word, *rates, id=f"{word}: {source}")
+        for source, cards in RATES.items()
+        for word, rates in cards.items()
+    ],
+)
+def test_rates_are_those_of_a_document(word, tflops, gb_per_s):
+    target = find_target(word)
+    assert {name: target.flops_per_s[name] / 1e12 for name in tflops} == pytest.approx(tflops, rel=0.01)
+    assert gb_per_s is None or target.bytes_per_s / 1e9 == pytest.approx(gb_per_s, rel=0.025)
+
+
+@pytest.mark.parametrize(("word", "found"), GIB_FOUND.items())
+def test_a_card_has_no_more_memory_than_was_found_on_one(word, found):
+    assert found - 0.2 < find_target(word).memory_bytes / GIB <= found
+
+
 def test_bfloat16_and_flash_attention_begin_with_ampere():
     old = {word for word in SHEETS if not find_target(word).has_flash_attention}
     assert old == {word for word in SHEETS if "bfloat16" not in find_target(word).flops_per_s}
