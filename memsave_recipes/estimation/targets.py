@@ -15,8 +15,7 @@ import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import Rates
-from memsave_recipes.profiling.cards import CARDS, PCIE_3, PCIE_4, PCIE_5, Card
-from memsave_recipes.profiling.flops import PEAK_TFLOPS, peak_flops
+from memsave_recipes.profiling.flops import CARDS, PCIE_3, PCIE_4, PCIE_5, PEAK_TFLOPS, Card, peak_flops
 from memsave_recipes.text import GIB, MIB
 
 MAX_MEMORY_GIB = 100_000

@@ -2,8 +2,9 @@
 
 The first step counts the bytes that the first micro-batch's forward saves for backward. The second one is recorded,
 allocation by allocation: from then on the optimizer's state is there, so its peak is that of every later step. It gives
-the breakdown, and on a CPU, which has no allocator statistics, the exact peak. Both steps are the clock's warm-up. A
-run of one step has only that.
+the breakdown, and on a CPU, which has no allocator statistics, the exact peak. A step with fewer samples than others,
+the last one of an epoch, is not taken. The steps up to the second one are the clock's warm-up. A run with one step of
+the full size has only that.
 
 Under a plan that compiles the first step also compiles; the memory of that counts in no figure.
 
@@ -33,12 +34,10 @@ from memsave_recipes.profiling.memory import (
 )
 from memsave_recipes.run.failures import Failure, RunSettings
 from memsave_recipes.text import to_gib
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 
 COUNTS = ("num_alloc_retries", "num_ooms")  # the figures that are no bytes
 BREAKDOWN = "breakdown of "
-NUM_SLOW_STEPS = 2
-"""The instrumented steps at the start, which do not show the speed of the run."""
 
 
 class MemoryWatch:
@@ -49,6 +48,7 @@ class MemoryWatch:
         model: as prepared; the model whose forward keeps tensors.
         optimizer: as prepared.
         steps: of the run.
+        order: of its samples.
         layout: of its global batches.
         settings: of the run; without them the out-of-memory page names no flags and nothing is recorded.
     """
@@ -60,6 +60,7 @@ class MemoryWatch:
         optimizer: torch.optim.Optimizer,
         *,
         steps: range,
+        order: SampleOrder,
         layout: BatchLayout,
         settings: RunSettings | None = None,
     ) -> None:
@@ -67,6 +68,7 @@ class MemoryWatch:
         self.model = model
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
         self.steps = steps
+        self.metered_step, self.instrumented_step = full_steps(steps, order)
         self.layout = layout
         self.settings = settings or RunSettings(folder=Path(), flags={}, blocks=())
         self.on_cpu = accelerator.device.type == "cpu"
@@ -81,18 +83,13 @@ class MemoryWatch:
             reset_peaks(accelerator.device)
 
     @property
-    def metered_step(self) -> int:
-        """The one whose first forward is counted."""
-        return self.steps.start
-
-    @property
-    def instrumented_step(self) -> int:
-        """The one whose allocations are recorded."""
-        return min(self.metered_step + 1, self.steps.stop - 1)
+    def num_slow_steps(self) -> int:
+        """Of the steps at the start that do not show the speed of the run."""
+        return max(2, self.instrumented_step + 1 - self.steps.start)
 
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
-        """The training step ``step`` goes inside; it is instrumented if it is one of the first two.
+        """The training step ``step`` goes inside; it is instrumented if it is one of ``full_steps``.
 
         Raises:
             torch.OutOfMemoryError: there is no memory left; its message is the page that explains it.
@@ -191,6 +188,13 @@ class MemoryWatch:
             breakdown=self.breakdown,
             forward_meter=self.forward_meter,
         )
+
+
+def full_steps(steps: range, order: SampleOrder) -> tuple[int, int]:
+    """The first step of ``steps`` with as many samples as any, and the next one, or the same where there is none."""
+    first = max(steps[: order.steps_per_epoch], key=order.num_samples_in)
+    later = (step for step in steps if step > first and order.num_samples_in(step) == order.num_samples_in(first))
+    return first, next(later, first)
 
 
 def largest_in_gib(of_ranks: dict[str, list[float]]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from memsave_recipes.profiling.flops import ModelFlops, utilization_pct
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.run.failures import RunSettings
-from memsave_recipes.run.memory_watch import NUM_SLOW_STEPS, MemoryWatch, largest_in_gib
+from memsave_recipes.run.memory_watch import MemoryWatch, largest_in_gib
 from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
 from memsave_recipes.text import printable
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
@@ -84,9 +84,15 @@ class RunReport:
         self.batches = batches
         self.device = device_name(accelerator.device)
         self.memory = MemoryWatch(
-            accelerator, model, optimizer, steps=batches.steps, layout=batches.layout, settings=settings
+            accelerator,
+            model,
+            optimizer,
+            steps=batches.steps,
+            order=batches.order,
+            layout=batches.layout,
+            settings=settings,
         )
-        self.clock = StepClock(warmup_steps=NUM_SLOW_STEPS, device=accelerator.device)
+        self.clock = StepClock(warmup_steps=self.memory.num_slow_steps, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
         self.losses = StepLosses(accelerator, batches.order, skips=self.memory.settings.flags.get("skip_nonfinite", 0))
         self.samples_seen = 0

@@ -248,3 +248,22 @@ def begin_with_a_snapshot(accelerator):
 
 def test_a_cpu_has_no_snapshot(run_on_ranks):
     assert run_on_ranks(begin_with_a_snapshot, 1) == [False]
+
+
+@pytest.mark.parametrize(("num_steps", "instrumented"), [(4, 3), (2, 1)])
+def test_a_short_last_step_of_an_epoch_is_not_measured(run_on_ranks, num_steps, instrumented):
+    """Of 10 samples the steps take 8, 2, 8, 2."""
+    options = {"num_steps": num_steps, "global_batch_size": 8, "micro_batch_size": 8}
+    ((_, results, _),) = run_on_ranks(partial(train, **options), 1)
+    ((_, full, _),) = run_on_ranks(partial(train, **options | {"num_steps": 1}), 1)
+    assert results["memory"]["instrumented_step"] == instrumented
+    saved, peak = (
+        results["memory"][name] - full["memory"][name] for name in ("saved_for_backward_gib", "peak_allocated_gib")
+    )
+    assert saved == 0
+    assert peak >= 0
+
+
+def test_a_run_that_goes_on_at_a_short_step_measures_the_next_ones(run_on_ranks):
+    ((_, results, _),) = run_on_ranks(partial(train, first_step=1, num_steps=6, global_batch_size=8), 1)
+    assert results["memory"]["instrumented_step"] == 5
