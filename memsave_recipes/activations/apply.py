@@ -35,7 +35,7 @@ from memsave_recipes.activations.spans import (
 )
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
-from memsave_recipes.plans.strategies import as_they_run
+from memsave_recipes.plans.plan import as_they_run
 
 
 def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None = None) -> Plan:

@@ -8,7 +8,6 @@ NOTE [ decisions ]
   itself.
 """
 
-from memsave_recipes.plans.plan import Action, Plan, Span, read_plan
-from memsave_recipes.plans.strategies import BUDGET_WORDS, plan_for
+from memsave_recipes.plans.plan import BUDGET_WORDS, Action, Plan, Span, plan_for, read_plan
 
 __all__ = ["BUDGET_WORDS", "Action", "Plan", "Span", "plan_for", "read_plan"]

@@ -22,7 +22,7 @@ from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.strategies import as_they_run
+from memsave_recipes.plans.plan import as_they_run
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, StepTracer
