@@ -42,10 +42,11 @@ NOTE [ writing in place ]
    no memory, because their outputs are not kept, and saves the copy.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -81,7 +82,23 @@ def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.M
     """
     layers = batchnorm_layers(modules)
     context_fn = partial(_contexts, layers) if layers else noop_context_fn
-    return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
+    return _checkpoint(function, *inputs, context_fn=context_fn)
+
+
+def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Callable[[], Any]) -> Any:
+    """Torch's non-reentrant checkpoint, which leaves nothing behind where ``function`` raises.
+
+    Torch 2.11 hangs on to its hooks of saved tensors for as long as somebody holds the exception. A forward that begins
+    meanwhile runs under them, and its backward fails. They end with the generator in the frame of ``checkpoint``.
+    """
+    try:
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
+    except BaseException as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            generator = frame.f_locals.get("gen")
+            if frame.f_code.co_name == checkpoint.__name__ and isinstance(generator, Generator):
+                generator.close()
+        raise
 
 
 def check_buffers(function: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
@@ -269,7 +286,7 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
             first_run.leave()
             raise
 
-    return checkpoint(run, *inputs, use_reentrant=False, context_fn=lambda: (first_run, second_run))
+    return _checkpoint(run, *inputs, context_fn=lambda: (first_run, second_run))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -259,9 +260,19 @@ def _image_processor(path: Path) -> Any:
     if not (path / IMAGE_PROCESSOR).is_file():
         raise InputError(f"{path} has no {IMAGE_PROCESSOR}, so size and normalisation are not known: take another")
     try:
-        return AutoImageProcessor.from_pretrained(path)
+        return _load_image_processor(path)
     except LOADING_ERRORS as error:
         raise _refusal(path / IMAGE_PROCESSOR, error) from error
+
+
+def _load_image_processor(path: Path) -> Any:
+    try:
+        return AutoImageProcessor.from_pretrained(path)
+    except ImportError:  # transformers 5.17 asks for torchvision, also for a class that needs PIL alone
+        name = json.loads((path / IMAGE_PROCESSOR).read_text(encoding="utf-8")).get("image_processor_type", "")
+        if (of_pil := getattr(transformers, f"{name.removesuffix('Fast')}Pil", None)) is None:
+            raise
+        return of_pil.from_pretrained(path)
 
 
 def _tokenizer(source: str | Path, trust_remote_code: bool) -> Any:

@@ -62,6 +62,17 @@ def test_blocks_that_keep_everything_may_change_buffers(make):
 
 
 @pytest.mark.parametrize("strategy", WAYS)
+def test_a_forward_that_failed_leaves_nothing_behind(strategy):
+    """While its exception is held, others train."""
+    model, other = model_of(spectral), nn.Linear(8, 2)
+    with apply_plan(model, plan_blocks(model, strategy)), pytest.raises(InputError) as error:
+        model(torch.randn(4, 8))
+    other(torch.randn(4, 8)).sum().backward()
+    assert other.weight.grad is not None
+    assert error.value.one_line
+
+
+@pytest.mark.parametrize("strategy", WAYS)
 @pytest.mark.parametrize("make", [Reading, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))])
 def test_buffers_that_are_read_and_statistics_give_plain_bit_for_bit(make, strategy):
     def train_step(model):
