@@ -47,6 +47,12 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
+PAGE_KEYS = {"version", "model", "recipe", "flags", "target", "mixed_precision", "budget_bytes", "is_complete", "best"}
+PAGE_KEYS |= {"rungs"}
+RUNG_KEYS = {"name", "flags", "changes", "num_processes", "micro_batch_size", "accumulation_steps", "global_batch_size"}
+RUNG_KEYS |= {"loss", "strategy", "peak_bytes", "peak_phase", "peak_block", "needed_bytes", "host_bytes", "parts"}
+RUNG_KEYS |= {"fits", "step_s", "samples_per_s", "relative_time", "launch"}
+
 LENGTHS = ["--length", "128", "--global_batch_size", "4"]
 
 
@@ -56,6 +62,8 @@ def test_every_rung_that_fits_has_a_line_that_its_recipe_takes(
     found = fitted([llama, *LENGTHS, "--memory", "1GiB"], tmp_path / "fit.json")
     assert (found["version"], found["recipe"], found["mixed_precision"]) == (1, LANGUAGE, "bf16")
     assert found["is_complete"]
+    assert set(found) == PAGE_KEYS
+    assert all(set(rung) == RUNG_KEYS for rung in found["rungs"])
     names = ["no checkpointing", "loss in chunks", "activation checkpointing", "optimizer in the backward"]
     names += ["8-bit AdamW", "LoRA"]
     assert [rung["name"] for rung in found["rungs"]][:6] == names
@@ -98,6 +106,23 @@ def test_more_cards_share_the_micro_batches(llama: str, tmp_path: Path) -> None:
         assert rung["parts"]["communication"] > best["parts"]["communication"] == 0
         words = shlex.split(rung["launch"])
         assert words[words.index("--num_processes") + 1] == str(rung["num_processes"])
+
+
+def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    word = folder_of({**LLAMA, **sizes}, tmp_path / "deep")  # a slow card, so that copies hide behind products
+    words = [word, "--card", "t4", "--mixed_precision", "no", "--optimizer", "sgd", "--global_batch_size", "4"]
+    found = fitted([*words, "--micro_batch_size", "4"], tmp_path / "fit.json")
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    offloading, recomputing = rungs["offloading"], rungs["activation checkpointing"]
+    assert found["rungs"][found["best"]] == offloading
+    assert offloading["changes"] == ""
+    assert offloading["step_s"] < 0.99 * recomputing["step_s"]
+    assert offloading["host_bytes"] > 0 == recomputing["host_bytes"]
+    run = read_task(ROOT / "recipes" / f"{LANGUAGE}.py", flags_of(offloading["launch"])).run
+    assert run.activation_checkpointing == offloading["strategy"]
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" offloading "))
+    assert row.endswith("GiB on the host")
 
 
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

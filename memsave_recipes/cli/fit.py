@@ -191,13 +191,14 @@ class _Page:
         )
 
     def _json(self, best: "Rung | None", is_complete: bool) -> str:
-        target = self.launch.target
+        from memsave_recipes.cli.request import record_of_target
+
         record = {
             "version": FORMAT_VERSION,
             "model": self.word,
             "recipe": self.subject.recipe,
             "flags": list(self.flags),
-            "target": {"word": target.word, "name": target.name, "memory_bytes": target.memory_bytes},
+            "target": record_of_target(self.launch.target),
             "mixed_precision": self.launch.mixed_precision,
             "budget_bytes": self.budget_bytes,
             "is_complete": is_complete,
@@ -207,23 +208,15 @@ class _Page:
         return json.dumps(record, indent=1) + "\n"
 
     def _record(self, rung: "Rung") -> dict[str, Any]:
-        """A rung; ``parts`` add up to ``needed_bytes``."""
+        from memsave_recipes.cli.request import record_of_candidate
+
         candidate = rung.candidate
         return {
             "name": rung.name,
             "flags": list(rung.flags),
             "changes": rung.changes,
             "num_processes": rung.setting.launch.num_processes,
-            "micro_batch_size": candidate.layout.micro_batch_size,
-            "accumulation_steps": candidate.layout.accumulation_steps,
-            "global_batch_size": candidate.layout.global_batch_size,
-            "loss": candidate.loss,
-            "strategy": candidate.strategy,
-            "peak_bytes": candidate.peak_bytes,
-            "needed_bytes": candidate.needed_bytes,
-            "parts": candidate.parts,
-            "fits": candidate.fits,
-            "step_s": candidate.step_s,
+            **record_of_candidate(candidate),
             "relative_time": candidate.step_s / self.rungs[0].candidate.step_s,
             "launch": self.launch_line(rung) if candidate.fits else None,
         }

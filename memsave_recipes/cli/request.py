@@ -126,7 +126,7 @@ def with_progress(request: PlanRequest, work: Callable[[Callable[[BatchLayout], 
     task = request.task
     sizes = open_layouts(task.run, task.optim, request.launch.num_processes)
     total = len(sizes) * len(task.losses)
-    with tqdm(desc="planning", total=total, unit="size", delay=PROGRESS_BAR_DELAY_S, leave=False) as bar:
+    with tqdm(desc="planning", total=total, unit="size", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=None) as bar:
 
         def on_size(layout: BatchLayout) -> None:
             bar.set_postfix_str(f"micro-batch {layout.micro_batch_size}", refresh=False)
@@ -262,7 +262,9 @@ def check_device(request: PlanRequest) -> None:
 def measured_points(request: PlanRequest, points: Sequence[FrontierPoint], *, all_points: bool) -> list[FrontierPoint]:
     """``points`` after a run of the Pareto-optimal ones, or of all."""
     chosen = [number for number, point in enumerate(points) if all_points or point.is_optimal]
-    with tqdm(desc="measuring", total=len(chosen), unit="point", delay=PROGRESS_BAR_DELAY_S, leave=False) as bar:
+    with tqdm(
+        desc="measuring", total=len(chosen), unit="point", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=None
+    ) as bar:
         runs = run_points(request.task, request.launch, [points[number] for number in chosen], on_run=bar.update)
     found = list(points)
     for number, run in zip(chosen, runs, strict=True):
@@ -272,12 +274,12 @@ def measured_points(request: PlanRequest, points: Sequence[FrontierPoint], *, al
 
 def record_of(request: PlanRequest, points: Sequence[FrontierPoint], **others: Any) -> dict[str, Any]:
     """The request, its candidates and ``others`` as data, in bytes and seconds."""
-    target, launch = request.launch.target, request.launch
+    launch = request.launch
     return {
         "version": FORMAT_VERSION,
         "recipe": str(request.recipe),
         "flags": list(request.flags),
-        "target": {"word": target.word, "name": target.name, "memory_bytes": target.memory_bytes},
+        "target": record_of_target(launch.target),
         "num_processes": launch.num_processes,
         "mixed_precision": launch.mixed_precision,
         "budget_bytes": request.budget_bytes,
@@ -287,9 +289,13 @@ def record_of(request: PlanRequest, points: Sequence[FrontierPoint], **others: A
     }
 
 
-def _of_point(point: FrontierPoint) -> dict[str, Any]:
-    """A candidate; ``parts`` add up to ``needed_bytes``."""
-    candidate = point.candidate
+def record_of_target(target: Target) -> dict[str, Any]:
+    """A device as data."""
+    return {"word": target.word, "name": target.name, "memory_bytes": target.memory_bytes}
+
+
+def record_of_candidate(candidate: Candidate) -> dict[str, Any]:
+    """A candidate as data; ``parts`` add up to ``needed_bytes``."""
     peak = candidate.forecast.peak
     return {
         "micro_batch_size": candidate.layout.micro_batch_size,
@@ -306,9 +312,15 @@ def _of_point(point: FrontierPoint) -> dict[str, Any]:
         "fits": candidate.fits,
         "step_s": candidate.step_s,
         "samples_per_s": candidate.samples_per_s,
+    }
+
+
+def _of_point(point: FrontierPoint) -> dict[str, Any]:
+    return {
+        **record_of_candidate(point.candidate),
         "is_pareto_optimal": point.is_optimal,
         **({"measured": asdict(point.measured)} if point.measured else {}),
-        "plan": json.loads(candidate.forecast.plan.to_json()),
+        "plan": json.loads(point.candidate.forecast.plan.to_json()),
     }
 
 

@@ -12,14 +12,14 @@ operator runs once for every shape, on zeros, under torch's profiler. Workspaces
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -166,6 +166,11 @@ NUMBER_BYTES = 8
 """Of such a number; counted to the end of the step."""
 
 TAKES_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
+ASKS_DEVICE = torch.ops.prim.device.default
+DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+"""Tags of operators whose result, or an argument after it, is not known by the forms of the arguments."""
+
+HASHED = (int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 FLOPS = FORMULAS | flop_registry | {aten.addmm: FORMULAS[aten.addmm]}
 """Of all that runs, the scores that a fused attention computes a second time included."""
 
@@ -251,7 +256,8 @@ class _Operators(TorchDispatchMode):
         self.readings: list[Reading] = []
         self._last_s = instruments.clock.now
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._seconds_of: dict[Any, float] = {}
+        self._seconds_of: dict[Hashable, float] = {}
+        self._results = _KnownResults()
 
     def mark(self) -> None:
         """A boundary is here."""
@@ -262,17 +268,23 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is ASKS_DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if func is aten.add.Tensor and _engine_owns(args[0]):
             func = aten.add_.Tensor
         with _no_cache(args[0]) if func in TAKES_STORAGE else nullcontext():
-            out = func(*args, **kwargs)
+            key, out = self._results.of(func, args, kwargs)
         if is_view(func):
             return out
+        with torch._C.DisableTorchFunction():
+            return self._counted(func, args, kwargs, key, out)
+
+    def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable, out: Any) -> Any:
+        """``out``, in the form that the kernel gives it, after its bytes and seconds are added."""
         if self.instruments.on_host and _saves_number(func, args):
             self.live_bytes += NUMBER_BYTES
-        leaves = tree_leaves((args, kwargs))
-        taken = {id(tensor.untyped_storage()) for tensor in leaves if isinstance(tensor, Tensor)}
+        taken = {id(storage) for storage in _storages((args, kwargs))}
         workspaces = self.instruments.workspaces
         if workspaces and (run := workspaces.of(func, args, kwargs)):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + run.peak_bytes)
@@ -280,7 +292,9 @@ class _Operators(TorchDispatchMode):
         for storage in _storages(out):
             if id(storage) not in taken and storage not in self._known:
                 self._add(storage)
-        self.instruments.clock.now += self._seconds(func, args, kwargs, leaves, out)
+        if key not in self._seconds_of:
+            self._seconds_of[key] = self._by_the_roofline(func, args, kwargs, out)
+        self.instruments.clock.now += self._seconds_of[key]
         return out
 
     @contextmanager
@@ -309,21 +323,122 @@ class _Operators(TorchDispatchMode):
     def _release(self, num_bytes: int) -> None:
         self.live_bytes -= num_bytes
 
-    def _seconds(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], out: Any) -> float:
-        key = (func, tuple(map(_shape, leaves)))
-        if key not in self._seconds_of:
-            self._seconds_of[key] = self._by_the_roofline(func, args, kwargs, leaves, out)
-        return self._seconds_of[key]
-
-    def _by_the_roofline(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any], out: Any) -> float:
+    def _by_the_roofline(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
         operation = getattr(func, "_overloadpacket", None)
-        tensors = [leaf for leaf in (*leaves, *tree_leaves(out)) if isinstance(leaf, Tensor)]
+        tensors = _tensors((args, kwargs, out))
         if not tensors or not has_kernel(func):
             return 0.0
         count = FLOPS.get(operation)
         flops = count(*args, **kwargs, out_val=out) if count else 0
         factor = tensors[1] if operation is aten.addmm else tensors[0]  # the first of addmm is the summand
         return self.instruments.rates.seconds(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
+
+
+class _KnownResults:
+    """Results of operators on fake tensors, made again from the forms of the first with such arguments.
+
+    ``FakeTensorMode`` has a cache of the same kind, but to look into it takes most of the time of a step. Operators
+    whose result follows from values, or which change the form of an argument, are left to it.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[Hashable, tuple[_ResultForm, ...] | None] = {}
+
+    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Any]:
+        """A key, equal for calls of the same operator with arguments of the same forms, and the result."""
+        with torch._C.DisableTorchFunction():
+            key = func, _key((args, kwargs)), torch.get_default_dtype()
+            forms = self._forms.get(key)
+            if forms is not None:
+                made = [form.made(args) for form in forms]
+                return key, made[0] if len(made) == 1 else tuple(made)
+        out = func(*args, **kwargs)
+        if key not in self._forms:
+            with torch._C.DisableTorchFunction():
+                self._forms[key] = None if DEPENDS_ON_VALUES & {*func.tags} else _result_forms(args, kwargs, out)
+        return key, out
+
+
+@dataclass(frozen=True)
+class _ResultForm:
+    """The form of a fake tensor that is a result.
+
+    Args:
+        shares: the position of the argument whose storage it has; ``None`` for a storage of its own.
+        is_argument: whether it is that argument.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    device: torch.device
+    mode: FakeTensorMode
+    shares: int | None
+    is_argument: bool
+
+    def made(self, args: tuple[Any, ...]) -> Any:
+        """Such a result of a call with ``args``."""
+        if self.shares is not None and self.is_argument:
+            return args[self.shares]
+        with torch._C._DisableTorchDispatch():
+            if self.shares is None:
+                meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+            else:
+                storage = args[self.shares].untyped_storage()
+                meta = torch.empty(0, dtype=self.dtype, device="meta").set_(
+                    storage, self.offset, self.shape, self.stride
+                )
+        return FakeTensor(self.mode, meta, self.device)
+
+
+def _result_forms(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[_ResultForm, ...] | None:
+    """The forms of the results of a call; ``None`` where such forms do not tell all."""
+    outs = out if isinstance(out, tuple) and len(out) > 1 else (out,)
+    if not all(map(_is_plain, (*_tensors((args, kwargs)), *outs))):
+        return None
+    forms = tuple(_result_form(args, one) for one in outs)
+    again = [form.made(args) for form in forms]
+    given = {id(storage) for storage in _storages((args, kwargs))}
+    own = [id(one.untyped_storage()) for one, form in zip(outs, forms, strict=True) if form.shares is None]
+    is_all = len({*own} - given) == len(own) and all(
+        one.untyped_storage().nbytes() == other.untyped_storage().nbytes() and one.requires_grad == other.requires_grad
+        for one, other in zip(outs, again, strict=True)
+    )
+    return forms if is_all else None
+
+
+def _result_form(args: tuple[Any, ...], out: FakeTensor) -> _ResultForm:
+    sharing = [isinstance(arg, Tensor) and arg.untyped_storage() is out.untyped_storage() for arg in args]
+    shares = sharing.index(True) if True in sharing else None
+    return _ResultForm(
+        shape=out.shape,
+        stride=out.stride(),
+        dtype=out.dtype,
+        offset=int(out.storage_offset()),
+        device=out.fake_device,
+        mode=out.fake_mode,
+        shares=shares,
+        is_argument=shares is not None and args[shares] is out,
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is a fake tensor of which its form tells all."""
+    is_known = type(value) is FakeTensor and value.constant is None
+    return is_known and value.layout == torch.strided and not (value.is_conj() or value.is_neg())
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for arguments of an operator of the same forms."""
+    if isinstance(value, Tensor):
+        is_known = type(value) is FakeTensor and value.constant is None
+        return value.shape, value.stride(), value.dtype, value.storage_offset(), is_known
+    if isinstance(value, list | tuple):
+        return tuple([_key(one) for one in value])
+    if isinstance(value, dict):
+        return tuple([(name, _key(one)) for name, one in value.items()])
+    return type(value), value if isinstance(value, HASHED) else str(value)
 
 
 def _engine_owns(total: Any) -> bool:
@@ -379,4 +494,8 @@ def _shape(leaf: Any) -> Any:
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    return (leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    if isinstance(values, Tensor):
+        yield values.untyped_storage()
+    elif isinstance(values, list | tuple | dict):
+        for value in values.values() if isinstance(values, dict) else values:
+            yield from _storages(value)

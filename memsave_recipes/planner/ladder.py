@@ -3,12 +3,12 @@
 NOTE [ the ladder ]
 1. A *rung* is a set of flags of the model's recipe. The first three give the same loss curve, but for BatchNorm, whose
    statistics are those of a micro-batch: no checkpointing with the largest micro-batch, the loss in chunks, and the
-   plan of the solver. The others change the training: the optimizer steps in the backward, for the whole global batch
-   at once and without clipping; its state has 8 bits; adapters train. The last ones take more devices with DDP, each
-   with the whole model.
+   plan of the solver; on a GPU also the solver's plan with offloading, if it fits where these do not or is faster. The
+   others change the training: the optimizer steps in the backward, for the whole global batch at once and without
+   clipping; its state has 8 bits; adapters train. The last ones take more devices with DDP, each with the whole model.
 2. Every figure is that of ``memsave plan``: the same task, estimates and solver. Plans are looked for at the largest
    micro-batch that fits without checkpointing and at the next one, as smaller ones are slower and larger ones gain
-   little. Offloading is left out.
+   little. Where the plain one fits, no plan of the same micro-batch is faster, so only the next one is planned.
 3. Rungs that differ in the optimizer or the number of devices alone have the same blocks: a micro-batch is estimated
    once for all of them (``Estimates``).
 4. More devices share the micro-batches of a step. Where one device takes the whole global batch at once, more of them
@@ -25,7 +25,7 @@ from memsave_recipes.activations import plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
 from memsave_recipes.planner.budget import overheads_of_target, static_memory_of
-from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts
+from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace, open_layouts
 from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
 from memsave_recipes.plans import plan_for
 from memsave_recipes.profiling.block_costs import Measurement
@@ -35,6 +35,7 @@ from memsave_recipes.training.batch_layout import BatchLayout
 CARDS = (2, 4, 8)
 PLAIN, BUDGET = "none", "budget"
 STRATEGIES = (PLAIN, "selective")
+WITH_OFFLOADING = (*STRATEGIES, "offload")
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
 ADAPTERS = ("--lora", "--dtype", "bfloat16")
@@ -58,7 +59,7 @@ class Estimates:
         self.model: nn.Module = fake_model(self.task.planned_model)
 
     def of(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
-        """The costs of a micro-batch of ``size`` samples, under ``strategies`` at least, of which ``none`` is first."""
+        """The costs of a micro-batch of ``size`` samples under ``strategies``, of which ``none`` is first."""
         known = self._known.get((size, loss))
         traces = [] if known is None else known.traces
         missing = [strategy for strategy in strategies if strategy not in {plan.strategy for plan, _ in traces}]
@@ -67,9 +68,10 @@ class Estimates:
             workload = fake_workload(self.task, self.launch, self.model, size, loss)
             dtype = AUTOCAST_DTYPES[self.launch.mixed_precision]
             plans = [plan_for(strategy, workload.stacks) for strategy in missing]
-            known = estimate_on_target(workload, plans, self.launch.target, autocast_dtype=dtype)
-            self._known[size, loss] = Measurement(known.workload, [*traces, *known.traces])
-        return self._known[size, loss]
+            found = estimate_on_target(workload, plans, self.launch.target, autocast_dtype=dtype)
+            self._known[size, loss] = Measurement(found.workload, [*traces, *found.traces])
+        known = self._known[size, loss]
+        return replace(known, traces=[(plan, trace) for plan, trace in known.traces if plan.strategy in strategies])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +81,14 @@ class Setting:
     Args:
         task, launch: the recipe's task under the flags of a rung, and the devices.
         estimates: of a task with the same model.
+        strategies: whose costs the solver's plans are made of.
     """
 
     task: Task
     launch: Launch
     estimates: Estimates
     budget_bytes: int
+    strategies: tuple[str, ...] = STRATEGIES
 
     @property
     def layouts(self) -> list[BatchLayout]:
@@ -99,7 +103,7 @@ class Setting:
         """With any plan: rule 2 of NOTE [ the ladder ]."""
         at = self._largest(loss)
         found = [self._plain_at(at, loss)]
-        for layout in self.layouts[at : at + 2] if at + 1 < len(self.layouts) or not found[0].fits else ():
+        for layout in self.layouts[at + found[0].fits : at + 2]:
             found += self.planned(layout, loss)
             if not any(candidate.fits for candidate in found):
                 break
@@ -107,8 +111,8 @@ class Setting:
         return choice.chosen or choice.smallest
 
     def planned(self, layout: BatchLayout, loss: str | None) -> list[Candidate]:
-        """The candidates of ``memsave plan`` for a layout, without offloading; of one that cannot fit, a few."""
-        return self._candidates(layout, loss, BUDGET, STRATEGIES if self.least_bytes < self.budget_bytes else (PLAIN,))
+        """The candidates of ``memsave plan`` for a layout under ``strategies``; of one that cannot fit, a few."""
+        return self._candidates(layout, loss, BUDGET, self.strategies if self.has_room else (PLAIN,))
 
     def takes(self, loss: str | None) -> bool:
         """Whether the model's head allows this loss."""
@@ -147,6 +151,11 @@ class Setting:
         while at < last and self._plain_at(at, loss).fits and self._plain_at(at + 1, loss).fits:
             at += 1
         return at
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the memory has room for more than ``least_bytes``."""
+        return self.least_bytes < self.budget_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -223,10 +232,16 @@ def _on_one_card(
     for other in filter(whole.takes, others):
         loss = other
         yield Rung(name="loss in chunks", setting=whole, candidate=whole.plain(loss))
-    yield Rung(name="activation checkpointing", setting=whole, candidate=whole.best(loss))
+    planned = whole.best(loss)
+    yield Rung(name="activation checkpointing", setting=whole, candidate=planned)
+    if launch.target.device_type != "cpu" and whole.has_room:
+        offloading = replace(whole, strategies=WITH_OFFLOADING)
+        best = offloading.best(loss)
+        if best.fits and (not planned.fits or best.step_s < (1 - AS_FAST) * planned.step_s):
+            yield Rung(name="offloading", setting=offloading, candidate=best)
     if launch.mixed_precision != "fp16" and task.run.micro_batch_size == AUTO:
         stepping = replace(whole, task=read(IN_BACKWARD))
-        if stepping.least_bytes < budget_bytes:
+        if stepping.has_room:
             best = stepping.best(loss)
             name = "optimizer in the backward"
             yield Rung(name=name, flags=IN_BACKWARD, setting=stepping, candidate=best, changes="nothing is clipped")

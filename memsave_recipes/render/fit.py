@@ -29,7 +29,7 @@ def row(rung: Rung, first: Rung) -> str:
         format_seconds(candidate.step_s),
         f"x{candidate.step_s / first.candidate.step_s:.2f}",
         fits_text(candidate),
-        rung.changes,
+        rung.changes or (f"{format_bytes(candidate.host_bytes)} on the host" if candidate.host_bytes else ""),
     )
     return _line(cells)
 

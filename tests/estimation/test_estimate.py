@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
+from memsave_recipes.estimation import fake_step
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.kernels import CudaWorkspaces, cuda_kernels
 from memsave_recipes.estimation.targets import find_target
@@ -239,6 +240,39 @@ def test_a_model_without_weights_costs_what_the_real_one_does(make_case, name):
         workload = workload_of(model, batch, lambda model, batch: case.loss_of(model, batch["batch"]))
         chains.append(estimate_on_target(workload, [plan_blocks(model, "none")], A100).chain())
     assert chains[0] == chains[1]
+
+
+@pytest.mark.parametrize("word", ["a100", "cpu"])
+@pytest.mark.parametrize("name", ["llama", "densenet_small"])
+def test_known_results_change_no_byte(make_case, name, word, monkeypatch):
+    target = find_target(word)  # the rates of a CPU are measured
+
+    def traces():
+        model = fake_model(lambda: make_case(name).model)
+        batch = fake_batch(model, {"batch": make_case(name).batch})
+        workload = workload_of(model, batch, lambda model, batch: make_case(name).loss_of(model, batch["batch"]))
+        plans = [plan_blocks(model, strategy) for strategy in ("none", "selective")]
+        measured = estimate_on_target(workload, plans, target, autocast_dtype=torch.bfloat16)
+        return measured.chain(), [trace.memory for _, trace in measured.traces]
+
+    known = traces()
+    monkeypatch.setattr(fake_step, "_result_forms", lambda args, kwargs, out: None)
+    assert traces() == known
+
+
+def test_results_are_made_again_as_new_tensors_as_views_and_as_arguments():
+    def step(meter):
+        for operator in (torch.neg, torch.t, torch.Tensor.neg_, lambda tensor: tensor[1:], torch.Tensor.detach):
+            tensors = [torch.ones(3, 2) for _ in range(2)]
+            first, second = map(operator, tensors)
+            for one, tensor in ((first, tensors[0]), (second, tensors[1])):
+                assert (one.untyped_storage() is tensor.untyped_storage()) == (operator is not torch.neg)
+            assert (second.shape, second.stride()) == (first.shape, first.stride())
+            assert second.storage_offset() == first.storage_offset()
+        meter.mark()
+
+    with FakeTensorMode():
+        fake_step.FakeInstruments(A100.rates).read_memory(step)
 
 
 def test_ties_buffers_and_adapters_survive():
