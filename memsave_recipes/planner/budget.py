@@ -8,7 +8,7 @@ one ratio, and once with offloading, which sets memory aside.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -20,7 +20,7 @@ from memsave_recipes.activations.blocks import CalledLayers
 from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
-from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
+from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.simulate import TimelinePoint, host_bytes, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
@@ -40,7 +40,7 @@ FRAGMENTATION = 0.05
 """The share of a device's memory that is left to its allocator: predictions are of allocated bytes, while a device is
 full of reserved ones, some of them in blocks that no request fits. An assumption, of the order of full devices."""
 
-COMPILED_RATIOS = (0.3, 0.5, 0.7)
+COMPILED_RATIOS: tuple[float, ...] = (0.3, 0.5, 0.7)
 RESERVE = 0.01
 """Of the activations that the baseline saves for backward: kept free. On a CPU no prediction errs low, but nothing has
 been measured on an accelerator yet, and rounding and workspaces there are known only in part."""
@@ -182,18 +182,26 @@ class Forecast:
         return self.baseline_s + self.added_s
 
 
-def plans_to_measure(strategy: str, workload: Workload, *, device_type: str, compiles: bool = True) -> list[Plan]:
+def plans_to_measure(
+    strategy: str,
+    workload: Workload,
+    *,
+    device_type: str,
+    compiles: bool = True,
+    ratios: Sequence[float] = COMPILED_RATIOS,
+) -> list[Plan]:
     """The plans to measure for a strategy; the first is the baseline.
 
     Args:
         device_type: of the step; a CPU has no host to offload to.
         compiles: whether there is a device to compile for.
+        ratios: of compiled memory, for a budget.
     """
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
         strategies += ["selective"] if device_type == "cpu" else ["selective", "offload"]
         if compiles and strategy == "budget" and _can_compile(workload.model):
-            strategies += [f"compiled:{ratio}" for ratio in COMPILED_RATIOS]
+            strategies += [f"compiled:{ratio}" for ratio in ratios]
     elif strategy.partition(":")[0] in ("selective", "offload", "compiled"):
         strategies.append(strategy)
     return [plan_for(one, workload.stacks) for one in strategies]
@@ -259,13 +267,47 @@ def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:
-    """The costs of all bitwise actions without offloading, with it, and with each ratio of compiled memory."""
+    """The costs of all bitwise actions without offloading, with it, and with each ratio that none dominates."""
     yield measurement.chain()
+    compiled: list[Chain] = []
     for plan, _ in measurement.traces:
         if plan.strategy == "offload":
             yield measurement.chain(offload=True)
         elif plan.compiled_memory_ratio is not None:
-            yield measurement.chain(ratio=plan.compiled_memory_ratio)
+            compiled.append(measurement.chain(ratio=plan.compiled_memory_ratio))
+    yield from _undominated(compiled)
+
+
+def _undominated(compiled: Sequence[Chain]) -> Iterator[Chain]:
+    """Without ratios under which the blocks take at least the bytes and the time that they take under another one.
+
+    A plan that fits with such a ratio fits with the other one, too, and takes no more time. torch's ratio does not
+    bound the memory of a step: a smaller one may take more (https://github.com/pytorch/pytorch/issues/197838).
+    """
+    first_of_equal: dict[tuple[float, ...], Chain] = {}
+    for chain in compiled:
+        first_of_equal.setdefault(_costs_of_compiling(chain), chain)
+    for own, chain in first_of_equal.items():
+        others = (other for other in first_of_equal if other is not own)
+        if not any(all(cost <= limit for cost, limit in zip(other, own, strict=True)) for other in others):
+            yield chain
+
+
+def _costs_of_compiling(chain: Chain) -> tuple[float, ...]:
+    """Of every block; bytes as the simulator adds them up."""
+    options = [chain.blocks[position].option(Action.COMPILE) for position in chain.decided]
+    return tuple(
+        cost
+        for option in options
+        for cost in (
+            option.saved_bytes,
+            option.saves_input,
+            option.saves_output,
+            option.forward_transient_bytes,
+            option.saved_bytes + option.backward_transient_bytes,
+            option.added_s,
+        )
+    )
 
 
 def reserve_bytes(chain: Chain) -> int:

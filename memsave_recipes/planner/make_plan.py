@@ -6,6 +6,7 @@ which then take the same plan.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +16,17 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import Forecast, StaticMemory, forecast, plans_to_measure, usable_host_bytes
+from memsave_recipes.planner.budget import (
+    COMPILED_RATIOS,
+    Forecast,
+    StaticMemory,
+    forecast,
+    plans_to_measure,
+    usable_host_bytes,
+)
 from memsave_recipes.planner.optimizer_state import state_bytes_of, torch_optimizer, update_bytes_of
 from memsave_recipes.planner.ranks import Ranks
-from memsave_recipes.planner.trial_step import group_counts, step_bytes
+from memsave_recipes.planner.trial_step import MAX_TRIALS, group_counts, step_bytes, with_smaller_ratio
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
@@ -26,8 +34,6 @@ from memsave_recipes.profiling.memory import empty_cache
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, gib_that_suffice, to_gib
 
-MAX_TRIALS = 4
-"""Plans that are run at most, each with more memory kept free than the one before, until one fits the budget."""
 ALONE = Ranks()
 
 
@@ -184,8 +190,13 @@ def plan_workload(
     """
     if not any(workload.stacks):
         raise InputError(f"strategy {strategy}: {type(workload.model).__name__} has no blocks for it; use none")
-    plans = plans_to_measure(strategy, workload, device_type=workload.device.type)
-    return _fitting_when_run(_measured(workload, plans, progress, ranks), budget_bytes, static, ranks)
+
+    @cache
+    def measured(ratios: tuple[float, ...]) -> Measurement:
+        plans = plans_to_measure(strategy, workload, device_type=workload.device.type, ratios=ratios)
+        return _measured(workload, plans, progress, ranks)
+
+    return _fitting_when_run(workload, measured, budget_bytes, static, ranks)
 
 
 def _measured(workload: Workload, plans: Sequence[Plan], progress: Progress, ranks: Ranks) -> Measurement:
@@ -207,23 +218,33 @@ def _measured(workload: Workload, plans: Sequence[Plan], progress: Progress, ran
     raise torch.OutOfMemoryError("there is no memory to measure this batch: make it smaller")
 
 
-def _fitting_when_run(measured: Measurement, budget_bytes: int, static: StaticMemory, ranks: Ranks) -> Forecast:
+def _fitting_when_run(
+    workload: Workload,
+    measured: Callable[[tuple[float, ...]], Measurement],
+    budget_bytes: int,
+    static: StaticMemory,
+    ranks: Ranks,
+) -> Forecast:
     """The fastest plan whose trial step fits the budget.
+
+    Args:
+        measured: the measurement of these ratios of compiled memory. NOTE [ trial step ] 4.
 
     Raises:
         InputError: no plan is predicted to fit, or none of ``MAX_TRIALS`` does.
         torch.OutOfMemoryError: a rank had no memory for the trial step.
     """
-    workload, missed_bytes = measured.workload, 0
+    ratios, missed_bytes = COMPILED_RATIOS, 0
     host_budget_bytes = usable_host_bytes(workload.device)
 
     def choose() -> Forecast:
-        return forecast(measured, budget_bytes, static, missed_bytes=missed_bytes, host_budget_bytes=host_budget_bytes)
+        return forecast(costs, budget_bytes, static, missed_bytes=missed_bytes, host_budget_bytes=host_budget_bytes)
 
     def run() -> int:
         return step_bytes(found, static, workload.model, workload.forward, workload.device)
 
     for _ in range(MAX_TRIALS):
+        costs = measured(ratios)
         found = ranks.of_first(choose)
         tried = ranks.attempt(run)
         if tried is None:
@@ -232,6 +253,7 @@ def _fitting_when_run(measured: Measurement, budget_bytes: int, static: StaticMe
         if needed <= budget_bytes:
             return found
         missed_bytes = needed - found.peak.total_bytes  # more than was kept free, or the plan would have fitted
+        ratios = with_smaller_ratio(ratios, found.plan)
     raise InputError(
         f"budget_gib {to_gib(budget_bytes):g}: this model needs more than predicted, and none of the {MAX_TRIALS} "
         f"plans that were tried fits; the last one works with {gib_that_suffice(needed)}"

@@ -16,7 +16,13 @@ from tqdm import tqdm
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import overheads_of_device, static_memory_of, usable_bytes, usable_host_bytes
+from memsave_recipes.planner.budget import (
+    COMPILED_RATIOS,
+    overheads_of_device,
+    static_memory_of,
+    usable_bytes,
+    usable_host_bytes,
+)
 from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import (
     Candidate,
@@ -28,7 +34,7 @@ from memsave_recipes.planner.search import (
     search,
 )
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
-from memsave_recipes.planner.trial_step import StepOnDevice, run_trial_step
+from memsave_recipes.planner.trial_step import MAX_TRIALS, StepOnDevice, run_trial_step, with_smaller_ratio
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.memory import empty_cache
 from memsave_recipes.text import GIB, format_bytes
@@ -105,6 +111,14 @@ def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) 
 
 
 @dataclass(frozen=True)
+class _Problem:
+    """The error of a prediction, with the bytes by which it was too low; 0 where a rank had no memory left."""
+
+    sentence: str
+    missed_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class _Planning:
     """The planning of a run; every method is called on all ranks."""
 
@@ -173,38 +187,71 @@ class _Planning:
         return choice.chosen
 
     def tried(self, candidate: Candidate) -> Candidate:
-        """``candidate``, or the one with the next smaller micro-batches whose trial step fits the budget.
+        """``candidate``, or the next one whose trial step fits the budget.
+
+        After a plan that compiles, that is one of the same micro-batches with more memory kept free (NOTE [ trial step
+        ] 4), then one of smaller micro-batches.
 
         Raises:
             InputError: not even micro-batches of 1 fit.
         """
+        ratios = COMPILED_RATIOS
         while (problem := self._problem(candidate)) is not None:
             empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
-            size = candidate.layout.micro_batch_size
-            if size == 1 or self.optim.optimizer_in_backward:
-                raise InputError(f"{problem}, and the micro-batch cannot be halved: raise --memory_budget_gib")
-            smaller = BatchLayout.of(self.run.global_batch_size, -(-size // 2), candidate.layout.num_processes)
-            self.accelerator.print(
-                f"{problem}: falling back to micro-batches of {smaller.micro_batch_size}, {smaller.describe()}"
-            )
-            candidate = self.choose([smaller])
+            ratios = with_smaller_ratio(ratios, candidate.forecast.plan)
+            same_size = self._with_more_free(candidate, problem, ratios)
+            candidate = same_size or self.choose([self._smaller_layout(candidate.layout, problem)])
         return candidate
 
-    def _problem(self, candidate: Candidate) -> str | None:
-        """The error of a prediction, as a sentence; ``None`` where the trial step fits the budget."""
+    def _with_more_free(self, candidate: Candidate, problem: _Problem, ratios: tuple[float, ...]) -> Candidate | None:
+        """After a plan that compiles: the best for the same micro-batches, if there is one to try."""
+        compiles = self.strategy == "budget" and not candidate.forecast.plan.is_bitwise
+        if not compiles or not problem.missed_bytes or len(ratios) - len(COMPILED_RATIOS) >= MAX_TRIALS:
+            return None
+        self.accelerator.print(f"{problem.sentence}: measuring the layers compiled with a ratio of {ratios[-1]:g}")
+        choice = self._search([candidate.layout], self.strategy, ratios, problem.missed_bytes)
+        if choice.chosen is not None and self.accelerator.is_main_process:
+            self.show(choice)
+        return choice.chosen
+
+    def _smaller_layout(self, layout: BatchLayout, problem: _Problem) -> BatchLayout:
+        """Micro-batches of half the size.
+
+        Raises:
+            InputError: they cannot be smaller.
+        """
+        size = layout.micro_batch_size
+        if size == 1 or self.optim.optimizer_in_backward:
+            raise InputError(f"{problem.sentence}, and the micro-batch cannot be halved: raise --memory_budget_gib")
+        smaller = BatchLayout.of(self.run.global_batch_size, -(-size // 2), layout.num_processes)
+        self.accelerator.print(
+            f"{problem.sentence}: falling back to micro-batches of {smaller.micro_batch_size}, {smaller.describe()}"
+        )
+        return smaller
+
+    def _problem(self, candidate: Candidate) -> _Problem | None:
+        """``None`` where the trial step fits the budget."""
         predicted = f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong"
         forward = self.step.forward(candidate.layout)
         try:
             needed = run_trial_step(candidate, self.accelerator, self.model, forward)
         except torch.OutOfMemoryError:
-            return f"{predicted}, a rank had no memory left"
+            return _Problem(f"{predicted}, a rank had no memory left")
+        missed_bytes = needed - candidate.peak_bytes
         needed += sum(candidate.overheads.values())
         if needed <= candidate.budget_bytes:
             return None
-        return f"{predicted}, a step needs {format_bytes(needed)} of {format_bytes(candidate.budget_bytes)}"
+        sentence = f"{predicted}, a step needs {format_bytes(needed)} of {format_bytes(candidate.budget_bytes)}"
+        return _Problem(sentence, missed_bytes)
 
-    def _search(self, layouts: list[BatchLayout], strategy: str) -> Choice:
-        space = self._search_space(strategy)
+    def _search(
+        self,
+        layouts: list[BatchLayout],
+        strategy: str,
+        compiled_ratios: tuple[float, ...] = COMPILED_RATIOS,
+        missed_bytes: int = 0,
+    ) -> Choice:
+        space = replace(self._search_space(strategy), compiled_ratios=compiled_ratios, missed_bytes=missed_bytes)
         with self._progress() as progress:
             choice = search(layouts, (None,), lambda layout, _: self.step.candidates(space, layout, progress))
         return choice if choice.candidates else self._search_by_estimates(layouts, strategy)

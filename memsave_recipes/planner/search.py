@@ -9,7 +9,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.budget import WORKSPACES, Forecast, StaticMemory, fits_host, forecast, least_memory
+from memsave_recipes.planner.budget import (
+    COMPILED_RATIOS,
+    WORKSPACES,
+    Forecast,
+    StaticMemory,
+    fits_host,
+    forecast,
+    least_memory,
+)
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Measurement
@@ -146,6 +154,8 @@ class SearchSpace:
         static: the static memory of a batch layout.
         overheads, host_budget_bytes: see ``Candidate``.
         plan_of: the plan of a strategy for the blocks that run.
+        compiled_ratios: of compiled memory, to measure for a budget.
+        missed_bytes: as of ``forecast``.
     """
 
     budget_bytes: int
@@ -154,6 +164,8 @@ class SearchSpace:
     overheads: Mapping[str, int] = field(default_factory=dict)
     host_budget_bytes: int | None = None
     plan_of: Callable[[str, Collection[str]], Plan]
+    compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
+    missed_bytes: int = 0
 
     def candidates(self, measurement: Measurement, layout: BatchLayout, loss: str | None = None) -> list[Candidate]:
         """The candidates of one layout, by the costs of a micro-batch; none where the host was too small to measure."""
@@ -200,7 +212,13 @@ class SearchSpace:
         """The solver's plan for the budget, or the one that needs least where none fits."""
         try:
             budget_bytes = self.budget_bytes - sum(self.overheads.values())
-            return forecast(measurement, budget_bytes, static, host_budget_bytes=self.host_budget_bytes)
+            return forecast(
+                measurement,
+                budget_bytes,
+                static,
+                missed_bytes=self.missed_bytes,
+                host_budget_bytes=self.host_budget_bytes,
+            )
         except InputError:
             return least_memory(measurement, static, self.host_budget_bytes)
 

@@ -7,6 +7,11 @@ NOTE [ trial step ]
    fails now. On a CPU the allocations of the trial step are added to the static memory.
 3. It runs no collective, so a rank without memory leaves no other rank waiting; afterwards all ranks learn of it.
    SyncBatchNorm is the exception: with it the other ranks wait for the timeout of the process group.
+4. The part of its activations that a compiled layer may save bounds neither the memory of its kernels nor that of a
+   step, which may rise where the ratio falls (https://github.com/pytorch/pytorch/issues/197838). So plans are chosen by
+   the measured bytes of each ratio. Where the trial step of a plan that compiles peaks above the budget nevertheless,
+   the bytes that were missed are kept free, the ratio half-way to the next smaller one is measured, too, and the plan
+   is chosen again among all of them: ``MAX_TRIALS`` plans in all.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +28,16 @@ from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.distributed import fail_together, on_main_process
 from memsave_recipes.planner.budget import Forecast, StaticMemory, plans_to_measure, workspaces_of_device
 from memsave_recipes.planner.search import Candidate, SearchSpace
+from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, running_blocks, without_layerdrop
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
+
+MAX_TRIALS = 4
+"""Plans of a micro-batch that are run at most, each with more memory kept free than the one before, until one fits."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,9 @@ class StepOnDevice:
             device=self.accelerator.device,
             stacks=block_names(find_stacks(self.model)),
         )
-        plans = plans_to_measure(space.strategy, workload, device_type=workload.device.type)
+        plans = plans_to_measure(
+            space.strategy, workload, device_type=workload.device.type, ratios=space.compiled_ratios
+        )
         progress.total = (progress.total or 0) + num_groups * num_runs(plans)
         host_budget_bytes = space.host_budget_bytes
         return measure_in_groups(
@@ -119,6 +130,18 @@ def group_counts(num_blocks: int) -> Iterator[int]:
         yield num_groups
         num_groups *= 2
     yield max(1, num_blocks)
+
+
+def with_smaller_ratio(ratios: tuple[float, ...], plan: Plan) -> tuple[float, ...]:
+    """The ratios to measure after ``plan`` has peaked above its budget: one more, where it compiles.
+
+    It is half-way from the ratio of the plan to the next smaller one, or to 0.
+    """
+    ratio = plan.compiled_memory_ratio
+    if ratio is None:
+        return ratios
+    below = max((other for other in ratios if other < ratio), default=0.0)
+    return (*ratios, (below + ratio) / 2)
 
 
 def run_trial_step(

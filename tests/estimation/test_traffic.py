@@ -18,7 +18,7 @@ ROWS, WORDS, FLOAT32, INT64 = 8, 1000, 4, 8
 
 @pytest.fixture
 def priced(monkeypatch):
-    """(operator, whether its kernel computes, seconds) of everything that is priced, once for arguments of the same form."""
+    """(operator, whether its kernel computes, seconds) of all that is priced, once for arguments of a form."""
     found = []
     price = fake_step._Operators._by_the_roofline
 
