@@ -1,10 +1,7 @@
 """Layers that are alike are traced once: the trace of a step of all layers, from a step of some.
 
 NOTE [ layers that are alike ]
-1. Two layers of a list are alike if they have the same class, the same modules inside with the same settings, and
-   parameters and buffers of the same shapes, dtypes and ``requires_grad``; and if every entry of the configuration with
-   a value for each layer (``layer_types``) has the same one for both. Their numbers (``layer_idx``) may differ. A
-   setting that cannot be compared makes them unlike.
+1. Which layers are alike is said by the NOTE of this name in ``profiling/block_costs.py``.
 2. Layers need not all be alike: attention may be local in five layers and global in the sixth. A *period* is the least
    number of layers after which their kinds repeat. Whole periods are left out of the middle of a list, so that every
    layer that is traced has neighbours of the same kinds as in the model. The first layers and the last two may be of
@@ -18,31 +15,25 @@ NOTE [ layers that are alike ]
 5. Where a layer returns more than its hidden states, or the model does something between two layers, all are traced.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, groupby
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations.spans import split_call
 from memsave_recipes.plans import Action, Plan, Span
-from memsave_recipes.profiling.block_costs import Workload, action_of
+from memsave_recipes.profiling.block_costs import Workload, action_of, kinds_of
 from memsave_recipes.profiling.step_trace import StepTrace
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
 FIRST, FIRST_IF_OFFLOADED, LAST = 2, 3, 2
 """Layers at the ends of a list that are always traced. While one offloads, the copies of the one before are awaited."""
-LABELS = {"layer_idx", "layer_id", "layer_index", "layer_number", "target_name"}
-"""Names under which layers are numbered and named."""
-COMPARED = (int, float, str, bool, type(None), torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 
 
 class Irregular(Exception):
@@ -93,7 +84,7 @@ def find_repeats(workload: Workload, plans: Sequence[Plan]) -> Repeats:
     lists = [list(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
     if any(plan.compiled_memory_ratio is not None for plan in plans):
         return Repeats(())
-    found = (_period(layers, kinds, least) for layers in lists if (kinds := _kinds(workload.model, layers)))
+    found = (_period(layers, kinds, least) for layers in lists if (kinds := kinds_of(workload.model, layers)))
     return Repeats(tuple(period for period in found if period is not None))
 
 
@@ -108,47 +99,6 @@ def _period(names: Sequence[str], kinds: Sequence[Hashable], least: int) -> Peri
         if all(kinds[at] == kinds[at + size] for at in range(first, len(names) - LAST - size)):
             return Period(tuple(names[first:begin]), tuple(names[begin:end]), names[end])
     return None
-
-
-def _kinds(model: nn.Module, names: Sequence[str]) -> list[Hashable]:
-    """Rule 1 of the NOTE, in a value for each layer; none where a block is no module or shares its weights."""
-    try:
-        layers = [model.get_submodule(name) for name in names]
-    except AttributeError:
-        return []
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    if any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters()):
-        return []
-    entries = vars(model.config).values() if hasattr(model, "config") else ()
-    of_each = [entry for entry in entries if isinstance(entry, list | tuple) and len(entry) == len(layers)]
-    return [(_setup(layer), *(_comparable(entry[at]) for entry in of_each)) for at, layer in enumerate(layers)]
-
-
-def _setup(layer: nn.Module) -> Hashable:
-    return tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
-
-
-def _settings(module: nn.Module) -> Hashable:
-    tensors = [(name, _form(tensor)) for name, tensor in (*module._parameters.items(), *module._buffers.items())]
-    return _comparable(vars(module)), tuple(tensors)
-
-
-def _form(tensor: Tensor | None) -> Hashable:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
-def _comparable(value: Any) -> Hashable:
-    """``value`` as something to compare; what has no values to compare is equal to itself alone."""
-    if isinstance(value, COMPARED):
-        return value
-    if isinstance(value, list | tuple | set):
-        return tuple(map(_comparable, value))
-    if isinstance(value, dict):
-        own = {name: one for name, one in value.items() if name not in LABELS}
-        return tuple((name, _comparable(one)) for name, one in own.items() if not isinstance(one, nn.Module | Tensor))
-    if isinstance(value, partial):
-        return value.func, _comparable(value.args), _comparable(value.keywords)
-    return _form(value) if isinstance(value, Tensor) else id(value)
 
 
 @dataclass

@@ -7,6 +7,7 @@ baseline, the plans of the other ``STRATEGIES`` and the solver's plan for the bu
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import hypot
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import (
@@ -94,6 +95,11 @@ class Candidate:
         return self.layout.accumulation_steps * self.forecast.micro_batch_s
 
     @property
+    def noise_s(self) -> float:
+        """By which ``step_s`` may be wrong."""
+        return self.layout.accumulation_steps * self.forecast.noise_s
+
+    @property
     def samples_per_s(self) -> float:
         """Throughput over all ranks, by ``step_s``."""
         return self.layout.global_batch_size / self.step_s
@@ -125,17 +131,36 @@ class Choice:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The simplest of the candidates that fit and are ``AS_FAST`` as the fastest; ``None`` where none fits."""
+        """The simplest of the candidates that fit and are ``AS_FAST`` as the fastest; ``None`` where none fits.
+
+        The noise of measured times counts against a candidate, so of two within it, the one that recomputes less wins.
+        """
         fitting = [candidate for candidate in self.candidates if candidate.fits]
         if not fitting:
             return None
-        limit_s = (1 + AS_FAST) * min(candidate.step_s for candidate in fitting)
-        return min((candidate for candidate in fitting if candidate.step_s <= limit_s), key=_complexity)
+        limit_s = (1 + AS_FAST) * min(_slowest_s(candidate) for candidate in fitting)
+        return min((candidate for candidate in fitting if _slowest_s(candidate) <= limit_s), key=_complexity)
+
+    @property
+    def rivals(self) -> list[tuple[Candidate, float]]:
+        """The other candidates that fit and whose step is as fast as that of the chosen one within the noise.
+
+        Each with that noise, as a part of the chosen one's step.
+        """
+        chosen = self.chosen
+        if chosen is None:
+            return []
+        noise = [(one, hypot(one.noise_s, chosen.noise_s)) for one in self.candidates if one.fits and one is not chosen]
+        return [(one, noise_s / chosen.step_s) for one, noise_s in noise if abs(one.step_s - chosen.step_s) < noise_s]
 
     @property
     def smallest(self) -> Candidate:
         """The candidate that needs least; one that the host has memory for, if there is any."""
         return min(self.candidates, key=lambda candidate: (not candidate.fits_host, candidate.needed_bytes))
+
+
+def _slowest_s(candidate: Candidate) -> float:
+    return candidate.step_s + candidate.noise_s
 
 
 def _complexity(candidate: Candidate) -> tuple[int, int, float]:

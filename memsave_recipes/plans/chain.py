@@ -29,6 +29,9 @@ NOTE [ the figures of a chain ]
    argument that all layers share. They are in the transient of its backward, and live while its span runs again.
 9. A storage that several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and
    in no other's.
+10. Measured seconds have a noise: the standard error of the figure, 0 where seconds are computed. The solver adds it to
+   the seconds that a plan adds, block by block, as if all of them were too low. So a plan is chosen where it is surely
+   no slower than another one; keeping everything, which adds nothing, wins every tie.
 """
 
 import math
@@ -47,6 +50,7 @@ class BlockOption:
     Args:
         action: ``KEEP``, or another one that a plan may give to a single block.
         added_s: seconds that a step takes longer than with ``KEEP``; below 0 where it is faster.
+        noise_s: of ``added_s``; rule 10 of the NOTE.
         saved_bytes: saved on the device besides input and output.
         saves_input, saves_output: whether it holds its input, its output.
         forward_transient_bytes, backward_transient_bytes: the peaks of its forward and backward above their start.
@@ -57,6 +61,7 @@ class BlockOption:
 
     action: Action
     added_s: float = 0.0
+    noise_s: float = 0.0
     saved_bytes: int
     saves_input: bool
     saves_output: bool
@@ -64,7 +69,7 @@ class BlockOption:
     backward_transient_bytes: int
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
+        _check_not_negative(self, "noise_s", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
         if self.action is Action.RECOMPUTE:
             raise ValueError("RECOMPUTE is no option: its costs follow from those of KEEP")
         if not math.isfinite(self.added_s) or (self.action is Action.KEEP and self.added_s):
@@ -79,6 +84,7 @@ class BlockCosts:
         name: as in ``Plan.blocks``; of a block without a stack, any name that people understand.
         stack: the number of its stack, which no span leaves; ``None`` if it is always kept.
         forward_s, backward_s: seconds of its forward and its backward when kept.
+        forward_noise_s, backward_noise_s: of these; rule 10 of the NOTE.
         output_bytes, passes_input: rule 3 of the NOTE.
         gradient_bytes, tied_gradient_bytes: rule 7 of the NOTE.
         beside_bytes, until_saved_bytes: rule 5 of the NOTE; without the second, all of its forward.
@@ -93,6 +99,8 @@ class BlockCosts:
     stack: int | None
     forward_s: float
     backward_s: float
+    forward_noise_s: float = 0.0
+    backward_noise_s: float = 0.0
     output_bytes: int
     passes_input: bool = False
     gradient_bytes: int
@@ -104,7 +112,7 @@ class BlockCosts:
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "forward_s", "backward_s", "output_bytes", "gradient_bytes", "tied_gradient_bytes")
-        _check_not_negative(self, "beside_bytes", "untracked_bytes")
+        _check_not_negative(self, "forward_noise_s", "backward_noise_s", "beside_bytes", "untracked_bytes")
         if self.until_saved_bytes is not None:
             _check_not_negative(self, "until_saved_bytes")
         actions = [option.action for option in self.options]
@@ -146,6 +154,8 @@ class Chain:
             elsewhere, as it stays on the host.
         beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs ``TWICE``.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
+        noise_s: of the seconds of all blocks together; rule 10 of the NOTE. Less than the sum over the blocks, whose
+            errors differ.
 
     Raises:
         ValueError: no blocks, a negative figure, or a stack whose blocks are not neighbours.
@@ -158,9 +168,10 @@ class Chain:
     span_bytes: int = 0
     beside_bytes: int = 0
     compiled_memory_ratio: float | None = None
+    noise_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes", "beside_bytes")
+        _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes", "beside_bytes", "noise_s")
         if not self.blocks:
             raise ValueError("a chain needs at least one block")
         if self.beside_bytes < max(block.beside_bytes for block in self.blocks):

@@ -1,7 +1,7 @@
 """The plans of a chain as paths of a resource-constrained shortest path problem, and lower bounds on their costs.
 
 An *edge* runs the next blocks under one action and a path of edges over all blocks is a plan. Its cost is the added
-time; its resources are the bytes that it holds.
+time with its noise; its resources are the bytes that it holds.
 
 NOTE [ resources ]
 1. Whether an edge is feasible depends on the edges before it through two figures alone, the ``Resources``: ``HELD``,
@@ -135,7 +135,7 @@ def _single_block(sizes: _Sizes, position: int, option: BlockOption, beside_byte
     return Edge(
         stop=position + 1,
         action=option.action,
-        cost=sizes.ticks(option.added_s),
+        cost=sizes.ticks(option.added_s + option.noise_s),
         held_from=WITH_STATE if holds_input else HELD,
         held_bytes=held,
         with_state_from=WITH_STATE if holds_input or block.passes_input else HELD,
@@ -162,7 +162,7 @@ def _recomputations(sizes: _Sizes, start: int) -> list[Edge]:
         second_run = max(second_run, rebuilt[WITH_STATE] + block.last_of_span_bytes)
         backward = max(backward, keep.peak_bytes(rebuilt))
         rebuilt = keep.extend(rebuilt)
-        cost += sizes.ticks(block.forward_s)
+        cost += sizes.ticks(block.forward_s + block.forward_noise_s)
         passed = passed if block.passes_input else 0
         state = sizes.states[position + 1]
         beside = state + block.untracked_bytes + sizes.span_bytes + sizes.gradients[position]  # while it runs again

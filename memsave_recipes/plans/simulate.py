@@ -64,10 +64,15 @@ class TimelinePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The peak of a step under a plan, the seconds that it adds to the baseline's step, and ``host_bytes``."""
+    """The peak of a step under a plan, the seconds that it adds to the baseline's step, and ``host_bytes``.
+
+    ``noise_s`` bounds the error of ``added_s``: the sum over the blocks that do not keep. The solver minimises both
+    together.
+    """
 
     peak: TimelinePoint
     added_s: float
+    noise_s: float
     host_bytes: int
 
     @property
@@ -96,6 +101,7 @@ def simulate(chain: Chain, plan: Plan) -> Simulation:
     return Simulation(
         peak=max(timeline(chain, plan), key=lambda point: point.total_bytes),
         added_s=sum(_added_s(chain, span) for span in _spans(chain, plan)),
+        noise_s=sum(_noise_s(chain, span) for span in _spans(chain, plan)),
         host_bytes=host_bytes(chain, plan),
     )
 
@@ -170,6 +176,13 @@ def _added_s(chain: Chain, span: Span) -> float:
     if span.action is Action.RECOMPUTE:
         return sum(block.forward_s for block in blocks)
     return blocks[0].option(span.action).added_s
+
+
+def _noise_s(chain: Chain, span: Span) -> float:
+    blocks = chain.blocks[span.start : span.stop]
+    if span.action is Action.RECOMPUTE:
+        return sum(block.forward_noise_s for block in blocks)
+    return blocks[0].option(span.action).noise_s
 
 
 def timeline(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
@@ -314,6 +327,7 @@ class Prediction:
         peak_bytes, baseline_peak_bytes: the most that is allocated, under the plan and under the baseline.
         baseline_s: seconds of a forward and backward under the baseline.
         added_s: seconds that the plan adds; below 0 where it is faster.
+        noise_s: by which the two together may be wrong, because the measured times of the blocks vary.
         host_bytes: pinned memory of the host, at most.
     """
 
@@ -321,6 +335,7 @@ class Prediction:
     baseline_peak_bytes: int
     baseline_s: float
     added_s: float
+    noise_s: float = 0.0
     host_bytes: int
     spans: tuple[SpanPrediction, ...]
 
@@ -348,6 +363,7 @@ class Prediction:
             baseline_peak_bytes=simulate(chain, baseline).peak_bytes,
             baseline_s=sum(block.forward_s + block.backward_s for block in chain.blocks),
             added_s=simulated.added_s,
+            noise_s=chain.noise_s + simulated.noise_s,
             host_bytes=simulated.host_bytes,
             spans=tuple(spans),
         )
@@ -358,7 +374,8 @@ class Prediction:
 
     def __str__(self) -> str:
         """A line, and a table with a row for each span."""
-        time = f"{1e3 * (self.baseline_s + self.added_s):.1f} ms (baseline {1e3 * self.baseline_s:.1f} ms)"
+        noise = f" ± {1e3 * self.noise_s:.1f} ms" if self.noise_s else ""
+        time = f"{1e3 * (self.baseline_s + self.added_s):.1f} ms{noise} (baseline {1e3 * self.baseline_s:.1f} ms)"
         peaks = f"{format_bytes(self.peak_bytes)} (baseline {format_bytes(self.baseline_peak_bytes)})"
         rows = [HEADINGS, *map(_cells, self.spans)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -7,9 +7,9 @@ is Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpoint
 the plans that ``apply_plan`` can apply, and rounds no bytes.
 
 The guarantee. Of all plans (every split of the stacks into spans, every action per block that the chain has costs for)
-none whose simulated peak fits adds less time than ``solve``'s: plans are paths by NOTE [ resources ], and
-``shortest_path`` proves its path optimal, or bounds the gap. Peaks are those of ``simulate``, so the plan is as good as
-the costs are.
+none whose simulated peak fits adds less time than ``solve``'s, with the noise of these seconds counted in: plans are
+paths by NOTE [ resources ], and ``shortest_path`` proves its path optimal, or bounds the gap. Peaks are those of
+``simulate``, so the plan is as good as the costs are.
 
 One level. A recomputation keeps all that it rebuilds until its backward is through. Recomputing again inside of it goes
 lower: measured, the nested optimum is the same as this one down to 35 % of the baseline's activations on ResNet-50 and
@@ -57,7 +57,7 @@ MAX_LABELS = (8, 128, 4096)
 
 
 def solve(chain: Chain, budget_bytes: int) -> Plan:
-    """The plan with the least added time whose simulated peak is at most ``budget_bytes``.
+    """The plan with the least added time, noise counted in, whose simulated peak is at most ``budget_bytes``.
 
     Raises:
         InputError: no plan fits; the message names the smallest budget that does and where its peak is.

@@ -1,17 +1,34 @@
 """Measure block costs: run a step under the baseline and under each other action, and trace every run block by block.
 
-A run is traced once for its bytes and several times for its seconds, in turns, so that a slow moment of the machine
+A run is traced once for its bytes and several times for its seconds, in rounds, so that a slow moment of the machine
 meets every action. ``step_trace.py`` makes the chain from the traces.
 
 The baseline keeps everything: no checkpointing. A step that does not fit that way is measured in groups: the blocks of
 one group at a time, while all others recompute. The costs of a block do not depend on how the others run, so the chains
 of the groups make one chain.
+
+NOTE [ rounds ]
+1. In a round the step runs once under each action. Rounds end when the standard error of the step's time is at most
+   ``AGREE`` of it under every action. On a machine with nothing else to do, the first ``repetitions`` suffice.
+2. There are at most ``MOST_ROUNDS`` times as many, and none is added once the steps have taken ``MOST_S``, which groups
+   share. The noise that is left is in the chain, and the planner counts it (``plans/chain.py``, rule 10).
+3. Of a run on several ranks each rank takes the least number, as the forward of a model may wait for the other ranks
+   (SyncBatchNorm), and an unequal number of forwards would wait for ever.
+
+NOTE [ layers that are alike ]
+Two layers of a list are alike if they have the same class, the same modules inside with the same settings, and
+parameters and buffers of the same shapes, dtypes and ``requires_grad``; and if every entry of the configuration with a
+value for each layer (``layer_types``) has the same one for both. Their numbers (``layer_idx``) may differ. A setting
+that cannot be compared makes them unlike.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +43,13 @@ from memsave_recipes.plans.plan import as_they_run
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, StepTracer
+
+AGREE, MOST_ROUNDS, MOST_S = 0.01, 4, 10.0
+"""Of NOTE [ rounds ]."""
+
+LABELS = {"layer_idx", "layer_id", "layer_index", "layer_number", "target_name"}
+"""Names under which layers are numbered and named."""
+COMPARED = (int, float, str, bool, type(None), torch.dtype, torch.device, FunctionType, BuiltinFunctionType, type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +83,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A step as it was traced under several plans."""
+    """A step as it was traced under several plans.
+
+    Args:
+        kinds: of its blocks by ``kinds_of``; those that are alike share their seconds.
+    """
 
     workload: Workload
     traces: list[tuple[Plan, StepTrace]]
+    kinds: Mapping[str, Hashable] = field(default_factory=dict)
 
     @property
     def running(self) -> list[str]:
@@ -89,6 +118,7 @@ class Measurement:
             resident_bytes=self.workload.resident_bytes,
             on_cpu=self.workload.device.type == "cpu",
             compiled_memory_ratio=ratio,
+            kinds=self.kinds,
         )
 
 
@@ -98,8 +128,8 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
 
 
 def num_runs(plans: Sequence[Plan]) -> int:
-    """How many forwards and backwards ``measure`` takes on a device."""
-    return len(plans) * (2 + DeviceInstruments.repetitions)
+    """How many forwards and backwards ``measure`` takes on a device at most."""
+    return len(plans) * (2 + MOST_ROUNDS * DeviceInstruments.repetitions)
 
 
 def measure(
@@ -109,6 +139,7 @@ def measure(
     instruments: Instruments | None = None,
     host_budget_bytes: int | None = None,
     on_run: Callable[[], Any] = lambda: None,
+    most_s: float = MOST_S,
 ) -> Measurement:
     """Run the step under each of ``plans`` that the model can run under.
 
@@ -119,7 +150,8 @@ def measure(
         instruments: by default those of the device. ``FakeInstruments`` read a model of fake tensors, which is made and
             run under ``torch._subclasses.FakeTensorMode``.
         host_budget_bytes: of the host, for offloaded tensors; where these take more, offloading is no option.
-        on_run: is called after every run.
+        on_run: is called after every run, and for every run that was not needed.
+        most_s: once the steps have taken so many seconds, no round is added: rule 2 of NOTE [ rounds ].
 
     Raises:
         InputError: the model does not run its blocks once each, stack after stack. The stacks may run in another order
@@ -141,12 +173,89 @@ def measure(
         expected = [name for names in as_they_run(workload.stacks, running) or workload.stacks for name in names]
         for trace in traces.values():
             _check_order(trace.parts, expected)
-        for _ in range(instruments.repetitions):
-            for run, trace in traces.items():
-                parts, seconds = run.timed()
-                _check_order(parts, expected)
-                trace.seconds.append(seconds)
-    return Measurement(workload, [(run.plan, trace) for run, trace in traces.items()])
+        _time_in_rounds(traces, expected, most_s)
+    kinds = _kinds_of_all(workload) if instruments.repetitions else {}
+    return Measurement(workload, [(run.plan, trace) for run, trace in traces.items()], kinds)
+
+
+def _time_in_rounds(traces: dict["_Run", StepTrace], expected: Sequence[str], most_s: float) -> None:
+    """Time every run until the figures agree: NOTE [ rounds ]."""
+    instruments, on_run = next((run.instruments, run.on_run) for run in traces)
+    least, most = instruments.repetitions, MOST_ROUNDS * instruments.repetitions
+    for number in range(most):
+        if number >= least and _are_known(list(traces.values()), most_s):
+            for _ in range((most - number) * len(traces)):
+                on_run()
+            break
+        for run, trace in traces.items():
+            parts, seconds = run.timed()
+            _check_order(parts, expected)
+            trace.seconds.append(seconds)
+
+
+def _are_known(traces: Sequence[StepTrace], most_s: float) -> bool:
+    """Whether no further round is needed, or none may follow."""
+    steps = [trace.step for trace in traces]
+    agree = all(step.noise_s <= AGREE * step.time_s for step in steps)
+    spent_s = sum(sum(run) for trace in traces for run in trace.seconds)
+    return agree or spent_s >= most_s or _num_ranks() > 1
+
+
+def _num_ranks() -> int:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
+
+
+def _kinds_of_all(workload: Workload) -> dict[str, Hashable]:
+    """Of the blocks in lists whose layers can be compared."""
+    names = [name for stack in workload.stacks for name in stack]
+    lists = [list(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
+    found = [(layers, kinds_of(workload.model, layers)) for layers in lists]
+    return {name: kind for layers, kinds in found if kinds for name, kind in zip(layers, kinds, strict=True)}
+
+
+def kinds_of(model: nn.Module, names: Sequence[str]) -> list[Hashable]:
+    """A value for each layer of a list, equal for those that are alike: NOTE [ layers that are alike ].
+
+    None where a block is no module or shares its weights.
+    """
+    try:
+        layers = [model.get_submodule(name) for name in names]
+    except AttributeError:
+        return []
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    if any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters()):
+        return []
+    entries = vars(model.config).values() if hasattr(model, "config") else ()
+    of_each = [entry for entry in entries if isinstance(entry, list | tuple) and len(entry) == len(layers)]
+    return [(_setup(layer), *(_comparable(entry[at]) for entry in of_each)) for at, layer in enumerate(layers)]
+
+
+def _setup(layer: nn.Module) -> Hashable:
+    return tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
+
+
+def _settings(module: nn.Module) -> Hashable:
+    tensors = [(name, _form(tensor)) for name, tensor in (*module._parameters.items(), *module._buffers.items())]
+    return _comparable(vars(module)), tuple(tensors)
+
+
+def _form(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _comparable(value: Any) -> Hashable:
+    """``value`` as something to compare; what has no values to compare is equal to itself alone."""
+    if isinstance(value, COMPARED):
+        return value
+    if isinstance(value, list | tuple | set):
+        return tuple(map(_comparable, value))
+    if isinstance(value, dict):
+        own = {name: one for name, one in value.items() if name not in LABELS}
+        return tuple((name, _comparable(one)) for name, one in own.items() if not isinstance(one, nn.Module | Tensor))
+    if isinstance(value, partial):
+        return value.func, _comparable(value.args), _comparable(value.keywords)
+    return _form(value) if isinstance(value, Tensor) else id(value)
 
 
 def _fits_host(traces: dict["_Run", StepTrace], host_budget_bytes: int | None) -> bool:
@@ -204,7 +313,7 @@ def _check_order(parts: Sequence[Part], expected: Sequence[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredInGroups(Measurement):
     """A step whose blocks were measured group by group; ``traces`` are those of the first group."""
 
@@ -220,6 +329,7 @@ class MeasuredInGroups(Measurement):
             chains[0],
             blocks=tuple(column[group_of.get(column[0].name, 0)] for column in columns),
             resident_bytes=max(chain.resident_bytes for chain in chains),
+            noise_s=max(chain.noise_s for chain in chains),
         )
 
 
@@ -243,8 +353,9 @@ def measure_in_groups(
     names = [name for stack in workload.stacks for name in stack]
     groups = [frozenset(names[first::num_groups]) for first in range(num_groups)]
     of_groups = [[_of_group(plan, group) for plan in plans] for group in groups]
-    found = [measure(workload, one, host_budget_bytes=host_budget_bytes, on_run=on_run) for one in of_groups]
-    return MeasuredInGroups(workload, found[0].traces, groups, found)
+    share = partial(measure, host_budget_bytes=host_budget_bytes, on_run=on_run, most_s=MOST_S / num_groups)
+    found = [share(workload, one) for one in of_groups]
+    return MeasuredInGroups(workload, found[0].traces, found[0].kinds, groups=groups, of_groups=found)
 
 
 def _of_group(plan: Plan, group: frozenset[str]) -> Plan:

@@ -7,17 +7,22 @@ NOTE [ from readings to costs ]
 2. A transient is the highest reading in a part's forward or backward less the bytes that the simulator has live there.
    So the simulated baseline peaks exactly as it was measured, and memory that the chain does not track (a model's own
    variables, say) is in the transients.
-3. Times are medians over repetitions and over blocks of equal bytes, which are taken to be equal.
+3. A block's time is the mean of its faster half of the runs: other processes only ever make a run slower. Blocks that
+   are alike (``kinds_of`` of ``block_costs.py``) and of equal bytes have the median of theirs; so one block that was
+   disturbed is not told apart from its equals. Its noise is the standard error over the runs, by the jackknife (Efron
+   and Stein 1981, "The jackknife estimate of variance", https://doi.org/10.1214/aos/1176345462).
 4. Offloaded tensors pass no hook. Of a block that offloads, the storages that ``activations/offload.py`` leaves on the
    device count as saved; copies under way are in the transients. The last block that offloads never copies and the one
    before it is not waited for, whichever these are, so the largest block counts as resident, twice.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from math import hypot, sqrt
+from statistics import fmean, median
+from typing import NamedTuple
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
 from memsave_recipes.plans.chain import TWICE, BlockCosts, BlockOption, Chain
@@ -27,6 +32,7 @@ from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
 RANDOM_STATE_BYTES = 5056  # of the CPU's generator; every checkpoint keeps it, on the host whatever the device is
 MIN_ADDED = 0.01  # of a block's forward: running an operator twice is not faster, whatever the clock says
+MIN_RUNS = 3  # to tell a noise from
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,41 @@ class StepTrace:
         """The names of the blocks that ran."""
         return [part.block for part in self.parts if part.block is not None]
 
+    @property
+    def step(self) -> "Seconds":
+        """Of the whole step."""
+        return Seconds.of([[sum(run) for run in self.seconds]])
+
+
+class Seconds(NamedTuple):
+    """A time and its noise: rule 3 of the NOTE."""
+
+    time_s: float
+    noise_s: float
+
+    @classmethod
+    def of(cls, alike: Sequence[Sequence[float]]) -> "Seconds":
+        """From the seconds of blocks that are alike, of each one run by run."""
+
+        def time_s(runs: Sequence[int]) -> float:
+            return median(_mean_of_faster_half([block[run] for run in runs]) for block in alike)
+
+        num_runs = len(alike[0])
+        return cls(time_s(range(num_runs)), _standard_error(time_s, num_runs))
+
+
+def _mean_of_faster_half(seconds: Sequence[float]) -> float:
+    return fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
+
+
+def _standard_error(figure: Callable[[Sequence[int]], float], num_runs: int) -> float:
+    """Of a figure of runs, by leaving out each one in turn; 0 where these are too few to say."""
+    if num_runs < MIN_RUNS:
+        return 0.0
+    without_one = [figure([run for run in range(num_runs) if run != left_out]) for left_out in range(num_runs)]
+    mean = fmean(without_one)
+    return sqrt((num_runs - 1) / num_runs * sum((value - mean) ** 2 for value in without_one))
+
 
 def chain_of(
     traces: dict[Action, StepTrace],
@@ -51,6 +92,7 @@ def chain_of(
     resident_bytes: int,
     on_cpu: bool,
     compiled_memory_ratio: float | None,
+    kinds: Mapping[str, Hashable],
 ) -> Chain:
     """The chain of a step that was traced under ``KEEP`` and under other actions.
 
@@ -59,6 +101,7 @@ def chain_of(
         resident_bytes: there all the time.
         on_cpu: whether the state of the random number generator counts, which lives on the host.
         compiled_memory_ratio: of the plan that was traced under ``COMPILE``, if one was.
+        kinds: a value for each block, equal for those that are alike; of blocks without one only the bytes count.
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
     beside = _beside(traces[Action.KEEP].parts)
@@ -70,6 +113,7 @@ def chain_of(
         action: _chain_under_one_action(
             run,
             stack_of,
+            kinds,
             checkpoint_bytes=random_state_bytes if action is Action.SELECT_OPS else 0,
             beside_bytes=sum(beside.values()) if action in TWICE else 0,
         )
@@ -90,6 +134,7 @@ def chain_of(
         span_bytes=random_state_bytes,
         beside_bytes=sum(beside.values()),
         compiled_memory_ratio=compiled_memory_ratio,
+        noise_s=traces[Action.KEEP].step.noise_s,
     )
 
 
@@ -98,7 +143,8 @@ def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> BlockOption:
     added_s = block.forward_s + block.backward_s - kept.forward_s - kept.backward_s
     if action is not Action.COMPILE:
         added_s = max(added_s, MIN_ADDED * kept.forward_s)
-    return replace(block.option(Action.KEEP), action=action, added_s=added_s)
+    noise_s = hypot(*(noise for one in (block, kept) for noise in (one.forward_noise_s, one.backward_noise_s)))
+    return replace(block.option(Action.KEEP), action=action, added_s=added_s, noise_s=noise_s)
 
 
 def _less_beside(blocks: Sequence[BlockCosts], parts: Sequence[Part], beside: Storages) -> list[BlockCosts]:
@@ -115,7 +161,12 @@ def _less_beside(blocks: Sequence[BlockCosts], parts: Sequence[Part], beside: St
 
 
 def _chain_under_one_action(
-    trace: StepTrace, stack_of: dict[str, int], *, checkpoint_bytes: int, beside_bytes: int
+    trace: StepTrace,
+    stack_of: dict[str, int],
+    kinds: Mapping[str, Hashable],
+    *,
+    checkpoint_bytes: int,
+    beside_bytes: int,
 ) -> Chain:
     """As if the action were to keep: with no other option, and nothing resident but ``beside_bytes``.
 
@@ -131,7 +182,7 @@ def _chain_under_one_action(
         for part, own, name, stack in described
     )
     chain = _with_transients(Chain(blocks=blocks, resident_bytes=beside_bytes), trace)
-    return replace(chain, blocks=tuple(_with_seconds(chain.blocks, trace)))
+    return replace(chain, blocks=tuple(_with_seconds(chain.blocks, trace, kinds)))
 
 
 def _without_transients(part: Part, saved_bytes: int, name: str, stack: int | None) -> BlockCosts:
@@ -273,22 +324,35 @@ def _backwards(trace: StepTrace) -> list[tuple[int, int] | None]:
     return [None if part.backward is None else (part.backward, ends[part.backward]) for part in trace.parts]
 
 
-def _with_seconds(blocks: Sequence[BlockCosts], trace: StepTrace) -> Iterator[BlockCosts]:
-    forward = _pooled(blocks, [_seconds(trace, moment) for moment in _forwards(trace)])
-    backward = _pooled(blocks, [_seconds(trace, moment) if moment else [0.0] for moment in _backwards(trace)])
-    for position, block in enumerate(blocks):
-        yield replace(block, forward_s=forward[position], backward_s=backward[position])
+def _with_seconds(
+    blocks: Sequence[BlockCosts], trace: StepTrace, kinds: Mapping[str, Hashable]
+) -> Iterator[BlockCosts]:
+    alike = [
+        (b.stack is None and b.name, kinds.get(b.name), b.output_bytes, b.gradient_bytes, b.options[0].saved_bytes)
+        for b in blocks
+    ]
+    forward = _pooled(alike, [_seconds(trace, moment) for moment in _forwards(trace)])
+    backward = _pooled(alike, [_seconds(trace, moment) for moment in _backwards(trace)])
+    for block, up, down in zip(blocks, forward, backward, strict=True):
+        yield replace(
+            block,
+            forward_s=up.time_s,
+            backward_s=down.time_s,
+            forward_noise_s=up.noise_s,
+            backward_noise_s=down.noise_s,
+        )
 
 
-def _seconds(trace: StepTrace, moment: tuple[int, int]) -> list[float]:
-    start, stop = moment
-    return [sum(run[start:stop]) for run in trace.seconds]
+def _seconds(trace: StepTrace, moment: tuple[int, int] | None) -> list[float]:
+    """Run by run; 0 where a part has no backward."""
+    start, stop = moment or (0, 0)
+    return [sum(run[start:stop], start=0.0) for run in trace.seconds]
 
 
-def _pooled(blocks: Sequence[BlockCosts], seconds: Sequence[Iterable[float]]) -> list[float]:
-    """The median of each block's seconds with those of the blocks that are equal to it."""
-    alike = [(b.stack is None and b.name, b.output_bytes, b.gradient_bytes, b.options[0].saved_bytes) for b in blocks]
-    pools: dict[object, list[float]] = defaultdict(list)
-    for key, values in zip(alike, seconds, strict=True):
-        pools[key] += values
-    return [median(pools[key]) for key in alike]
+def _pooled(alike: Sequence[Hashable], seconds: Sequence[list[float]]) -> list[Seconds]:
+    """Of each block; ``alike`` has equal values for those that share theirs."""
+    pools: dict[Hashable, list[list[float]]] = defaultdict(list)
+    for key, of_block in zip(alike, seconds, strict=True):
+        pools[key].append(of_block)
+    found = {key: Seconds.of(of_blocks) for key, of_blocks in pools.items()}
+    return [found[key] for key in alike]

@@ -62,8 +62,7 @@ class Instruments(Protocol):
 
     @property
     def repetitions(self) -> int:
-        """Timed runs that a median takes; 0 where the readings of memory have the seconds, and nothing has to warm
-        up."""
+        """Timed runs at least; 0 where the readings of memory have the seconds, and nothing has to warm up."""
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """A reading for each boundary; bytes are counted from where the step begins."""

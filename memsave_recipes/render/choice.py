@@ -60,6 +60,7 @@ def show_choice(choice: Choice, *, all_rows: bool = False, remarks: Sequence[str
         console.print(legend(rows))
     print_lines(console, [*omitted(choice, rows), *overhead_lines(choice.chosen or choice.smallest), *remarks])
     if choice.chosen is not None:
+        print_lines(console, rival_lines(choice))
         show_forecast(choice.chosen.forecast, choice.chosen.budget_bytes)
 
 
@@ -149,6 +150,21 @@ def overhead_lines(candidate: Candidate) -> list[str]:
     return [*lines, host_line(candidate)] if candidate.host_bytes else lines
 
 
+def rival_lines(choice: Choice) -> list[str]:
+    """A line on the candidate that is nearest to the chosen one, where their times are within the noise."""
+    chosen, rivals = choice.chosen, choice.rivals
+    if chosen is None or not rivals:
+        return []
+    nearest, noise = min(rivals, key=lambda rival: abs(rival[0].step_s - chosen.step_s))
+    return [
+        f"{_name(chosen)} is as fast as {_name(nearest)} within the noise of the measurement (±{100 * noise:.1f} %)"
+    ]
+
+
+def _name(candidate: Candidate) -> str:
+    return " ".join(filter(None, (candidate.strategy, "at", layout_text(candidate.layout), candidate.loss)))
+
+
 def omitted(choice: Choice, rows: Sequence[Candidate]) -> list[str]:
     """A line that says how many candidates are not in the table, if any are."""
     if len(rows) == len(choice.candidates):
@@ -206,13 +222,14 @@ def draw(forecast: Forecast) -> Table:
 
 
 def summarize(forecast: Forecast, budget_bytes: int) -> str:
-    """The predicted peak and the time of a forward and backward, with the baseline's."""
+    """The predicted peak and the time of a forward and backward, with its noise and the baseline's."""
     peak, baseline_s = forecast.peak, forecast.baseline_s
     where = "the optimizer's update" if peak.phase == "optimizer" else f"the {peak.phase} of {peak.block}"
+    noise = f" ± {1000 * forecast.noise_s:.1f} ms" if forecast.noise_s else ""
     return (
         f"predicted peak {format_bytes(peak.total_bytes)} of {format_bytes(budget_bytes)}, in {where} "
         f"(baseline: {format_bytes(forecast.baseline_peak_bytes)}); forward and backward of a micro-batch "
-        f"{1000 * (baseline_s + forecast.added_s):.1f} ms (baseline: {1000 * baseline_s:.1f} ms, "
+        f"{1000 * (baseline_s + forecast.added_s):.1f} ms{noise} (baseline: {1000 * baseline_s:.1f} ms, "
         f"x{1 + forecast.added_s / baseline_s:.2f})"
     )
 

@@ -1,5 +1,6 @@
 """Which candidate is chosen, what fills it, and what is said when none fits."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,8 @@ from memsave_recipes.planner.savings import Setup, beyond_the_plan, budget_too_s
 from memsave_recipes.planner.search import Candidate, Choice, host_line, open_layouts, search
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.render.choice import fits_text
+from memsave_recipes.plans.simulate import Prediction
+from memsave_recipes.render.choice import fits_text, rival_lines, summarize
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import state_bytes
@@ -91,6 +93,35 @@ def test_the_fastest_that_fits_is_chosen_and_among_equals_the_simplest():
     assert Choice(candidates=(plain, undivided)).chosen is undivided
     assert Choice(candidates=(slow, candidate(seconds=0.5, budget=1))).chosen is slow
     assert Choice(candidates=(candidate(budget=1),)).chosen is None
+
+
+def with_noise(one, part):
+    """Recomputing takes its seconds, give or take this part of them."""
+    blocks = tuple(replace(b, forward_noise_s=part * b.forward_s) for b in one.forecast.chain.blocks)
+    return replace(one, forecast=replace(one.forecast, chain=replace(one.forecast.chain, blocks=blocks)))
+
+
+def test_within_the_noise_the_plan_that_is_surely_no_slower_is_chosen():
+    plain = candidate(size=4)  # 96 s
+    recomputing = candidate(size=8, word="full", seconds=0.72)  # 92 s, 23 s of them in the second run
+    quiet = Choice(candidates=(plain, with_noise(recomputing, 0.05)))
+    assert quiet.chosen.strategy == "full"
+    assert rival_lines(quiet) == quiet.rivals == []
+    loud = Choice(candidates=(plain, with_noise(recomputing, 0.2)))
+    assert loud.chosen is plain
+    assert [(one.strategy, round(noise, 3)) for one, noise in loud.rivals] == [("full", 0.048)]
+    (line,) = rival_lines(loud)
+    assert line == "none at 4 x 4 is as fast as full at 8 x 2 within the noise of the measurement (±4.8 %)"
+    assert Choice(candidates=(candidate(size=4), candidate(size=8))).rivals == []  # the same time, computed
+
+
+def test_the_noise_is_printed_where_there_is_any():
+    one = with_noise(candidate(word="full"), 0.1).forecast  # 24 s and 8 s, 0.8 s of noise
+    assert "32000.0 ms ± 800.0 ms (baseline: 24000.0 ms, x1.33)" in summarize(one, 10**9)
+    assert "±" not in summarize(candidate(word="full").forecast, 10**9)
+    prediction = Prediction.of(one.chain, one.plan)
+    assert json.loads(prediction.to_json())["noise_s"] == pytest.approx(0.8)
+    assert "32000.0 ms ± 800.0 ms (baseline 24000.0 ms)" in str(prediction)
 
 
 def offloading(host_budget=None, size=4):

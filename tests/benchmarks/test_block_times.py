@@ -1,0 +1,24 @@
+"""The verdict on budgets: no slower than with less memory, and the same time when planned again."""
+
+from types import SimpleNamespace
+
+import pytest
+
+
+def planned(spans, noise_s=0.011):
+    """A forecast of x1.1 with this noise."""
+    return SimpleNamespace(plan=SimpleNamespace(spans=spans), noise_s=noise_s, micro_batch_s=1.1, baseline_s=1.0)
+
+
+def test_a_budget_is_held_against_all_smaller_ones_and_against_its_other_plans(load):
+    block_times = load("block_times")
+    ratios = {"a": [1.20, 1.22, 1.21], "b": [1.10] * 3, "c": [1.13] * 3, "d": [1.2] * 3}
+    found = [[planned("a")] * 3, [planned("b"), planned("b"), planned("c")], [planned("c")] * 3]
+    found.append([planned("b"), planned("d", 0.2), planned("b")])
+    rows = block_times.rows_of("ViT", [1, 2, 3, 4], found, ratios)
+    assert [row["time_ratio"] for row in rows] == [1.21, 1.10, 1.13, 1.10]
+    assert [round(row["slower_pct"], 1) for row in rows] == [0, 0, 2.7, 0]
+    assert [round(row["spread_pct"], 1) for row in rows] == [0, 2.7, 0, 9.1]
+    assert [row["noise_pct"] for row in rows] == pytest.approx([1, 1, 1, 100 * 0.2 / 1.1])
+    assert [row["num_plans"] for row in rows] == [1, 2, 1, 2]
+    assert block_times.verdict(rows) == {"budgets": 4, "no_slower": 3, "alike": 3}
