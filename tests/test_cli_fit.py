@@ -9,7 +9,7 @@ import pytest
 from memsave_recipes.cli import main
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import ladder
-from memsave_recipes.planner.subject import IMAGES, LANGUAGE, TEXTS, find_subject
+from memsave_recipes.planner.ladder import IMAGES, LANGUAGE, TEXTS, find_subject
 from memsave_recipes.planner.task import read_task
 
 ROOT = Path(__file__).parents[1]

@@ -18,8 +18,7 @@ from memsave_recipes.text import GIB, format_bytes, gib_that_suffice, to_gib
 if TYPE_CHECKING:
     from memsave_recipes.cli.request import PlanRequest
     from memsave_recipes.estimation.targets import Target
-    from memsave_recipes.planner.ladder import Rung
-    from memsave_recipes.planner.subject import Subject
+    from memsave_recipes.planner.ladder import Rung, Subject
     from memsave_recipes.planner.task import Launch, Task
 
 FORMAT_VERSION = 1
@@ -150,7 +149,7 @@ class _Page:
 
     def add(self, rung: "Rung", write: Callable[[str], object]) -> None:
         """A rung is known."""
-        from memsave_recipes.render.fit import heading, row
+        from memsave_recipes.render.choice import heading, row
 
         if not self.rungs and not self.quiet:
             write(f"{self.word}, {self.subject.recipe}, for {self.request_of(rung).place}\n\n{heading()}")
@@ -229,7 +228,7 @@ def _open_page(arguments: argparse.Namespace) -> _Page:
         InputError: an unknown model or device, or a value out of range.
     """
     from memsave_recipes.planner.budget import usable_bytes
-    from memsave_recipes.planner.subject import find_subject
+    from memsave_recipes.planner.ladder import find_subject
     from memsave_recipes.planner.task import Launch
 
     for flag in ("length", "image_size", "global_batch_size", "micro_batch_size"):

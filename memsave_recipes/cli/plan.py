@@ -89,7 +89,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _take_largest(arguments: argparse.Namespace) -> int:
     """The largest value of ``--largest`` that fits, now among the recipe's flags."""
-    from memsave_recipes.cli.largest import with_largest
+    from memsave_recipes.cli.request import with_largest
 
     arguments.flags, value = with_largest(arguments)
     return value

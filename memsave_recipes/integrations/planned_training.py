@@ -33,9 +33,16 @@ from memsave_recipes.activations.compiled import CompiledLayer
 from memsave_recipes.activations.spans import LayerInSpan, SpannedLayer, SpannedSequence
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import StaticMemory
-from memsave_recipes.planner.make_plan import Progress, call, loss_of, names_of, plan_step, static_of
-from memsave_recipes.planner.optimizer_state import torch_optimizer
-from memsave_recipes.planner.ranks import Ranks
+from memsave_recipes.planner.make_plan import (
+    Progress,
+    Ranks,
+    call,
+    loss_of,
+    names_of,
+    plan_step,
+    static_of,
+    torch_optimizer,
+)
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.profiling.block_costs import Workload

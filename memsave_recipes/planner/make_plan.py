@@ -2,14 +2,24 @@
 
 ``make_plan`` is for a model with a batch; ``plan_step`` for any forward that ends in a loss, on one rank or on several,
 which then take the same plan.
+
+The state of an optimizer that is there already is counted. That of an optimizer which has not stepped yet is made on
+torch's ``meta`` device, where tensors have no memory: a copy of the optimizer steps a parameter of each shape.
+
+``Ranks`` asks ``torch.distributed`` alone, so the ranks may be those of Accelerate, of Lightning or of a script; every
+method is called on all of them. The recipes have ``memsave_recipes.distributed`` for the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -24,15 +34,78 @@ from memsave_recipes.planner.budget import (
     plans_to_measure,
     usable_host_bytes,
 )
-from memsave_recipes.planner.optimizer_state import state_bytes_of, torch_optimizer, update_bytes_of
-from memsave_recipes.planner.ranks import Ranks
 from memsave_recipes.planner.trial_step import MAX_TRIALS, group_counts, step_bytes, with_smaller_ratio
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
-from memsave_recipes.profiling.memory import empty_cache
+from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, gib_that_suffice, to_gib
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a training; by default a process that is alone."""
+
+    rank: int = 0
+    number: int = 1
+
+    @classmethod
+    def of_world(cls) -> "Ranks":
+        """Those of the default process group, if there is one."""
+        grouped = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank(), dist.get_world_size()) if grouped else cls()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that prints."""
+        return self.rank == 0
+
+    def of_first(self, action: Callable[[], T]) -> T:
+        """What the first rank's ``action()`` returns, on all ranks.
+
+        Raises:
+            InputError, RuntimeError: on all ranks, where the first one failed.
+        """
+        result: T | None = self.attempt(lambda: action() if self.is_first else None)
+        found: T = self._of_all(result)[0]
+        return found
+
+    def largest(self, number: int) -> int:
+        """The largest number of all ranks."""
+        of_ranks: list[int] = self._of_all(number)
+        return max(of_ranks)
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """``action()`` of this rank; ``None`` on all ranks, where one of them ran out of memory.
+
+        Raises:
+            InputError, RuntimeError: on all ranks, where one failed otherwise; its own error on that one.
+        """
+        result, failed, other = None, False, None
+        try:
+            result = action()
+        except Exception as error:  # not kept where memory is out: its frames hold the tensors of the failed step
+            failed, other = (True, None) if is_out_of_memory(error) else (False, error)
+        told = None if other is None else (isinstance(other, InputError), str(other) or type(other).__name__)
+        of_ranks = self._of_all((failed, told))
+        try:
+            if other is not None:
+                raise other
+        finally:
+            other = None  # it holds this frame, which would hold it, and the tensors of both, until they are collected
+        for is_mistake, message in (told for _, told in of_ranks if told):
+            raise InputError(message) if is_mistake else RuntimeError(f"another rank failed: {message}")
+        return None if any(failed for failed, _ in of_ranks) else result
+
+    def _of_all(self, value: Any) -> list[Any]:
+        found = [value] * self.number
+        if self.number > 1:
+            dist.all_gather_object(found, value)
+        return found
+
 
 ALONE = Ranks()
 
@@ -274,3 +347,61 @@ def loss_of(output: Any) -> Tensor:
         return loss
     first: Tensor = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     return first if first.ndim == 0 else first.float().sum()
+
+
+ASSUMED_COPIES = 2
+"""Of a parameter, in the state of an optimizer that cannot step on the ``meta`` device: those of AdamW."""
+PLAIN = {"fused": False, "foreach": False, "capturable": False}
+"""Options of torch's optimizers that choose a kernel for a device, and change no state but a few bytes of counters."""
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer inside the wrappers of Accelerate, Lightning and Fabric."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    found: Optimizer = optimizer
+    return found
+
+
+def state_bytes_of(optimizer: Optimizer) -> int:
+    """The bytes of the state after a step; leaves the optimizer as it is."""
+    there = sum(_bytes(state) for state in optimizer.state.values())
+    return there or sum(_bytes_to_come(optimizer, group, shape) for group, shape in _parameters(optimizer))
+
+
+def update_bytes_of(optimizer: Optimizer) -> int:
+    """Temporaries of a step: a copy of all parameters where the device's update is neither fused nor by parameter.
+
+    That is what torch's documentation of ``foreach`` states, which is the default of its optimizers on CUDA.
+    """
+    return sum(
+        parameter.nbytes
+        for group, parameter in _parameters(optimizer)
+        if parameter.is_cuda and not group.get("fused") and group.get("foreach", False) is not False
+    )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    return ((group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+
+
+def _bytes_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
+    alone = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
+    alone.grad = torch.empty_like(alone)
+    options = {name: PLAIN.get(name, value) for name, value in group.items()}
+    twin = copy.copy(optimizer)
+    vars(twin).update(
+        state=defaultdict(dict),
+        param_groups=[{**options, "params": [alone]}],
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    stepped = False
+    with suppress(Exception):  # a kernel of the device, after the state has been made
+        type(optimizer).step(twin)  # not the instance's, which a schedule may have bound to the optimizer itself
+        stepped = True
+    return _bytes(twin.state[alone]) if stepped or twin.state[alone] else ASSUMED_COPIES * parameter.nbytes
+
+
+def _bytes(state: dict[str, Any]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""The planner's choice in the terminal: its candidates as a table, and the blocks of the chosen plan.
+"""The planner's choice in the terminal: its candidates, the blocks of the chosen plan, and the rows of ``memsave fit``.
 
 The baseline, in tables and texts, is the same micro-batch without checkpointing (``none``).
 """
@@ -6,6 +6,7 @@ The baseline, in tables and texts, is the same micro-batch without checkpointing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,9 @@ from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
 from memsave_recipes.render import new_console, new_table, print_lines
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
 from memsave_recipes.training.batch_layout import BatchLayout
+
+if TYPE_CHECKING:
+    from memsave_recipes.planner.ladder import Rung  # needs an extra
 
 BAR_COLUMNS = 24  # of the longest bar
 BLOCK_BAR_COLUMNS = 16
@@ -290,3 +294,40 @@ def _block_bar(saved: float, baseline: float) -> str:
     """Full characters for saved bytes, dots for those that only the baseline saves."""
     filled, dotted = round(BLOCK_BAR_COLUMNS * saved), round(BLOCK_BAR_COLUMNS * baseline)
     return "█" * filled + "·" * max(0, dotted - filled)
+
+
+HEADINGS = ("", "micro x acc.", "loss", "plan", "needed", "step", "time", "fits", "changes")
+WIDTHS = (25, 12, 8, 10, 9, 9, 6, 15, 0)
+RIGHT = {"needed", "step", "time"}
+
+
+def heading() -> str:
+    """The names of the columns, above a line."""
+    names = _line(HEADINGS)
+    return f"{names}\n {'─' * (sum(WIDTHS) + 2 * len(WIDTHS))}"
+
+
+def row(rung: "Rung", first: "Rung") -> str:
+    """A rung; its time as a multiple of the first one's."""
+    candidate = rung.candidate
+    cells = (
+        rung.name,
+        layout_text(candidate.layout),
+        candidate.loss or "",
+        candidate.strategy,
+        format_bytes(candidate.needed_bytes),
+        format_seconds(candidate.step_s),
+        f"x{candidate.step_s / first.candidate.step_s:.2f}",
+        fits_text(candidate),
+        rung.changes or (f"{format_bytes(candidate.host_bytes)} on the host" if candidate.host_bytes else ""),
+    )
+    return _line(cells)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " " + "  ".join(_aligned(cells)).rstrip()
+
+
+def _aligned(cells: Sequence[str]) -> Iterator[str]:
+    for name, width, cell in zip(HEADINGS, WIDTHS, cells, strict=True):
+        yield cell.rjust(width) if name in RIGHT else cell.ljust(width)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
 import memsave_recipes as memsave
-from memsave_recipes.planner.optimizer_state import state_bytes_of
+from memsave_recipes.planner.make_plan import state_bytes_of
 from memsave_recipes.profiling.breakdown import break_down_peak
 from memsave_recipes.text import GIB
 

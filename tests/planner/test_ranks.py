@@ -3,7 +3,7 @@
 import torch
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.ranks import Ranks
+from memsave_recipes.planner.make_plan import Ranks
 
 
 def outcomes_together(accelerator):
