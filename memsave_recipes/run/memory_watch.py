@@ -192,7 +192,7 @@ class MemoryWatch:
 
 def full_steps(steps: range, order: SampleOrder) -> tuple[int, int]:
     """The first step of ``steps`` with as many samples as any, and the next one, or the same where there is none."""
-    first = max(steps[: order.steps_per_epoch], key=order.num_samples_in)
+    first = max(steps[: order.steps_per_epoch], key=order.num_samples_in, default=steps.start)
     later = (step for step in steps if step > first and order.num_samples_in(step) == order.num_samples_in(first))
     return first, next(later, first)
 

@@ -267,3 +267,10 @@ def test_a_short_last_step_of_an_epoch_is_not_measured(run_on_ranks, num_steps, 
 def test_a_run_that_goes_on_at_a_short_step_measures_the_next_ones(run_on_ranks):
     ((_, results, _),) = run_on_ranks(partial(train, first_step=1, num_steps=6, global_batch_size=8), 1)
     assert results["memory"]["instrumented_step"] == 5
+
+
+def test_a_run_without_a_step_has_none_to_measure(run_on_ranks):
+    """It evaluates a saved model, or had ended before."""
+    ((rows, results, _),) = run_on_ranks(partial(train, first_step=6, num_steps=6), 1)
+    assert rows == []
+    assert "peak_allocated_gib" not in results["memory"]
