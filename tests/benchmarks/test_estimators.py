@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+KEPT_BY_CALLER = 4
+"""Bytes of a loss in a process where a graph could not be compiled: ``errors_pct`` of test_prediction.py."""
+
 
 @pytest.fixture(scope="module")
 def benchmark(load):
@@ -39,7 +42,8 @@ def test_each_answers_for_the_same_steps_or_not_at_all(benchmark, tmp_path, caps
     assert found["one byte"]["answers"] == found["one byte"]["too_low"] == 4
     assert found["one byte"]["worst_pct"] == pytest.approx(-100, abs=0.001)
     assert found["inputs"]["answers"] == 2
-    assert found["memsave_recipes"]["too_low"] == 0
+    errors = [row["estimates"][benchmark.OURS] - row["real_bytes"] for row in rows.values()]
+    assert min(errors) >= -KEPT_BY_CALLER
     assert found["memsave_recipes"]["worst_pct"] < 10
     assert json.loads((tmp_path / "estimators-cpu.json").read_text())["summary"] == found
     page = (tmp_path / "estimators-cpu.md").read_text()
