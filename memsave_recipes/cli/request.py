@@ -341,8 +341,8 @@ def to_json(record: Mapping[str, Any]) -> str:
 
 BLOCK, MICRO, GLOBAL = "block_size", "micro_batch_size", "global_batch_size"
 NAMES = (BLOCK, MICRO, GLOBAL)
-TOKENS = 64
-MOST = 2**20
+TOKENS_APART = 64
+NO_LIMIT = 2**20
 
 
 def with_largest(arguments: argparse.Namespace) -> tuple[tuple[str, ...], int]:
@@ -352,7 +352,7 @@ def with_largest(arguments: argparse.Namespace) -> tuple[tuple[str, ...], int]:
         InputError: the recipe has no such flag, another one rules it out, or not even the smallest value fits.
     """
     request, name = read_request(arguments), str(arguments.largest)
-    step = TOKENS if name == BLOCK else 1
+    step = TOKENS_APART if name == BLOCK else 1
     begin, most = _begin(request, name) // step, _most(request, name) // step
 
     with tqdm(desc=f"largest {name}", unit="value", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=None) as bar:
@@ -397,10 +397,10 @@ def _most(request: PlanRequest, name: str) -> int:
     if name == MICRO:
         return ceil(request.task.run.global_batch_size / request.launch.num_processes)
     if name == GLOBAL:
-        return MOST
+        return NO_LIMIT
     config = getattr(fake_model(request.task.build_model), "config", None)
     positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else MOST
+    return positions if isinstance(positions, int) and positions > 0 else NO_LIMIT
 
 
 def _flags(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:

@@ -209,7 +209,7 @@ def add_predict(parser: argparse.ArgumentParser) -> None:
 
 def _predict(arguments: argparse.Namespace) -> None:
     from memsave_recipes.inference import PredictArguments, load_on, predict, read_inputs
-    from memsave_recipes.render import show
+    from memsave_recipes.render import show_predictions
 
     flags = PredictArguments(
         batch_size=arguments.batch_size,
@@ -225,4 +225,4 @@ def _predict(arguments: argparse.Namespace) -> None:
         for row in rows:
             print(json.dumps(row, ensure_ascii=False))
     else:
-        show(rows)
+        show_predictions(rows)

@@ -1,4 +1,4 @@
-"""Tables, HTML pages and plots of plans and of compared runs; here the terminal's width and the form of its tables."""
+"""Tables, HTML pages and plots of plans and of compared runs; here what all tables share."""
 
 import re
 import shutil
@@ -48,7 +48,7 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
+def show_predictions(rows: Sequence[dict[str, Any]]) -> None:
     """Prints the rows of ``inference.predict``."""
     is_generated = any("generated_text" in row for row in rows)
     table = new_table()
