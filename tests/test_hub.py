@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
-import evaluate
 import pytest
 import torch
 from datasets.packaged_modules.parquet.parquet import Parquet
@@ -19,8 +18,8 @@ from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_
 from memsave_recipes.data.text.tokenizers import load_tokenizer
 from memsave_recipes.data.vision.images import ImageDataArguments, read_images
 from memsave_recipes.errors import InputError
-from memsave_recipes.metrics import METRICS
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
+from memsave_recipes.training.evaluation import Classification
 
 COMMIT = "0" * 40
 NAME = "some/name"
@@ -117,7 +116,7 @@ def test_what_is_at_hand_asks_nobody(serve, tmp_path):
     image_processor_config(folder)
     load_documents(TextArguments(train_file=[str(path)]))
     load_labelled_text(LabelledTextArguments(dataset=None, train_file=[str(path)], validation_file=[str(path)]))
-    evaluate.load(str(METRICS))
+    Classification()
     assert served.requests == []
 
 

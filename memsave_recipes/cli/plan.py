@@ -12,7 +12,7 @@ from memsave_recipes.errors import packages_of
 
 if TYPE_CHECKING:
     from memsave_recipes.cli.request import PlanRequest
-    from memsave_recipes.planner.frontier import FrontierPoint
+    from memsave_recipes.planner.task import FrontierPoint
 
 
 def add_recipes(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +53,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         to_json,
         with_progress,
     )
-    from memsave_recipes.planner.frontier import points_of
-    from memsave_recipes.planner.task import choose_for_target
+    from memsave_recipes.planner.task import choose_for_target, points_of
     from memsave_recipes.render.choice import best_rows, show_choice
     from memsave_recipes.render.frontier import plan_page
 
@@ -117,8 +116,7 @@ def _frontier(arguments: argparse.Namespace) -> None:
         to_json,
         with_progress,
     )
-    from memsave_recipes.planner.frontier import every_strategy, points_of
-    from memsave_recipes.planner.task import choose_for_target
+    from memsave_recipes.planner.task import choose_for_target, every_strategy, points_of
     from memsave_recipes.render.frontier import frontier_page, show_points
 
     request = read_request(arguments)

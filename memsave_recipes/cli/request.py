@@ -29,10 +29,9 @@ from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.estimation.targets import Target, target_of
 from memsave_recipes.planner.budget import usable_bytes
-from memsave_recipes.planner.frontier import FrontierPoint, run_points
 from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import Candidate, Choice, open_layouts
-from memsave_recipes.planner.task import Launch, Task, choose_for_target, read_task
+from memsave_recipes.planner.task import FrontierPoint, Launch, Task, choose_for_target, read_task, run_points
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.text import GIB, to_gib
 from memsave_recipes.training.arguments import AUTO, MAX_GIB

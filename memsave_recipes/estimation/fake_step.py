@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.flop_counter import flop_registry
 
 from memsave_recipes.profiling.breakdown import Allocation, record_allocations
-from memsave_recipes.profiling.flops import CONVOLUTIONS, FORMULAS
+from memsave_recipes.profiling.throughput import CONVOLUTIONS, FORMULAS
 from memsave_recipes.profiling.trace_events import Meter, Reading
 
 aten = torch.ops.aten

@@ -1,6 +1,6 @@
 """The device that a step is planned for, which need not be here: its rates, its memory, its allocator.
 
-Rates are the vendors' own: FLOP/s from ``profiling/flops.py``, bandwidths below. So a time made of them is the
+Rates are the vendors' own: FLOP/s from ``profiling/throughput.py``, bandwidths below. So a time made of them is the
 shortest that the device could take: compare two plans by it, and do not expect the seconds.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import Rates
-from memsave_recipes.profiling.flops import CARDS, PCIE_3, PCIE_4, PCIE_5, PEAK_TFLOPS, Card, peak_flops
+from memsave_recipes.profiling.throughput import CARDS, PCIE_3, PCIE_4, PCIE_5, PEAK_TFLOPS, Card, peak_flops
 from memsave_recipes.text import GIB, MIB
 
 MAX_MEMORY_GIB = 100_000
@@ -104,8 +104,8 @@ class _Sheet:
 
 
 # Bandwidths as the vendors state them; those of P100, V100, A10, A10G, A16, A30, A40, L4, L40, L40S, MI210, MI325X and
-# RX 7900 XTX stand in the documents that ``profiling/flops.py`` names. Sizes are those that torch finds, rounded down:
-# the total capacity in public reports of its out-of-memory errors (A30: google/RB-Modulation#5, L40:
+# RX 7900 XTX stand in the documents that ``profiling/throughput.py`` names. Sizes are those that torch finds, rounded
+# down: the total capacity in public reports of its out-of-memory errors (A30: google/RB-Modulation#5, L40:
 # QwenLM/Qwen3-VL#2097), or what TensorFlow or the driver found (GiB: P100 15.90, V100 with 16 GB 15.75, A10G 22.06;
 # MiB: MI210 65,520, RX 7900 XTX 24,560). Assumed: A2 and A16 (as a T4; their drivers find 15,356 MiB), MI250X (as
 # MI210), MI325X (as MI300X, 16 MiB less than the box), and the link of an A16 to its host.

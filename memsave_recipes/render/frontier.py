@@ -9,8 +9,8 @@ from html import escape
 
 from rich.table import Table
 
-from memsave_recipes.planner.frontier import FrontierPoint
 from memsave_recipes.planner.search import Candidate
+from memsave_recipes.planner.task import FrontierPoint
 from memsave_recipes.render import new_console, new_table, print_lines
 from memsave_recipes.render.charts import (
     Axis,

@@ -21,10 +21,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import Tensor, nn
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.profiling.clock import StepClock
-from memsave_recipes.profiling.flops import ModelFlops, utilization_pct
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import preserve_state
+from memsave_recipes.profiling.throughput import ModelFlops, StepClock, utilization_pct
 from memsave_recipes.run.failures import RunSettings
 from memsave_recipes.run.memory_watch import MemoryWatch, largest_in_gib
 from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids

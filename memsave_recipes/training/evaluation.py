@@ -11,12 +11,23 @@ from torch import Tensor, nn
 from torch.utils.data.dataloader import default_collate
 from tqdm import tqdm
 
+from memsave_recipes.errors import packages_of
 from memsave_recipes.losses import IGNORED_LABEL
-from memsave_recipes.metrics import classification_metrics
 from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.training.batching import Batch, make_loader
 
+with packages_of("vision,text", "accuracies"):
+    import datasets
+    import evaluate
+
 BAR_AFTER_S = 5
+
+_DESCRIPTION = """
+The share of predictions that equal their references, and F1, the harmonic mean of precision and recall: from 0 to 1.
+With ``average="binary"`` F1 is that of class 1, as ``f1``, which is what GLUE reports; with ``"macro"`` the mean over
+all classes that occur, each counting the same, as ``f1_macro``; with ``None``, the default, there is no F1.
+"""
+_INPUTS = "predictions and references: class indices, equally many; average: None (default), binary or macro"
 
 
 def evaluation_batches(
@@ -91,5 +102,23 @@ def evaluate_classifier(
         references += expected.tolist()
     model.train()
     average = ("binary" if num_classes == 2 else "macro") if with_f1 else None
-    figures = classification_metrics(predictions, references, average=average)
+    figures = Classification().compute(predictions=predictions, references=references, average=average)
     return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
+
+
+class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # evaluate has no types
+    """Accuracy and scikit-learn's F1, a metric of ``evaluate`` without a network; a class that is never right has 0."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
+        return evaluate.MetricInfo(description=_DESCRIPTION, citation="", inputs_description=_INPUTS, features=features)
+
+    def _compute(self, predictions: list[int], references: list[int], average: str | None = None) -> dict[str, float]:
+        matches = sum(int(p == r) for p, r in zip(predictions, references, strict=True))
+        figures = {"accuracy": matches / len(references)}
+        if average is not None:
+            from sklearn.metrics import f1_score
+
+            score = f1_score(references, predictions, average=average, zero_division=0)
+            figures["f1" if average == "binary" else f"f1_{average}"] = float(score)
+        return figures

@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.compiled import Region
 from memsave_recipes.plans import Action, Plan, Span
-from memsave_recipes.profiling.flops import ModelFlops
 from memsave_recipes.profiling.memory import SavedTensors
+from memsave_recipes.profiling.throughput import ModelFlops
 
 pytestmark = pytest.mark.usefixtures("kernels_can_be_compiled")
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from memsave_recipes.planner.budget import Forecast, StaticMemory
-from memsave_recipes.planner.frontier import points_of
 from memsave_recipes.planner.search import Candidate, Choice
+from memsave_recipes.planner.task import points_of
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.render.choice import BAR_COLUMNS, bar, best_rows, grouped_parts, show_choice

@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.losses import linear_cross_entropy
 from memsave_recipes.models.image_classifiers import MODELS
-from memsave_recipes.profiling import flops as flops_module
-from memsave_recipes.profiling.flops import ModelFlops
+from memsave_recipes.profiling import throughput
+from memsave_recipes.profiling.throughput import ModelFlops
 
 LAYERS, WIDTH, LENGTH, VOCABULARY, BATCH = 2, 256, 128, 1024, 2
 
@@ -162,10 +162,10 @@ def matmul_settings():
 def test_float32_factors_count_as_what_the_settings_let_a_gpu_make_of_them(matmul_settings, setting, expected):
     on_gpu = SimpleNamespace(dtype=torch.float32, is_cuda=True)
     matmul_settings.fp32_precision = setting
-    assert flops_module._precision(torch.ops.aten.mm, on_gpu) == expected
-    assert flops_module._precision(torch.ops.aten.convolution, on_gpu) == "tf32"  # torch's own setting
+    assert throughput._precision(torch.ops.aten.mm, on_gpu) == expected
+    assert throughput._precision(torch.ops.aten.convolution, on_gpu) == "tf32"  # torch's own setting
     half = SimpleNamespace(dtype=torch.float16, is_cuda=True)
-    assert flops_module._precision(torch.ops.aten.mm, half) == "float16"
+    assert throughput._precision(torch.ops.aten.mm, half) == "float16"
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="its meta device does not know the product")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memsave_recipes.profiling.flops import PEAK_TFLOPS, peak_flops, utilization_pct
+from memsave_recipes.profiling.throughput import PEAK_TFLOPS, peak_flops, utilization_pct
 
 H100 = "NVIDIA H100 80GB HBM3"
 

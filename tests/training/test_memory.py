@@ -11,7 +11,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.plans import Plan
-from memsave_recipes.profiling import flops
+from memsave_recipes.profiling import throughput
 from memsave_recipes.run import memory_watch
 from memsave_recipes.run.failures import RunSettings
 from memsave_recipes.run.folder import begin_run
@@ -186,7 +186,7 @@ def test_the_flops_of_a_sample_depend_on_no_batch_layout(run_on_ranks, num_ranks
 
 
 def train_on_a_known_device(accelerator):
-    flops.PEAK_TFLOPS[".*"] = {"float32": 1e-6}  # a megaflop
+    throughput.PEAK_TFLOPS[".*"] = {"float32": 1e-6}  # a megaflop
     return train(accelerator)
 
 
