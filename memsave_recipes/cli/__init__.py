@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memsave_recipes.cli.fit import add_fit
-from memsave_recipes.cli.plan import add_frontier, add_plan, add_recipes
+from memsave_recipes.cli.plan import add_fit, add_frontier, add_plan, add_recipes
 from memsave_recipes.cli.runs import add_compare, add_dashboard, add_predict, add_workspace
 from memsave_recipes.errors import InputError, check_words
 

@@ -2,11 +2,27 @@
 
 ``fake_model`` and ``fake_batch`` make fake tensors: shapes, dtypes and storages with no memory behind them, which
 autograd and every operator work on as if they were real. They report the CPU as their device, whatever the target is,
-as a torch that was built without CUDA knows no other; ``kernels.py`` puts the target's kernels in place of the CPU's.
+as a torch that was built without CUDA knows no other; ``cuda_kernels`` puts CUDA's kernels in place of the CPU's: the
+tensors that they save for backward and allocate.
 
 Offloading runs the engine of ``activations/offload.py``, with copies that only take time. They travel one after the
 other at the rate of the link to the host, in parallel with the operators; waiting for one sets the clock forward to its
 end. So transients and added seconds of a block that offloads come from the code that a device runs.
+
+NOTE [ where CUDA differs ]
+1. Attention: torch takes its flash kernel for half precision without a mask (from Ampere on), the memory-efficient one
+   for float32 or with a mask, and writes the scores out where neither can (a head's size, keys that heads share).
+   The two fused ones save queries, keys, values, output and one float32 a row. A boolean mask becomes one of the
+   queries' dtype in every layer, and the memory-efficient kernel pads its rows to a multiple of 16.
+   (``attention.cpp`` and ``cuda/sdp_utils.cpp`` in ATen/native/transformers. On Hopper and B200 cuDNN's kernel comes
+   first since cuDNN 9.15.1; it saves the same, but does not pad masks.)
+2. Autocast: CUDA casts the inputs of norms, losses, powers and softmax to float32 (``AT_FORALL_FP32`` in
+   ATen/autocast_mode.h), the CPU leaves most of them in bfloat16.
+3. Dropout saves a mask of one byte an element, the CPU's one of the input's dtype.
+4. ``tensor.is_cuda`` is true.
+Not known without the device, and so left out: the workspaces of cuDNN's convolutions (it chooses among algorithms; 0 to
+some hundred MiB; where one finds no memory, torch tries the next: ``try_plans`` in ATen/native/cudnn/Conv_v8.cpp), and
+the scratch of sorts and reductions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +31,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
-from memsave_recipes.estimation.fake_step import FakeInstruments, SimulatedClock, Workspaces
-from memsave_recipes.estimation.kernels import CudaWorkspaces, cuda_kernels
+from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
 from memsave_recipes.estimation.repeats import Irregular, expanded, find_repeats, left_out
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.plans import Action, Plan
@@ -29,6 +47,10 @@ from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 
 M = TypeVar("M", bound=nn.Module)
 CPU = torch.device("cpu")
+HALF = (torch.bfloat16, torch.float16)
+LARGEST_FLASH_HEAD = 256
+MASK_ALIGNMENT = 16  # elements of a row of a mask
+FLASH_BLOCK = 128  # rows that the backward of flash attention rounds up to
 
 
 def fake_model(build: Callable[[], M]) -> M:
@@ -166,3 +188,184 @@ def _fake_mode_of(model: nn.Module) -> FakeTensorMode:
     parameter = next(model.parameters())
     assert isinstance(parameter, FakeTensor), "a model that fake_model made"
     return parameter.fake_mode
+
+
+aten = torch.ops.aten
+
+# fmt: off
+FLOAT32_UNDER_AUTOCAST = frozenset({
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+    "sinh", "tan", "pow", "__pow__", "__rpow__", "softplus", "layer_norm", "native_layer_norm", "rms_norm",
+    "group_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "cross_entropy",
+    "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
+    "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",
+    "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "interpolate", "upsample",
+})
+"""Of AT_FORALL_FP32, by the names of the Python functions. Losses that are made of others are cast at once."""
+# fmt: on
+
+FLOAT32_RESULT_UNDER_AUTOCAST = frozenset({"prod", "softmax", "log_softmax", "cumprod", "cumsum", "sum"})
+"""Of AT_FORALL_FP32_SET_OPT_DTYPE: these cast by themselves when they are told the dtype of their result."""
+
+
+@contextmanager
+def cuda_kernels(target: Target) -> Iterator[None]:
+    """Inside, the fake tensors of the CPU go through the kernels of a CUDA target; nothing changes for a CPU."""
+    if target.device_type == "cpu":
+        yield
+    else:
+        with _CudaKernels(target.has_flash_attention):
+            yield
+
+
+class CudaWorkspaces:
+    """The workspaces of fused attention's backward, by flash_api.cpp and attention_backward.cu."""
+
+    def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
+        """Its workspace and its results; ``None`` for other operators."""
+        if func is aten._scaled_dot_product_flash_attention_backward.default:
+            return KernelRun(_flash_backward_bytes(*args[1:3]), ())
+        if func is aten._scaled_dot_product_efficient_attention_backward.default:
+            return KernelRun(_efficient_backward_bytes(*args[1:4]), ())
+        return None
+
+
+def _flash_backward_bytes(query: Tensor, key: Tensor) -> int:
+    """Gradients of query, key and value; sums for that of the query in float32, and one float32 a row; where heads
+    share keys, gradients of keys and values for every head."""
+    batch, heads, length, head_size = query.shape
+    rows = rounded_up(length, FLASH_BLOCK)
+    padded = rounded_up(head_size, 32 if head_size <= 128 else 64)
+    in_float32 = 4 * batch * heads * rows * (padded + 1)
+    of_every_head = 2 * batch * heads * key.shape[2] * head_size * key.element_size() if key.shape[1] != heads else 0
+    return query.nbytes + 2 * key.nbytes + in_float32 + of_every_head
+
+
+def _efficient_backward_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Gradients of query, key and value, one float32 a row; in float32 the product that this is the sum of."""
+    batch, heads, length, _ = query.shape
+    rows = batch * heads * length
+    product = 4 * rows * value.shape[-1] if query.dtype == torch.float32 else 0
+    return query.nbytes + key.nbytes + value.nbytes + 4 * rows + product
+
+
+class _CudaKernels(TorchFunctionMode):
+    """See NOTE [ where CUDA differs ]."""
+
+    def __init__(self, has_flash_attention: bool) -> None:
+        super().__init__()
+        self.has_flash_attention = has_flash_attention
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return attention(*args, **kwargs, flash=self.has_flash_attention)
+        if func is Tensor.backward:
+            with self:  # a recomputation runs in the same way
+                return _backward(args[0])
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if func == _IS_CUDA:
+            return True
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = _under_autocast(getattr(func, "__name__", ""), args, kwargs)
+        return func(*args, **kwargs)
+
+
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+def _backward(loss: Tensor) -> None:
+    """``loss.backward()`` by the engine itself: torch's own function would end up in the mode again."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def _under_autocast(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if name in FLOAT32_UNDER_AUTOCAST:
+        args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+    elif name in FLOAT32_RESULT_UNDER_AUTOCAST and isinstance(args[0], Tensor) and args[0].dtype in HALF:
+        kwargs = kwargs if kwargs.get("dtype") else {**kwargs, "dtype": torch.float32}
+    return args, kwargs
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in HALF else tensor
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not training or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    flash: bool,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` by the kernel that CUDA would take; rule 1 of NOTE [ where CUDA differs ].
+
+    Args:
+        query, key, value: (B, H, T, D).
+        attn_mask: (..., T, S).
+        flash: whether the device has the flash kernel.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        attn_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(dtype)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+    with torch.autocast("cpu", enabled=False):
+        if flash and attn_mask is None and _flash_can(query, key, value):
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if _efficient_can(query, key, value):
+            mask = None if attn_mask is None else _aligned(attn_mask, query, key)
+            outputs = aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, query.requires_grad, dropout_p, is_causal, scale=scale
+            )
+        else:
+            outputs = aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+    attended: Tensor = outputs[0]
+    return attended
+
+
+def _flash_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    same_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    return query.dtype in HALF and query.ndim == 4 and same_size and query.shape[-1] <= LARGEST_FLASH_HEAD
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
+    head_size = query.shape[-1]
+    scale = head_size**-0.5 if scale is None else scale
+    if missing := -head_size % 8:
+        query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
+    out: Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return out[..., :head_size] if missing else out
+
+
+def _efficient_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Its heads are a multiple of 16 bytes, and it shares no keys among them."""
+    aligned = query.shape[-1] * query.element_size() % 16 == 0 and value.shape[-1] * value.element_size() % 16 == 0
+    return query.ndim == 4 and aligned and query.dtype != torch.float64 and key.shape[1] == query.shape[1]
+
+
+def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """(B, H, T, S), each row starting at a multiple of 16 elements."""
+    length = mask.shape[-1]
+    if missing := -length % MASK_ALIGNMENT:
+        mask = F.pad(mask, (0, missing))[..., :length]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

@@ -50,7 +50,6 @@ from memsave_recipes.processes import (
 )
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
 from memsave_recipes.profiling.memory import ForwardMeter, is_out_of_memory, write_snapshot
-from memsave_recipes.run.verification import VerificationFailed
 from memsave_recipes.text import format_bytes, spaced, to_gib
 from memsave_recipes.training.arguments import AUTO, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
@@ -62,6 +61,10 @@ LOG = "run.log"
 CONTROLS = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\))")
 """ANSI's sequences for colours and the cursor, and those for titles and links (ECMA-48, xterm)."""
 _recording: "RunLog | None" = None
+
+
+class VerificationFailed(Exception):
+    """``--verify`` found that the plan changes the step, or no proof; all ranks know it."""
 
 
 class RunLog:

@@ -25,7 +25,7 @@ from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.profiling.throughput import ModelFlops, StepClock, utilization_pct
 from memsave_recipes.run.failures import RunSettings
-from memsave_recipes.run.memory_watch import MemoryWatch, largest_in_gib
+from memsave_recipes.run.first_steps import MemoryWatch, largest_in_gib
 from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
 from memsave_recipes.text import printable
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches

@@ -45,6 +45,7 @@ from memsave_recipes.processes import StoppedBySignal, StopSignals, num_workers
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.render.comparison import show
 from memsave_recipes.run.failures import recorded
+from memsave_recipes.run.first_steps import settle_kernels, verify_plan
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -60,7 +61,6 @@ from memsave_recipes.run.folder import (
 )
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
-from memsave_recipes.run.verification import settle_kernels, verify_plan
 from memsave_recipes.training.arguments import AUTO, RecipeArguments
 from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches

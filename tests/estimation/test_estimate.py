@@ -18,8 +18,7 @@ from memsave_recipes.activations import apply_plan, block_names, find_stacks, pl
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.estimation import fake_step
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
-from memsave_recipes.estimation.kernels import CudaWorkspaces, cuda_kernels
+from memsave_recipes.estimation.estimate import CudaWorkspaces, cuda_kernels, estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.convnets import build_vgg

@@ -121,7 +121,7 @@ def test_no_memory_for_the_plain_run(main, monkeypatch, capsys):
     def exhausted(*args, **kwargs):
         raise torch.OutOfMemoryError("tried to allocate 1 GiB\nand so on")
 
-    monkeypatch.setattr("memsave_recipes.run.verification.verify", exhausted)
+    monkeypatch.setattr("memsave_recipes.run.first_steps.verify", exhausted)
     with pytest.raises(SystemExit) as end:
         run_recipe(partial(main, "image_classification", "--activation_checkpointing", "full", "--verify"))
     assert end.value.code == 3

@@ -12,10 +12,10 @@ from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling import throughput
-from memsave_recipes.run import memory_watch
+from memsave_recipes.run import first_steps
 from memsave_recipes.run.failures import RunSettings
+from memsave_recipes.run.first_steps import largest_in_gib
 from memsave_recipes.run.folder import begin_run
-from memsave_recipes.run.memory_watch import largest_in_gib
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.text import GIB
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
@@ -214,8 +214,8 @@ def test_a_resumed_run_measures_its_own_first_steps(run_on_ranks):
 def record_three_steps(accelerator):
     """The calls of the allocator's diary, and the step before which each was made."""
     calls = []
-    memory_watch.record_history = lambda: calls.append("record")
-    memory_watch.write_snapshot = lambda path: calls.append(str(path))
+    first_steps.record_history = lambda: calls.append("record")
+    first_steps.write_snapshot = lambda path: calls.append(str(path))
     settings = RunSettings(folder=Path("out"), flags={"memory_snapshot": 3}, blocks=())
     report = make_report(accelerator, first_step=4, num_steps=9, settings=settings)
     made_before = []

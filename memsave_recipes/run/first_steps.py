@@ -1,25 +1,30 @@
-"""The memory of a run, on every rank: two instrumented steps at the start, then the allocator's figures.
+"""The first steps of a run: its plan is proven before them, its memory measured in them, on every rank.
 
-The first step counts the bytes that the first micro-batch's forward saves for backward. The second one is recorded,
-allocation by allocation: from then on the optimizer's state is there, so its peak is that of every later step. It gives
-the breakdown, and on a CPU, which has no allocator statistics, the exact peak. A step with fewer samples than others,
-the last one of an epoch, is not taken. The steps up to the second one are the clock's warm-up. A run with one step of
-the full size has only that.
+``--verify`` proves that the plan changes nothing, or ends the run with exit code 5; ``--full_determinism`` finds out
+whether every operator has a deterministic kernel.
+
+The first step of training counts the bytes that the first micro-batch's forward saves for backward. The second one is
+recorded, allocation by allocation: from then on the optimizer's state is there, so its peak is that of every later
+step. It gives the breakdown, and on a CPU, which has no allocator statistics, the exact peak. A step with fewer samples
+than others, the last one of an epoch, is not taken. The steps up to the second one are the clock's warm-up. A run with
+one step of the full size has only that.
 
 Under a plan that compiles the first step also compiles; the memory of that counts in no figure.
 
 A step that finds no memory left ends with a page that explains it (``memsave_recipes.run.failures``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
+from memsave_recipes.activations import PlanHandle
+from memsave_recipes.equivalence import Verdict, use_deterministic_kernels, verify
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, break_down_peak
 from memsave_recipes.profiling.memory import (
     ForwardMeter,
@@ -32,9 +37,131 @@ from memsave_recipes.profiling.memory import (
     rss_bytes,
     write_snapshot,
 )
-from memsave_recipes.run.failures import Failure, RunSettings
+from memsave_recipes.run.failures import Failure, RunSettings, VerificationFailed
 from memsave_recipes.text import to_gib
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.training.batching import Batch, GlobalBatches
+
+GO_ON = "or go on with --verify warn"
+OBJECTIONS = {
+    "different": (
+        "the plan changes the training step",
+        f"train with --activation_checkpointing none or another plan, {GO_ON}",
+    ),
+    "not repeatable": (
+        "two plain runs of one global batch from one state differ, so nothing can be said of the plan",
+        f"keep what the model counts or draws in buffers and torch's generators, {GO_ON}",
+    ),
+    "not synchronised": (
+        "ranks do not have the same",
+        f"prepare the model after its last change, and let DDP broadcast its buffers, {GO_ON}",
+    ),
+    "not finite": (
+        "the step is the same with and without the plan, but not finite",
+        f"look for it in the data, the weights and --dtype, {GO_ON}",
+    ),
+    "unproven": ("there is no proof that the plan is as exact as plain", f"take a plan that does not compile, {GO_ON}"),
+}
+
+
+def verify_plan(
+    mode: str,
+    accelerator: Accelerator,
+    model: nn.Module,
+    handle: PlanHandle,
+    batches: GlobalBatches,
+    loss_of: Callable[[Batch], Tensor],
+) -> dict[str, Any]:
+    """Carry out ``--verify`` on the run's first global batch and restore all state; it costs two global batches.
+
+    Args:
+        mode: ``off``, ``stop`` or ``warn``.
+        model: as prepared.
+        handle: of the plan in force on it.
+        batches: of the run.
+        loss_of: the summed loss of a micro-batch, as in training.
+
+    Returns:
+        The ``equivalence`` entry of ``results.json`` under that name; nothing with ``off``.
+
+    Raises:
+        VerificationFailed: with ``stop``, if there is no proof.
+        torch.OutOfMemoryError: there is no memory left for the proof.
+    """
+    if mode == "off":
+        return {}
+
+    def step() -> Tensor:
+        batch = next(iter(batches))
+        for micro_batch in batch.forwards(model):
+            batch.backward(loss_of(micro_batch))
+        return torch.as_tensor(batch.loss)
+
+    with _without_loss_scaling(accelerator), _saying_who_had_no_memory():
+        verdict = verify(model, handle, step)
+    if verdict.passed:
+        accelerator.print(f"--verify: one global batch, without the plan and with it: {verdict.describe()}")
+    elif mode == "warn":
+        accelerator.print(f"warning: {_objection(verdict, handle)}")
+    else:
+        raise VerificationFailed(f"error: {_objection(verdict, handle)}")
+    return {"equivalence": verdict.to_dict()}
+
+
+def settle_kernels(
+    wanted: bool,
+    accelerator: Accelerator,
+    model: nn.Module,
+    batches: GlobalBatches,
+    loss_of: Callable[[Batch], Tensor],
+) -> None:
+    """Where ``wanted``, take NOTE [ a fixed order ] for training, and say where there is none; costs a micro-batch.
+
+    Args:
+        model, batches, loss_of: as in ``verify_plan``.
+    """
+    if not wanted:
+        return
+
+    def trial() -> None:
+        accelerator.backward(loss_of(batches.largest_micro_batch(batches.layout.micro_batch_size)))
+
+    with _without_loss_scaling(accelerator):
+        operator = use_deterministic_kernels(model, trial)
+    if operator:
+        accelerator.print(
+            f"warning: --full_determinism: {operator} has no deterministic kernel, so the last bits of two runs may "
+            "differ: on a GPU those of attention, too"
+        )
+
+
+def _objection(verdict: Verdict, handle: PlanHandle) -> str:
+    found, way_out = OBJECTIONS[verdict.status]
+    return f"--verify, plan {handle.plan.strategy}: {found} ({verdict.describe()}): {way_out}"
+
+
+@contextmanager
+def _without_loss_scaling(accelerator: Accelerator) -> Iterator[None]:
+    """The scaler of fp16 begins with a scale that overflows and is made to come down: here that would be no result."""
+    scaler, accelerator.scaler = accelerator.scaler, None
+    try:
+        yield
+    finally:
+        accelerator.scaler = scaler
+
+
+@contextmanager
+def _saying_who_had_no_memory() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            "error: no memory left in --verify, which also runs one global batch without the plan: leave it out, or "
+            f"verify once with a smaller --micro_batch_size ({str(error).strip().splitlines()[0]})"
+        ) from error
+
 
 COUNTS = ("num_alloc_retries", "num_ooms")  # the figures that are no bytes
 BREAKDOWN = "breakdown of "
