@@ -66,7 +66,7 @@ def _is_same(typed: str | None, written: object) -> bool:
     if isinstance(written, bool):
         return typed is None or typed.lower() in (YES if written else NO)
     if isinstance(written, list):
-        return written == [typed]
+        return len(written) == 1 and _is_same(typed, written[0])
     if isinstance(written, int | float):
         return float(str(typed)) == written
     return typed == written or (written == "stop" and (typed is None or typed.lower() in YES))  # of --verify
