@@ -36,7 +36,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.checkpoints import locked_run_folder
-from memsave_recipes.compare.runs import read_run
+from memsave_recipes.compare import read_run
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, load_images
 from memsave_recipes.distributed import main_process_first

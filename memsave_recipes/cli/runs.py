@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from memsave_recipes.cli.flags import STDOUT, writing
-from memsave_recipes.compare.compare import ComparisonTable, compare
-from memsave_recipes.compare.runs import Run, find_runs, read_run
+from memsave_recipes.compare import ComparisonTable, Run, compare, find_runs, read_run
 from memsave_recipes.errors import InputError, packages_of
 
 T = TypeVar("T")
@@ -75,7 +74,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _dashboard(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.compare.dashboards import imported, serve
+    from memsave_recipes.dashboards import imported, serve
 
     options = {"port": arguments.port, "open_browser": not arguments.no_browser}
     folders = arguments.folders
@@ -89,7 +88,7 @@ def _dashboard(arguments: argparse.Namespace) -> None:
 
 
 def _workspace(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.compare.dashboards import save_workspace
+    from memsave_recipes.dashboards import save_workspace
 
     print(f"saved: {save_workspace(arguments.project)}")
 
@@ -109,7 +108,7 @@ def _read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
     runs, unreadable = _attempt_all(_read, paths)
     problems += unreadable
     if project:
-        from memsave_recipes.compare.dashboards import read_online_runs
+        from memsave_recipes.dashboards import read_online_runs
 
         online, unfinished = read_online_runs(project)
         runs, problems = runs + online, problems + unfinished
@@ -124,7 +123,7 @@ def _read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
 def _read(path: Path) -> Run:
     if path.suffix != ".wandb":
         return read_run(path)
-    from memsave_recipes.compare.dashboards import read_offline_run
+    from memsave_recipes.dashboards import read_offline_run
 
     return read_offline_run(path)
 

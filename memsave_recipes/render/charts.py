@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
 
-from memsave_recipes.compare.compare import ComparisonRow, workload_key
-from memsave_recipes.compare.runs import SAMPLES_SEEN, Run
+from memsave_recipes.compare import SAMPLES_SEEN, ComparisonRow, Run, workload_key
 from memsave_recipes.text import GIB, MIB, format_bytes, format_rate, spaced
 
 Position = tuple[float, float]

@@ -19,7 +19,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from memsave_recipes.compare.compare import (
+from memsave_recipes.compare import (
     METRICS,
     ComparisonRow,
     ComparisonTable,

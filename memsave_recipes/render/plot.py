@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable
+from memsave_recipes.compare import ComparisonRow, ComparisonTable
 from memsave_recipes.render.charts import (
     MEMORY_PARTS,
     REST,

@@ -35,8 +35,7 @@ from memsave_recipes.checkpoints.resume import (
     read_earlier,
     with_previous_plan,
 )
-from memsave_recipes.compare.compare import compare
-from memsave_recipes.compare.runs import read_run
+from memsave_recipes.compare import compare, read_run
 from memsave_recipes.distributed import main_process_first, missing_ranks_end_the_run, on_main_process
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import plan_run

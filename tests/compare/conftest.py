@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.compare.runs import History, Run
+from memsave_recipes.compare import History, Run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from memsave_recipes.compare.compare import compare, config_differences, differing_traits, trait_differences
-from memsave_recipes.compare.runs import Run
+from memsave_recipes.compare import Run, compare, config_differences, differing_traits, trait_differences
 from memsave_recipes.render.comparison import warnings
 
 Make = Callable[..., Run]

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable, compare
-from memsave_recipes.compare.runs import History, Run
+from memsave_recipes.compare import ComparisonRow, ComparisonTable, History, Run, compare
 
 GIB = 1024**3
 Make = Callable[..., Run]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.compare.runs import Run
+from memsave_recipes.compare import Run
 
 STAND_IN = Path(__file__).parents[1] / "wandb_stand_in.py"
 MEMSAVE = [sys.executable, "-m", "memsave_recipes.cli"]
@@ -63,9 +63,9 @@ def test_odd_keys_and_steps_are_no_reason_to_show_nothing(make_run: Callable[...
     rows = [{"step": step, "train/loss": 1.0, "text": "x"} for step in (1, "x", [1], 2**70, None, True, -1.5)]
     show = (
         "import contextlib, json, sys, warnings; warnings.simplefilter('error'); from pathlib import Path\n"
-        "from memsave_recipes.compare.compare import compare\n"
-        "from memsave_recipes.compare.dashboards import imported\n"
-        "from memsave_recipes.compare.runs import History, Run\n"
+        "from memsave_recipes.compare import compare\n"
+        "from memsave_recipes.dashboards import imported\n"
+        "from memsave_recipes.compare import History, Run\n"
         "results, config, rows = json.loads(sys.argv[1])\n"
         "run = Run(name='odd', path=Path('/runs/odd'), results=results, config=config, history=History(rows))\n"
         "with imported(compare([run])) as store:\n"

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.compare.compare import compare
-from memsave_recipes.compare.runs import History, Run
+from memsave_recipes.compare import History, Run, compare
 from memsave_recipes.render.comparison import to_html
 
 Make = Callable[..., Run]

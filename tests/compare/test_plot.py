@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from memsave_recipes.compare.compare import compare
-from memsave_recipes.compare.runs import History, Run
+from memsave_recipes.compare import History, Run, compare
 
 pytest.importorskip("matplotlib")
 

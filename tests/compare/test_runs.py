@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memsave_recipes.compare.runs import find_runs, loss_curve, read_run
+from memsave_recipes.compare import find_runs, loss_curve, read_run
 from memsave_recipes.errors import InputError
 
 

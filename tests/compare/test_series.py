@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memsave_recipes.compare.compare import compare
-from memsave_recipes.compare.runs import History, Run
+from memsave_recipes.compare import History, Run, compare
 from memsave_recipes.render.charts import MAX_POINTS, REST, by_samples_seen, loss_curves, memory_parts, pareto_fronts
 
 GIB = 1024**3

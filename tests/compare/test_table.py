@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from memsave_recipes.compare.compare import ComparisonTable, compare
-from memsave_recipes.compare.runs import History, Run
+from memsave_recipes.compare import ComparisonTable, History, Run, compare
 from memsave_recipes.render.comparison import render, show, to_csv, to_html, to_markdown
 
 Make = Callable[..., Run]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.compare import dashboards
-from memsave_recipes.compare.dashboards import read_offline_run
-from memsave_recipes.compare.runs import loss_curve
+from memsave_recipes import dashboards
+from memsave_recipes.compare import loss_curve
+from memsave_recipes.dashboards import read_offline_run
 from memsave_recipes.errors import InputError
 from memsave_recipes.render.charts import by_samples_seen
 
@@ -149,7 +149,7 @@ def _node(name: str, summary: dict[str, Any]) -> dict[str, Any]:
 READ = """
 import json, sys
 from memsave_recipes.errors import InputError
-from memsave_recipes.compare.dashboards import read_online_runs
+from memsave_recipes.dashboards import read_online_runs
 try:
     runs, problems = read_online_runs("e/p")
     found = [[r.name, str(r.path), r.results, r.config, list(r.history.rows)] for r in runs]

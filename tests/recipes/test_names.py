@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 from lives import IMAGES
 
-from memsave_recipes.compare.compare import compare
-from memsave_recipes.compare.runs import read_run
+from memsave_recipes.compare import compare, read_run
 from memsave_recipes.errors import InputError
 from memsave_recipes.run import folder as run_folder
 from memsave_recipes.training.arguments import RunArguments

@@ -22,8 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from memsave_recipes.compare.compare import ComparisonRow, ComparisonTable
-from memsave_recipes.compare.runs import History, Run, history_row, step_of
+from memsave_recipes.compare import ComparisonRow, ComparisonTable, History, Run, history_row, step_of
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.text import first_line, printable, read_json, sanitized
 
