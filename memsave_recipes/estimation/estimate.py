@@ -28,6 +28,7 @@ the scratch of sorts and reductions.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -40,10 +41,10 @@ from torch.utils._pytree import tree_map_only
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
-from memsave_recipes.estimation.repeats import Irregular, expanded, find_repeats, left_out
+from memsave_recipes.estimation.repeats import Irregular, Repeats, expanded, find_repeats, left_out
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.plans import Action, Plan
-from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
+from memsave_recipes.profiling.block_costs import Measurement, Workload, kinds_of, measure
 
 M = TypeVar("M", bound=nn.Module)
 CPU = torch.device("cpu")
@@ -104,28 +105,43 @@ def estimate_on_target(
     Raises:
         InputError: as ``measure``.
     """
-
-    def forward() -> Tensor:
-        # All fake tensors are the CPU's, whatever the target. No cache of weights, as in a run.
-        with torch.autocast("cpu", autocast_dtype, enabled=autocast_dtype is not None, cache_enabled=False):
-            return workload.forward()
-
-    instruments = FakeInstruments(
-        target.rates,
-        Workspaces() if target.device_type == "cpu" else CudaWorkspaces(),
-        target.allocation_bytes,
-        on_host=target.device_type == "cpu",
-        clock=(clock := SimulatedClock()),
-    )
-    on_cpu = replace(workload, forward=forward, device=CPU)
-    with _fake_mode_of(workload.model), cuda_kernels(target), simulated_offloading(target, clock):
-        measured = _measure(on_cpu, plans, instruments)
-    return replace(measured, workload=replace(workload, device=target.device))
+    return Estimator(workload.model, target, autocast_dtype).estimate(workload, plans)
 
 
-def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstruments) -> Measurement:
+class Estimator:
+    """``estimate_on_target`` for several micro-batches of one model; what it has found out is not looked for again.
+
+    Args:
+        model: of all workloads; it does not change.
+        target, autocast_dtype: as for ``estimate_on_target``.
+    """
+
+    def __init__(self, model: nn.Module, target: Target, autocast_dtype: torch.dtype | None = None) -> None:
+        self.target = target
+        self.autocast_dtype = autocast_dtype
+        on_cpu = target.device_type == "cpu"
+        workspaces = Workspaces() if on_cpu else CudaWorkspaces()
+        self._instruments = FakeInstruments(target.rates, workspaces, target.allocation_bytes, on_host=on_cpu)
+        self._kinds = cache(partial(kinds_of, model))
+
+    def estimate(self, workload: Workload, plans: Sequence[Plan]) -> Measurement:
+        """As ``estimate_on_target``."""
+        dtype = self.autocast_dtype
+
+        def forward() -> Tensor:
+            # All fake tensors are the CPU's, whatever the target. No cache of weights, as in a run.
+            with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
+                return workload.forward()
+
+        instruments = replace(self._instruments, clock=(clock := SimulatedClock()))
+        on_cpu = replace(workload, forward=forward, device=CPU)
+        with _fake_mode_of(workload.model), cuda_kernels(self.target), simulated_offloading(self.target, clock):
+            measured = _measure(on_cpu, plans, instruments, find_repeats(workload, plans, self._kinds))
+        return replace(measured, workload=replace(workload, device=self.target.device))
+
+
+def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstruments, repeats: Repeats) -> Measurement:
     """``measure``, with layers that are alike traced once, where the model lets us."""
-    repeats = find_repeats(workload, plans)
     if repeats.periods:
         shortened = {repeats.shorten_plan(plan): plan for plan in plans}
         stacks = [repeats.shorten(names) for names in workload.stacks]

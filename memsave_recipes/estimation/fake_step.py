@@ -224,6 +224,7 @@ class FakeInstruments:
         on_host: whether the memory that is read is the host's: states of the generator that checkpoints keep, and
             numbers that autograd saves, are in no other.
         clock: runs while a step is read.
+        known: operators of the model whose steps are read, which earlier readings may share.
     """
 
     rates: Rates
@@ -231,6 +232,7 @@ class FakeInstruments:
     allocation_bytes: int = 1
     on_host: bool = False
     clock: SimulatedClock = field(default_factory=SimulatedClock)
+    known: "KnownOperators" = field(default_factory=lambda: KnownOperators())
     repetitions: int = 0
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
@@ -255,15 +257,18 @@ class _Operators(TorchDispatchMode):
         self.peak_bytes = 0
         self.readings: list[Reading] = []
         self._last_s = instruments.clock.now
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._seconds_of: dict[Hashable, float] = {}
-        self._results = _KnownResults()
+        self._counted_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def mark(self) -> None:
         """A boundary is here."""
         now = self.instruments.clock.now
         self.readings.append(Reading(self.live_bytes, self.peak_bytes, now - self._last_s))
         self.peak_bytes, self._last_s = self.live_bytes, now
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a step that is read: without torch's guard against that, operators take less time."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -273,8 +278,9 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten.add.Tensor and _engine_owns(args[0]):
             func = aten.add_.Tensor
-        with _no_cache(args[0]) if func in TAKES_STORAGE else nullcontext():
-            key, out = self._results.of(func, args, kwargs)
+        if func in TAKES_STORAGE:
+            return _with_storage(*args)
+        key, out = self.instruments.known.results_of(func, args, kwargs)
         if is_view(func):
             return out
         with torch._C.DisableTorchFunction():
@@ -290,11 +296,12 @@ class _Operators(TorchDispatchMode):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + run.peak_bytes)
             out = _as_the_kernel_does(out, run, taken) if run.results else out
         for storage in _storages(out):
-            if id(storage) not in taken and storage not in self._known:
+            if id(storage) not in taken and storage not in self._counted_storages:
                 self._add(storage)
-        if key not in self._seconds_of:
-            self._seconds_of[key] = self._by_the_roofline(func, args, kwargs, out)
-        self.instruments.clock.now += self._seconds_of[key]
+        seconds_of = self.instruments.known.seconds
+        if key not in seconds_of:
+            seconds_of[key] = self._by_the_roofline(func, args, kwargs, out)
+        self.instruments.clock.now += seconds_of[key]
         return out
 
     @contextmanager
@@ -315,7 +322,7 @@ class _Operators(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         num_bytes = rounded_up(storage.nbytes(), self.instruments.allocation_bytes)
-        self._known.add(storage)
+        self._counted_storages.add(storage)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._release, num_bytes)
@@ -334,24 +341,24 @@ class _Operators(TorchDispatchMode):
         return self.instruments.rates.seconds(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
 
 
-class _KnownResults:
-    """Results of operators on fake tensors, made again from the forms of the first with such arguments.
+class KnownOperators:
+    """Results of operators on the fake tensors of a model, made again from the forms of the first with such arguments.
 
     ``FakeTensorMode`` has a cache of the same kind, but to look into it takes most of the time of a step. Operators
     whose result follows from values, or which change the form of an argument, are left to it.
     """
 
     def __init__(self) -> None:
-        self._forms: dict[Hashable, tuple[_ResultForm, ...] | None] = {}
+        self.seconds: dict[Hashable, float] = {}  # by the keys of ``results_of``
+        self._forms: dict[Hashable, _ResultForms | None] = {}
 
-    def of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Any]:
+    def results_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Any]:
         """A key, equal for calls of the same operator with arguments of the same forms, and the result."""
         with torch._C.DisableTorchFunction():
             key = func, _key((args, kwargs)), torch.get_default_dtype()
             forms = self._forms.get(key)
             if forms is not None:
-                made = [form.made(args) for form in forms]
-                return key, made[0] if len(made) == 1 else tuple(made)
+                return key, forms.made(args)
         out = func(*args, **kwargs)
         if key not in self._forms:
             with torch._C.DisableTorchFunction():
@@ -392,9 +399,27 @@ class _ResultForm:
         return FakeTensor(self.mode, meta, self.device)
 
 
-def _result_forms(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[_ResultForm, ...] | None:
+@dataclass(frozen=True)
+class _ResultForms:
+    """The forms of all results of a call.
+
+    Args:
+        container: of the results; ``None`` for one result by itself.
+    """
+
+    forms: tuple[_ResultForm, ...]
+    container: type | None
+
+    def made(self, args: tuple[Any, ...]) -> Any:
+        """Such results of a call with ``args``."""
+        made = [form.made(args) for form in self.forms]
+        return made[0] if self.container is None else self.container(made)
+
+
+def _result_forms(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _ResultForms | None:
     """The forms of the results of a call; ``None`` where such forms do not tell all."""
-    outs = out if isinstance(out, tuple) and len(out) > 1 else (out,)
+    container = type(out) if type(out) in (tuple, list) and len(out) > 0 else None
+    outs = (out,) if container is None else out
     if not all(map(_is_plain, (*_tensors((args, kwargs)), *outs))):
         return None
     forms = tuple(_result_form(args, one) for one in outs)
@@ -405,7 +430,7 @@ def _result_forms(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tu
         one.untyped_storage().nbytes() == other.untyped_storage().nbytes() and one.requires_grad == other.requires_grad
         for one, other in zip(outs, again, strict=True)
     )
-    return forms if is_all else None
+    return _ResultForms(forms, container) if is_all else None
 
 
 def _result_form(args: tuple[Any, ...], out: FakeTensor) -> _ResultForm:
@@ -458,15 +483,10 @@ def _saves_number(func: Any, args: tuple[Any, ...]) -> bool:
     return func in SAVES_NUMBERS and torch.is_grad_enabled() and not isinstance(args[1], Tensor)
 
 
-@contextmanager
-def _no_cache(fake: FakeTensor) -> Iterator[None]:
-    """Inside, fake tensors cache no operator by its arguments, as that would keep a storage among these alive."""
-    before = fake.fake_mode.cache_enabled
-    fake.fake_mode.cache_enabled = False
-    try:
-        yield
-    finally:
-        fake.fake_mode.cache_enabled = before
+def _with_storage(fake: Tensor, *layout: Any) -> Tensor:
+    """``fake`` with another storage: below ``FakeTensorMode``, whose cache would keep that storage alive."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        return fake.set_(*layout)
 
 
 def rounded_up(num_bytes: int, multiple: int) -> int:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations.spans import split_call
 from memsave_recipes.plans import Action, Plan, Span
-from memsave_recipes.profiling.block_costs import Workload, action_of, kinds_of
+from memsave_recipes.profiling.block_costs import Workload, action_of
 from memsave_recipes.profiling.step_trace import StepTrace
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
@@ -77,14 +77,20 @@ class Repeats:
         return replace(plan, blocks=blocks, spans=spans)
 
 
-def find_repeats(workload: Workload, plans: Sequence[Plan]) -> Repeats:
-    """The layers of ``workload`` that need no trace of their own under ``plans``; none where all layers differ."""
+def find_repeats(
+    workload: Workload, plans: Sequence[Plan], kinds: Callable[[tuple[str, ...]], Sequence[Hashable]]
+) -> Repeats:
+    """The layers of ``workload`` that need no trace of their own under ``plans``; none where all layers differ.
+
+    Args:
+        kinds: ``kinds_of`` the model.
+    """
     least = FIRST_IF_OFFLOADED if any(action_of(plan) is Action.OFFLOAD for plan in plans) else FIRST
     names = [name for stack in workload.stacks for name in stack]
-    lists = [list(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
+    lists = [tuple(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
     if any(plan.compiled_memory_ratio is not None for plan in plans):
         return Repeats(())
-    found = (_period(layers, kinds, least) for layers in lists if (kinds := kinds_of(workload.model, layers)))
+    found = (_period(layers, of_layers, least) for layers in lists if (of_layers := kinds(layers)))
     return Repeats(tuple(period for period in found if period is not None))
 
 

@@ -34,7 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
+from memsave_recipes.estimation.estimate import Estimator, fake_model
 from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.models.image_classifiers import MODELS, read_convnet
 from memsave_recipes.models.pretrained import LOADING_ERRORS
@@ -208,6 +208,7 @@ class Estimates:
 
     def __post_init__(self) -> None:
         self.model: nn.Module = fake_model(self.task.planned_model)
+        self._estimator = Estimator(self.model, self.launch.target, AUTOCAST_DTYPES[self.launch.mixed_precision])
 
     def of(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
         """The costs of a micro-batch of ``size`` samples under ``strategies``, of which ``none`` is first."""
@@ -217,12 +218,15 @@ class Estimates:
         if missing:
             self.on_estimate(f"micro-batch {size}")
             workload = fake_workload(self.task, self.launch, self.model, size, loss)
-            dtype = AUTOCAST_DTYPES[self.launch.mixed_precision]
             plans = [plan_for(strategy, workload.stacks) for strategy in missing]
-            found = estimate_on_target(workload, plans, self.launch.target, autocast_dtype=dtype)
+            found = self._estimator.estimate(workload, plans)
             self._known[size, loss] = Measurement(found.workload, [*traces, *found.traces])
         known = self._known[size, loss]
         return replace(known, traces=[(plan, trace) for plan, trace in known.traces if plan.strategy in strategies])
+
+    def largest(self, loss: str | None) -> int:
+        """The largest micro-batch that has been estimated with this loss."""
+        return max(size for size, its_loss in self._known if its_loss == loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +237,7 @@ class Setting:
         task, launch: the recipe's task under the flags of a rung, and the devices.
         estimates: of a task with the same model.
         strategies: whose costs the solver's plans are made of.
+        like: a setting whose estimates tell where to begin to look for the largest micro-batch.
     """
 
     task: Task
@@ -240,6 +245,8 @@ class Setting:
     estimates: Estimates
     budget_bytes: int
     strategies: tuple[str, ...] = STRATEGIES
+    like: "Setting | None" = None
+    _plain: dict[tuple[int, str | None], Candidate] = field(default_factory=dict, init=False)
 
     @property
     def layouts(self) -> list[BatchLayout]:
@@ -287,16 +294,13 @@ class Setting:
         return space.candidates(self.estimates.of(layout.micro_batch_size, loss, measured), layout, loss)
 
     def _plain_at(self, at: int, loss: str | None) -> Candidate:
-        (candidate,) = self._candidates(self.layouts[at], loss, PLAIN, (PLAIN,))
-        return candidate
+        if (at, loss) not in self._plain:
+            (self._plain[at, loss],) = self._candidates(self.layouts[at], loss, PLAIN, (PLAIN,))
+        return self._plain[at, loss]
 
     def _largest(self, loss: str | None) -> int:
-        """The number of the largest layout that fits without checkpointing; 0 where none does.
-
-        The largest of all is tried first where half of the memory is left for activations.
-        """
-        last = len(self.layouts) - 1
-        at = self._guess(self._plain_at(last if 2 * self.least_bytes < self.budget_bytes else 0, loss))
+        """The number of the largest layout that fits without checkpointing; 0 where none does."""
+        at, last = self._guess(loss), len(self.layouts) - 1
         while at and not self._plain_at(at, loss).fits:
             at -= 1
         while at < last and self._plain_at(at, loss).fits and self._plain_at(at + 1, loss).fits:
@@ -317,10 +321,19 @@ class Setting:
         gradients = 0 if self.task.optim.optimizer_in_backward else trained
         return sum(parameter.nbytes for parameter in parameters) + state + gradients
 
-    def _guess(self, known: Candidate) -> int:
-        """The largest layout that would fit if activations and temporaries grew with the micro-batch."""
+    def _guess(self, loss: str | None) -> int:
+        """The largest layout that would fit if activations and temporaries grew with the micro-batch.
+
+        They are those of the largest micro-batch that ``like`` has estimates of; else of the largest of all where half
+        of the memory is left for them, or of the smallest.
+        """
+        like = self.like or self
+        sizes = [layout.micro_batch_size for layout in like.layouts]
+        first = len(sizes) - 1 if 2 * self.least_bytes < self.budget_bytes else 0
+        known = like._plain_at(first if like is self else sizes.index(like.estimates.largest(loss)), loss)
         growing = max(1, known.parts["activations"] + known.parts["temporaries"])
-        most = known.layout.micro_batch_size * (1 + (known.budget_bytes - known.needed_bytes) / growing)
+        free = known.budget_bytes - known.needed_bytes + like.least_bytes - self.least_bytes
+        most = known.layout.micro_batch_size * (1 + free / growing)
         return max([at for at, layout in enumerate(self.layouts) if layout.micro_batch_size <= most], default=0)
 
 
@@ -391,18 +404,18 @@ def _on_one_card(
         if best.fits and (not planned.fits or best.step_s < (1 - AS_FAST) * planned.step_s):
             yield Rung(name="offloading", setting=offloading, candidate=best)
     if launch.mixed_precision != "fp16" and task.run.micro_batch_size == AUTO:
-        stepping = replace(whole, task=read(IN_BACKWARD))
+        stepping = replace(whole, task=read(IN_BACKWARD), like=whole)
         if stepping.has_room:
             best = stepping.best(loss)
             name = "optimizer in the backward"
             yield Rung(name=name, flags=IN_BACKWARD, setting=stepping, candidate=best, changes="nothing is clipped")
     if task.optim.optimizer == "adamw":
-        smaller = replace(whole, task=read(EIGHT_BIT))
+        smaller = replace(whole, task=read(EIGHT_BIT), like=whole)
         best = smaller.best(loss)
         yield Rung(name="8-bit AdamW", flags=EIGHT_BIT, setting=smaller, candidate=best, changes="optimizer state")
     if takes_adapters and task.takes_adapters:
         adapted = read(ADAPTERS)
-        found = replace(whole, task=adapted, estimates=Estimates(adapted, launch, on_estimate))
+        found = replace(whole, task=adapted, estimates=Estimates(adapted, launch, on_estimate), like=whole)
         yield Rung(name="LoRA", flags=ADAPTERS, setting=found, candidate=found.best(loss), changes="adapters train")
 
 

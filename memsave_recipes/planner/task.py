@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model
 from memsave_recipes.estimation.targets import Target, find_target, target_of
 from memsave_recipes.planner.budget import (
     least_memory,
@@ -203,6 +203,7 @@ def choose_for_target(
     model = fake_model(task.planned_model)
     layouts = open_layouts(task.run, task.optim, launch.num_processes)
     strategy = str(task.run.activation_checkpointing)
+    estimator = Estimator(model, launch.target, AUTOCAST_DTYPES[launch.mixed_precision])
     space = SearchSpace(
         budget_bytes=budget_bytes,
         strategy=strategy,
@@ -216,10 +217,7 @@ def choose_for_target(
         on_size(layout)
         workload = fake_workload(task, launch, model, layout.micro_batch_size, loss)
         plans = plans_to_measure(strategy, workload, device_type=launch.target.device_type, compiles=False)
-        measured = estimate_on_target(
-            workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[launch.mixed_precision]
-        )
-        return candidates(space, measured, layout, loss)
+        return candidates(space, estimator.estimate(workload, plans), layout, loss)
 
     return search(layouts, task.losses, candidates_of)
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -70,12 +70,12 @@ class Workload:
     device: torch.device
     stacks: Sequence[Sequence[str]]
 
-    @property
+    @cached_property
     def weights_bytes(self) -> int:
         """Of the model's parameters and buffers."""
         return _bytes_of([*self.model.parameters(), *self.model.buffers()])
 
-    @property
+    @cached_property
     def resident_bytes(self) -> int:
         """With the batch: live all the time."""
         return _bytes_of([*self.model.parameters(), *self.model.buffers(), *self.batch])

@@ -1,6 +1,7 @@
 """Layers that are alike are traced once, and no byte of the chain is another one than that of a trace of all layers."""
 
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.estimation import estimate
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import Estimator, estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.repeats import Repeats, find_repeats
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
@@ -25,11 +26,12 @@ from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.simulate import keep_all, simulate
 from memsave_recipes.plans.solver import smallest_feasible, solve
-from memsave_recipes.profiling.block_costs import Workload
+from memsave_recipes.profiling.block_costs import Workload, kinds_of
 
 TARGET = find_target("rtx4090")
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
 LLAMA = LlamaConfig(num_hidden_layers=9, vocab_size=512, **HEADS)
+SHORT_LLAMA = LlamaConfig(num_hidden_layers=3, vocab_size=64, **HEADS)
 GPT2 = GPT2Config(n_layer=9, n_embd=64, n_head=4, vocab_size=512, n_positions=128)
 GEMMA3 = Gemma3TextConfig(num_hidden_layers=20, vocab_size=512, head_dim=16, sliding_window=32, pad_token_id=0, **HEADS)
 VIT = ViTConfig(num_hidden_layers=9, hidden_size=64, intermediate_size=128, num_attention_heads=4, image_size=64)
@@ -64,6 +66,13 @@ def of(model, forward, batch):
 
 def plans_for(workload, strategies=("none", "selective", "offload")):
     return [plan_for(strategy, workload.stacks) for strategy in strategies]
+
+
+STRATEGIES = {"cuda": ("none", "selective", "offload"), "cpu": ("none", "selective")}
+
+
+def repeats_of(workload, plans):
+    return find_repeats(workload, plans, partial(kinds_of, workload.model))
 
 
 def bytes_of(chain):
@@ -104,10 +113,10 @@ def test_no_byte_changes(case, monkeypatch):
     config, options, num_left_out = (CASES | SLOW_CASES)[case]
     short, whole = workload(config, **options), workload(config, **options)
     plans = plans_for(short)
-    (period,) = find_repeats(short, plans).periods
+    (period,) = repeats_of(short, plans).periods
     assert len(period.left_out) == num_left_out
     some = estimate_on_target(short, plans, TARGET, autocast_dtype=torch.bfloat16)
-    monkeypatch.setattr(estimate, "find_repeats", lambda workload, plans: Repeats(()))
+    monkeypatch.setattr(estimate, "find_repeats", lambda workload, plans, kinds: Repeats(()))
     every = estimate_on_target(whole, plans, TARGET, autocast_dtype=torch.bfloat16)
     assert some.running == every.running
     for offload in (False, True):
@@ -118,6 +127,23 @@ def test_no_byte_changes(case, monkeypatch):
         assert smallest_feasible(found) == least
         for plan in (keep_all(expected), solve(expected, least), solve(expected, int(1.2 * least))):
             assert simulate(found, plan).peak == simulate(expected, plan).peak
+
+
+@pytest.mark.parametrize("target", [TARGET, find_target("cpu")], ids=["GPU", "CPU"])
+def test_an_estimator_that_knows_other_micro_batches_finds_the_same(target):
+    def estimates(model):
+        trained = CausalLMLoss(model, "full")
+        estimator = Estimator(model, target, torch.bfloat16)
+        for size in (1, 2):
+            tokens = torch.empty(size, 32, dtype=torch.int64, device="meta")
+            batch = fake_batch(model, {"input_ids": tokens, "labels": tokens, "position_ids": tokens})
+            load = of(model, lambda batch=batch: trained(**batch), batch)
+            plans = plans_for(load, STRATEGIES[target.device_type])
+            alone = estimate_on_target(load, plans, target, autocast_dtype=torch.bfloat16).chain()
+            yield estimator.estimate(load, plans).chain(), estimator.estimate(load, plans).chain(), alone
+
+    for found, again, alone in estimates(language_model(SHORT_LLAMA)):
+        assert found == again == alone
 
 
 def test_the_model_is_left_as_it_was():
@@ -131,7 +157,7 @@ def left_out_of(config, change):
     model = language_model(config)
     change(model)
     load = of(model, lambda: None, {})
-    return [name for period in find_repeats(load, plans_for(load, ["none"])).periods for name in period.left_out]
+    return [name for period in repeats_of(load, plans_for(load, ["none"])).periods for name in period.left_out]
 
 
 def set_dropout(model):
@@ -178,6 +204,6 @@ def test_where_the_model_does_something_between_layers_all_are_traced():
     batch = fake_batch(model, {"x": torch.empty(4, 32)})
     load = of(model, lambda: model(**batch).sum(), batch)
     plans = plans_for(load, ["none"])
-    assert find_repeats(load, plans).periods
+    assert repeats_of(load, plans).periods
     chain = estimate_on_target(load, plans, TARGET).chain()
     assert chain.decided_names == tuple(name for names in load.stacks for name in names)

@@ -22,6 +22,7 @@ SPEECH = {
 SMALL_CONFORMER = {"hidden_dim": 32, "input_dim": 16, "context_size": 8, "max_pos_emb": 16, "dim_head": 8}
 FOUR_STATES = {"neck_hidden_sizes": [16, 16, 32, 32], "fusion_hidden_size": 16}
 SMALL_TOKENIZER = {"num_filters": 2, "hidden_size": 8, "depths": [1] * 7}
+READS_THE_ENCODER = {"is_decoder": True, "add_cross_attention": True}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 REFORMER = {
     "attention_head_size": 8,
@@ -217,7 +218,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "unispeech-sat": SPEECH,
     "moonshine_streaming": {"num_key_value_heads": 4, "num_attention_heads": 4},
     "pop2piano": {"decoder_start_token_id": 0},
-    "speech-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1},
+    "encoder-decoder": {"decoder": READS_THE_ENCODER},
+    "speech-encoder-decoder": {"pad_token_id": 0, "decoder_start_token_id": 1, "decoder": READS_THE_ENCODER},
     "vibevoice": {"semantic_tokenizer_encoder_config": SMALL_TOKENIZER, "acoustic_tokenizer_config": SMALL_TOKENIZER},
     "vibevoice_asr": {
         "semantic_tokenizer_encoder_config": SMALL_TOKENIZER,

@@ -160,10 +160,12 @@ def is_right(row: Row) -> bool:
 
 def write_results(path: Path, rows: dict[Name, Row], *, replaces_all: bool) -> None:
     """Add ``rows`` to those in a file, or replace all of them; a line a type, so that two versions compare well."""
-    kept: dict[str, Any] = {} if replaces_all or not path.exists() else json.loads(path.read_text())["families"]
+    before = {} if replaces_all or not path.exists() else json.loads(path.read_text(encoding="utf-8"))
+    kept: dict[str, Any] = before.get("families", {})
     for (family, kind), row in rows.items():
         kept.setdefault(family, {})[kind] = row
-    versions = {library: found for library in LIBRARIES if (found := _version(library))}
+    installed = {library: found for library in LIBRARIES if (found := _version(library))}
+    versions = before.get("versions", {}) | installed
     path.write_text(_text_of(versions, kept), encoding="utf-8")
 
 

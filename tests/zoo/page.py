@@ -15,6 +15,7 @@ REASONS = {
     "too few blocks": "is a whole number from",
     "buffers": "writes on its buffer",
     "state": "cannot run again with the cache",
+    "same peak": "is too small for any plan",
 }
 """A word for every reason of a refusal, and the words of the message that tell it."""
 OTHER = "other"
@@ -25,6 +26,7 @@ MEANINGS = {
     "too few blocks": "it has fewer blocks than the strategy has segments",
     "buffers": "a layer changes a buffer in every forward, and computes with it",
     "state": "with `use_cache=True`, its default, its layers carry a state; it works with `use_cache=False`",
+    "same peak": "no plan lowers the peak, which is in the first layer or before it; a smaller budget is refused",
     OTHER: "another reason, which the message names",
 }
 INTRODUCTION = """# Models
@@ -34,7 +36,8 @@ libraries build from a configuration takes a training step under four plans, and
 in float32, with dropout and in training mode. *Identical*: the loss, every gradient, every buffer and the state of the
 random number generator are equal bit for bit, blocks ran again, and autograd saved fewer bytes. *Refused*: one line
 said why before the training. *Not built*: no tiny configuration of ours makes the model run, so nothing is known.
-`budget:bitwise` has to save half of the memory that plans can save at most.
+`budget:bitwise` gets a budget in the middle between the peaks of plain and of the plan that needs least, and may save
+few bytes if these are those of the peak. Where no plan lowers the peak, a budget below it has to be refused.
 
 """
 
@@ -60,7 +63,12 @@ def _counts(families: dict[str, dict[str, Row]]) -> str:
     mistakes = [row for rows in families.values() for row in rows.values() if not is_right(row)]
     idle = sum(NO_EFFECT in row for row in mistakes)
     lines += ["", f"Wrong, crashed or ended in a traceback: {len(mistakes) - idle}."]
-    return "\n".join([*lines, f"Without effect, by which fewer than 5 % of the saved bytes are meant: {idle}.\n\n"])
+    return "\n".join(
+        [
+            *lines,
+            f"Without effect (nothing ran again, or fewer than 5 % of the saved bytes were spared): {idle}.\n\n",
+        ]
+    )
 
 
 def _count(verdicts: list[str]) -> str:

@@ -21,7 +21,7 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments
 IDENTICAL = "identical"
 NO_EFFECT = "no effect"
 STRATEGIES = ("full", "segments:2", "selective", "budget:bitwise")
-LEAST_EFFECT = 0.95  # of the bytes that plain saves: a plan that keeps more than that has done nothing
+MOST_KEPT = 0.95  # of the bytes that plain saves; a budget bounds the peak, for which one layer may be enough
 NO_STATE = StaticMemory(state_bytes=0)
 
 
@@ -56,7 +56,8 @@ def verdict(architecture: Model, strategy: str, plain: list[Step]) -> str:
     for one, other in zip(plain, planned, strict=True):
         if differing := differences(one, other):
             return f"wrong: {len(differing)} of {len(one.results)}, {differing[0]}"
-    return IDENTICAL if _has_effect(plain, planned) else NO_EFFECT
+    most_kept = 1.0 if strategy.startswith("budget") else MOST_KEPT
+    return IDENTICAL if _has_effect(plain, planned, plan, most_kept) else NO_EFFECT
 
 
 def differences(one: Step, other: Step) -> list[str]:
@@ -64,15 +65,27 @@ def differences(one: Step, other: Step) -> list[str]:
     return [name for name, tensor in one.results.items() if not _equal(other.results[name], tensor)]
 
 
-def _has_effect(plain: list[Step], planned: list[Step]) -> bool:
-    """Whether something ran again, and less was saved."""
+def _has_effect(plain: list[Step], planned: list[Step], plan: Plan, most_kept: float) -> bool:
+    """Whether blocks ran again, where the backward comes to them, and ``most_kept`` of the bytes were saved at most."""
     plain_calls, calls = (sum(step.num_calls for step in steps) for steps in (plain, planned))
     plain_bytes, saved_bytes = (sum(step.saved_bytes for step in steps) for steps in (plain, planned))
-    return calls > plain_calls and saved_bytes <= LEAST_EFFECT * plain_bytes
+    ran_again = calls > plain_calls or not _has_gradients(plain, plan)
+    return ran_again and saved_bytes < plain_bytes and saved_bytes <= most_kept * plain_bytes
+
+
+def _has_gradients(plain: list[Step], plan: Plan) -> bool:
+    """Whether the backward comes to a block that does not keep its activations."""
+    kept = plan.blocks_under(Action.KEEP)
+    prefixes = tuple(f"gradient of {block}." for block in plan.blocks if block not in kept)
+    return any(tensor is not None for one in plain for name, tensor in one.results.items() if name.startswith(prefixes))
 
 
 def plan_of(architecture: Model, strategy: str) -> Plan:
-    """The plan of ``strategy``; of ``budget``, for the middle between what plain and what the least takes, or that."""
+    """The plan of ``strategy``; of ``budget``, for the middle between what plain and what the least takes, or that.
+
+    Raises:
+        InputError: a refusal, also of a budget below the peak of plain where no plan lowers this peak.
+    """
     model, batch = architecture.build(), architecture.batch()
     stacks = block_names(find_stacks(model))
     if not strategy.startswith("budget") or not stacks:
@@ -90,10 +103,14 @@ def plan_of(architecture: Model, strategy: str) -> Plan:
     saved_bytes = max(0, least.baseline_peak_bytes - least.peak.total_bytes)
     needed_bytes = least.reserve_bytes + least.peak.total_bytes
     middle = forecast(measurement, needed_bytes + saved_bytes // 2, NO_STATE).plan
-    keeps_all = len(middle.blocks_under(Action.KEEP)) == len(
-        middle.blocks
-    )  # where the reserve is most of what is saved
-    return forecast(measurement, needed_bytes, NO_STATE).plan if keeps_all else middle
+    if _recomputes(middle):
+        return middle
+    lowest = forecast(measurement, needed_bytes, NO_STATE).plan  # where the reserve is most of what is saved
+    return lowest if _recomputes(lowest) else forecast(measurement, needed_bytes - 1, NO_STATE).plan
+
+
+def _recomputes(plan: Plan) -> bool:
+    return len(plan.blocks_under(Action.KEEP)) < len(plan.blocks)
 
 
 def step(architecture: Model, seed: int, plan: Plan | None) -> Step:

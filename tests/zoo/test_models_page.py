@@ -28,8 +28,7 @@ def test_no_plan_is_wrong():
 
 
 def test_hardly_any_plan_is_without_effect():
-    """Tiny models whose peak is not of their activations."""
-    assert sum(NO_EFFECT in row for row in BUILT) <= 0.04 * len(BUILT)
+    assert sum(NO_EFFECT in row for row in BUILT) <= 0.01 * len(BUILT)
 
 
 def test_nearly_all_architectures_have_a_plan_that_works():
