@@ -80,7 +80,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     run.begin(data=images.fingerprint, work=work, notices=images.notices)
 
     logits_of = partial(logits_of_images, pixels=pixels_for(args))
-    validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of)
+    validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of, exact=args.bitwise_topology)
     run.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
     for batch in run.steps():
         with run.measured(batch):

@@ -37,6 +37,7 @@ from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
+from memsave_recipes.training.evaluation import sum_over_ranks
 from memsave_recipes.training.launch import deterministic_kernels
 
 
@@ -110,7 +111,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice,))
 
     evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
-    validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens)
+    validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, exact=args.bitwise_topology)
     run.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
     for batch in run.steps():
         with run.measured(batch):
@@ -188,15 +189,16 @@ def stop_at(model: PreTrainedModel, token: int | None) -> None:
 
 @torch.no_grad()
 def evaluate_model(
-    model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], tokens: Any
+    model: nn.Module, accelerator: Accelerator, batches: Iterable[Batch], tokens: Any, exact: bool = False
 ) -> dict[str, float]:
-    """Over ``batches`` of ``tokens``: mean loss in nats a token, perplexity, bits a byte whatever the tokenizer."""
-    totals = torch.zeros(2, dtype=torch.float64, device=accelerator.device)  # loss, tokens
+    """Over ``batches`` of ``tokens``: mean loss in nats a token, perplexity, bits a byte whatever the tokenizer.
+
+    With ``exact`` the losses are added up without rounding, so that the ranks do not matter.
+    """
     model.eval()
-    for batch in batches:
-        totals += torch.stack([model(**batch).double(), count_valid(batch).double()])
+    parts = [torch.stack([model(**batch).double(), count_valid(batch).double()]) for batch in batches]
     model.train()
-    loss_sum, num_tokens = accelerator.reduce(totals, "sum").tolist()
+    loss_sum, num_tokens = sum_over_ranks(accelerator, parts, exact=exact).tolist()
     loss = loss_sum / num_tokens
     bits_per_byte = loss / math.log(2) * tokens.num_tokens / tokens.num_bytes
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}

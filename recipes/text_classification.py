@@ -108,7 +108,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     work = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok"
     run.begin(saved=saved, data=tokens.fingerprint, work=work, notices=(texts.notice, tokens.notice))
 
-    validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of_texts, with_f1=True)
+    options = {"logits_of": logits_of_texts, "with_f1": True, "exact": args.bitwise_topology}
+    validate = partial(evaluate_classifier, model, run.accelerator, **options)
     run.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
     for batch in run.steps():
         with run.measured(batch):

@@ -27,6 +27,7 @@ RESUME = "recipes/test_resume.py"
 SAMPLE = [f"{RESUME}::test_every_recipe[none-{recipe}_classification]" for recipe in ("image", "text")]
 BITS = [RESUME, "recipes/test_observers.py", "activations/test_equal_to_plain.py", "activations/test_selective.py"]
 BITS += ["training/test_batching.py", "training/test_ddp_with_plans.py", "recipes/test_topologies.py"]
+BITS += ["training/test_tree_sum.py", "recipes/test_bitwise_topology.py"]
 
 
 def run_tests(tests, environment):

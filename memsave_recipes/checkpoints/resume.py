@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from memsave_recipes.checkpoints.commit import Damaged, discard, verify_manifest
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
-from memsave_recipes.training.arguments import RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.training.arguments import AUTO, RunArguments
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.launch import describe_environment
 
 STEP = "step"
@@ -37,6 +37,8 @@ FREE = {
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
 }
 """The flags that change no weight, or no more than rounding does."""
+LATER = {"bitwise_topology": False}
+"""Flags that runs of an earlier version did not have, and how they were trained."""
 LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
 SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
@@ -147,10 +149,14 @@ def _is_whole(config: Any) -> bool:
 def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
     """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
 
-    A search depends on measured times, and another plan would round in another way.
+    A search depends on measured times, and another plan would round in another way. With ``--bitwise_topology`` another
+    number of ranks takes the micro-batch alone.
     """
     same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
     layout = earlier["geometry"]
+    if run.bitwise_topology and run.micro_batch_size == AUTO and layout["num_processes"] != num_processes:
+        budget_gib = run.memory_budget_gib if run.solves else None
+        return replace(run, micro_batch_size=layout["micro_batch_size"], memory_budget_gib=budget_gib)
     if not run.searches or not same_search or layout["num_processes"] != num_processes:
         return run
     return replace(
@@ -173,6 +179,9 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
         InputError: a flag that the weights depend on has changed.
     """
     now = json.loads(json.dumps(present))
+    saved = LATER | saved
+    if now.get("bitwise_topology"):
+        _check_same_micro_batch(saved, now)
     free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
     notices = []
     for name in saved.keys() & now.keys() - free:
@@ -186,6 +195,15 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
             )
         notices.append(f"note: --{name} was {saved[name]} and is {now[name]}, which is taken to be the same")
     return sorted(notices)
+
+
+def _check_same_micro_batch(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    size = saved["geometry"]["micro_batch_size"]
+    if now["micro_batch_size"] not in (size, AUTO):
+        raise InputError(
+            f"--resume: --micro_batch_size was {size} and is {now['micro_batch_size']}, on which the bits of "
+            f"--bitwise_topology depend: give {size}, or name another --output_dir"
+        )
 
 
 def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> list[str]:
@@ -262,7 +280,9 @@ def describe_change(saved: dict[str, Any], layout: BatchLayout) -> str | None:
     """One line on another batch layout; ``None`` where it is the same."""
     if saved["geometry"] == asdict(layout):
         return None
-    before = BatchLayout(**saved["geometry"])
+    before = type(layout)(**saved["geometry"])
+    if isinstance(layout, IndexedLayout):
+        return f"note: saved as {before.describe()}, going on as {layout.describe()}: bit-exact"
     return (
         f"note: saved as {before.describe()}, going on as {layout.describe()}: data-exact, every step trains the "
         "same samples, but not bit-exact, sums are rounded in another order and dropout draws other masks"

@@ -27,8 +27,9 @@ from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, 
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.optimizers import clipping_bytes, counters_bytes, state_bytes, update_bytes
+from memsave_recipes.training.tree_sum import exchange_bytes
 
 WORKSPACES = "workspaces"
 """The one of the overheads that torch counts as allocated."""
@@ -56,6 +57,8 @@ class StaticMemory:
     Args:
         state_bytes: the optimizer's state.
         buckets_bytes: DDP's gradient buckets.
+        sums_bytes: of ``--bitwise_topology``, sums of earlier gradients that are there when a micro-batch begins.
+        exchange_bytes: of the same, buckets on their way between ranks.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
             bucket of DDP, or used by an optimizer in the backward, does not.
@@ -64,9 +67,16 @@ class StaticMemory:
 
     state_bytes: int = 0
     buckets_bytes: int = 0
+    sums_bytes: int = 0
+    exchange_bytes: int = 0
     gradients_resident: bool = False
     gradients_stay: bool = True
     optimizer_bytes: int = 0
+
+    @property
+    def communication_bytes(self) -> int:
+        """Of DDP and between ranks."""
+        return self.buckets_bytes + self.exchange_bytes
 
     def added_to(self, chain: Chain) -> Chain:
         """``chain`` with this memory in it."""
@@ -74,7 +84,7 @@ class StaticMemory:
         return replace(
             chain,
             blocks=tuple(blocks),
-            resident_bytes=chain.resident_bytes + self.state_bytes + self.buckets_bytes,
+            resident_bytes=chain.resident_bytes + self.state_bytes + self.communication_bytes + self.sums_bytes,
             gradients_resident=self.gradients_resident or not self.gradients_stay,
             optimizer_bytes=self.optimizer_bytes,
         )
@@ -92,7 +102,7 @@ def static_memory_of(
     state += counters_bytes(optim.optimizer, len(trained))
     buckets = sum(parameter.nbytes for parameter in trained) if layout.num_processes > 1 else 0
     accumulates = layout.accumulation_steps > 1
-    return StaticMemory(
+    static = StaticMemory(
         state_bytes=state,
         buckets_bytes=buckets,
         gradients_resident=accumulates,
@@ -100,6 +110,24 @@ def static_memory_of(
         optimizer_bytes=max(
             update_bytes(optim.optimizer, trained, on_cpu=device_type == "cpu"), clipping_bytes(trained)
         ),
+    )
+    return _with_tree_sum(static, trained, layout) if isinstance(layout, IndexedLayout) else static
+
+
+def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: IndexedLayout) -> StaticMemory:
+    """The copies of gradients in NOTE [ the tree of sums ], of a full step.
+
+    Of k micro-batches, one finds floor(log2(k)) sums of earlier ones, and its own gradient grows beside them. It is the
+    last one where k is a power of two, whose gradient DDP takes into its buckets.
+    """
+    count = layout.accumulation_steps
+    ends_in_buckets = static.buckets_bytes > 0 and count.bit_count() == 1
+    return replace(
+        static,
+        sums_bytes=(count.bit_length() - 1) * sum(parameter.nbytes for parameter in trained),
+        exchange_bytes=exchange_bytes(trained, layout),
+        gradients_resident=False,
+        gradients_stay=not ends_in_buckets,
     )
 
 

@@ -223,7 +223,7 @@ class _Planning:
         size = layout.micro_batch_size
         if size == 1 or self.optim.optimizer_in_backward:
             raise InputError(f"{problem.sentence}, and the micro-batch cannot be halved: raise --memory_budget_gib")
-        smaller = BatchLayout.of(self.run.global_batch_size, -(-size // 2), layout.num_processes)
+        smaller = layout.of(self.run.global_batch_size, -(-size // 2), layout.num_processes)
         self.accelerator.print(
             f"{problem.sentence}: falling back to micro-batches of {smaller.micro_batch_size}, {smaller.describe()}"
         )

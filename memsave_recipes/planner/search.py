@@ -109,13 +109,15 @@ class Candidate:
         """The bytes in use at the peak, by kind; they add up to ``needed_bytes``."""
         peak, chain = self.forecast.peak, self.forecast.chain
         gradients = peak.gradients_bytes + (chain.all_gradients_bytes if chain.gradients_resident else 0)
-        stays = self.weights_bytes + self.static.state_bytes + self.static.buckets_bytes
+        gradients += self.static.sums_bytes
+        communication = self.static.communication_bytes
+        stays = self.weights_bytes + self.static.state_bytes + communication + self.static.sums_bytes
         batch = chain.resident_bytes - stays
         return {
             "parameters": self.weights_bytes,
             "gradients": gradients,
             "optimizer state": self.static.state_bytes,
-            "communication": self.static.buckets_bytes,
+            "communication": communication,
             "activations": batch + peak.held_bytes + peak.own_bytes - peak.temporary_bytes,
             "temporaries": peak.temporary_bytes,
             **self.overheads,
@@ -257,7 +259,7 @@ def open_layouts(run: RunArguments, optim: OptimizerArguments, num_processes: in
     named = run.layout(num_processes)  # without a size in the flags, a single micro-batch
     if run.micro_batch_size != AUTO or optim.optimizer_in_backward:  # the latter cannot accumulate
         return [named]
-    return BatchLayout.halvings(run.global_batch_size, num_processes)
+    return named.halvings(run.global_batch_size, num_processes)
 
 
 def search(

@@ -323,7 +323,7 @@ def _with_all_open(run: RunArguments, budget_bytes: int) -> RunArguments:
     return replace(
         run,
         micro_batch_size=AUTO,
-        activation_checkpointing="budget",
+        activation_checkpointing="budget:bitwise" if run.bitwise_topology else "budget",
         gradient_checkpointing=False,
         memory_budget_gib=to_gib(budget_bytes),
     )

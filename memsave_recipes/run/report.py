@@ -28,6 +28,7 @@ from memsave_recipes.run.failures import RunSettings
 from memsave_recipes.run.first_steps import MemoryWatch, largest_in_gib
 from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
 from memsave_recipes.text import printable
+from memsave_recipes.training.batch_layout import IndexedLayout
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import device_name
 from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_figures
@@ -93,7 +94,12 @@ class RunReport:
         )
         self.clock = StepClock(warmup_steps=self.memory.num_slow_steps, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
-        self.losses = StepLosses(accelerator, batches.order, skips=self.memory.settings.flags.get("skip_nonfinite", 0))
+        self.losses = StepLosses(
+            accelerator,
+            batches.order,
+            skips=self.memory.settings.flags.get("skip_nonfinite", 0),
+            exact=isinstance(batches.layout, IndexedLayout),
+        )
         self.samples_seen = 0
         self.tokens_seen: Tensor | int = 0
         self.train_loss = float("nan")
@@ -155,7 +161,7 @@ class RunReport:
         with self.clock.paused():
             perf |= self._utilization(perf)
             of_ranks = gather_figures(self.accelerator, {**losses, **self.memory.end_window()})
-            self.losses.take_in({step: of_ranks.pop(step) for step in losses})
+            self.losses.take_in({part: of_ranks.pop(part) for part in losses})
             self.train_loss = self.losses.end_window()
             memory = largest_in_gib(of_ranks) | self.memory.prediction(max(of_ranks.get("peak_allocated", [0])))
             train = {"loss": self.train_loss, "lr": learning_rate, **self.losses.skipped()}

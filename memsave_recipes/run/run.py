@@ -37,6 +37,7 @@ from memsave_recipes.checkpoints.resume import (
 )
 from memsave_recipes.compare import compare, read_run
 from memsave_recipes.distributed import main_process_first, missing_ranks_end_the_run, on_main_process
+from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.task import Task
@@ -61,11 +62,12 @@ from memsave_recipes.run.folder import (
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.training.arguments import AUTO, RecipeArguments
-from memsave_recipes.training.batch_layout import SampleOrder
+from memsave_recipes.training.batch_layout import IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch import (
     batchnorm_notice,
+    check_no_batchnorm,
     describe_environment,
     deterministic_kernels,
     matmul_precision,
@@ -81,6 +83,7 @@ from memsave_recipes.training.optimizers import (
     make_scheduler,
 )
 from memsave_recipes.training.parsing import flag_values
+from memsave_recipes.training.tree_sum import describe_cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +197,12 @@ class Run:
         Args:
             model: the one with the blocks; all its parameters that require gradients are trained.
             trained: the module around it that is trained, where that is another one.
+
+        Raises:
+            InputError: ``--bitwise_topology`` and a model with BatchNorm.
         """
+        if self.args.bitwise_topology:
+            check_no_batchnorm(model)
         optimizer = make_optimizer(self.args, model)
         self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
         self._bare = model
@@ -208,7 +216,7 @@ class Run:
             task: with the loss of a micro-batch by the prepared model.
 
         Raises:
-            InputError: no such strategy, or nothing fits.
+            InputError: no such strategy, nothing fits, or a plan that compiles beside ``--bitwise_topology``.
             VerificationFailed: ``--verify`` found that the plan changes the step.
         """
         args, accelerator, batches, model = self.args, self.accelerator, self._batches, self._model
@@ -216,6 +224,11 @@ class Run:
         self.planned = plan_run(
             args, args, accelerator, self._bare, batches, model, loss_of, task=lambda: task, show=show_choice
         )
+        if args.bitwise_topology and not self.planned.plan.is_bitwise:
+            raise InputError(
+                f"--bitwise_topology: the plan of --activation_checkpointing {args.activation_checkpointing} compiles, "
+                "and rounds by the shapes that a rank has seen: take a plan that does not"
+            )
         self._handle = apply_plan(self._bare, self.planned.plan)
         self._equivalence = verify_plan(args.verify, accelerator, model, self._handle, batches, loss_of)
         settle_kernels(args.full_determinism, accelerator, model, batches, loss_of)
@@ -250,7 +263,8 @@ class Run:
         )
         self._count_parameters()
         layout, order = self._batches.layout, self._batches.order
-        lines = (layout.describe(), self.planned.plan.describe(), *notices, order.notice)
+        cost = describe_cost(self._bare, layout) if isinstance(layout, IndexedLayout) else None
+        lines = (layout.describe(), cost, self.planned.plan.describe(), *notices, order.notice)
         self.accelerator.print(*filter(None, (*lines, batchnorm_notice(self._bare, layout))), sep="\n")
         self._guard = NonFiniteGuard(self.accelerator, self._model, self._optimizer, skips=self.args.skip_nonfinite)
         self._report = RunReport(self.accelerator, self._batches, self._model, self._optimizer, settings)
@@ -320,8 +334,15 @@ class Run:
         if not self._report.evaluation_is_due(self.step, every=self.args.eval_steps):
             return
         with self._report.clock.paused(synchronize=True):
-            size = self._batches.layout.micro_batch_size
-            batches = evaluation_batches(self.accelerator, dataset, size, num_workers=self.num_workers, **options)
+            layout = self._batches.layout
+            batches = evaluation_batches(
+                self.accelerator,
+                dataset,
+                layout.micro_batch_size,
+                layout=type(layout),
+                num_workers=self.num_workers,
+                **options,
+            )
             figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._report.state_dict))
             if self._report.log_evaluation(self.step, figures) and self.args.save_best:
                 self._checkpoints.save_best(self.step, partial(save_model, self.accelerator, self._saved))

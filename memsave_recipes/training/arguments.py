@@ -9,7 +9,7 @@ import torch
 
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 
 # Schedules that need no argument beyond the number of steps.
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
@@ -78,6 +78,13 @@ class RunArguments(TrackerArguments):
         metadata={
             "help": "samples of one forward on one rank, or auto: the fastest size that fits --memory_budget_gib; "
             "default: the rank's whole share of the global batch"
+        },
+    )
+    bitwise_topology: bool = field(
+        default=False,
+        metadata={
+            "help": "the same weights and losses, bit for bit, on any number of ranks: micro-batches of one "
+            "--micro_batch_size, whose gradients are added in a fixed order"
         },
     )
     drop_last: bool = field(default=False, metadata={"help": "leave out the last step of an epoch if it is short"})
@@ -151,6 +158,7 @@ class RunArguments(TrackerArguments):
             raise InputError("--eval_only trains nothing: leave out --activation_checkpointing and --verify")
         self._check_micro_batch_size()
         self._check_budget()
+        self._check_topology()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
         require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "above 0 and at most 1e6")
         require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
@@ -189,10 +197,33 @@ class RunArguments(TrackerArguments):
             )
         require(budget is None or 0 < budget <= MAX_GIB, "--memory_budget_gib", budget, "above 0 and at most 1e6")
 
+    def _check_topology(self) -> None:
+        """``--bitwise_topology`` needs micro-batches, and kernels, that do not depend on the number of ranks."""
+        if not self.bitwise_topology:
+            return
+        if self.micro_batch_size is None:
+            raise InputError(
+                "--bitwise_topology needs the same micro-batches on any number of ranks: give --micro_batch_size a "
+                "number, or auto"
+            )
+        strategy = self.activation_checkpointing or ""
+        if strategy == "budget" or strategy.partition(":")[0] == "compiled":
+            raise InputError(
+                f"--bitwise_topology: --activation_checkpointing {strategy} compiles for the shapes that a rank has "
+                "seen, in their order, and rounds accordingly: take budget:bitwise, or a plan that does not compile"
+            )
+        if self.sync_batchnorm:
+            raise InputError("--bitwise_topology: --sync_batchnorm normalises over the ranks: leave one of them out")
+
+    @property
+    def solves(self) -> bool:
+        """Whether a plan is to be found for a budget."""
+        return self.activation_checkpointing in BUDGET_WORDS
+
     @property
     def searches(self) -> bool:
         """Whether a micro-batch or a plan is to be found for a budget."""
-        return self.micro_batch_size == AUTO or self.activation_checkpointing in BUDGET_WORDS
+        return self.micro_batch_size == AUTO or self.solves
 
     def layout(self, num_processes: int) -> BatchLayout:
         """How a global batch is computed; with ``auto`` undivided, until a size is found.
@@ -201,7 +232,8 @@ class RunArguments(TrackerArguments):
             InputError: as ``BatchLayout``.
         """
         size = self.micro_batch_size
-        return BatchLayout.of(self.global_batch_size, size if isinstance(size, int) else None, num_processes)
+        kind = IndexedLayout if self.bitwise_topology else BatchLayout
+        return kind.of(self.global_batch_size, size if isinstance(size, int) else None, num_processes)
 
     @property
     def torch_dtype(self) -> torch.dtype:

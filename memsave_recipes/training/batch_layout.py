@@ -53,19 +53,23 @@ class BatchLayout:
     @classmethod
     def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "BatchLayout":
         """The layout that the flags ask for; without a micro-batch size each rank forwards its whole share at once."""
-        share = ceil(global_batch_size / num_processes)
-        size = share if micro_batch_size is None else min(micro_batch_size, share)
+        largest = cls._largest_micro_batch(global_batch_size, num_processes)
+        size = largest if micro_batch_size is None else min(micro_batch_size, largest)
         return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
 
     @classmethod
     def halvings(cls, global_batch_size: int, num_processes: int) -> "list[BatchLayout]":
         """The layouts whose micro-batches are a rank's share halved again and again, rounded up; smallest first."""
-        size = ceil(global_batch_size / num_processes)
+        size = cls._largest_micro_batch(global_batch_size, num_processes)
         sizes = [size]
         while size > 1:
             size = ceil(size / 2)
             sizes.append(size)
         return [cls.of(global_batch_size, size, num_processes) for size in reversed(sizes)]
+
+    @classmethod
+    def _largest_micro_batch(cls, global_batch_size: int, num_processes: int) -> int:
+        return ceil(global_batch_size / num_processes)
 
     @property
     def accumulation_steps(self) -> int:
@@ -105,11 +109,91 @@ class BatchLayout:
         return "+".join(map(str, sizes + [0] * (self.accumulation_steps - len(sizes))))
 
 
+@dataclass(frozen=True, kw_only=True)
+class IndexedLayout(BatchLayout):
+    """The split of ``--bitwise_topology``: into the same micro-batches on any number of ranks.
+
+    Micro-batch i has the samples from ``i * micro_batch_size`` on; the last one may be short. A rank has the indices of
+    ``aligned_blocks``: rules 8 and 9 of NOTE [ the exact global batch ].
+
+    Raises:
+        InputError: as ``BatchLayout``, or fewer micro-batches than ranks.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_micro_batches < self.num_processes:
+            raise InputError(
+                f"--bitwise_topology: --micro_batch_size {self.micro_batch_size} makes "
+                f"{_count(self.num_micro_batches, 'micro-batch')} of --global_batch_size {self.global_batch_size}, "
+                f"fewer than the {self.num_processes} ranks: launch fewer processes"
+            )
+
+    @classmethod
+    def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "IndexedLayout":
+        """A size that is given is the same on any number of ranks; ``None`` is the largest that gives each rank one."""
+        size = micro_batch_size or cls._largest_micro_batch(global_batch_size, num_processes)
+        size = min(size, global_batch_size)
+        return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
+
+    @classmethod
+    def _largest_micro_batch(cls, global_batch_size: int, num_processes: int) -> int:
+        return max(1, global_batch_size // num_processes)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a full step, over all ranks."""
+        return ceil(self.global_batch_size / self.micro_batch_size)
+
+    def blocks(self, num_samples: int) -> list[list[range]]:
+        """For every rank the ``aligned_blocks`` of a step's micro-batches."""
+        return aligned_blocks(ceil(num_samples / self.micro_batch_size), self.num_processes)
+
+    def indices(self, num_samples: int) -> list[list[int | None]]:
+        """For every rank the indices of its micro-batches; ``None`` where its share has run out."""
+        ranks: list[list[int | None]] = [[i for block in blocks for i in block] for blocks in self.blocks(num_samples)]
+        count = max(map(len, ranks))
+        return [indices + [None] * (count - len(indices)) for indices in ranks]
+
+    def micro_batches(self, num_samples: int) -> list[list[range]]:
+        """As of ``BatchLayout``."""
+        samples, size = range(num_samples), self.micro_batch_size
+        return [
+            [range(0) if i is None else samples[i * size : (i + 1) * size] for i in indices]
+            for indices in self.indices(num_samples)
+        ]
+
+    def describe(self) -> str:
+        """``25 samples = 6 micro-batches of 4 + 1 of 1, on 2 ranks in 4 accumulation steps``."""
+        full, rest = divmod(self.global_batch_size, self.micro_batch_size)
+        cut = f"{_count(full, 'micro-batch')} of {self.micro_batch_size}" + (f" + 1 of {rest}" if rest else "")
+        ranks, steps = _count(self.num_processes, "rank"), _count(self.accumulation_steps, "accumulation step")
+        return f"{_count(self.global_batch_size, 'sample')} = {cut}, on {ranks} in {steps}"
+
+
+def aligned_blocks(count: int, num_ranks: int) -> list[list[range]]:
+    """The indices below ``count``, dealt out to the ranks in ranges that are whole subtrees of the tree over all.
+
+    The length of each range is a power of two that divides its start. Shares differ by at most one, and a share of k
+    indices is as many ranges as the binary digits of k have ones, in ascending order.
+    """
+    share, num_larger = divmod(count, num_ranks)
+    shares = [share + (rank < num_larger) for rank in range(num_ranks)]
+    blocks: list[list[range]] = [[] for _ in shares]
+    start = 0
+    for length in (1 << bit for bit in reversed(range(count.bit_length()))):  # the longest of all ranks first
+        for own, share in zip(blocks, shares, strict=True):
+            if share & length:
+                own.append(range(start, start + length))
+                start += length
+    return blocks
+
+
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
-def seed_for(*position: int) -> int:
+def seed_for(*position: int | None) -> int:
     """A seed that depends on all of ``position`` and on nothing else: 63 bits of its BLAKE2 hash."""
     return int.from_bytes(hashlib.blake2b(repr(position).encode(), digest_size=8).digest()) >> 1
 

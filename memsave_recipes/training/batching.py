@@ -16,11 +16,19 @@ NOTE [ the exact global batch ]
 6. *Dropout* is seeded by (seed, step, micro-batch, rank), *augmentation* by (seed, epoch, sample) in the data set, so
    neither depends on workers or on earlier steps.
 7. *Not equal* are BatchNorm, which normalises by micro-batch, and dropout masks, which depend on the batch layout.
+
+With ``--bitwise_topology`` the result has the same bits on any number of ranks, with dropout too:
+
+8. *Micro-batches.* Micro-batch i has the samples i * m to (i + 1) * m - 1 of the step, with m the micro-batch size, so
+   its shapes and its rounding do not depend on the ranks (``IndexedLayout``). Padding is left out of the sums.
+9. *Sums.* Gradients are added in one tree over i, and not divided: NOTE [ the tree of sums ] in ``tree_sum.py``. The
+   norm, clipping and the optimizer then see equal bits. Losses are rounded once, after an exact sum over all i.
+10. *Dropout* is seeded by (seed, step, i).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +39,15 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
-from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleKey, SampleOrder, seed_for
+from memsave_recipes.training.batch_layout import (
+    BatchLayout,
+    IndexedLayout,
+    MicroBatchSampler,
+    SampleKey,
+    SampleOrder,
+    seed_for,
+)
+from memsave_recipes.training.tree_sum import Blocks, TreeSum
 
 Batch = dict[str, Tensor]
 
@@ -43,7 +59,9 @@ class GlobalBatches:
         accelerator: for the ranks, the device and the backward.
         dataset: indexed by ``SampleKey``; gives the label -100 where ``counted`` is false.
         order: which samples each step trains.
-        layout: how a step is cut up; another one may be set before the first step is taken.
+        layout: how a step is cut up; another one may be set before the first step is taken. An ``IndexedLayout`` gives
+            the same bits on any number of ranks, to one model; with a single rank in it, each rank computes all of it
+            by itself, with a model that Accelerate has not prepared.
         num_steps: where the run ends.
         count_valid: the number of positions of a micro-batch that count in the loss, such as its labels after the shift
             that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
@@ -74,6 +92,7 @@ class GlobalBatches:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.num_workers = num_workers
+        self._tree_sum = TreeSum()
 
     @property
     def smallest_micro_batch(self) -> int:
@@ -97,7 +116,7 @@ class GlobalBatches:
             num_samples = self.order.num_samples_in(step)
             count = len(self.layout.micro_batches(num_samples)[0])
             mine = [next(micro_batches) for _ in range(count)]
-            yield GlobalBatch(
+            yield self._make_batch(
                 accelerator=self.accelerator,
                 step=step,
                 epoch=self.order.epoch(step),
@@ -107,6 +126,17 @@ class GlobalBatches:
                 seed=self.seed,
             )
 
+    def _make_batch(self, *, num_samples: int, **parts: Any) -> "GlobalBatch":
+        if not isinstance(self.layout, IndexedLayout):
+            return GlobalBatch(num_samples=num_samples, **parts)
+        return IndexedGlobalBatch(
+            num_samples=num_samples,
+            indices=self.layout.indices(num_samples)[self._rank],
+            blocks=self.layout.blocks(num_samples),
+            tree_sum=self._tree_sum,
+            **parts,
+        )
+
     def largest_micro_batch(self, size: int) -> Batch:
         """``size`` samples on the device; the longest, where the data set has a ``longest(count)``."""
         count = min(size, self.order.num_samples)
@@ -115,12 +145,17 @@ class GlobalBatches:
         batch: Batch = send_to_device(self.collate_fn(samples), self.accelerator.device)
         return batch
 
+    @property
+    def _rank(self) -> int:
+        """This one, in the layout."""
+        return self.accelerator.process_index if self.layout.num_processes > 1 else 0
+
     def _make_loader(self) -> DataLoader[Any]:
         """Of this rank's micro-batches, step after step."""
         sampler = MicroBatchSampler(
             order=self.order,
             layout=self.layout,
-            rank=self.accelerator.process_index,
+            rank=self._rank,
             first_step=self.steps.start,
             last_step=self.steps.stop,
         )
@@ -132,6 +167,8 @@ class GlobalBatches:
             return torch.full((), num_samples, device=self.accelerator.device)
         of_this_rank = sum(int(self.count_valid(micro_batch)) for micro_batch in mine)
         count = torch.full((), of_this_rank, device=self.accelerator.device)
+        if self.layout.num_processes == 1:
+            return count
         of_all_ranks: Tensor = self.accelerator.reduce(count, "sum")
         return of_all_ranks
 
@@ -167,21 +204,83 @@ class GlobalBatch:
 
     def _seed_dropout(self, index: int) -> None:
         """Rule 6, for the host and this device; ``torch.manual_seed`` costs 0.1 ms for each kind that is not there."""
-        seed = seed_for(self.seed, self.step, index, self.accelerator.process_index)
+        seed = seed_for(self.seed, self.step, *self._position(index))
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type != "cpu":
             torch.get_device_module(self.accelerator.device).manual_seed(seed)
+
+    def _weighted(self, loss_sum: Tensor) -> Tensor:
+        """A global batch without a valid position has no loss: 0 / 1, not 0 / 0."""
+        return loss_sum / self.num_valid.clamp(min=1)
+
+    def _position(self, index: int) -> tuple[int | None, ...]:
+        """Of a micro-batch in its step, for the seed of dropout."""
+        return index, self.accelerator.process_index
+
+    @property
+    def loss_parts(self) -> list[Tensor]:
+        """Equally many on all ranks; those of all of them add up to the mean loss of the global batch."""
+        return [torch.as_tensor(self.loss)]
 
     def backward(self, loss_sum: Tensor) -> None:
         """Add the gradient of a micro-batch's summed loss, weighted as its part of the global mean (rules 3 and 4).
 
         Where the loss is not finite, neither is the gradient, so that every rank sees it in the norm.
         """
-        # A global batch without a valid position has no loss: 0 / 1, not 0 / 0.
-        loss = loss_sum / self.num_valid.clamp(min=1)
+        loss = self._weighted(loss_sum)
         nan_unless_finite = 0 * loss.detach()
-        self.accelerator.backward(loss * (self.accelerator.num_processes + nan_unless_finite))
+        self.accelerator.backward(loss * (self._divisor + nan_unless_finite))
         self.loss = self.loss + loss.detach()
+
+    @property
+    def _divisor(self) -> int:
+        """By which DDP will divide."""
+        count: int = self.accelerator.num_processes
+        return count
+
+
+@dataclass(kw_only=True)
+class IndexedGlobalBatch(GlobalBatch):
+    """A global batch whose result has the same bits on any number of ranks: rules 8 to 10.
+
+    Args:
+        indices: of this rank's micro-batches in the global batch; ``None`` for padding.
+        blocks: the indices of all ranks.
+    """
+
+    indices: list[int | None]
+    blocks: Blocks
+    tree_sum: TreeSum
+    _losses: list[Tensor] = field(init=False, default_factory=list)
+
+    def forwards(self, model: nn.Module) -> Iterator[Batch]:
+        """As of ``GlobalBatch``."""
+        self._losses.clear()
+        self.tree_sum.begin(model, self.blocks)
+        yield from super().forwards(model)
+
+    @property
+    def loss_parts(self) -> list[Tensor]:
+        """The parts of this rank's micro-batches."""
+        return self._losses
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """As of ``GlobalBatch``; the last one leaves the sum over all ranks on the parameters."""
+        super().backward(loss_sum)
+        is_padding = self.indices[len(self._losses)] is None
+        part = self._weighted(loss_sum.detach())
+        self._losses.append(torch.zeros_like(part) if is_padding else part)
+        if len(self._losses) == len(self.indices):
+            self.tree_sum.finish()
+        else:
+            self.tree_sum.take()
+
+    def _position(self, index: int) -> tuple[int | None, ...]:
+        return (self.indices[index],)
+
+    @property
+    def _divisor(self) -> int:
+        return 1
 
 
 def make_loader(

@@ -15,6 +15,7 @@ from memsave_recipes.errors import packages_of
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.training.batching import Batch, make_loader
+from memsave_recipes.training.tree_sum import exact_sum
 
 with packages_of("vision,text", "accuracies"):
     import datasets
@@ -36,24 +37,26 @@ def evaluation_batches(
     micro_batch_size: int,
     *,
     num_samples: int | None = None,
+    layout: type[BatchLayout] = BatchLayout,
     collate_fn: Callable[[list[Any]], Batch] = default_collate,
     num_workers: int = 0,
 ) -> Iterator[Batch]:
     """This rank's part of a data set, or of its first ``num_samples``, each once over all ranks, on the device.
 
-    All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out.
+    All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out. With
+    ``layout=IndexedLayout`` the batches are the same on any number of ranks, which take them by turns.
     """
     num_processes = accelerator.num_processes
-    layout = BatchLayout(
+    dealt = layout(
         global_batch_size=micro_batch_size * num_processes,
         micro_batch_size=micro_batch_size,
         num_processes=num_processes,
     )
     num_samples = min(num_samples or len(dataset), len(dataset))
-    order = SampleOrder(num_samples=num_samples, global_batch_size=layout.global_batch_size, seed=None)
+    order = SampleOrder(num_samples=num_samples, global_batch_size=dealt.global_batch_size, seed=None)
     sampler = MicroBatchSampler(
         order=order,
-        layout=layout,
+        layout=dealt,
         rank=accelerator.process_index,
         first_step=0,
         last_step=order.steps_per_epoch,
@@ -73,6 +76,20 @@ def gather_counted(accelerator: Accelerator, predictions: Tensor, labels: Tensor
     return counted[:, 0], counted[:, 1]
 
 
+def sum_over_ranks(accelerator: Accelerator, parts: list[Tensor], *, exact: bool) -> Tensor:
+    """The sum of ``parts``, tensors of one shape and dtype of which all ranks have equally many.
+
+    Args:
+        exact: in float64 and rounded once, so that the number of ranks does not matter; else in the dtype of the parts.
+    """
+    if not exact:
+        total: Tensor = accelerator.reduce(sum(parts, torch.zeros_like(parts[0])), "sum")
+        return total
+    of_ranks = accelerator.gather(torch.stack(parts).double())
+    columns = of_ranks.view(len(of_ranks), -1).T.tolist()
+    return torch.tensor([exact_sum(column) for column in columns], dtype=torch.float64).view(parts[0].shape)
+
+
 @torch.no_grad()
 def evaluate_classifier(
     model: nn.Module,
@@ -81,29 +98,31 @@ def evaluate_classifier(
     *,
     logits_of: Callable[[nn.Module, Batch], Tensor],
     with_f1: bool = False,
+    exact: bool = False,
 ) -> dict[str, float]:
     """``accuracy`` and mean ``loss`` over every sample of ``batches``, each once, however many ranks share them.
 
     Args:
         logits_of: a batch's logits (B, num_classes), in float32 or float64; its ``labels`` are (B,).
         with_f1: F1 as well: that of the second of two classes, else the mean over the classes.
+        exact: add up the losses of the batches without rounding, so that the ranks do not matter.
     """
     predictions: list[int] = []
     references: list[int] = []
-    loss_sum = torch.tensor(0.0, device=accelerator.device)
+    losses: list[Tensor] = []
     num_classes = 0
     model.eval()
     for batch in batches:
         logits, labels = logits_of(model, batch), batch["labels"]
         num_classes = logits.shape[-1]
-        loss_sum = loss_sum + F.cross_entropy(logits, labels, reduction="sum")
+        losses.append(F.cross_entropy(logits, labels, reduction="sum"))
         predicted, expected = gather_counted(accelerator, logits.argmax(dim=-1), labels)
         predictions += predicted.tolist()
         references += expected.tolist()
     model.train()
     average = ("binary" if num_classes == 2 else "macro") if with_f1 else None
     figures = Classification().compute(predictions=predictions, references=references, average=average)
-    return {**figures, "loss": accelerator.reduce(loss_sum, "sum").item() / len(references)}
+    return {**figures, "loss": sum_over_ranks(accelerator, losses, exact=exact).item() / len(references)}
 
 
 class Classification(evaluate.Metric):  # type: ignore[misc, unused-ignore]  # evaluate has no types

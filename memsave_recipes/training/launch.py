@@ -303,6 +303,21 @@ def batchnorm_notice(model: nn.Module, layout: BatchLayout) -> str | None:
     )
 
 
+def check_no_batchnorm(model: nn.Module) -> None:
+    """Refuse for ``--bitwise_topology`` what follows the micro-batches of one rank: the statistics of BatchNorm.
+
+    Raises:
+        InputError: the model has such layers.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise InputError(
+            f"--bitwise_topology: {names[0]}{more} are BatchNorm layers, whose running statistics follow the "
+            "micro-batches of one rank: take a model without BatchNorm"
+        )
+
+
 def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """``model`` with its BatchNorm layers normalising over all ranks.
 

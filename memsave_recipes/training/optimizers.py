@@ -25,7 +25,7 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
    them infinite where the rate is large. So the weights themselves are looked at before they are saved.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from itertools import pairwise
 from math import ceil, isfinite
@@ -40,8 +40,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch
+from memsave_recipes.training.tree_sum import exact_sum
 
 MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
 BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
@@ -122,11 +123,15 @@ def check_in_backward(
     """Refuse flags that need all gradients at once.
 
     Raises:
-        InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16 or steps left out.
+        InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16, steps left out or
+            ``--bitwise_topology``.
     """
     if not optim.optimizer_in_backward:
         return
     reasons = {
+        "--bitwise_topology adds up all gradients of the global batch first: leave one of them out": isinstance(
+            layout, IndexedLayout
+        ),
         f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
         "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
         f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
@@ -275,34 +280,40 @@ class StepLosses:
 
     Args:
         skips: so many steps may be not finite.
+        exact: add the parts of a loss up without rounding, so that their order does not matter.
     """
 
-    def __init__(self, accelerator: Accelerator, order: SampleOrder, *, skips: int) -> None:
+    def __init__(self, accelerator: Accelerator, order: SampleOrder, *, skips: int, exact: bool = False) -> None:
         self.accelerator = accelerator
         self.order = order
         self.skips = skips
         self.skipped_steps = 0
         self.grad_norm: float | None = None
         """Of the last step that has been read; ``None`` where no step had one."""
+        self._sum: Callable[[list[float]], float] = exact_sum if exact else sum
         self._read: list[float] = []
-        self._unread: dict[int, tuple[Tensor, Tensor | None]] = {}  # this rank's part of the loss, gradient norm
+        self._unread: dict[int, tuple[list[Tensor], Tensor | None]] = {}  # this rank's parts of the loss, gradient norm
 
     def add(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
         """Take in a finished step. Reads nothing from the device."""
-        self._unread[batch.step] = torch.as_tensor(batch.loss), grad_norm
+        self._unread[batch.step] = batch.loss_parts, grad_norm
 
-    def parts(self) -> dict[int, float]:
-        """This rank's parts of the losses that nobody has read yet, by step. Waits for the device."""
-        return {step: loss.item() for step, (loss, _) in self._unread.items()}
+    def parts(self) -> dict[tuple[int, int], float]:
+        """This rank's parts of the losses that nobody has read yet, by step and number. Waits for the device."""
+        parts = ((step, torch.stack(losses).tolist()) for step, (losses, _) in self._unread.items())
+        return {(step, number): part for step, values in parts for number, part in enumerate(values)}
 
-    def take_in(self, of_ranks: Mapping[int, list[float]]) -> None:
+    def take_in(self, of_ranks: Mapping[tuple[int, int], list[float]]) -> None:
         """The ``parts`` of all ranks.
 
         Raises:
             NotFinite: more steps than allowed are not finite.
         """
-        for step, parts in of_ranks.items():
-            loss, (_, norm) = sum(parts), self._unread.pop(step)
+        of_steps: dict[int, list[float]] = {}
+        for (step, _), parts in of_ranks.items():
+            of_steps.setdefault(step, []).extend(parts)
+        for step, parts in of_steps.items():
+            loss, (_, norm) = self._sum(parts), self._unread.pop(step)
             self.grad_norm = None if norm is None else norm.item()
             if is_finite(loss, self.grad_norm or 0.0, has_scaler=self.accelerator.scaler is not None):
                 self._read.append(loss)

@@ -24,10 +24,11 @@ FLAGS = {"image_classification": IMAGES, "language_modeling": TEXT, "text_classi
 MEASURED = ("perf/", "memory/", "result/perf", "result/memory")  # by the clock, or by the life
 
 
-def launch(recipe, config, *flags, folder, precision="no"):
+def launch(recipe, config, *flags, folder, precision="no", num_ranks=None):
     """``accelerate launch`` as people type it, with a process group of its own."""
     command = [Path(sys.executable).with_name("accelerate"), "launch"]
     command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--mixed_precision", precision]
+    command += ["--num_processes", num_ranks] if num_ranks else []
     words = [*FLAGS[recipe], "--report_to", "none", "--output_dir", folder, "--dataloader_num_workers", "2", *flags]
     return subprocess.Popen(
         [str(word) for word in [*command, ROOT / "recipes" / f"{recipe}.py", *words]],

@@ -46,6 +46,7 @@ def test_every_cut_is_exact_and_the_usual_loop_is_not(
     assert all(len(cut[loop]) == 3 for cut in cuts for loop in ("exact", "usual"))
     assert equivalence["largest_difference_exact"] <= 1e-15
     assert all(max(cut["usual"]) > 0.01 for cut in cuts[1:])
+    assert equivalence["largest_difference_bitwise"] == equivalence["largest_difference_bitwise_GPT-2"] == 0
     printed = capsys.readouterr().out
     assert "(5+2) x 1 rank" in printed
     assert "Why: " in printed
@@ -59,6 +60,8 @@ def test_saved_weights_are_compared(run: Callable[..., dict[str, Any]], tmp_path
     same = run("same", *against_first, "--activation_checkpointing", "full")
     other = run("other", *against_first, "--seed", "1")
     assert same["equivalence"]["largest_difference_to_it"] <= 1e-15
+    assert same["equivalence"]["same_bits_as_it"] == {3: True}
+    assert other["equivalence"]["same_bits_as_it"] == {3: False}
     assert other["equivalence"]["largest_difference_to_it"] > 0.01
 
 

@@ -1,4 +1,4 @@
-"""On a CUDA device: killed anywhere and resumed, with a loss scaler too, and a device that is really full.
+"""On CUDA devices: killed anywhere and resumed, with a loss scaler too; the same bits on several; one that is full.
 
 python -m pytest tests/recipes/test_on_a_gpu.py
 """
@@ -12,7 +12,15 @@ import time
 
 import pytest
 import torch
-from lives import ROOT, assert_the_same_run, end_of, launch, wait_for_checkpoint
+from lives import (
+    ROOT,
+    assert_the_same_run,
+    assert_the_same_weights,
+    end_of,
+    launch,
+    rows_of,
+    wait_for_checkpoint,
+)
 
 from memsave_recipes.run.failures import OUT_OF_MEMORY
 
@@ -44,6 +52,25 @@ def test_killed_anywhere_and_resumed(tmp_path, precision):
         )
         assert code == 0, output
         assert_the_same_run(folder, straight)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_any_number_of_gpus_has_the_same_bits(tmp_path, precision):
+    bits = [*RUN, "--bitwise_topology", "--micro_batch_size", "3"]  # 6 micro-batches, the last one of 1
+    for num_ranks in range(1, min(4, torch.cuda.device_count()) + 1):
+        process = launch(
+            "image_classification",
+            "single_gpu" if num_ranks == 1 else "multi_gpu",
+            *bits,
+            folder=tmp_path / str(num_ranks),
+            precision=precision,
+            num_ranks=num_ranks,
+        )
+        code, output = end_of(process)
+        assert code == 0, output
+        assert rows_of(tmp_path / str(num_ranks)) == rows_of(tmp_path / "1")
+        assert_the_same_weights(tmp_path / str(num_ranks) / "final", tmp_path / "1" / "final")
 
 
 def test_a_device_that_is_full_ends_with_its_page_and_a_plan(tmp_path):

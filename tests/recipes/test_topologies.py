@@ -228,4 +228,6 @@ def test_the_teaching_recipe_gives_the_same_weights_on_two_ranks(launcher: Launc
     equivalence = json.loads((two / "results.json").read_text())["equivalence"]
     assert equivalence["largest_difference_to_it"] <= 1e-15
     assert equivalence["largest_difference_exact"] <= 1e-15
+    assert equivalence["largest_difference_bitwise"] == equivalence["largest_difference_bitwise_GPT-2"] == 0
+    assert equivalence["same_bits_as_it"] == {"3": True}
     assert equivalence["largest_difference_usual"] > 0.01

@@ -1,0 +1,93 @@
+"""What `--bitwise_topology` costs: its step beside the usual one, on the ranks of the launch.
+
+    OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/cpu_ddp.yaml benchmarks/bitwise_topology.py
+
+Both train the same vision transformer on the same micro-batches with AdamW and clipping, each with a model of its own
+in the same processes, and take turns in an order that is the same on all ranks. All ranks begin a step together; its
+time is that of rank 0. `--num_micro_batches` are those of a step over all ranks: 4 on 2 ranks are 1 subtree a rank, 6
+are 2. Run it on a quiet machine with a core for each rank. The ratio is meant to be at most 1.03 where a step takes
+20 ms or more.
+
+Writes docs/results/bitwise_topology.json.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import harness
+import torch.nn.functional as F
+from accelerate import Accelerator
+from loop_overhead import MAX_GRAD_NORM, SEED, WORKS, Work
+
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.launch import describe_environment, start_accelerator
+
+LAYOUTS = {"usual": BatchLayout, "the same again": BatchLayout, "bitwise topology": IndexedLayout}
+YARDSTICK = "usual"
+
+
+def steps(work: Work, accelerator: Accelerator, layout: type[BatchLayout]) -> Callable[[], None]:
+    """A function that makes the next step of a training."""
+    model = work.make_model()
+    optimizer, scheduler = work.make_optimizer(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    dataset = work.make_dataset()
+    batches = GlobalBatches(
+        accelerator,
+        dataset,
+        order=SampleOrder(num_samples=len(dataset), global_batch_size=work.global_batch_size, seed=SEED),
+        layout=layout.of(work.global_batch_size, work.micro_batch_size, accelerator.num_processes),
+        num_steps=work.total_steps,
+        seed=SEED,
+    )
+
+    def train() -> Iterator[None]:
+        for batch in batches:
+            for micro_batch in batch.forwards(model):
+                logits = model(micro_batch["pixel_values"]).logits
+                batch.backward(F.cross_entropy(logits, micro_batch["labels"], reduction="sum"))
+            accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            yield
+
+    training = train()
+    return lambda: next(training)
+
+
+def measure(work: Work, accelerator: Accelerator) -> list[dict[str, Any]]:
+    """For every way its median step and its ratio to the usual one."""
+    ways = {name: steps(work, accelerator, layout) for name, layout in LAYOUTS.items()}
+    seconds = harness.time_in_turns(ways, work.total_steps, before=accelerator.wait_for_everyone)
+    rows = []
+    for name, own in seconds.items():
+        timed, baseline = own[work.num_warmup_steps :], seconds[YARDSTICK][work.num_warmup_steps :]
+        ratio, quartiles = harness.median_and_quartiles(harness.ratios(timed, baseline))
+        step_ms = 1000 * harness.median_and_quartiles(timed)[0]
+        rows.append({"step": name, "step_ms": step_ms, "ratio": ratio, "ratio_quartiles": quartiles})
+    return rows
+
+
+def main() -> None:
+    """Measure, print on rank 0 and write."""
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--num_micro_batches", type=int, default=4, help="of a step, over all ranks")
+    flags = harness.read_flags(parser, None)
+    work = replace(WORKS["loop_overhead"], accumulation_steps=flags.num_micro_batches)
+    work = replace(work, num_steps=8, num_warmup_steps=2) if flags.quick else work
+    accelerator = start_accelerator()
+    rows = measure(work, accelerator)
+    if accelerator.is_main_process:
+        cells = [[row["step"], f"{row['step_ms']:.2f} ms", f"{row['ratio']:.3f}"] for row in rows]
+        title = f"{work.num_steps} steps of {flags.num_micro_batches} micro-batches of {work.micro_batch_size} images"
+        harness.show(("step", "median", "ratio to usual"), cells, title=title)
+        content = {"work": asdict(work), "steps": rows, "environment": describe_environment(accelerator)}
+        harness.write_results(flags.output_dir, "bitwise_topology", content)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""``--bitwise_topology`` through the recipes: the same bits on any number of ranks, straight or resumed on another.
+
+The whole matrix is slow: ``pytest -m slow tests/recipes/test_bitwise_topology.py``.
+"""
+
+import json
+import os
+import shutil
+import signal
+from itertools import product
+
+import pytest
+import torch
+from lives import TINY_VIT, assert_the_same_weights, end_of, launch, rows_of, wait_for_checkpoint
+from safetensors.torch import load_file
+
+from memsave_recipes.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import plan_for
+from memsave_recipes.training.arguments import RecipeArguments
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
+
+RECIPE = "image_classification"
+BITS = ["--bitwise_topology", "--micro_batch_size"]
+WIDTH = "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2"
+WORKS = {
+    "gpt2": ("language_modeling", ["--dropout", "0.1", "--loss", "full"]),
+    "llama": (
+        "language_modeling",
+        ["--model_type", "llama", "--config_overrides", f"{WIDTH},num_key_value_heads=2", "--loss", "chunked"],
+    ),
+    "vit": ("image_classification", ["--augmentation", "digits"]),
+}
+OPTIMIZERS = {"adamw": ["--learning_rate", "1e-3"], "sgd": ["--optimizer", "sgd", "--learning_rate", "0.05"]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """`accelerate launch` would give fewer threads to more ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+def start(work, num_ranks, *flags, folder, precision="no"):
+    recipe, own = WORKS[work]
+    config = "cpu" if num_ranks == 1 else "cpu_ddp"
+    words = [*own, "--logging_steps", "1", "--max_grad_norm", "0.5", *flags]
+    return launch(recipe, config, *words, folder=folder, precision=precision, num_ranks=num_ranks)
+
+
+def run(*args, **options):
+    code, output = end_of(start(*args, **options))
+    assert code == 0, output
+    return output
+
+
+def assert_the_same_bits(folder, expected, step):
+    """Logged losses and norms, evaluations, weights, and the last checkpoint with the optimizer's state."""
+    curve, expected_curve = ([row for row in rows_of(one) if "result/steps" not in row] for one in (folder, expected))
+    assert curve == expected_curve
+    assert_the_same_weights(folder / "final", expected / "final")
+    ours, theirs = (one / "checkpoints" / f"step-{step}" for one in (folder, expected))
+    for path in theirs.glob("*.safetensors"):
+        tensors, others = load_file(ours / path.name), load_file(path)
+        assert tensors.keys() == others.keys()
+        assert all(torch.equal(tensors[name], others[name]) for name in others), path.name
+    assert (ours / "optimizer.json").read_text() == (theirs / "optimizer.json").read_text()
+
+
+def test_two_ranks_and_then_three(tmp_path):
+    """With 7 micro-batches of 10 steps, a run of 2 ranks and one that 3 ranks take over from its checkpoint."""
+    flags = ["--global_batch_size", "14", *BITS, "2", "--save_every", "5"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    output = run("gpt2", 2, *flags, folder=straight)
+    assert "14 samples = 7 micro-batches of 2, on 2 ranks in 4 accumulation steps" in output
+    assert "bitwise topology: at most 3 x " in output
+    assert " besides DDP's, 1.5 x the bytes of an all-reduce between the ranks" in output
+    shutil.copytree(straight, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step-10")
+    shutil.rmtree(resumed / "final")
+    (resumed / "results.json").unlink()
+    output = run("gpt2", 3, *flags, "--resume", folder=resumed)
+    assert "going on as 14 samples = 7 micro-batches of 2, on 3 ranks in 3 accumulation steps: bit-exact" in output
+    assert "going on after 5 steps" in output
+    assert_the_same_bits(resumed, straight, 10)
+
+
+CELLS = list(product(WORKS, OPTIMIZERS, ["no", "bf16"], [1, 2, 3, 4, 5]))
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory):
+    """The folder of a run of one rank, for each cell once."""
+    folders = {}
+
+    def folder_of(work, optimizer, precision, size):
+        cell = work, optimizer, precision, size
+        if cell not in folders:
+            folders[cell] = tmp_path_factory.mktemp("one") / "run"
+            run(work, 1, *flags_of(optimizer, size), folder=folders[cell], precision=precision)
+        return folders[cell]
+
+    return folder_of
+
+
+def flags_of(optimizer, size):
+    length = ["--global_batch_size", "24", "--max_steps", "50", "--eval_steps", "25", "--save_every", "10"]
+    return [*length, *OPTIMIZERS[optimizer], *BITS, str(size)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("work", "optimizer", "precision", "size"), CELLS)
+def test_every_cell(on_one_rank, tmp_path, work, optimizer, precision, size, num_ranks):
+    expected = on_one_rank(work, optimizer, precision, size)
+    run(work, num_ranks, *flags_of(optimizer, size), folder=tmp_path / "run", precision=precision)
+    assert_the_same_bits(tmp_path / "run", expected, 50)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("first", "then"), [(1, 3), (2, 1), (3, 4), (4, 2)])
+@pytest.mark.parametrize(("work", "optimizer", "precision", "size"), CELLS)
+def test_every_cell_killed(on_one_rank, tmp_path, work, optimizer, precision, size, first, then):
+    expected, folder = on_one_rank(work, optimizer, precision, size), tmp_path / "run"
+    flags = flags_of(optimizer, size)
+    process = start(work, first, *flags, folder=folder, precision=precision)
+    wait_for_checkpoint(process, folder)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    run(work, then, *flags, "--resume", folder=folder, precision=precision)
+    assert_the_same_bits(folder, expected, 50)
+
+
+SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "14", "--max_steps", "3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ([], "--bitwise_topology needs the same micro-batches on any number of ranks: give --micro_batch_size"),
+        ([*BITS[1:], "2", "--activation_checkpointing", "compiled"], "compiled compiles for the shapes"),
+        (
+            [*BITS[1:], "2", "--activation_checkpointing", "budget", "--memory_budget_gib", "1"],
+            "take budget:bitwise",
+        ),
+        ([*BITS[1:], "2", "--sync_batchnorm"], "--sync_batchnorm normalises over the ranks"),
+        ([*BITS[1:], "14", "--optimizer_in_backward", "--max_grad_norm", "0"], "--bitwise_topology adds up all"),
+        ([*BITS[1:], "2", "--model", "densenet_small"], "are BatchNorm layers, whose running statistics follow"),
+    ],
+)
+def test_what_cannot_keep_the_promise_is_refused(refuse, flags, line):
+    own = SHORT[4:] if "--model" in flags else SHORT
+    assert line in refuse(*own, "--bitwise_topology", *flags)
+
+
+def test_a_plan_file_that_compiles_is_refused(refuse, train, tmp_path):
+    train(*SHORT, *BITS, "2", output="plain")
+    blocks = json.loads((tmp_path / "plain" / "plan.json").read_text())["blocks"]
+    path = tmp_path / "compiled.json"
+    path.write_text(plan_for("compiled", [blocks]).to_json())
+    assert "take a plan that does not" in refuse(*SHORT, *BITS, "2", "--activation_checkpointing", str(path))
+
+
+def test_plans_keep_the_bits_and_are_proved(train, tmp_path, capsys):
+    train(*SHORT, *BITS, "3", output="plain")
+    train(*SHORT, *BITS, "3", "--activation_checkpointing", "full", "--verify", output="full")
+    assert "--verify: one global batch, without the plan and with it" in capsys.readouterr().out
+    assert_the_same_weights(tmp_path / "full" / "final", tmp_path / "plain" / "final")
+
+
+@pytest.mark.parametrize(("size", "num_sums"), [(2, 2), (7, 1)])
+def test_the_memory_is_predicted(train, size, num_sums):
+    """Of 7 and 2 micro-batches, with so many sums of gradients beside the gradient of the last one."""
+    flags = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"]
+    memory = train(*SHORT, *BITS, str(size), *flags)["memory"]
+    assert 0 <= memory["prediction_error_pct"] <= 3
+    assert memory["breakdown"]["gradients_gib"] > num_sums * memory["breakdown"]["parameters_gib"]
+
+
+def flags(**changed):
+    given = {"output_dir": "run", "bitwise_topology": True, "micro_batch_size": 4, "report_to": ["none"]}
+    return vars(RecipeArguments(**given | changed))
+
+
+def test_resume_takes_no_other_micro_batch():
+    saved = {**flags(), "geometry": {"micro_batch_size": 4, "num_processes": 2}}
+    assert check_same_flags(saved, flags()) == []
+    assert check_same_flags(saved, flags(micro_batch_size="auto", memory_budget_gib=1)) == []
+    with pytest.raises(InputError, match="--micro_batch_size was 4 and is 2, on which the bits"):
+        check_same_flags(saved, flags(micro_batch_size=2))
+    with pytest.raises(InputError, match="--bitwise_topology was True and is False"):
+        check_same_flags(saved, flags(bitwise_topology=False))
+    earlier_version = {key: value for key, value in saved.items() if key != "bitwise_topology"}
+    with pytest.raises(InputError, match="--bitwise_topology was False and is True"):
+        check_same_flags(earlier_version, flags())
+
+
+def test_a_size_that_was_found_is_kept_on_other_ranks(tmp_path):
+    run = RecipeArguments(
+        output_dir="run", bitwise_topology=True, micro_batch_size="auto", memory_budget_gib=1, report_to=["none"]
+    )
+    earlier = {**vars(run), "geometry": {"micro_batch_size": 4, "num_processes": 2}}
+    again = with_previous_plan(run, earlier, plan=tmp_path / "plan.json", num_processes=3)
+    assert (again.micro_batch_size, again.activation_checkpointing) == (4, "none")
+
+
+def test_another_number_of_ranks_is_told():
+    saved = {"geometry": {"global_batch_size": 14, "micro_batch_size": 2, "num_processes": 2}}
+    assert "bit-exact" in describe_change(saved, IndexedLayout.of(14, 2, 3))
+    assert "not bit-exact" in describe_change(saved, BatchLayout.of(14, 2, 3))
