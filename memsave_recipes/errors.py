@@ -21,6 +21,7 @@ from memsave_recipes.text import printable
 
 FLAGS = {
     "strategy": "--activation_checkpointing",
+    "batchnorm": "--batchnorm",
     "budget_gib": "--memory_budget_gib",
     "target": "--target",
     "target_memory_gib": "--target_memory",

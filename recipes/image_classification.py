@@ -70,7 +70,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     bare = task.build_model(with_weights=True)
     if args.sync_batchnorm:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
-    else:
+    elif args.batchnorm == "local":
         check_image_size(bare, args.image_size, run.smallest_micro_batch)
     model, optimizer, scheduler = run.prepare(bare)
 

@@ -12,6 +12,8 @@ NOTE [ decisions ]
   way, each by itself.
 * ``bottleneck`` is DenseNet's ``memory_efficient=True``, as a strategy and not an argument of the model, so that
   BatchNorm counts once and the plan can be removed.
+* Blocks that run in micro-batches are for BatchNorm over the global batch; all other models accumulate gradients in
+  the training loop. Each block does so by itself, as every further BatchNorm in it costs another run.
 * Applying a plan replaces the ``forward`` of module instances, nothing else: no parameter, buffer, hook or state-dict
   key changes. Without gradients the model runs as if there were no plan.
 """

@@ -24,6 +24,7 @@ from memsave_recipes.activations.blocks import (
     named_stack,
 )
 from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
+from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
 from memsave_recipes.activations.recompute import BlockRuns
 from memsave_recipes.activations.spans import (
     JointLayers,
@@ -78,6 +79,11 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
         InputError: the plan was made for other blocks, a span reaches over the end of a stack, or this model or
             machine cannot do an action.
     """
+    if plan.micro_batch_size is not None and not has_global_batchnorm(model):
+        raise InputError(
+            f"strategy {plan.strategy} runs blocks in micro-batches, which takes batchnorm global: call "
+            "global_batchnorm(model) first"
+        )
     handle = PlanHandle(plan)
     stacks = _stacks_of(model, plan)
     if plan.compiled_memory_ratio is not None:
@@ -196,11 +202,13 @@ def _install_sequence(
 ) -> None:
     for blocks, action in parts:
         # A span that begins in place would overwrite the very input it has to start from again.
-        if action is Action.RECOMPUTE and begins_in_place(blocks[0].modules[0]):
+        if action in (Action.RECOMPUTE, Action.IN_MICRO_BATCHES) and begins_in_place(blocks[0].modules[0]):
             handle.replace(blocks[0].modules[0], "inplace", False)
         if action is Action.SELECT_OPS:
             _set_out_of_place([module for block in blocks for module in block.modules], handle)
-    spans = [SpannedBlocks(blocks, action, handle.runs, watch) for blocks, action in parts]
+    spans = [
+        SpannedBlocks(blocks, action, handle.runs, watch, _options(handle.plan, action)) for blocks, action in parts
+    ]
     handle.replace(stack.root, "forward", SpannedSequence(stack, spans))
 
 
@@ -210,11 +218,17 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
     span = JointLayers([layer.module for layer in layers])
     for position, layer in enumerate(layers):
         method = getattr(layer.module, layer.method)
-        if len(layers) > 1:
+        if len(layers) > 1 and action is Action.RECOMPUTE:
             forward: Any = LayerInSpan(layer.name, layer.module, method, span, position, handle.runs, watch)
         else:
-            forward = SpannedLayer(layer.name, action, layer.module, method, handle.runs, watch)
+            options = _options(handle.plan, action)
+            forward = SpannedLayer(layer.name, action, layer.module, method, handle.runs, watch, options)
         handle.replace(layer.module, layer.method, forward)
+
+
+def _options(plan: Plan, action: Action) -> dict[str, Any]:
+    """The settings of ``plan`` for ``action``."""
+    return {"micro_batch_size": plan.micro_batch_size} if action is Action.IN_MICRO_BATCHES else {}
 
 
 def _set_out_of_place(modules: list[nn.Module], handle: PlanHandle) -> None:

@@ -36,9 +36,11 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memsave_recipes.activations.blocks import Block, SequentialStack
+from memsave_recipes.activations.global_batchnorm import in_micro_batches
 from memsave_recipes.activations.offload import offload
 from memsave_recipes.activations.recompute import BlockRuns, recompute, select_ops
 from memsave_recipes.errors import InputError
@@ -245,8 +247,10 @@ RUN: dict[Action, Callable[..., Any]] = {
     Action.SELECT_OPS: select_ops,
     Action.OFFLOAD: offload,
     Action.COMPILE: keep,
+    Action.IN_MICRO_BATCHES: in_micro_batches,
 }
-"""How each action runs a function: ``RUN[action](function, *inputs, modules=...)``. ``COMPILE`` compiled it before."""
+"""How each action runs a function: ``RUN[action](function, *inputs, modules=..., **options)``, with the options of the
+plan: ``micro_batch_size`` for ``IN_MICRO_BATCHES``. ``COMPILE`` compiled it before."""
 
 
 @dataclass
@@ -257,6 +261,7 @@ class SpannedBlocks:
     action: Action
     runs: BlockRuns
     watch: Watch | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *state: Tensor) -> tuple[Tensor, ...]:
         """State in, state out, under the action."""
@@ -270,7 +275,7 @@ class SpannedBlocks:
         modules = [module for block in self.blocks for module in block.modules]
         names = (block.name for block in self.blocks)
         forward = self.runs.recorded(self.forward, *names, action=self.action, modules=modules)
-        state = RUN[self.action](forward, *state, modules=modules)
+        state = RUN[self.action](forward, *state, modules=modules, **self.options)
         return state
 
     def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
@@ -308,17 +313,30 @@ class SpannedLayer:
     method: Callable[..., Any]
     runs: BlockRuns
     watch: Watch | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the layer's own forward."""
+        """The output of the layer's own forward.
+
+        Raises:
+            InputError: it is to run in micro-batches, and takes tensors besides the one that flows from layer to layer.
+        """
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
+        if self.action is Action.IN_MICRO_BATCHES and _has_tensors((call.args, call.kwargs)):
+            raise InputError(
+                f"strategy: {self.name} takes tensors beside its input, so it cannot run in micro-batches: use none"
+            )
         recorded = self.runs.recorded(call, self.name, action=self.action, modules=[self.module])
-        run = partial(RUN[self.action], recorded, modules=[self.module])
+        run = partial(RUN[self.action], recorded, modules=[self.module], **self.options)
         if self.watch is None:
             return run(*state)
         return self.watch(self.name, run, state, (call.args, call.kwargs))
+
+
+def _has_tensors(values: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(values))
 
 
 @dataclass

@@ -37,7 +37,7 @@ FREE = {
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
 }
 """The flags that change no weight, or no more than rounding does."""
-LATER = {"bitwise_topology": False}
+LATER = {"batchnorm": "local", "bitwise_topology": False}
 """Flags that runs of an earlier version did not have, and how they were trained."""
 LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}

@@ -498,7 +498,9 @@ def _as_the_kernel_does(out: Any, run: KernelRun, taken: set[int]) -> Any:
     """``out`` in the layouts and dtypes of the kernel's own results, where the fake ones differ."""
     leaves, form = tree_flatten(out)
     for position, (leaf, real) in enumerate(zip(leaves, run.results, strict=True)):
-        if isinstance(leaf, Tensor) and _form(leaf) != _form(real) and id(leaf.untyped_storage()) not in taken:
+        if not isinstance(leaf, Tensor) or real is None:  # a gradient that nobody asked for
+            continue
+        if _form(leaf) != _form(real) and id(leaf.untyped_storage()) not in taken:
             leaves[position] = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=leaf.device)
     return tree_unflatten(leaves, form)
 

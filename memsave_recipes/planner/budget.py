@@ -19,6 +19,7 @@ from torch import nn
 from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import CalledLayers
 from memsave_recipes.activations.compiled import check_compiler
+from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
@@ -232,6 +233,7 @@ def plans_to_measure(
     device_type: str,
     compiles: bool = True,
     ratios: Sequence[float] = COMPILED_RATIOS,
+    micro_batch_size: int | None = None,
 ) -> list[Plan]:
     """The plans to measure for a strategy; the first is the baseline.
 
@@ -239,6 +241,7 @@ def plans_to_measure(
         device_type: of the step; a CPU has no host to offload to.
         compiles: whether there is a device to compile for.
         ratios: of compiled memory, for a budget.
+        micro_batch_size: of the blocks that run in micro-batches, where some may.
     """
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
@@ -247,12 +250,17 @@ def plans_to_measure(
             strategies += [f"compiled:{ratio}" for ratio in ratios]
     elif strategy.partition(":")[0] in ("selective", "offload", "compiled"):
         strategies.append(strategy)
-    return [plan_for(one, workload.stacks) for one in strategies]
+    plans = [plan_for(one, workload.stacks) for one in strategies]
+    if micro_batch_size is not None and strategy not in ("none", "budget:bitwise"):
+        plans.append(plan_for("full", workload.stacks).in_micro_batches(micro_batch_size))
+    return plans
 
 
 def _can_compile(model: nn.Module) -> bool:
-    """Whether its layers repeat and there is a compiler."""
+    """Whether its layers repeat, are not joined by ``global_batchnorm``, and there is a compiler."""
     stacks = find_stacks(model)
+    if has_global_batchnorm(model):
+        return False
     try:
         check_compiler(model)
     except InputError:

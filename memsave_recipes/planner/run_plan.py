@@ -84,7 +84,9 @@ def plan_run(
             here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
             accelerator.print(on_main_process(accelerator, lambda: predicted_host_memory(task, here)))
         running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
-        return RunPlan(plan_blocks(model, run.activation_checkpointing or "none", running))
+        plan = plan_blocks(model, run.activation_checkpointing or "none", running)
+        size = run.micro_batch_of_blocks(batches.layout)
+        return RunPlan(plan if size is None else plan.in_micro_batches(size))
     host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
     planning = _Planning(run, optim, accelerator, model, step, task, host_budget_bytes, show)
     candidate = planning.tried(planning.choose(planning.open_layouts()))
@@ -157,6 +159,7 @@ class _Planning:
             overheads=overheads_of_device(device),
             host_budget_bytes=self.host_budget_bytes,
             plan_of=partial(plan_blocks, self.model),
+            micro_batch_size=self.run.micro_batch_of_blocks(self.step.batches.layout),
         )
 
     @property
@@ -205,7 +208,7 @@ class _Planning:
 
     def _with_more_free(self, candidate: Candidate, problem: _Problem, ratios: tuple[float, ...]) -> Candidate | None:
         """After a plan that compiles: the best for the same micro-batches, if there is one to try."""
-        compiles = self.strategy == "budget" and not candidate.forecast.plan.is_bitwise
+        compiles = self.strategy == "budget" and candidate.forecast.plan.compiled_memory_ratio is not None
         if not compiles or not problem.missed_bytes or len(ratios) - len(COMPILED_RATIOS) >= MAX_TRIALS:
             return None
         self.accelerator.print(f"{problem.sentence}: measuring the layers compiled with a ratio of {ratios[-1]:g}")
@@ -221,7 +224,7 @@ class _Planning:
             InputError: they cannot be smaller.
         """
         size = layout.micro_batch_size
-        if size == 1 or self.optim.optimizer_in_backward:
+        if size == 1 or self.optim.optimizer_in_backward or self.run.batchnorm == "global":
             raise InputError(f"{problem.sentence}, and the micro-batch cannot be halved: raise --memory_budget_gib")
         smaller = layout.of(self.run.global_batch_size, -(-size // 2), layout.num_processes)
         self.accelerator.print(
@@ -268,7 +271,9 @@ class _Planning:
 
         def choose() -> Choice:
             task = self.task()
-            open_size = AUTO if len(layouts) > 1 else size
+            open_size: int | str | None = AUTO if len(layouts) > 1 else size
+            if self.run.batchnorm == "global":
+                open_size = self.run.micro_batch_size
             run = replace(task.run, micro_batch_size=open_size, activation_checkpointing=strategy)
             launch = Launch.here(self.accelerator.num_processes, self.accelerator.mixed_precision)
             launch = replace(launch, host_budget_bytes=self.host_budget_bytes)

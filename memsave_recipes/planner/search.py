@@ -183,6 +183,8 @@ class SearchSpace:
         plan_of: the plan of a strategy for the blocks that run.
         compiled_ratios: of compiled memory, to measure for a budget.
         missed_bytes: as of ``forecast``.
+        micro_batch_size: of the blocks that run in micro-batches: those that a named strategy recomputes, and any for a
+            budget; ``None``: no block does.
     """
 
     budget_bytes: int
@@ -193,6 +195,7 @@ class SearchSpace:
     plan_of: Callable[[str, Collection[str]], Plan]
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
     missed_bytes: int = 0
+    micro_batch_size: int | None = None
 
     def candidates(self, measurement: Measurement, layout: BatchLayout, loss: str | None = None) -> list[Candidate]:
         """The candidates of one layout, by the costs of a micro-batch; none where the host was too small to measure."""
@@ -227,6 +230,8 @@ class SearchSpace:
 
     def _under(self, strategy: str, measurement: Measurement, static: StaticMemory) -> Forecast:
         plan = self.plan_of(strategy, measurement.running)
+        if self.micro_batch_size is not None and self.strategy not in BUDGET_WORDS:
+            plan = plan.in_micro_batches(self.micro_batch_size)
         chain = measurement.chain(ratio=plan.compiled_memory_ratio, offload=strategy == "offload")
         if plan.blocks != chain.decided_names:
             raise InputError(

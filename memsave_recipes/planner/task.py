@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model
 from memsave_recipes.estimation.targets import Target, find_target, target_of
@@ -80,6 +81,8 @@ class Task:
         """The model with its adapters, without weights."""
         model = self.build_model()
         self.adapt(model)
+        if self.run.batchnorm == "global":
+            global_batchnorm(model)
         return model
 
 
@@ -211,12 +214,19 @@ def choose_for_target(
         overheads=overheads_of_target(launch.target),
         host_budget_bytes=launch.host_budget_bytes,
         plan_of=partial(plan_blocks, model),
+        micro_batch_size=task.run.micro_batch_of_blocks(layouts[0]),
     )
 
     def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
         on_size(layout)
         workload = fake_workload(task, launch, model, layout.micro_batch_size, loss)
-        plans = plans_to_measure(strategy, workload, device_type=launch.target.device_type, compiles=False)
+        plans = plans_to_measure(
+            strategy,
+            workload,
+            device_type=launch.target.device_type,
+            compiles=False,
+            micro_batch_size=space.micro_batch_size,
+        )
         return candidates(space, estimator.estimate(workload, plans), layout, loss)
 
     return search(layouts, task.losses, candidates_of)

@@ -6,7 +6,7 @@ NOTE [ trial step ]
 2. On an accelerator, memory of the size of the optimizer's state is allocated meanwhile, so a device that is too small
    fails now. On a CPU the allocations of the trial step are added to the static memory.
 3. It runs no collective, so a rank without memory leaves no other rank waiting; afterwards all ranks learn of it.
-   SyncBatchNorm is the exception: with it the other ranks wait for the timeout of the process group.
+   BatchNorm over all ranks is the exception: with it the others wait for the timeout of the process group.
 4. The part of its activations that a compiled layer may save bounds neither the memory of its kernels nor that of a
    step, which may rise where the ratio falls (https://github.com/pytorch/pytorch/issues/197838). So plans are chosen by
    the measured bytes of each ratio. Where the trial step of a plan that compiles peaks above the budget nevertheless,
@@ -107,7 +107,11 @@ class StepOnDevice:
             stacks=block_names(find_stacks(self.model)),
         )
         plans = plans_to_measure(
-            space.strategy, workload, device_type=workload.device.type, ratios=space.compiled_ratios
+            space.strategy,
+            workload,
+            device_type=workload.device.type,
+            ratios=space.compiled_ratios,
+            micro_batch_size=space.micro_batch_size,
         )
         progress.total = (progress.total or 0) + num_groups * num_runs(plans)
         host_budget_bytes = space.host_budget_bytes

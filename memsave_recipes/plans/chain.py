@@ -154,6 +154,7 @@ class Chain:
             elsewhere, as it stays on the host.
         beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs ``TWICE``.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
+        micro_batch_size: likewise of ``IN_MICRO_BATCHES``.
         noise_s: of the seconds of all blocks together; rule 10 of the NOTE. Less than the sum over the blocks, whose
             errors differ.
 
@@ -168,6 +169,7 @@ class Chain:
     span_bytes: int = 0
     beside_bytes: int = 0
     compiled_memory_ratio: float | None = None
+    micro_batch_size: int | None = None
     noise_s: float = 0.0
 
     def __post_init__(self) -> None:

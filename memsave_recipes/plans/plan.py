@@ -41,14 +41,16 @@ class Action(StrEnum):
     SELECT_OPS = "select_ops"
     OFFLOAD = "offload"
     COMPILE = "compile"
+    IN_MICRO_BATCHES = "in_micro_batches"
 
 
 IN_WORDS = {
     Action.SELECT_OPS: "recompute their cheap operators",
     Action.OFFLOAD: "offloaded to the host",
     Action.COMPILE: "compiled (equal to plain within rounding, not bitwise)",
+    Action.IN_MICRO_BATCHES: "recomputed in micro-batches of {size} (equal to plain within rounding, not bitwise)",
 }
-"""The words of ``Plan.describe`` for blocks under an action."""
+"""The words of ``Plan.describe`` for blocks under an action; ``{size}`` is the plan's ``micro_batch_size``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,17 +76,20 @@ class Plan:
         spans: cover all blocks once, in order.
         compiled_memory_ratio: the part of its activations that a compiled block may save, from 0 to 1; for plans that
             compile, and for no others.
+        micro_batch_size: the samples that a block under ``IN_MICRO_BATCHES`` takes at once; for plans with such blocks,
+            and for no others.
         prediction: the memory and time of a step, where ``make_plan`` has measured one. It is no part of what is
             compared or written.
 
     Raises:
-        ValueError: the spans leave a block out or name one twice, or the ratio does not go with them.
+        ValueError: the spans leave a block out or name one twice, or the ratio or the size does not go with them.
     """
 
     strategy: str
     blocks: tuple[str, ...]
     spans: tuple[Span, ...]
     compiled_memory_ratio: float | None = None
+    micro_batch_size: int | None = None
     prediction: "Prediction | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,6 +99,9 @@ class Plan:
         ratio = self.compiled_memory_ratio
         if (ratio is None) is bool(self.blocks_under(Action.COMPILE)) or not 0 <= (ratio or 0) <= 1:
             raise ValueError(f"compiled_memory_ratio is {ratio}: plans that compile need one from 0 to 1, others none")
+        size = self.micro_batch_size
+        if (size is None) is bool(self.blocks_under(Action.IN_MICRO_BATCHES)) or (size is not None and size < 1):
+            raise ValueError(f"micro_batch_size is {size}: plans in micro-batches need one of at least 1, others none")
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -102,8 +110,30 @@ class Plan:
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether gradients are bit for bit those without checkpointing. A compiled block sums in another order."""
-        return not self.blocks_under(Action.COMPILE)
+        """Whether gradients are bit for bit those without checkpointing, and not sums in another order."""
+        return not (self.blocks_under(Action.COMPILE) or self.blocks_under(Action.IN_MICRO_BATCHES))
+
+    def in_micro_batches(self, size: int) -> "Plan":
+        """The same plan, of which the blocks that recompute do so ``size`` samples at a time, each by itself.
+
+        Raises:
+            InputError: none recomputes, or those of a file do so with another size.
+        """
+        if self.micro_batch_size not in (None, size):
+            raise InputError(
+                f"strategy {self.strategy} was written with micro-batches of {self.micro_batch_size}: take this size, "
+                "or make the plan again"
+            )
+        if self.micro_batch_size == size:
+            return self
+        if not self.recomputed:
+            raise InputError(
+                f"strategy {self.strategy} recomputes no block, so none can run in micro-batches: take full, every:K "
+                "or segments:K, or set no micro-batch size"
+            )
+        in_micro_batches = {Action.RECOMPUTE: Action.IN_MICRO_BATCHES}
+        spans = tuple(replace(span, action=in_micro_batches.get(span.action, span.action)) for span in self.spans)
+        return replace(self, spans=spans, micro_batch_size=size)
 
     def blocks_under(self, action: Action) -> tuple[str, ...]:
         """The names of the blocks under ``action``."""
@@ -120,12 +150,14 @@ class Plan:
             return f"{self.strategy}: no activation checkpointing"
         (number, words), *others = found
         parts = [f"{number} of {len(self.blocks)} blocks {words}", *(f"{more} {words}" for more, words in others)]
-        return f"{self.strategy}: {'; '.join(parts)}"
+        return f"{self.strategy}: {'; '.join(parts).format(size=self.micro_batch_size)}"
 
     def to_json(self) -> str:
         """The plan as the text of a ``plan.json``."""
         content = asdict(replace(self, prediction=None))
         del content["prediction"]
+        if self.micro_batch_size is None:
+            del content["micro_batch_size"]
         return json.dumps({"version": FORMAT_VERSION, **content}, indent=1)
 
     def __str__(self) -> str:
@@ -147,10 +179,15 @@ class Plan:
                 raise ValueError("its strategy and its blocks must be words, such as segments:2 and layers.0")
             spans = tuple(Span(start=s["start"], stop=s["stop"], action=Action(s["action"])) for s in data["spans"])
             ratio = data.get("compiled_memory_ratio")
-            if isinstance(ratio, bool):
-                raise ValueError(f"its compiled_memory_ratio is {ratio}")
+            size = data.get("micro_batch_size")
+            if isinstance(ratio, bool) or type(size) not in (int, type(None)):
+                raise ValueError(f"its compiled_memory_ratio is {ratio}, its micro_batch_size {size}")
             return cls(
-                strategy=data["strategy"], blocks=tuple(data["blocks"]), spans=spans, compiled_memory_ratio=ratio
+                strategy=data["strategy"],
+                blocks=tuple(data["blocks"]),
+                spans=spans,
+                compiled_memory_ratio=ratio,
+                micro_batch_size=size,
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InputError(f"this is no plan.json: {error}") from error

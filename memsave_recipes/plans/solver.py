@@ -121,12 +121,13 @@ def _plan_of(chain: Chain, path: list[Edge]) -> Plan:
             spans.append(Span(start=index, stop=index + edge.stop - position, action=edge.action))
             index += edge.stop - position
         position = edge.stop
-    compiles = any(span.action is Action.COMPILE for span in spans)
+    actions = {span.action for span in spans}
     return Plan(
         strategy=STRATEGY,
         blocks=chain.decided_names,
         spans=tuple(spans),
-        compiled_memory_ratio=chain.compiled_memory_ratio if compiles else None,
+        compiled_memory_ratio=chain.compiled_memory_ratio if Action.COMPILE in actions else None,
+        micro_batch_size=chain.micro_batch_size if Action.IN_MICRO_BATCHES in actions else None,
     )
 
 

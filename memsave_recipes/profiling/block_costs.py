@@ -112,7 +112,7 @@ class Measurement:
         }
         if not offload:
             traces.pop(Action.OFFLOAD, None)
-        return chain_of(
+        chain = chain_of(
             traces,
             stack_of={name: number for number, names in enumerate(self.workload.stacks) for name in names},
             resident_bytes=self.workload.resident_bytes,
@@ -120,6 +120,8 @@ class Measurement:
             compiled_memory_ratio=ratio,
             kinds=self.kinds,
         )
+        sizes = (plan.micro_batch_size for plan, _ in self.traces if plan.micro_batch_size is not None)
+        return replace(chain, micro_batch_size=next(sizes, None))
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> int:

@@ -47,6 +47,7 @@ ACTION_NAMES = {
     Action.SELECT_OPS: "recompute cheap operators",
     Action.OFFLOAD: "offload to the host",
     Action.COMPILE: "compiled",
+    Action.IN_MICRO_BATCHES: "recompute in micro-batches",
 }
 
 

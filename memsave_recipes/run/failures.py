@@ -322,7 +322,7 @@ def _with_all_open(run: RunArguments, budget_bytes: int) -> RunArguments:
     """The flags with micro-batch size and strategy left to the planner."""
     return replace(
         run,
-        micro_batch_size=AUTO,
+        micro_batch_size=AUTO if run.batchnorm == "local" else run.micro_batch_size,
         activation_checkpointing="budget:bitwise" if run.bitwise_topology else "budget",
         gradient_checkpointing=False,
         memory_budget_gib=to_gib(budget_bytes),

@@ -125,7 +125,7 @@ def begin_run(
         name=name,
         flags=flags,
         blocks=plan.blocks,
-        compiles=not plan.is_bitwise,
+        compiles=plan.compiled_memory_ratio is not None,
         predicted_peak_bytes=planned.predicted_peak_bytes,
     )
 

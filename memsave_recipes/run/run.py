@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.checkpoints import Checkpoints, Resumed, RunLock, TrainState, locked_run_folder
 from memsave_recipes.checkpoints.resume import (
     check_same_environment,
@@ -68,6 +69,7 @@ from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch import (
     batchnorm_notice,
     check_no_batchnorm,
+    check_share_of_every_rank,
     describe_environment,
     deterministic_kernels,
     matmul_precision,
@@ -178,6 +180,8 @@ class Run:
         order = SampleOrder(
             num_samples=len(dataset), global_batch_size=args.global_batch_size, seed=args.seed, drop_last=args.drop_last
         )
+        if args.batchnorm == "global":
+            check_share_of_every_rank(order, self.accelerator.num_processes)
         self._batches = GlobalBatches(
             self.accelerator,
             dataset,
@@ -199,10 +203,12 @@ class Run:
             trained: the module around it that is trained, where that is another one.
 
         Raises:
-            InputError: ``--bitwise_topology`` and a model with BatchNorm.
+            InputError: ``--bitwise_topology`` and a model with BatchNorm; ``--batchnorm global`` and one without.
         """
         if self.args.bitwise_topology:
             check_no_batchnorm(model)
+        if self.args.batchnorm == "global":
+            global_batchnorm(model)
         optimizer = make_optimizer(self.args, model)
         self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
         self._bare = model
@@ -265,7 +271,8 @@ class Run:
         layout, order = self._batches.layout, self._batches.order
         cost = describe_cost(self._bare, layout) if isinstance(layout, IndexedLayout) else None
         lines = (layout.describe(), cost, self.planned.plan.describe(), *notices, order.notice)
-        self.accelerator.print(*filter(None, (*lines, batchnorm_notice(self._bare, layout))), sep="\n")
+        batchnorm = batchnorm_notice(self._bare, layout) if self.args.batchnorm == "local" else None
+        self.accelerator.print(*filter(None, (*lines, batchnorm)), sep="\n")
         self._guard = NonFiniteGuard(self.accelerator, self._model, self._optimizer, skips=self.args.skip_nonfinite)
         self._report = RunReport(self.accelerator, self._batches, self._model, self._optimizer, settings)
         if resumed is not None:
@@ -338,7 +345,7 @@ class Run:
             batches = evaluation_batches(
                 self.accelerator,
                 dataset,
-                layout.micro_batch_size,
+                self.planned.plan.micro_batch_size or layout.micro_batch_size,
                 layout=type(layout),
                 num_workers=self.num_workers,
                 **options,

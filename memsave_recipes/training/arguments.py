@@ -91,8 +91,9 @@ class RunArguments(TrackerArguments):
     activation_checkpointing: str | None = field(
         default=None,
         metadata={
-            "help": "strategy: none (default), full, every:K, segments:K, selective, offload, compiled[:RATIO], "
-            "bottleneck, budget or budget:bitwise; or the path of a plan.json"
+            "help": "strategy: none (default; full with --batchnorm global and a --micro_batch_size), full, every:K, "
+            "segments:K, selective, offload, compiled[:RATIO], bottleneck, budget or budget:bitwise; or the path of a "
+            "plan.json"
         },
     )
     memory_budget_gib: float | None = field(
@@ -128,6 +129,13 @@ class RunArguments(TrackerArguments):
     sync_batchnorm: bool = field(
         default=False, metadata={"help": "compute BatchNorm statistics over all ranks (GPUs only)"}
     )
+    batchnorm: Literal["local", "global"] = field(
+        default="local",
+        metadata={
+            "help": "statistics of BatchNorm: local (of each micro-batch) or global (of the whole global batch, over "
+            "all ranks, and over the micro-batches that blocks recompute in)"
+        },
+    )
     dataloader_num_workers: int | None = field(
         default=None,
         metadata={"help": "processes of each rank that load data; default: none on a CPU, up to 4 with a GPU"},
@@ -149,14 +157,14 @@ class RunArguments(TrackerArguments):
                 "--gradient_checkpointing means --activation_checkpointing full, "
                 f"which contradicts --activation_checkpointing {self.activation_checkpointing}: give one of them"
             )
-        self.activation_checkpointing = (
-            "full" if self.gradient_checkpointing else self.activation_checkpointing or "none"
-        )
+        self._check_micro_batch_size()
+        is_full = self.gradient_checkpointing or (self.is_cut_in_blocks and not self.eval_only)
+        self.activation_checkpointing = self.activation_checkpointing or ("full" if is_full else "none")
         self.verify = VERIFY_WORDS.get(self.verify.lower(), self.verify)
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
         if self.eval_only and (self.activation_checkpointing != "none" or self.verify != "off"):
             raise InputError("--eval_only trains nothing: leave out --activation_checkpointing and --verify")
-        self._check_micro_batch_size()
+        self._check_batchnorm()
         self._check_budget()
         self._check_topology()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
@@ -182,6 +190,31 @@ class RunArguments(TrackerArguments):
                 f"a whole number from 1 to {MAX_INT}, or auto",
             )
             self.micro_batch_size = int(str(size))
+
+    def _check_batchnorm(self) -> None:
+        """``--batchnorm global`` goes without flags that measure, compile or convert a model in another way."""
+        if self.batchnorm == "local":
+            return
+        if self.sync_batchnorm:
+            raise InputError("--batchnorm global joins the ranks, too: leave out --sync_batchnorm")
+        if self.micro_batch_size == AUTO:
+            raise InputError(
+                "--batchnorm global needs a --micro_batch_size that is a number, or none: auto is no number"
+            )
+        if str(self.activation_checkpointing).partition(":")[0] == "compiled":
+            raise InputError("--batchnorm global cannot be compiled: take full, or budget")
+
+    @property
+    def is_cut_in_blocks(self) -> bool:
+        """Whether blocks cut a rank's share into micro-batches, and not the training loop."""
+        return self.batchnorm == "global" and isinstance(self.micro_batch_size, int)
+
+    def micro_batch_of_blocks(self, layout: BatchLayout) -> int | None:
+        """The samples that a block takes at once under ``--batchnorm global``; ``None`` if that is a rank's share."""
+        size = self.micro_batch_size
+        if self.batchnorm == "local" or not isinstance(size, int) or size >= layout.micro_batch_size:
+            return None
+        return size
 
     def _check_budget(self) -> None:
         """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""
@@ -214,6 +247,11 @@ class RunArguments(TrackerArguments):
             )
         if self.sync_batchnorm:
             raise InputError("--bitwise_topology: --sync_batchnorm normalises over the ranks: leave one of them out")
+        if self.batchnorm == "global":
+            raise InputError(
+                "--bitwise_topology: --batchnorm global adds the gradients of micro-batches in its blocks, in another "
+                "order: leave one of them out"
+            )
 
     @property
     def solves(self) -> bool:
@@ -226,14 +264,14 @@ class RunArguments(TrackerArguments):
         return self.micro_batch_size == AUTO or self.solves
 
     def layout(self, num_processes: int) -> BatchLayout:
-        """How a global batch is computed; with ``auto`` undivided, until a size is found.
+        """How a global batch is computed; undivided with ``auto``, until a size is found, and if blocks cut it up.
 
         Raises:
             InputError: as ``BatchLayout``.
         """
-        size = self.micro_batch_size
+        size = self.micro_batch_size if isinstance(self.micro_batch_size, int) and not self.is_cut_in_blocks else None
         kind = IndexedLayout if self.bitwise_topology else BatchLayout
-        return kind.of(self.global_batch_size, size if isinstance(size, int) else None, num_processes)
+        return kind.of(self.global_batch_size, size, num_processes)
 
     @property
     def torch_dtype(self) -> torch.dtype:

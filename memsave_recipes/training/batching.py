@@ -16,6 +16,8 @@ NOTE [ the exact global batch ]
 6. *Dropout* is seeded by (seed, step, micro-batch, rank), *augmentation* by (seed, epoch, sample) in the data set, so
    neither depends on workers or on earlier steps.
 7. *Not equal* are BatchNorm, which normalises by micro-batch, and dropout masks, which depend on the batch layout.
+   Under ``--batchnorm global`` BatchNorm is: a rank's share is one micro-batch, which the blocks of the model cut up
+   (``activations/global_batchnorm.py``).
 
 With ``--bitwise_topology`` the result has the same bits on any number of ranks, with dropout too:
 

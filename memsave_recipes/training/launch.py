@@ -4,8 +4,9 @@
 with 0: a run on the wrong number of devices that looks like any other. ``start_accelerator`` either returns the world
 that was asked for or raises one line that says how to get it.
 
-BatchNorm normalises by the statistics of one micro-batch of one rank, so its loss is no mean over samples: rule 7 of
-NOTE [ the exact global batch ] in ``memsave_recipes/training/batching.py``.
+BatchNorm normalises by the statistics of one micro-batch of one rank, so its loss is no mean over samples, unless
+``--batchnorm global`` asks for one: rule 7 of NOTE [ the exact global batch ] in
+``memsave_recipes/training/batching.py``.
 
 NOTE [ silent launches ], as of Accelerate 1.15
 
@@ -63,7 +64,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
 """The process group gives up, without naming a rank, this long after the limit at which missing ranks are named."""
@@ -290,16 +291,15 @@ def drain_gloo() -> None:
 
 
 def batchnorm_notice(model: nn.Module, layout: BatchLayout) -> str | None:
-    """In one line, where it applies: a BatchNorm model whose global batch is not normalised as one."""
+    """In one line, where it applies: a model with local BatchNorm whose global batch is not normalised as one."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
     parts = layout.accumulation_steps * (1 if synchronised else layout.num_processes)
     if not layers or parts == 1:
         return None
-    advice = "" if synchronised or layout.num_processes == 1 else "; --sync_batchnorm joins the ranks"
     return (
         f"note: {len(layers)} BatchNorm layers normalise each of {parts} micro-batches by itself, so other numbers of "
-        f"ranks or accumulation steps give another curve{advice}"
+        "ranks or accumulation steps give another curve; --batchnorm global takes all of them together"
     )
 
 
@@ -315,6 +315,20 @@ def check_no_batchnorm(model: nn.Module) -> None:
         raise InputError(
             f"--bitwise_topology: {names[0]}{more} are BatchNorm layers, whose running statistics follow the "
             "micro-batches of one rank: take a model without BatchNorm"
+        )
+
+
+def check_share_of_every_rank(order: SampleOrder, num_processes: int) -> None:
+    """Refuse a step in which a rank has padding alone, whose values would count in ``--batchnorm global``.
+
+    Raises:
+        InputError: the last step of an epoch is such a one.
+    """
+    num_samples = order.num_samples_in(order.steps_per_epoch - 1)
+    if num_samples < num_processes:
+        raise InputError(
+            f"--batchnorm global: the last step of an epoch has {num_samples} samples for {num_processes} ranks, and "
+            "padding would count in the statistics: add --drop_last"
         )
 
 

@@ -80,6 +80,7 @@ RUN = {
     "matmul_precision": Values(("highest", "high", "medium"), (None, "", "low")),
     "dtype": Values(("float32", "bfloat16", "float64"), (None, "", "float16", "Float32", "32")),
     "sync_batchnorm": Values(("no",), SWITCH[1]),
+    "batchnorm": Values(("local",), (None, "", "Global"), ("global",)),
     "dataloader_num_workers": whole("0", "1", least=0),
     "eval_steps": whole("1", "5"),
     "logging_steps": whole("1", "3"),

@@ -1,0 +1,96 @@
+"""``--batchnorm global``: one curve for any ranks and micro-batches, predicted memory, one line where it cannot be."""
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+RECIPE = "image_classification"
+ACCELERATE = Path(sysconfig.get_path("scripts")) / "accelerate"
+FLAGS = ["--model", "densenet_small", "--batchnorm", "global", "--global_batch_size", "12", "--logging_steps", "1"]
+EXACT = ["--dtype", "float64", "--optimizer", "sgd", "--learning_rate", "1e-3", "--max_steps", "2"]
+WAYS = {"whole": [], "in micro-batches": ["--micro_batch_size", "5"]}
+LOCAL = "BatchNorm layers normalise each of"
+
+
+def curve(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return torch.tensor([row["train/loss"] for row in rows if "train/loss" in row], dtype=torch.float64)
+
+
+def weights(folder):
+    return load_file(folder / "final" / "model.safetensors")
+
+
+def relative_error(one, other):
+    return max(float((one[name] - other[name]).double().norm() / other[name].double().norm()) for name in other)
+
+
+def test_micro_batches_have_the_curve_of_the_whole_batch(train, tmp_path, capsys):
+    runs = {way: train(*FLAGS, *EXACT, *flags, output=way) for way, flags in WAYS.items()}
+    printed = capsys.readouterr().out
+    assert "full: 17 of 17 blocks recomputed in micro-batches of 5" in printed
+    assert LOCAL not in printed
+    whole, cut = (tmp_path / way for way in WAYS)
+    assert torch.allclose(curve(whole), curve(cut), rtol=1e-12)
+    assert relative_error(weights(cut), weights(whole)) < 1e-11  # of biases that began at 0, two steps ago
+    peaks = {way: run["memory"]["peak_allocated_gib"] for way, run in runs.items()}
+    assert peaks["in micro-batches"] < peaks["whole"]
+
+
+def test_a_budget_prices_the_action(train, capsys):
+    flags = [*FLAGS[:-4], "--global_batch_size", "32", "--max_steps", "2", "--micro_batch_size", "4"]
+    budget = 0.0055  # recomputing every block for the whole share takes 0.0063, every block in micro-batches 0.0046
+    planned = train(*flags, "--activation_checkpointing", "budget", "--memory_budget_gib", str(budget))
+    printed = capsys.readouterr().out
+    assert "recompute in micro-batches" in printed
+    assert planned["memory"]["peak_allocated_gib"] <= budget
+    assert abs(planned["memory"]["prediction_error_pct"]) <= 5
+
+
+REFUSED = {
+    "no BatchNorm": (["--model", "vgg_small"], "--batchnorm global: VGG has no BatchNorm layers"),
+    "auto": (["--micro_batch_size", "auto"], "--batchnorm global needs a --micro_batch_size that is a number"),
+    "compiled": (["--activation_checkpointing", "compiled"], "--batchnorm global cannot be compiled"),
+    "twice": (["--sync_batchnorm"], "--batchnorm global joins the ranks, too: leave out --sync_batchnorm"),
+    "nothing recomputes": (
+        ["--micro_batch_size", "4", "--activation_checkpointing", "selective"],
+        "--activation_checkpointing selective recomputes no block, so none can run in micro-batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_done_is_one_line(refuse, case):
+    flags, words = REFUSED[case]
+    assert words in refuse(*FLAGS, *flags)
+
+
+def test_a_plan_in_micro_batches_needs_the_flag(train, refuse, tmp_path):
+    train(*FLAGS, "--max_steps", "1", "--micro_batch_size", "4", output="first")
+    plan = ["--activation_checkpointing", str(tmp_path / "first" / "plan.json")]
+    assert "runs blocks in micro-batches, which takes batchnorm global" in refuse("--model", "densenet_small", *plan)
+
+
+def launched(folder, num_ranks, *flags):
+    config = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "--num_processes", str(num_ranks)]
+    words = [ACCELERATE, "launch", *config, "recipes/image_classification.py", *FLAGS, *EXACT, *flags]
+    words += ["--report_to", "none", "--output_dir", str(folder)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return weights(folder)
+
+
+@pytest.mark.slow
+def test_launched_ranks_have_the_weights_of_one(tmp_path):
+    one = launched(tmp_path / "1", 1)
+    for name, num_ranks, size in (("1x5", 1, "5"), ("2", 2, "6"), ("2x4", 2, "4"), ("3x2", 3, "2")):
+        found = launched(tmp_path / name, num_ranks, "--micro_batch_size", size)
+        assert relative_error(found, one) < 1e-11, name
