@@ -286,7 +286,7 @@ class BitwiseLoop:
         self.alone.layout = IndexedLayout.of(global_batch_size, micro_batch_size, 1)
         expected = self.learner.train(self.alone, exact, alone=True)
         weights = self.learner.train(self.together, exact)
-        return differences(weights, expected), hashlib.sha256(weights[-1].cpu().numpy().tobytes()).hexdigest()
+        return differences(weights, expected), hashlib.sha256(weights[-1].cpu().view(torch.uint8).numpy()).hexdigest()
 
 
 def loss_of_images(model: nn.Module, micro_batch: Batch, *, dtype: torch.dtype) -> Tensor:

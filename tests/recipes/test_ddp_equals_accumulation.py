@@ -53,6 +53,11 @@ def test_every_cut_is_exact_and_the_usual_loop_is_not(
     assert json.loads((tmp_path / "all" / "results.json").read_text())["equivalence"] == equivalence
 
 
+def test_bfloat16_keeps_the_bits(run: Callable[..., dict[str, Any]]) -> None:
+    equivalence = run("bfloat16", "--micro_batch_size", "3", "--dtype", "bfloat16")["equivalence"]
+    assert equivalence["largest_difference_bitwise"] == equivalence["largest_difference_bitwise_GPT-2"] == 0
+
+
 def test_saved_weights_are_compared(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     one_cut = ["--micro_batch_size", "3"]
     run("first", *one_cut)
