@@ -7,6 +7,7 @@ NOTE [ layers that are alike ]
    layer that is traced has neighbours of the same kinds as in the model. The first layers and the last two may be of
    any kind and are always traced: the input of the first may need no gradient, the last offloads nothing. As many as a
    period are first: where a layer is the first of its kind, its backward frees the mask that all of its kind share.
+   Of the layers that remain, neighbours of one kind are periods of one layer each: of five local ones three are traced.
 3. A layer that is left out returns its input. Afterwards the readings of the period before it are copied into the
    trace, each copy higher by the bytes that a period leaves behind, and so are its parts, with storages of their own.
    So bytes, peaks and seconds are those of a trace of all layers; seconds up to the rounding of sums.
@@ -64,10 +65,19 @@ class Repeats:
     """The periods of a model's lists of layers."""
 
     periods: tuple[Period, ...]
+    """Those inside another one before it."""
+
+    @property
+    def like(self) -> dict[str, str]:
+        """By the names of the layers that are left out: one that is traced and is like it."""
+        found: dict[str, str] = {}
+        for period in self.periods:
+            found |= {name: found.get(like, like) for name, like in period.pairs}
+        return found
 
     def shorten(self, names: Sequence[str]) -> list[str]:
         """``names`` without the layers that are left out."""
-        left_out = {name for period in self.periods for name in period.left_out}
+        left_out = self.like
         return [name for name in names if name not in left_out]
 
     def shorten_plan(self, plan: Plan) -> Plan:
@@ -90,21 +100,37 @@ def find_repeats(
     lists = [tuple(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
     if any(plan.compiled_memory_ratio is not None for plan in plans):
         return Repeats(())
-    found = (_period(layers, of_layers, least) for layers in lists if (of_layers := kinds(layers)))
-    return Repeats(tuple(period for period in found if period is not None))
+    return Repeats(tuple(period for layers in lists if (of := kinds(layers)) for period in _periods(layers, of, least)))
 
 
-def _period(names: Sequence[str], kinds: Sequence[Hashable], least: int) -> Period | None:
-    """Rule 2 of the NOTE; ``None`` where no period can be left out."""
-    for size in range(1, len(names)):
+def _periods(names: Sequence[str], kinds: Sequence[Hashable], least: int) -> Iterator[Period]:
+    """Rule 2 of the NOTE."""
+    first, begin, end = _longest(kinds, least)
+    for section in (range(first), range(first, begin), range(end, len(names))):
+        for _, run in groupby(section, key=kinds.__getitem__):
+            inside = [at for at in [*run][1:-1] if least <= at < len(names) - LAST]
+            if len(inside) > 1:
+                traced, *left_out = (names[at] for at in inside)
+                yield Period((traced,), tuple(left_out), names[inside[-1] + 1])
+    if begin < end:
+        yield Period(tuple(names[first:begin]), tuple(names[begin:end]), names[end])
+
+
+def _longest(kinds: Sequence[Hashable], least: int) -> tuple[int, int, int]:
+    """Where the period in the middle begins, where those begin that are left out behind it, and where these end.
+
+    Where no period can be left out, all three are the number of layers.
+    """
+    num_layers = len(kinds)
+    for size in range(1, num_layers):
         first = max(least, size)
         begin = first + size
-        end = begin + (len(names) - LAST - begin) // size * size
+        end = begin + (num_layers - LAST - begin) // size * size
         if end <= begin:
-            return None
-        if all(kinds[at] == kinds[at + size] for at in range(first, len(names) - LAST - size)):
-            return Period(tuple(names[first:begin]), tuple(names[begin:end]), names[end])
-    return None
+            break
+        if all(kinds[at] == kinds[at + size] for at in range(first, num_layers - LAST - size)):
+            return first, begin, end
+    return num_layers, num_layers, num_layers
 
 
 @dataclass
@@ -132,14 +158,13 @@ def left_out(model: nn.Module, repeats: Repeats) -> Iterator[Arguments]:
     forms: dict[str, type] = {}
     arguments = Arguments()
     undo: list[Callable[[], Any]] = []
-    for period in repeats.periods:
-        for name in period.traced:
-            note = _Note(name, forms, arguments.references)
-            undo.append(model.get_submodule(name).register_forward_hook(note, with_kwargs=True).remove)
-        for name, like in period.pairs:
-            module = model.get_submodule(name)
-            undo.append(partial(module.__dict__.pop, "forward"))
-            module.forward = _Pass(module, like, forms)
+    for name in set(repeats.like.values()):
+        note = _Note(name, forms, arguments.references)
+        undo.append(model.get_submodule(name).register_forward_hook(note, with_kwargs=True).remove)
+    for name, like in repeats.like.items():
+        module = model.get_submodule(name)
+        undo.append(partial(module.__dict__.pop, "forward"))
+        module.forward = _Pass(module, like, forms)
     try:
         yield arguments
     finally:
@@ -248,7 +273,8 @@ class _Expansion:
 
     def _all_parts(self) -> Iterator[Part]:
         yield from map(self._moved_part, [*self.before, *self.parts])
-        new = count(-1, -1)  # numbers that no storage has
+        known = {storage for part in [*self.before, *self.parts, *self.behind] for storage in _storages(part)}
+        new = count(min(0, *known) - 1, -1)  # numbers that no storage has
         last: Mapping[int, int] = {}
         for copy in range(self.period.copies):
             own = {storage: next(new) for storage in sorted(self.own)}

@@ -104,7 +104,7 @@ CASES = {  # the configuration, options of ``workload``, and how many layers are
 
 SLOW_CASES = {
     "Llama with adapters": (LLAMA, {"adapters": True}, 3),
-    "Gemma-3, local and global layers": (GEMMA3, {}, 6),
+    "Gemma-3, local and global layers": (GEMMA3, {}, 8),
 }
 
 
@@ -113,8 +113,7 @@ def test_no_byte_changes(case, monkeypatch):
     config, options, num_left_out = (CASES | SLOW_CASES)[case]
     short, whole = workload(config, **options), workload(config, **options)
     plans = plans_for(short)
-    (period,) = repeats_of(short, plans).periods
-    assert len(period.left_out) == num_left_out
+    assert len(repeats_of(short, plans).like) == num_left_out
     some = estimate_on_target(short, plans, TARGET, autocast_dtype=torch.bfloat16)
     monkeypatch.setattr(estimate, "find_repeats", lambda workload, plans, kinds: Repeats(()))
     every = estimate_on_target(whole, plans, TARGET, autocast_dtype=torch.bfloat16)
@@ -157,7 +156,13 @@ def left_out_of(config, change):
     model = language_model(config)
     change(model)
     load = of(model, lambda: None, {})
-    return [name for period in repeats_of(load, plans_for(load, ["none"])).periods for name in period.left_out]
+    return list(repeats_of(load, plans_for(load, ["none"])).like)
+
+
+def test_neighbours_of_one_kind_are_left_out_of_a_period_too():
+    local_layers, periods = [3, 8, 9], [12, 13, 14, 15, 16, 17]  # layers 5, 11 and 17 are global
+    names = left_out_of(GEMMA3, lambda model: None)
+    assert names == [f"model.layers.{number}" for number in local_layers + periods]
 
 
 def set_dropout(model):
