@@ -169,8 +169,8 @@ MODELS = (
     ),
     DiffusersModel(
         "SD3Transformer2DModel",
-        {**HEADS, "sample_size": 8, "in_channels": 4, "out_channels": 4, "caption_projection_dim": 32}
-        | {"joint_attention_dim": 32, "pooled_projection_dim": 16},
+        {**HEADS, "num_layers": 4, "sample_size": 8, "in_channels": 4, "out_channels": 4}  # two more blocks embed
+        | {"caption_projection_dim": 32, "joint_attention_dim": 32, "pooled_projection_dim": 16},
         lambda: {
             "hidden_states": values(2, 4, 8, 8),
             "timestep": torch.tensor([3, 7]),

@@ -136,10 +136,10 @@ def _equal(ours: Tensor | None, theirs: Tensor | None) -> bool:
 
 @contextmanager
 def _counting_calls(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Every call of a module that has none inside."""
+    """Every call of a module that has none inside; torch ends a recomputation inside the last one."""
     calls: list[nn.Module] = []
     leaves = [module for module in model.modules() if not any(module.children())]
-    handles = [leaf.register_forward_hook(lambda module, *_: calls.append(module)) for leaf in leaves]
+    handles = [leaf.register_forward_pre_hook(lambda module, _: calls.append(module)) for leaf in leaves]
     yield calls
     for handle in handles:
         handle.remove()
