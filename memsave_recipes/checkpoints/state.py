@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.text import MIB
-from memsave_recipes.training.optimizers import state_bytes
+from memsave_recipes.training.optimizers import parameters_by_optimizer, state_bytes
 
 PART_BYTES = 256 * MIB
 """Of a file, about: a device's tensors are copied to the host a file at a time, and digests are made of several."""
@@ -70,8 +70,8 @@ class TrainState:
 
     def num_bytes_in_the_end(self, optimizer: str, momentum: float) -> int:
         """``num_bytes()`` after a step: before the first one, ``--optimizer`` has not made its state yet."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        state = state_bytes(optimizer, trained, momentum=momentum)
+        shares = parameters_by_optimizer(optimizer, self.model)
+        state = sum(state_bytes(name, share, momentum=momentum) for name, share in shares.items())
         return self.num_bytes_of_weights() + max(state, num_bytes(self.parts["optimizer"].state_dict()))
 
     def num_bytes_of_weights(self, *, merged: bool = False) -> int:

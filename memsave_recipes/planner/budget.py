@@ -29,7 +29,13 @@ from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
-from memsave_recipes.training.optimizers import clipping_bytes, counters_bytes, state_bytes, update_bytes
+from memsave_recipes.training.optimizers import (
+    clipping_bytes,
+    counters_bytes,
+    parameters_by_optimizer,
+    state_bytes,
+    update_bytes,
+)
 from memsave_recipes.training.tree_sum import exchange_bytes
 
 WORKSPACES = "workspaces"
@@ -97,10 +103,16 @@ def static_memory_of(
     """The static memory of a run on a device of this type.
 
     Under DDP the gradients live in its buckets from the start; under accumulation those of the micro-batches do, too.
+
+    Raises:
+        InputError: as ``parameters_by_optimizer``.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = state_bytes(optim.optimizer, trained, momentum=optim.momentum)
-    state += counters_bytes(optim.optimizer, len(trained))
+    shares = parameters_by_optimizer(optim.optimizer, model)
+    trained = [parameter for share in shares.values() for parameter in share]
+    state = sum(
+        state_bytes(name, share, momentum=optim.momentum) + counters_bytes(name, len(share))
+        for name, share in shares.items()
+    )
     buckets = sum(parameter.nbytes for parameter in trained) if layout.num_processes > 1 else 0
     accumulates = layout.accumulation_steps > 1
     static = StaticMemory(
@@ -109,7 +121,8 @@ def static_memory_of(
         gradients_resident=accumulates,
         gradients_stay=not optim.optimizer_in_backward and not (buckets and not accumulates),
         optimizer_bytes=max(
-            update_bytes(optim.optimizer, trained, on_cpu=device_type == "cpu"), clipping_bytes(trained)
+            clipping_bytes(trained),
+            *(update_bytes(name, share, on_cpu=device_type == "cpu") for name, share in shares.items()),
         ),
     )
     return _with_tree_sum(static, trained, layout) if isinstance(layout, IndexedLayout) else static

@@ -25,7 +25,8 @@ from memsave_recipes.planner.search import Candidate, host_memory_too_small
 from memsave_recipes.text import gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.optimizers import state_bytes
+from memsave_recipes.training.optimizers import parameters_by_optimizer, state_bytes
+from memsave_recipes.training.update_rules import hidden_matrices
 
 SAME_CURVE = "the same"
 SHARDS = (2, 4, 8, 16, 32, 64)
@@ -84,9 +85,20 @@ class Setup:
         sizes = [parameter.nbytes for parameter in parameters]
         return max(sizes, default=0) if self.flags.get("optimizer_in_backward") else sum(sizes)
 
-    def state_bytes(self, parameters: Iterable[Tensor]) -> int:
-        """The optimizer's state of ``parameters`` from its first step on."""
-        return state_bytes(self.flags.get("optimizer", ""), parameters, momentum=self.flags.get("momentum", 0))
+    def state_bytes(self, optimizer: str) -> int:
+        """The state of an optimizer of this model from its first step on."""
+        shares = parameters_by_optimizer(optimizer, self.model)
+        return sum(self.state_bytes_of(name, share) for name, share in shares.items())
+
+    def state_bytes_of(self, optimizer: str, parameters: Iterable[Tensor]) -> int:
+        """That of ``parameters``, all of which the optimizer steps."""
+        return state_bytes(optimizer, parameters, momentum=self.flags.get("momentum", 0))
+
+    @property
+    def optimizer(self) -> str:
+        """Of the flags; empty where there is none among them."""
+        name: str = self.flags.get("optimizer", "")
+        return name
 
 
 Rule = Callable[[Setup], Iterator[Saving]]
@@ -141,10 +153,10 @@ def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
 
 def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
     """Those with less state than AdamW."""
-    if setup.flags.get("optimizer") == "adamw":
-        before = setup.state_bytes(setup.trained)
-        for other in ("adamw_8bit", "adafactor"):
-            freed = before - state_bytes(other, setup.trained)
+    if setup.optimizer == "adamw":
+        muon = ("muon",) if hidden_matrices(setup.model) else ()
+        for other in ("adamw_8bit", "adafactor", *muon):
+            freed = setup.state_bytes("adamw") - setup.state_bytes(other)
             yield Saving(flags=f"--optimizer {other}", state_bytes=freed, curve="another optimizer's")
 
 
@@ -156,7 +168,7 @@ def _adapters(setup: Setup) -> Iterator[Saving]:
             flags="--lora",
             weights_bytes=-sum(adapter.nbytes for adapter in added),
             gradients_bytes=setup.gradients_bytes(setup.trained) - setup.gradients_bytes(added),
-            state_bytes=setup.state_bytes(setup.trained) - setup.state_bytes(added),
+            state_bytes=setup.state_bytes(setup.optimizer) - setup.state_bytes_of(setup.optimizer, added),
             curve="adapters train, not the weights",
         )
 
@@ -172,7 +184,7 @@ def _half_precision(setup: Setup) -> Iterator[Saving]:
         flags="--dtype bfloat16",
         weights_bytes=sum(parameter.nbytes for parameter in setup.model.parameters()) // 2,
         gradients_bytes=setup.gradients_bytes(setup.trained) // 2,
-        state_bytes=setup.state_bytes(setup.trained) // 2,
+        state_bytes=setup.state_bytes(setup.optimizer) // 2,
         curve="rounded weights",
     )
 

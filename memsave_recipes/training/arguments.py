@@ -322,9 +322,12 @@ class CheckpointArguments:
 class OptimizerArguments:
     """The optimizer, its schedule and clipping."""
 
-    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd"] = field(
+    optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit", "sgd"] = field(
         default="adamw",
-        metadata={"help": "optimizer; adafactor and adamw_8bit keep a smaller state, sgd has --momentum"},
+        metadata={
+            "help": "optimizer; muon steps the matrices of hidden layers, and AdamW the rest at the same rate; it, "
+            "adafactor and adamw_8bit keep a smaller state; sgd has --momentum"
+        },
     )
     optimizer_in_backward: bool = field(
         default=False,

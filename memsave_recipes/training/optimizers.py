@@ -1,7 +1,7 @@
 """The optimizer and the schedule that the flags name, and steps that must not change a weight: those not finite.
 
-State for each 32-bit parameter: AdamW 8 bytes, 8-bit AdamW 2, Adafactor a row and a column of each matrix, SGD 4
-(0 without momentum).
+State for each 32-bit parameter: AdamW 8 bytes, Muon 4 for its matrices, 8-bit AdamW 2, Adafactor a row and a column of
+each matrix, SGD 4 (0 without momentum).
 
 ``--optimizer_in_backward`` steps each parameter as soon as its gradient is there and frees the gradient, so that they
 never exist all at once. The idea is LOMO's (Lv et al. 2023, https://arxiv.org/abs/2306.09782), here for any optimizer
@@ -15,8 +15,8 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
    has to ask another one.
 2. The host does not look at the norm before the optimizer steps: it would have to wait for the device in each step, and
    could no longer queue the next one meanwhile. The fused optimizers take a ``found_inf`` on the device, as gradient
-   scalers give it to them, and then change neither weights nor their own state. Those that take none (Adafactor, AdamW
-   in 8 bits) are waited for.
+   scalers give it to them, and then change neither weights nor their own state. Those that take none (Adafactor, Muon,
+   AdamW in 8 bits) are waited for.
 3. The host looks where it waits for the device in any case: at the end of a logging window, and before a checkpoint is
    saved. There ``StepLosses`` stops the run or counts the step, so the steps in between are computed in vain.
 4. With fp16 the scaler leaves steps out whose gradient overflows, as a matter of course; then the loss alone is judged.
@@ -43,10 +43,12 @@ from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.tree_sum import exact_sum
+from memsave_recipes.training.update_rules import MuonWithAdamW, hidden_matrices
 
 MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
 BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
 BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
+MUON_SCRATCH = 2**18  # of a thread, in the matrix products of an update on a CPU
 UPDATE = 64  # numbers that an update or clipping makes, at most
 COUNTER = 4  # of the steps of a parameter
 
@@ -55,13 +57,14 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module) -> Optimizer:
     """The named optimizer over all parameters that train.
 
     AdamW (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101), the same with its state in 8 bits (Dettmers et
-    al. 2021, https://arxiv.org/abs/2110.02861), Adafactor (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235) or
-    SGD. AdamW and SGD run as one fused kernel a step, without the temporary copies of the unfused ones.
+    al. 2021, https://arxiv.org/abs/2110.02861), Muon (NOTE [ Muon ]), Adafactor (Shazeer & Stern 2018,
+    https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a step, without the temporary copies
+    of the unfused ones.
 
     Raises:
-        InputError: ``adamw_8bit`` without bitsandbytes.
+        InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = _trained(model)
     lr, weight_decay = optim.learning_rate, optim.weight_decay
     optimizer: Optimizer
     match optim.optimizer:
@@ -72,11 +75,36 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module) -> Optimizer:
             optimizer = Adafactor(parameters, lr=lr, weight_decay=weight_decay)
         case "adamw_8bit":
             optimizer = _adamw_8bit(parameters, lr, weight_decay)
+        case "muon":
+            shares = parameters_by_optimizer("muon", model)
+            optimizer = MuonWithAdamW(shares["muon"], shares["adamw"], lr=lr, weight_decay=weight_decay)
         case _:
             optimizer = AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True)
     if optim.optimizer_in_backward:
         step_in_backward(optimizer)
     return optimizer
+
+
+def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters of ``model`` that train, by the name of what steps them: beside Muon that is AdamW.
+
+    Raises:
+        InputError: ``muon`` for a model that trains no matrix of a hidden layer.
+    """
+    trained = _trained(model)
+    if optimizer != "muon":
+        return {optimizer: trained}
+    matrices = hidden_matrices(model)
+    if not matrices:
+        raise InputError(
+            "--optimizer muon is for matrices of hidden linear layers, and this model trains none: take adamw"
+        )
+    known = set(matrices)
+    return {"muon": matrices, "adamw": [parameter for parameter in trained if parameter not in known]}
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -170,7 +198,7 @@ class _StepOne:
 
 
 def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:
-    """Bytes of the state that ``--optimizer`` keeps for ``parameters``; 0 for an unknown optimizer."""
+    """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer."""
     if optimizer == "sgd" and not momentum:
         return 0
     return sum(_state_of_one(optimizer, parameter) for parameter in parameters)
@@ -183,7 +211,7 @@ def _state_of_one(optimizer: str, parameter: Tensor) -> int:
     if optimizer == "adafactor" and parameter.ndim > 1:
         rows, columns = parameter.shape[-2:]
         return size * (numel // rows + numel // columns)
-    return {"adamw": 2, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size
+    return {"adamw": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size
 
 
 def counters_bytes(optimizer: str, num_parameters: int) -> int:
@@ -197,9 +225,11 @@ def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool) 
 
     The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
     before is still there, and on an accelerator those of all at once; 8-bit AdamW is one kernel there, and five copies
-    of a parameter on a CPU.
+    of a parameter on a CPU. Muon goes by parameter.
     """
     trained = list(parameters)
+    if optimizer == "muon":
+        return UPDATE + max((_muon_bytes(parameter, on_cpu=on_cpu) for parameter in trained), default=0)
     if optimizer == "adamw_8bit" and on_cpu:
         return UPDATE + 5 * 4 * max((parameter.numel() for parameter in trained), default=0)
     if optimizer != "adafactor":
@@ -211,6 +241,16 @@ def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool) 
         return UPDATE + sum(changes) + sum(means) + sum(vectors)
     matrices = [before + change + mean for (before, change), mean in zip(pairwise(changes), means, strict=True)]
     return UPDATE + max(matrices, default=0) + max(vectors, default=0)
+
+
+def _muon_bytes(matrix: Tensor, *, on_cpu: bool) -> int:
+    """The update, and in bfloat16 two iterates of its Newton-Schulz and two square matrices.
+
+    On a CPU also what its products take: where it has none of bfloat16, a float32 copy of an iterate, else less.
+    """
+    iterate, square = 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
+    scratch = 2 * iterate + MUON_SCRATCH * torch.get_num_threads() if on_cpu else 0
+    return matrix.nbytes + 2 * iterate + 2 * square + scratch
 
 
 def _means_bytes(parameter: Tensor) -> int:

@@ -17,12 +17,16 @@ from memsave_recipes.checkpoints.state import read_record
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import step_in_backward
+from memsave_recipes.training.update_rules import MuonWithAdamW
 
 OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, fused=True),
     "sgd": lambda parameters: SGD(parameters, lr=0.01, momentum=0.9, fused=True),
     "plain sgd": lambda parameters: SGD(parameters, lr=0.01, fused=True),
     "adafactor": lambda parameters: Adafactor(parameters, lr=0.01),
+    "muon": lambda parameters: MuonWithAdamW(
+        [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2], lr=0.01, weight_decay=0.0
+    ),
 }
 
 
@@ -111,7 +115,7 @@ def test_other_dtypes(tmp_path, dtype):
     assert state_of(other) == state_of(straight)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "sgd", "muon"])
 def test_an_optimizer_that_steps_in_the_backward(tmp_path, optimizer):
     straight = make_training(optimizer_name=optimizer, in_backward=True)
     train(straight, 3)

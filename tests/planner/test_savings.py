@@ -42,6 +42,7 @@ def test_an_image_recipe():
         "--dtype bfloat16": 2 * parameters,  # half of parameters, gradients and twice that for AdamW
         "--optimizer adamw_8bit": 2 * 8 * WEIGHT - 2 * 2 * (WEIGHT + 4 * WEIGHT // 256),
         "--optimizer adafactor": 2 * (8 * WEIGHT - 4 * (64 + 128)),
+        "--optimizer muon": 4 * WEIGHT,  # the last layer is the head, which AdamW steps
         "accelerate launch --mixed_precision bf16": None,
     }
 

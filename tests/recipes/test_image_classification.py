@@ -135,6 +135,7 @@ BAD_FLAGS = {
     "segments:x": (["--model", "vgg_small", "--activation_checkpointing", "segments:x"], "segments:x"),
     "bottleneck of a VGG": (["--model", "vgg_small", "--activation_checkpointing", "bottleneck"], "VGG has no blocks"),
     "global batch of 0": (["--model", "vgg_small", "--global_batch_size", "0"], "--global_batch_size 0"),
+    "muon for convolutions alone": (["--model", "densenet_small", "--optimizer", "muon"], "--optimizer muon is for"),
     "negative learning rate": (["--model", "vgg_small", "--learning_rate", "-0.1"], "--learning_rate -0.1"),
     "unknown tracker": (["--model", "vgg_small", "--report_to", "wandbb"], "wandb"),
     "sync_batchnorm on a CPU": (["--model", "vgg_small", "--sync_batchnorm"], "--sync_batchnorm"),

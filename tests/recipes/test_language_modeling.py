@@ -130,7 +130,7 @@ def test_merged_adapters_load_as_a_plain_model(train, tmp_path, small):
     assert sum(p.numel() for p in model.parameters()) < results["num_parameters"]  # without the adapters' own
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit", "muon", "sgd"])
 def test_optimizers_by_name(train, tmp_path, small, optimizer):
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")

@@ -42,6 +42,16 @@ def test_every_recipe(recipe, train, kill_after, tmp_path, plan):
     assert_the_same_run(tmp_path / "run", tmp_path / "straight")
 
 
+@pytest.mark.parametrize("recipe", FLAGS, indirect=True)
+def test_every_recipe_with_muon(recipe, train, kill_after, tmp_path):
+    flags = [*FLAGS[recipe.__name__], "--optimizer", "muon", "--weight_decay", "0.1"]
+    train(*flags, output="straight")
+    with kill_after(7):
+        train(*flags, "--save_every", "3")
+    train(*flags, "--resume")
+    assert_the_same_run(tmp_path / "run", tmp_path / "straight")
+
+
 def test_ended_twice(train, straight, kill_after, tmp_path):
     for step in (4, 8):
         with kill_after(step):

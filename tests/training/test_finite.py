@@ -10,13 +10,20 @@ from torch import nn
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import NonFiniteGuard, NotFinite, StepLosses
+from memsave_recipes.training.update_rules import MuonWithAdamW
 
 BAD_STEPS = (1, 3)
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "muon": lambda parameters: muon_with_adamw(list(parameters)),
 }
+
+
+def muon_with_adamw(parameters):
+    matrices, others = ([p for p in parameters if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
+    return MuonWithAdamW(matrices, others, lr=0.1, weight_decay=0.0)
 
 
 class Rows(torch.utils.data.Dataset):

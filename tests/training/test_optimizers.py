@@ -50,7 +50,8 @@ def state_bytes(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("name", "most_bytes_a_parameter"), [("adamw", 8.0), ("adafactor", 0.3), ("adamw_8bit", 2.7), ("sgd", 4.0)]
+    ("name", "most_bytes_a_parameter"),
+    [("adamw", 8.0), ("adafactor", 0.3), ("adamw_8bit", 2.7), ("sgd", 4.0), ("muon", 6.1)],
 )
 def test_every_optimizer_learns_with_the_state_it_is_known_for(name, most_bytes_a_parameter):
     if name == "adamw_8bit":
@@ -170,7 +171,7 @@ def test_the_first_momentum_is_the_gradient_bit_for_bit(gradient):
     assert same_bits(*buffers)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd", "muon"])
 def test_stepping_in_the_backward_gives_the_same_weights(name):
     results = []
     for in_backward in (False, True):

@@ -261,6 +261,7 @@ RUNS = {
     "sgd": Run(optimizer="sgd", micro_batch_size=5),
     "adamw_8bit": Run(optimizer="adamw_8bit"),
     "adafactor": Run(optimizer="adafactor", micro_batch_size=3),
+    "muon": Run(optimizer="muon", micro_batch_size=3),
     "single samples": Run(micro_batch_size=1),
     "autocast": Run(autocasts=True, micro_batch_size=3),
     "autocast sgd": Run(optimizer="sgd", autocasts=True),
