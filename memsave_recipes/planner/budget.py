@@ -107,7 +107,7 @@ def static_memory_of(
     Raises:
         InputError: as ``parameters_by_optimizer``.
     """
-    shares = parameters_by_optimizer(optim.optimizer, model)
+    shares = parameters_by_optimizer(optim.update_rule, model)
     trained = [parameter for share in shares.values() for parameter in share]
     state = sum(
         state_bytes(name, share, momentum=optim.momentum) + counters_bytes(name, len(share))

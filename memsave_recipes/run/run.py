@@ -209,7 +209,7 @@ class Run:
             check_no_batchnorm(model)
         if self.args.batchnorm == "global":
             global_batchnorm(model)
-        optimizer = make_optimizer(self.args, model)
+        optimizer = make_optimizer(self.args, model, seed=self.args.seed)
         self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
         self._bare = model
         self._model, self._optimizer = self.accelerator.prepare(model if trained is None else trained, optimizer)

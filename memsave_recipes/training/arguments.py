@@ -329,6 +329,10 @@ class OptimizerArguments:
             "adafactor and adamw_8bit keep a smaller state; sgd has --momentum"
         },
     )
+    bf16_stochastic_round: bool = field(
+        default=False,
+        metadata={"help": "round AdamW's updates of --dtype bfloat16 up or down at random, so that small ones count"},
+    )
     optimizer_in_backward: bool = field(
         default=False,
         metadata={"help": "step each parameter during the backward and free its gradient; one rank, no accumulation"},
@@ -353,8 +357,17 @@ class OptimizerArguments:
                 f"--lr_scheduler_type polynomial ends at a rate of {POLYNOMIAL_END:g}, which --learning_rate "
                 f"{self.learning_rate:g} is not above: raise it, or take linear"
             )
+        if self.bf16_stochastic_round and self.optimizer != "adamw":
+            raise InputError(
+                f"--bf16_stochastic_round is for AdamW, and not for --optimizer {self.optimizer}: leave one of them out"
+            )
         require(0 <= self.momentum < 1, "--momentum", self.momentum, "in [0, 1)")
         require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "at least 0")
+
+    @property
+    def update_rule(self) -> str:
+        """``optimizer``, or ``adamw_bf16`` for AdamW with stochastic rounding."""
+        return "adamw_bf16" if self.bf16_stochastic_round else self.optimizer
 
 
 @dataclass(kw_only=True)
@@ -368,6 +381,11 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         own = [group for group in type(self).__bases__ if group is not RecipeArguments]
         for group in (*reversed(own), *reversed(RecipeArguments.__bases__)):
             group.__post_init__(self)  # type: ignore[attr-defined]
+        if self.bf16_stochastic_round and self.dtype != "bfloat16":
+            raise InputError(
+                f"--bf16_stochastic_round is for weights in bfloat16, and these are {self.dtype}: add --dtype bfloat16 "
+                "or leave it out"
+            )
         if self.eval_only and self.resume:
             raise InputError("--eval_only trains nothing, so --resume has nothing to go on with: leave it out")
 

@@ -16,7 +16,7 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
 2. The host does not look at the norm before the optimizer steps: it would have to wait for the device in each step, and
    could no longer queue the next one meanwhile. The fused optimizers take a ``found_inf`` on the device, as gradient
    scalers give it to them, and then change neither weights nor their own state. Those that take none (Adafactor, Muon,
-   AdamW in 8 bits) are waited for.
+   AdamW in 8 bits or with stochastic rounding) are waited for.
 3. The host looks where it waits for the device in any case: at the end of a logging window, and before a checkpoint is
    saved. There ``StepLosses`` stops the run or counts the step, so the steps in between are computed in vain.
 4. With fp16 the scaler leaves steps out whose gradient overflows, as a matter of course; then the loss alone is judged.
@@ -43,7 +43,7 @@ from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.tree_sum import exact_sum
-from memsave_recipes.training.update_rules import MuonWithAdamW, hidden_matrices
+from memsave_recipes.training.update_rules import MuonWithAdamW, StochasticAdamW, hidden_matrices, slice_bytes
 
 MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
 BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
@@ -53,13 +53,13 @@ UPDATE = 64  # numbers that an update or clipping makes, at most
 COUNTER = 4  # of the steps of a parameter
 
 
-def make_optimizer(optim: OptimizerArguments, model: nn.Module) -> Optimizer:
+def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0) -> Optimizer:
     """The named optimizer over all parameters that train.
 
     AdamW (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101), the same with its state in 8 bits (Dettmers et
     al. 2021, https://arxiv.org/abs/2110.02861), Muon (NOTE [ Muon ]), Adafactor (Shazeer & Stern 2018,
     https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a step, without the temporary copies
-    of the unfused ones.
+    of the unfused ones. ``bf16_stochastic_round``: NOTE [ stochastic rounding ], with ``seed``.
 
     Raises:
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
@@ -67,7 +67,9 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module) -> Optimizer:
     parameters = _trained(model)
     lr, weight_decay = optim.learning_rate, optim.weight_decay
     optimizer: Optimizer
-    match optim.optimizer:
+    match optim.update_rule:
+        case "adamw_bf16":
+            optimizer = StochasticAdamW(parameters, lr=lr, weight_decay=weight_decay, seed=seed)
         case "sgd":
             optimizer = SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=optim.momentum, fused=True)
             optimizer.register_step_pre_hook(_begin_momentum)
@@ -211,7 +213,7 @@ def _state_of_one(optimizer: str, parameter: Tensor) -> int:
     if optimizer == "adafactor" and parameter.ndim > 1:
         rows, columns = parameter.shape[-2:]
         return size * (numel // rows + numel // columns)
-    return {"adamw": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size
+    return {"adamw": 2, "adamw_bf16": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size
 
 
 def counters_bytes(optimizer: str, num_parameters: int) -> int:
@@ -225,11 +227,13 @@ def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool) 
 
     The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
     before is still there, and on an accelerator those of all at once; 8-bit AdamW is one kernel there, and five copies
-    of a parameter on a CPU. Muon goes by parameter.
+    of a parameter on a CPU. Muon goes by parameter, AdamW with stochastic rounding by slice.
     """
     trained = list(parameters)
     if optimizer == "muon":
         return UPDATE + max((_muon_bytes(parameter, on_cpu=on_cpu) for parameter in trained), default=0)
+    if optimizer == "adamw_bf16":
+        return UPDATE + max((slice_bytes(parameter, on_cpu=on_cpu) for parameter in trained), default=0)
     if optimizer == "adamw_8bit" and on_cpu:
         return UPDATE + 5 * 4 * max((parameter.numel() for parameter in trained), default=0)
     if optimizer != "adafactor":

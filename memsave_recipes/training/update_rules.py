@@ -1,4 +1,4 @@
-"""Update rules that are no single optimizer of torch: Muon with AdamW for the parameters that Muon is not for.
+"""Update rules that are no single optimizer of torch: Muon with AdamW for the rest, AdamW on bfloat16 weights.
 
 NOTE [ Muon ]
 1. ``torch.optim.Muon`` (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) steps the weights of hidden
@@ -10,14 +10,28 @@ NOTE [ Muon ]
    weight for its outputs, which are the columns in GPT-2.
 3. Momentum (0.95, Nesterov), the coefficients and the number of Newton-Schulz iterations are torch's defaults.
 4. Muon takes no ``found_inf``, so the host waits for the norm of the gradient: rule 2 of NOTE [ not finite ].
+
+NOTE [ stochastic rounding ]
+1. bfloat16 has 8 significant bits. Rounded to nearest, an update below a 512th of a weight is lost, and a second moment
+   that should decay by a 1000th a step never falls. Stochastic rounding takes the value above with the probability of
+   the remainder, so that the mean is right (Zamirai et al. 2020, https://arxiv.org/abs/2010.06192): 16 random bits are
+   added to the float32 value, and its lower 16 bits are cut off.
+2. So are rounded the weight and both moments, which are bfloat16; the update is computed in float32. Parameters of
+   another dtype are updated without that.
+3. The random bits of an update depend on the seed, the number of the update and that of the parameter. So ranks with
+   equal gradients keep equal weights, and a run that goes on has the bits of one that was not interrupted.
+4. A parameter is updated in slices along its first dimension, so that the float32 copies take no more than
+   ``slice_bytes``. No ``found_inf`` is taken, as by Muon.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+
+from memsave_recipes.training.batch_layout import seed_for
 
 
 class MuonWithAdamW(Optimizer):
@@ -63,3 +77,87 @@ def _head(model: nn.Module, layers: Sequence[nn.Module]) -> Sequence[nn.Module]:
     body = next((module.base_model for module in model.modules() if isinstance(module, PreTrainedModel)), model)
     inside = set(body.modules())
     return [layer for layer in layers if layer not in inside] or layers[-1:]
+
+
+class StochasticAdamW(Optimizer):
+    """AdamW whose weights and moments are bfloat16: NOTE [ stochastic rounding ].
+
+    Args:
+        parameters: in the same order on all ranks and in every life of a run.
+        seed: of the rounding.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], *, lr: float, weight_decay: float, seed: int) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
+        self._seed = seed
+        self._numbers: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(parameters)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; returns the loss of ``closure``, if there is one."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, group)
+        return loss
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+        state["step"] += 1
+        seed = seed_for(self._seed, state["step"], self._numbers[parameter])
+        random = torch.Generator(parameter.device).manual_seed(seed)
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        slices = [torch.atleast_1d(tensor).split(_rows(parameter)) for tensor in tensors]
+        for weight, gradient, mean, square in zip(*slices, strict=True):
+            _adamw_(weight, gradient.float(), mean, square, group, state["step"], random)
+
+
+def _adamw_(
+    weight: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    group: dict[str, Any],
+    step: int,
+    random: torch.Generator,
+) -> None:
+    """The update of a slice, by the formula of ``torch.optim.AdamW`` in float32."""
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    new_mean = mean.float().lerp_(gradient, 1 - beta1)
+    new_square = square.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    root = new_square.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+    new_weight = weight.float().mul_(1 - lr * group["weight_decay"])
+    new_weight.addcdiv_(new_mean, root, value=-lr / (1 - beta1**step))
+    for target, value in ((mean, new_mean), (square, new_square), (weight, new_weight)):
+        if target.dtype == torch.bfloat16:
+            round_stochastically_(value, random)
+        target.copy_(value)
+
+
+def round_stochastically_(value: Tensor, random: torch.Generator) -> None:
+    """Make each number of ``value``, float32, one of the two of bfloat16 next to it. NaN does not become finite."""
+    noise = torch.randint(2**16, value.shape, generator=random, dtype=torch.int32, device=value.device)
+    noise.masked_fill_(value.isnan(), 0)
+    value.view(torch.int32).add_(noise).bitwise_and_(-(2**16))
+
+
+SLICE_NUMEL = 2**18
+"""Numbers of a slice on a CPU. An accelerator takes more at a time, or it would wait for kernels to be launched."""
+SLICE_NUMEL_ON_ACCELERATORS = 2**22
+BYTES_OF_A_NUMBER = 5 * 4 + 4 + 1  # gradient, moments, root and weight in float32, random bits, whether it is NaN
+
+
+def _rows(parameter: Tensor, *, on_cpu: bool | None = None) -> int:
+    """Of a slice: entries of the first dimension, at least one."""
+    on_cpu = parameter.device.type == "cpu" if on_cpu is None else on_cpu
+    numel = SLICE_NUMEL if on_cpu else SLICE_NUMEL_ON_ACCELERATORS
+    return max(1, numel * len(torch.atleast_1d(parameter)) // max(1, parameter.numel()))
+
+
+def slice_bytes(parameter: Tensor, *, on_cpu: bool) -> int:
+    """The temporaries of an update of ``parameter`` by ``StochasticAdamW`` on such a device."""
+    length = max(1, len(torch.atleast_1d(parameter)))
+    return BYTES_OF_A_NUMBER * parameter.numel() // length * min(length, _rows(parameter, on_cpu=on_cpu))

@@ -52,6 +52,15 @@ def test_every_recipe_with_muon(recipe, train, kill_after, tmp_path):
     assert_the_same_run(tmp_path / "run", tmp_path / "straight")
 
 
+def test_with_stochastic_rounding(train, kill_after, tmp_path):
+    flags = [*IMAGES, "--dtype", "bfloat16", "--bf16_stochastic_round"]
+    train(*flags, output="straight")
+    with kill_after(7):
+        train(*flags, "--save_every", "3")
+    train(*flags, "--resume")
+    assert_the_same_run(tmp_path / "run", tmp_path / "straight")
+
+
 def test_ended_twice(train, straight, kill_after, tmp_path):
     for step in (4, 8):
         with kill_after(step):

@@ -1,4 +1,4 @@
-"""Muon with AdamW as one optimizer: what each of them steps, and that it is what torch's own would do."""
+"""Muon with AdamW as one optimizer, and AdamW on bfloat16 weights with stochastic rounding."""
 
 from itertools import pairwise
 
@@ -22,9 +22,15 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.planner.budget import static_memory_of
 from memsave_recipes.profiling.trace_events import DeviceInstruments
-from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.arguments import OptimizerArguments, RecipeArguments
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.optimizers import make_optimizer, make_scheduler, parameters_by_optimizer
+from memsave_recipes.training.optimizers import (
+    make_optimizer,
+    make_scheduler,
+    parameters_by_optimizer,
+    update_bytes,
+)
+from memsave_recipes.training.update_rules import StochasticAdamW, round_stochastically_
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 MUON = OptimizerArguments(optimizer="muon", learning_rate=1e-3, weight_decay=0.1)
@@ -137,3 +143,146 @@ def test_its_memory_is_predicted(widths, dtype):
     assert static.state_bytes == sum(tensor.nbytes for tensor in state)
     update = peak_bytes(optimizer.step)
     assert update <= static.optimizer_bytes <= 1.5 * update + torch.get_num_threads() * 2**18
+
+
+WIDE = 2**15
+
+
+def stochastic(parameters, **options):
+    return StochasticAdamW(parameters, **{"lr": 1e-3, "weight_decay": 0.1, "seed": 0, **options})
+
+
+def rounded(value, *, seed=0):
+    """``value`` in bfloat16, many times."""
+    numbers = torch.full((WIDE,), value)
+    round_stochastically_(numbers, torch.Generator().manual_seed(seed))
+    return numbers
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 0.3, 3e-39, -7e20])
+def test_rounding_is_unbiased(value):
+    """To one of the two neighbours, in the mean of 32,768 draws within 5 standard errors."""
+    found = rounded(value)
+    assert torch.equal(found, found.to(torch.bfloat16).float())
+    low, high = found.min().item(), found.max().item()
+    assert low < torch.tensor(value).item() < high
+    assert found.unique().numel() == 2
+    assert abs(found.double().mean().item() - torch.tensor(value).item()) < 5 * 0.5 * (high - low) / WIDE**0.5
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -2.0, float("inf"), float("-inf"), float("nan")])
+def test_what_bfloat16_has_stays(value):
+    expected = torch.full((WIDE,), value)
+    assert torch.equal(rounded(value).nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001], dtype=torch.int32)  # NaN, all of it in the bits that are cut off
+    numbers = bits.repeat(WIDE).view(torch.float32)
+    round_stochastically_(numbers, torch.Generator().manual_seed(0))
+    assert not numbers.isfinite().any()
+
+
+def drift(optimizer_of, *, num_steps=20):
+    """By how much weights of 1 in bfloat16 fall in the mean, under a gradient of 1."""
+    weight = nn.Parameter(torch.ones(WIDE, dtype=torch.bfloat16))
+    optimizer = optimizer_of([weight])
+    for _ in range(num_steps):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    return 1 - weight.double().mean().item()
+
+
+def test_a_small_update_counts_on_average():
+    """20 steps of 1e-4, a fortieth of what bfloat16 tells apart there: all lost when rounded to nearest."""
+    assert drift(lambda weights: AdamW(weights, lr=1e-4, weight_decay=0.0)) == 0
+    assert drift(lambda weights: stochastic(weights, lr=1e-4, weight_decay=0.0)) == pytest.approx(20e-4, rel=0.1)
+
+
+def test_a_second_moment_falls_on_average():
+    """By a 1000th a step, which bfloat16 does not tell apart."""
+    weight = nn.Parameter(torch.ones(WIDE, dtype=torch.bfloat16))
+    optimizer = stochastic([weight])
+    for gradient in (1.0, *(0.0,) * 50):
+        weight.grad = torch.full_like(weight, gradient)
+        optimizer.step()
+    assert optimizer.state[weight]["exp_avg_sq"].double().mean().item() == pytest.approx(1e-3 * 0.999**50, rel=0.01)
+
+
+def test_float32_weights_are_updated_as_by_adamw():
+    """In slices, of any number of dimensions and in any order of memory."""
+    torch.manual_seed(0)
+    shapes = [(), (5,), (3, 2**18), (600, 1000), (4, 3, 8, 8)]
+    ones = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    ones[-1].data = ones[-1].data.to(memory_format=torch.channels_last)
+    others = [nn.Parameter(one.detach().clone()) for one in ones]
+    optimizers = [stochastic(ones), AdamW(others, lr=1e-3, weight_decay=0.1)]
+    for _ in range(3):
+        for one, other in zip(ones, others, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(ones, others, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+STOCHASTIC = OptimizerArguments(bf16_stochastic_round=True, learning_rate=1e-3, weight_decay=0.1)
+
+
+def weights_after(optim, *, seed=0):
+    torch.manual_seed(0)
+    model = llama(tied=True).to(torch.bfloat16)
+    optimizer = make_optimizer(optim, model, seed=seed)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return train(model, [optimizer], [])
+
+
+def test_the_random_bits_are_those_of_seed_step_and_parameter():
+    """The same weights again, also when stepped in the backward; others with another seed."""
+    straight = weights_after(STOCHASTIC)
+    in_backward = OptimizerArguments(**{**vars(STOCHASTIC), "optimizer_in_backward": True, "max_grad_norm": 0.0})
+    assert all(map(torch.equal, weights_after(in_backward), straight))
+    assert not all(map(torch.equal, weights_after(STOCHASTIC, seed=1), straight))
+    ones = [nn.Parameter(torch.ones(WIDE, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = stochastic(ones)
+    for one in ones:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    assert not torch.equal(*ones)
+
+
+def on_a_rank(accelerator):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, dtype=torch.bfloat16)
+    before = model.weight.detach().clone()
+    model, optimizer = accelerator.prepare(model, make_optimizer(STOCHASTIC, model))
+    for step in range(3):
+        torch.manual_seed(100 * accelerator.process_index + step)
+        model(torch.randn(8, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = accelerator.unwrap_model(model).weight.detach()
+    assert not torch.equal(weight, before)
+    return weight.float().tolist()
+
+
+def test_ranks_round_alike(run_on_ranks):
+    one, other = run_on_ranks(on_a_rank, 2)
+    assert one == other
+
+
+@pytest.mark.parametrize("shape", [(1000, 600), (7,), (2, 3, 5)])
+def test_stochastic_rounding_takes_a_slice(shape):
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape).to(torch.bfloat16))])
+    optimizer = make_optimizer(STOCHASTIC, model)
+    model[0].grad = torch.randn_like(model[0])
+    optimizer.step()
+    static = static_memory_of(STOCHASTIC, model, BatchLayout.of(1, 1, 1))
+    assert static.state_bytes == 4 * model[0].numel()
+    update = peak_bytes(optimizer.step)
+    assert update <= update_bytes("adamw_bf16", model, on_cpu=True) <= 1.05 * update + 100
+
+
+def test_other_optimizers_and_other_dtypes_are_refused():
+    with pytest.raises(InputError, match=r"--bf16_stochastic_round .*--optimizer sgd"):
+        OptimizerArguments(bf16_stochastic_round=True, optimizer="sgd")
+    with pytest.raises(InputError, match=r"--bf16_stochastic_round .*float32: add --dtype bfloat16"):
+        RecipeArguments(output_dir="x", bf16_stochastic_round=True)
