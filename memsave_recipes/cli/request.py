@@ -102,7 +102,13 @@ class PlanRequest:
     def no_fit(self, choice: Choice) -> InputError:
         """The error where no candidate fits."""
         model = fake_model(self.task.planned_model)
-        return budget_too_small(choice.smallest, model, self.task.optim, takes_adapters=self.task.takes_adapters)
+        return budget_too_small(
+            choice.smallest,
+            model,
+            self.task.optim,
+            takes_adapters=self.task.takes_adapters,
+            mixed_precision=self.launch.mixed_precision,
+        )
 
 
 def read_request(arguments: argparse.Namespace) -> PlanRequest:

@@ -403,7 +403,8 @@ def _on_one_card(
         best = offloading.best(loss)
         if best.fits and (not planned.fits or best.step_s < (1 - AS_FAST) * planned.step_s):
             yield Rung(name="offloading", setting=offloading, candidate=best)
-    if launch.mixed_precision != "fp16" and task.run.micro_batch_size == AUTO:
+    is_undivided = whole.layouts[-1].accumulation_steps == launch.num_processes == 1
+    if launch.mixed_precision != "fp16" and is_undivided:
         stepping = replace(whole, task=read(IN_BACKWARD), like=whole)
         if stepping.has_room:
             best = stepping.best(loss)

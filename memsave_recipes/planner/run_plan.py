@@ -184,7 +184,13 @@ class _Planning:
         """
         choice = self._search(layouts, self.strategy)
         if choice.chosen is None:
-            raise budget_too_small(choice.smallest, self.model, self.optim, takes_adapters=self.task().takes_adapters)
+            raise budget_too_small(
+                choice.smallest,
+                self.model,
+                self.optim,
+                takes_adapters=self.task().takes_adapters,
+                mixed_precision=self.accelerator.mixed_precision,
+            )
         if self.accelerator.is_main_process:
             self.show(choice)
         return choice.chosen

@@ -25,7 +25,7 @@ from memsave_recipes.planner.search import Candidate, host_memory_too_small
 from memsave_recipes.text import gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.optimizers import parameters_by_optimizer, state_bytes
+from memsave_recipes.training.optimizers import check_in_backward, parameters_by_optimizer, state_bytes
 from memsave_recipes.training.update_rules import hidden_matrices
 
 SAME_CURVE = "the same"
@@ -141,14 +141,22 @@ def _chunked_loss(setup: Setup) -> Iterator[Saving]:
 
 def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
     """All gradients but the largest one."""
-    layout, trained = setup.layout, setup.trained
-    is_possible = layout.num_processes == layout.accumulation_steps == 1 and setup.mixed_precision != "fp16"
-    if setup.flags.get("optimizer_in_backward") is False and is_possible:
+    if setup.flags.get("optimizer_in_backward") is False and _can_step_in_backward(setup):
+        trained = setup.trained
         yield Saving(
             flags="--optimizer_in_backward --max_grad_norm 0",
             gradients_bytes=setup.gradients_bytes(trained) - max((p.nbytes for p in trained), default=0),
             curve="nothing is clipped",
         )
+
+
+def _can_step_in_backward(setup: Setup) -> bool:
+    stepping, skips = OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0), setup.flags.get("skip_nonfinite")
+    try:
+        check_in_backward(stepping, setup.layout, setup.mixed_precision, skip_nonfinite=skips or 0)
+    except InputError:
+        return False
+    return True
 
 
 def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
@@ -180,8 +188,9 @@ def _half_precision(setup: Setup) -> Iterator[Saving]:
     if setup.mixed_precision == "no":
         curve = "rounded activations"
         yield Saving(flags="accelerate launch --mixed_precision bf16", activations_bytes=None, curve=curve)
+    stochastic = " --bf16_stochastic_round" if setup.flags.get("bf16_stochastic_round") is False else ""
     yield Saving(
-        flags="--dtype bfloat16",
+        flags="--dtype bfloat16" + (stochastic if setup.optimizer == "adamw" else ""),
         weights_bytes=sum(parameter.nbytes for parameter in setup.model.parameters()) // 2,
         gradients_bytes=setup.gradients_bytes(setup.trained) // 2,
         state_bytes=setup.state_bytes(setup.optimizer) // 2,
@@ -201,7 +210,12 @@ ALL_RULES: tuple[Rule, ...] = (
 
 
 def budget_too_small(
-    smallest: Candidate, model: nn.Module, optim: OptimizerArguments, *, takes_adapters: bool
+    smallest: Candidate,
+    model: nn.Module,
+    optim: OptimizerArguments,
+    *,
+    takes_adapters: bool,
+    mixed_precision: str = "no",
 ) -> InputError:
     """The error for a budget that nothing fits in: the smallest that works, what takes it, and what would need less.
 
@@ -209,10 +223,13 @@ def budget_too_small(
         smallest: the candidate that needs least.
         model: that it trains.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
+        mixed_precision: of the launch.
     """
     if not smallest.fits_host:
         return host_memory_too_small(smallest)
-    setup = Setup(flags=_flags_of(optim, takes_adapters), layout=smallest.layout, model=model)
+    setup = Setup(
+        flags=_flags_of(optim, takes_adapters), layout=smallest.layout, model=model, mixed_precision=mixed_precision
+    )
     largest, num_bytes = max(smallest.parts.items(), key=lambda part: part[1])
     is_divisible = any(_smaller_micro_batches(setup))
     needed = {saving.flags: needed_with(saving, smallest, setup) for saving in beyond_the_plan(smallest, setup)}
@@ -232,8 +249,9 @@ def _flags_of(optim: OptimizerArguments, takes_adapters: bool) -> dict[str, Any]
 
 
 def beyond_the_plan(candidate: Candidate, setup: Setup) -> list[Saving]:
-    """Savings that leave the activations as they are: less optimizer state, fewer trained weights, more devices."""
-    return [*savings_of(setup, (_smaller_optimizers, _adapters)), *_sharding(candidate, setup)]
+    """Savings that leave the activations as they are: fewer gradients, state and trained weights, more devices."""
+    rules = (_optimizer_in_backward, _smaller_optimizers, _adapters)
+    return [*savings_of(setup, rules), *_sharding(candidate, setup)]
 
 
 def _sharding(candidate: Candidate, setup: Setup) -> Iterator[Saving]:

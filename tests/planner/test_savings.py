@@ -6,7 +6,7 @@ from torch import nn
 
 from memsave_recipes.planner.savings import SAME_CURVE, Setup, savings_of
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.optimizers import make_optimizer, state_bytes
 
 WEIGHT = 64 * 128  # numbers
@@ -67,6 +67,26 @@ def test_an_optimizer_in_the_backward_leaves_one_gradient():
     already = freed({**TEXT_FLAGS, "optimizer_in_backward": True})
     assert flags not in already
     assert not any("micro_batch" in flags for flags in already)  # it cannot accumulate
+
+
+def test_a_convnet_steps_in_the_backward_too():
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(32, 4))
+    found = freed({**IMAGE_FLAGS, "optimizer_in_backward": False}, network=network)
+    sizes = [parameter.nbytes for parameter in network.parameters()]
+    assert found["--optimizer_in_backward --max_grad_norm 0"] == sum(sizes) - max(sizes)
+
+
+def test_flags_that_need_all_gradients_are_respected():
+    flags = "--optimizer_in_backward --max_grad_norm 0"
+    assert flags not in freed({**TEXT_FLAGS, "skip_nonfinite": 1})
+    layout = IndexedLayout(global_batch_size=8, micro_batch_size=8, num_processes=1)
+    assert flags not in {saving.flags for saving in savings_of(Setup(flags=TEXT_FLAGS, layout=layout, model=model()))}
+
+
+def test_half_precision_is_offered_with_stochastic_rounding():
+    flags = {**IMAGE_FLAGS, "bf16_stochastic_round": False}
+    assert "--dtype bfloat16 --bf16_stochastic_round" in freed(flags)
+    assert "--dtype bfloat16" in freed({**flags, "optimizer": "sgd"})
 
 
 def test_the_full_loss_holds_the_logits_twice():

@@ -245,6 +245,30 @@ def test_a_budget_and_the_out_of_memory_page_are_told_the_same():
         assert tight.needed_bytes - needed_with(saving, tight, setup) <= saving.freed_bytes
 
 
+def undivided_candidate():
+    """Few activations, so that the peak is where all gradients are there."""
+    return replace(candidate(size=1, budget=WEIGHTS), layout=BatchLayout.of(1, 1, 1))
+
+
+def test_stepping_in_the_backward_is_offered_where_nothing_accumulates():
+    words, undivided = "--optimizer_in_backward --max_grad_norm 0", undivided_candidate()
+    assert words in told(undivided)
+    assert words not in told(candidate(size=1, budget=WEIGHTS))
+    assert words not in told(undivided, optimizer_in_backward=True, max_grad_norm=0)
+    fp16 = budget_too_small(undivided, MODEL, OptimizerArguments(), takes_adapters=True, mixed_precision="fp16")
+    assert words not in fp16.one_line
+
+
+def test_what_is_needed_then_is_no_less_than_without_gradients():
+    undivided = undivided_candidate()
+    setup = setup_of(undivided, optimizer_in_backward=False)
+    needed = {saving.flags: needed_with(saving, undivided, setup) for saving in beyond_the_plan(undivided, setup)}
+    chain = undivided.forecast.chain
+    without = replace(chain, blocks=tuple(replace(block, gradient_bytes=0) for block in chain.blocks))
+    least = replace(undivided, forecast=replace(undivided.forecast, chain=without)).needed_bytes
+    assert least <= needed["--optimizer_in_backward --max_grad_norm 0"] < undivided.needed_bytes
+
+
 def test_sharding_is_over_as_few_devices_as_suffice():
     roomy = candidate(budget=WEIGHTS * 5)
     found = beyond_the_plan(roomy, setup_of(roomy, optimizer="sgd", lora=None))
