@@ -157,14 +157,14 @@ def _recomputations(sizes: _Sizes, start: int) -> list[Edge]:
         block = sizes.blocks[position]
         if stack is None or block.stack != stack:
             break
-        keep = _single_block(sizes, position, block.option(Action.KEEP))
-        whole = max(second_run, rebuilt[WITH_STATE] + block.option(Action.KEEP).forward_transient_bytes)
+        keep = block.option(Action.KEEP)
+        whole = max(second_run, rebuilt[WITH_STATE] + keep.forward_transient_bytes)
         second_run = max(second_run, rebuilt[WITH_STATE] + block.last_of_span_bytes)
-        backward = max(backward, keep.peak_bytes(rebuilt))
-        rebuilt = keep.extend(rebuilt)
+        rebuilt = _single_block(sizes, position, keep).extend(rebuilt)
         cost += sizes.ticks(block.forward_s + block.forward_noise_s)
         passed = passed if block.passes_input else 0
         state = sizes.states[position + 1]
+        backward = max(backward, rebuilt[HELD] + state + keep.backward_transient_bytes + sizes.gradients[position])
         beside = state + block.untracked_bytes + sizes.span_bytes + sizes.gradients[position]  # while it runs again
         edges.append(
             Edge(

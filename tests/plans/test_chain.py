@@ -141,6 +141,15 @@ def test_a_map_that_two_blocks_save_counts_once():
     assert (peak.block, peak.held_bytes, peak.own_bytes) == ("conv", 50, 90)
 
 
+def test_the_solver_finds_a_plan_in_the_peak_that_is_simulated():
+    """A second run ends with the last tensor that is saved, before the most that its forward takes."""
+    first, loss = block("a", option(saved=4, forward=28), output=2), block("loss", option(), stack=None)
+    chain = Chain(blocks=(replace(first, until_saved_bytes=10), loss), resident_bytes=0)
+    peak_bytes = simulate(chain, plan_of(chain, (0, 1, RECOMPUTE))).peak_bytes
+    assert peak_bytes == 10 + 2
+    assert solve(chain, peak_bytes).recomputed == ("a",)
+
+
 def offloading(chain):
     return host_bytes(chain, plan_of(chain, (0, len(chain.decided), OFFLOAD)))
 
