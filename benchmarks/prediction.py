@@ -95,7 +95,7 @@ def predict(case: Case, device: str) -> tuple[Plan, int]:
     else:
         is_random = case.strategy == "random"
         plan = random_plan(workload.stacks, rng) if is_random else plan_blocks(model, case.strategy)
-        found = Forecast(plan=plan, chain=static.added_to(measured.chain(offload=case.strategy == "offload")))
+        found = Forecast(plan=plan, chain=static.added_to(measured.chain(offload=plan.offloads)))
     return found.plan, found.peak.total_bytes + overheads_of_target(launch.target).get(WORKSPACES, 0)
 
 

@@ -41,7 +41,7 @@ def test_what_the_flags_leave_open_is_searched(tmp_path: Path, capsys: pytest.Ca
     assert found["version"] == 1
     assert found["budget_bytes"] == 2**30
     assert {one["micro_batch_size"] for one in found["candidates"]} == {1, 2, 4, 8}
-    assert {"none", "full", "selective", "offload"} <= {one["strategy"] for one in found["candidates"]}
+    assert {"none", "full", "selective", "offload", "full_offload"} <= {one["strategy"] for one in found["candidates"]}
     for one in found["candidates"]:
         assert all(isinstance(one[key], int) for key in ("peak_bytes", "needed_bytes"))
         assert sum(one["parts"].values()) == one["needed_bytes"]

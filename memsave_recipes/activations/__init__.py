@@ -12,6 +12,9 @@ NOTE [ decisions ]
   way, each by itself.
 * ``bottleneck`` is DenseNet's ``memory_efficient=True``, as a strategy and not an argument of the model, so that
   BatchNorm counts once and the plan can be removed.
+* A block that recomputes while its input waits on the host does so by itself, as one that offloads: so its costs are
+  measured whole, waiting for copies included. To join several would save memory of the host alone, and take more of
+  the device while they run again.
 * Blocks that run in micro-batches are for BatchNorm over the global batch; all other models accumulate gradients in
   the training loop. Each block does so by itself, as every further BatchNorm in it costs another run.
 * Applying a plan replaces the ``forward`` of module instances, nothing else: no parameter, buffer, hook or state-dict

@@ -44,8 +44,8 @@ def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None =
 
     Args:
         model: anything in which ``find_stacks`` finds blocks.
-        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``bottleneck`` (DenseNets), or the path of a
-            ``plan.json``.
+        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``bottleneck`` (DenseNets), another one of
+            ``plan_for``, or the path of a ``plan.json``.
         running: the names of the blocks that run, in order, if known. A stack without any (the tower for images of a
             model that is given text) is left out, and the others are taken in the order in which they run.
 
@@ -140,6 +140,8 @@ class PlanHandle:
 
 
 _ABSENT = object()
+STARTS_AGAIN = (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOAD, Action.IN_MICRO_BATCHES)
+"""Actions under which the second run of a block starts from the very storage of its input."""
 
 
 def _without_blocks(model: nn.Module, strategy: str) -> InputError:
@@ -202,7 +204,7 @@ def _install_sequence(
 ) -> None:
     for blocks, action in parts:
         # A span that begins in place would overwrite the very input it has to start from again.
-        if action in (Action.RECOMPUTE, Action.IN_MICRO_BATCHES) and begins_in_place(blocks[0].modules[0]):
+        if action in STARTS_AGAIN and begins_in_place(blocks[0].modules[0]):
             handle.replace(blocks[0].modules[0], "inplace", False)
         if action is Action.SELECT_OPS:
             _set_out_of_place([module for block in blocks for module in block.modules], handle)

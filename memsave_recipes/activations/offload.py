@@ -1,5 +1,8 @@
 """Offload saved tensors to pinned host memory, and copy them back one block ahead of the backward.
 
+A block that recomputes saves its input alone: around ``recompute``, only that waits on the host, as DeepSpeed's
+``cpu_checkpointing`` does it (https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html).
+
 Copies run on a stream of their own, in parallel with the computation; gradients are bit for bit those of the baseline.
 It pays where a block computes for longer than its bytes travel: long sequences, wide layers. The prefetch is the idea
 of vDNN (Rhu et al. 2016, https://arxiv.org/abs/1602.08124), the hooks are those of ``torch.autograd.graph``.

@@ -241,11 +241,17 @@ def keep(function: Callable[..., Any], *inputs: Any, modules: list[nn.Module]) -
     return function(*inputs)
 
 
+def recompute_offloaded(function: Callable[..., Any], *inputs: Any, modules: list[nn.Module]) -> Any:
+    """``recompute``, whose saved inputs ``offload`` moves to the host, and back before ``function`` runs again."""
+    return RUN[Action.OFFLOAD](partial(recompute, function, modules=modules), *inputs, modules=modules)
+
+
 RUN: dict[Action, Callable[..., Any]] = {
     Action.KEEP: keep,
     Action.RECOMPUTE: recompute,
     Action.SELECT_OPS: select_ops,
     Action.OFFLOAD: offload,
+    Action.RECOMPUTE_OFFLOAD: recompute_offloaded,
     Action.COMPILE: keep,
     Action.IN_MICRO_BATCHES: in_micro_batches,
 }

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations.spans import split_call
-from memsave_recipes.plans import Action, Plan, Span
+from memsave_recipes.plans import Plan, Span
 from memsave_recipes.profiling.block_costs import Workload, action_of
 from memsave_recipes.profiling.step_trace import StepTrace
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
@@ -95,7 +95,7 @@ def find_repeats(
     Args:
         kinds: ``kinds_of`` the model.
     """
-    least = FIRST_IF_OFFLOADED if any(action_of(plan) is Action.OFFLOAD for plan in plans) else FIRST
+    least = FIRST_IF_OFFLOADED if any(plan.offloads for plan in plans) else FIRST
     names = [name for stack in workload.stacks for name in stack]
     lists = [tuple(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
     if any(plan.compiled_memory_ratio is not None for plan in plans):

@@ -4,7 +4,7 @@
 selecting operators, offloading (to the host of an accelerator) and compiling (where a layer repeats and there is a
 compiler) are measured; the costs of recomputing follow from those of keeping. ``forecast`` then asks the solver of
 ``plans/solver.py`` for the plan that adds least time and fits: once for every ratio of compiled memory, as a plan has
-one ratio, and once with offloading, which sets memory aside.
+one ratio, and twice with offloading, which sets memory aside.
 """
 
 import os
@@ -24,6 +24,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
+from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
@@ -258,10 +259,10 @@ def plans_to_measure(
     """
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
-        strategies += ["selective"] if device_type == "cpu" else ["selective", "offload"]
+        strategies += ["selective"] if device_type == "cpu" else ["selective", *OFFLOADING_STRATEGIES]
         if compiles and strategy == "budget" and _can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]
-    elif strategy.partition(":")[0] in ("selective", "offload", "compiled"):
+    elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, "compiled"):
         strategies.append(strategy)
     plans = [plan_for(one, workload.stacks) for one in strategies]
     if micro_batch_size is not None and strategy not in ("none", "budget:bitwise"):
@@ -332,13 +333,17 @@ def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:
-    """The costs of all bitwise actions without offloading, with it, and with each ratio that none dominates."""
+    """The costs of all bitwise actions without offloading, with it, and with each ratio that none dominates.
+
+    Offloading sets memory aside: little for the inputs of blocks that recompute, more for all that a block saves.
+    """
     yield measurement.chain()
+    offloads = [action for plan, _ in measurement.traces for action in plan.offloads]
+    for number in range(len(offloads)):
+        yield measurement.chain(offload=offloads[number:])
     compiled: list[Chain] = []
     for plan, _ in measurement.traces:
-        if plan.strategy == "offload":
-            yield measurement.chain(offload=True)
-        elif plan.compiled_memory_ratio is not None:
+        if plan.compiled_memory_ratio is not None:
             compiled.append(measurement.chain(ratio=plan.compiled_memory_ratio))
     yield from _undominated(compiled)
 

@@ -43,6 +43,7 @@ from memsave_recipes.planner.budget import overheads_of_target, static_memory_of
 from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace, open_layouts
 from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
 from memsave_recipes.plans import plan_for
+from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.training.arguments import AUTO
 from memsave_recipes.training.batch_layout import BatchLayout
@@ -186,7 +187,7 @@ def _image_size(recipe: str, config: Any) -> int | None:
 CARDS = (2, 4, 8)
 PLAIN, BUDGET = "none", "budget"
 STRATEGIES = (PLAIN, "selective")
-WITH_OFFLOADING = (*STRATEGIES, "offload")
+WITH_OFFLOADING = (*STRATEGIES, *OFFLOADING_STRATEGIES)
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
 ADAPTERS = ("--lora", "--dtype", "bfloat16")

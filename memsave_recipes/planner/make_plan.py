@@ -35,7 +35,7 @@ from memsave_recipes.planner.budget import (
     usable_host_bytes,
 )
 from memsave_recipes.planner.trial_step import MAX_TRIALS, group_counts, step_bytes, with_smaller_ratio
-from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
+from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
@@ -144,8 +144,9 @@ def make_plan(
         batch: one micro-batch on that device: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or
             anything else for ``model(batch)``. ``budget`` needs it; other strategies leave out blocks that it does not
             reach. Call ``make_plan`` under the autocast of the training, if there is one.
-        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``compiled[:RATIO]``,
-            ``bottleneck``, the path of a ``plan.json``, ``budget``, or ``budget:bitwise``, which never compiles.
+        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``full_offload``,
+            ``compiled[:RATIO]``, ``bottleneck``, the path of a ``plan.json``, ``budget``, or ``budget:bitwise``, which
+            never compiles.
         budget_gib: for ``budget``: device memory of a training step, in GiB.
         loss_fn: from the model's output to the loss, a scalar. Default: the output's ``loss``, or the sum of its
             first tensor, which may need less memory than the loss of the training.
@@ -239,8 +240,7 @@ def _predicted(
         return None
     plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type)
     measured = _measured(workload, plans, progress, ranks)
-    offloads = bool(plan.blocks_under(Action.OFFLOAD))
-    chain = static.added_to(measured.chain(offload=offloads))
+    chain = static.added_to(measured.chain(offload=plan.offloads))
     return Prediction.of(chain, plan) if plan.blocks == chain.decided_names else None
 
 

@@ -20,13 +20,14 @@ from memsave_recipes.planner.budget import (
     least_memory,
 )
 from memsave_recipes.plans import BUDGET_WORDS, Plan
+from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.text import format_bytes
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 
-STRATEGIES = ("none", "full", "selective", "offload")  # the simplest first
+STRATEGIES = ("none", "full", "selective", *OFFLOADING_STRATEGIES)  # the simplest first
 AS_FAST = 0.01  # of a step's time: a candidate that is slower by less is preferred if it is simpler
 
 
@@ -216,7 +217,7 @@ class SearchSpace:
 
     def _forecasts(self, measurement: Measurement, static: StaticMemory) -> Iterator[Forecast]:
         if self.strategy not in BUDGET_WORDS:
-            if self.strategy != "offload" or _is_measured("offload", measurement):
+            if self.strategy not in OFFLOADING_STRATEGIES or _is_measured(self.strategy, measurement):
                 yield self._under(self.strategy, measurement, static)
             return
         named = []
@@ -232,7 +233,7 @@ class SearchSpace:
         plan = self.plan_of(strategy, measurement.running)
         if self.micro_batch_size is not None and self.strategy not in BUDGET_WORDS:
             plan = plan.in_micro_batches(self.micro_batch_size)
-        chain = measurement.chain(ratio=plan.compiled_memory_ratio, offload=strategy == "offload")
+        chain = measurement.chain(ratio=plan.compiled_memory_ratio, offload=plan.offloads)
         if plan.blocks != chain.decided_names:
             raise InputError(
                 f"--activation_checkpointing {strategy} has blocks of its own, whose memory cannot be predicted: give "

@@ -39,7 +39,7 @@ from dataclasses import dataclass
 
 from memsave_recipes.plans.plan import Action
 
-TWICE = (Action.RECOMPUTE, Action.SELECT_OPS)
+TWICE = (Action.RECOMPUTE, Action.SELECT_OPS, Action.RECOMPUTE_OFFLOAD)
 """Actions under which a block runs again in the backward, wholly or in part."""
 
 

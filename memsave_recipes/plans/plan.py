@@ -40,13 +40,18 @@ class Action(StrEnum):
     RECOMPUTE = "recompute"
     SELECT_OPS = "select_ops"
     OFFLOAD = "offload"
+    RECOMPUTE_OFFLOAD = "recompute_offload"
     COMPILE = "compile"
     IN_MICRO_BATCHES = "in_micro_batches"
 
 
+OFFLOADING = (Action.OFFLOAD, Action.RECOMPUTE_OFFLOAD)
+"""Actions under which tensors of a block wait in host memory: those that it saves, or its input alone."""
+
 IN_WORDS = {
     Action.SELECT_OPS: "recompute their cheap operators",
     Action.OFFLOAD: "offloaded to the host",
+    Action.RECOMPUTE_OFFLOAD: "recomputed, their inputs offloaded to the host",
     Action.COMPILE: "compiled (equal to plain within rounding, not bitwise)",
     Action.IN_MICRO_BATCHES: "recomputed in micro-batches of {size} (equal to plain within rounding, not bitwise)",
 }
@@ -107,6 +112,11 @@ class Plan:
     def recomputed(self) -> tuple[str, ...]:
         """The names of the blocks that run twice."""
         return self.blocks_under(Action.RECOMPUTE)
+
+    @property
+    def offloads(self) -> tuple[Action, ...]:
+        """The actions of its blocks that take host memory."""
+        return tuple(action for action in OFFLOADING if self.blocks_under(action))
 
     @property
     def is_bitwise(self) -> bool:
@@ -276,14 +286,16 @@ PLAIN_STRATEGIES: dict[str, Callable[[Stacks], tuple[Span, ...]]] = {
     "full": full,
     "selective": partial(all_under, action=Action.SELECT_OPS),
     "offload": partial(all_under, action=Action.OFFLOAD),
+    "full_offload": partial(all_under, action=Action.RECOMPUTE_OFFLOAD),
 }
+OFFLOADING_STRATEGIES = ("offload", "full_offload")
 COUNTED_STRATEGIES = {"every": every, "segments": segments}
 BUDGET_WORDS = ("budget", "budget:bitwise")  # solved from measured costs, by memsave_recipes.planner
 COMPILED_MEMORY_RATIO = 0.3
 MAX_DIGITS = 10
 KNOWN = (
-    "none, full, every:K, segments:K, selective, offload, compiled[:RATIO], bottleneck, budget, budget:bitwise or the "
-    "path of a plan.json"
+    "none, full, every:K, segments:K, selective, offload, full_offload, compiled[:RATIO], bottleneck, budget, "
+    "budget:bitwise or the path of a plan.json"
 )
 
 
@@ -291,8 +303,8 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
     """The plan that ``strategy`` makes for the blocks in ``stacks``.
 
     Args:
-        strategy: ``none``, ``full``, ``selective``, ``offload``, ``every:K`` or ``segments:K`` with K from 1 to the
-            number of blocks, ``compiled`` or ``compiled:RATIO`` with a ratio from 0 to 1.
+        strategy: ``none``, ``full``, ``selective``, ``offload``, ``full_offload``, ``every:K`` or ``segments:K`` with
+            K from 1 to the number of blocks, ``compiled`` or ``compiled:RATIO`` with a ratio from 0 to 1.
         stacks: names of the blocks, in the order of the forward.
 
     Raises:

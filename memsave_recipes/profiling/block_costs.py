@@ -23,7 +23,7 @@ that cannot be compared makes them unlike.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -98,20 +98,21 @@ class Measurement:
         """The names of the blocks that ran."""
         return self.traces[0][1].running
 
-    def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
+    def chain(self, *, ratio: float | None = None, offload: Collection[Action] = ()) -> Chain:
         """The chain of the model's blocks, with an option for each action that was measured.
 
         Parameters, buffers and the batch are its ``resident_bytes``.
 
         Args:
             ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
-            offload: whether blocks may offload; then ``resident_bytes`` includes the largest one twice.
+            offload: of ``OFFLOADING``, those that blocks may take; with any, ``resident_bytes`` includes the most that
+                one of them moves twice.
         """
         traces = {
-            action_of(plan): traces for plan, traces in self.traces if plan.compiled_memory_ratio in (None, ratio)
+            action_of(plan): trace
+            for plan, trace in self.traces
+            if plan.compiled_memory_ratio in (None, ratio) and not set(plan.offloads) - set(offload)
         }
-        if not offload:
-            traces.pop(Action.OFFLOAD, None)
         chain = chain_of(
             traces,
             stack_of={name: number for number, names in enumerate(self.workload.stacks) for name in names},
@@ -163,7 +164,7 @@ def measure(
     with preserve_state(workload.model, workload.device), without_layerdrop(workload.model):
         traces: dict[_Run, StepTrace] = {}
         for plan in plans:
-            if action_of(plan) is Action.OFFLOAD and not _fits_host(traces, host_budget_bytes):
+            if not _fits_host(plan, traces, host_budget_bytes):
                 continue
             run = _Run(workload, plan, instruments, on_run)
             try:
@@ -260,9 +261,11 @@ def _comparable(value: Any) -> Hashable:
     return _form(value) if isinstance(value, Tensor) else id(value)
 
 
-def _fits_host(traces: dict["_Run", StepTrace], host_budget_bytes: int | None) -> bool:
-    """Whether the host has memory for all that is saved under the first of the plans, the baseline."""
-    return host_budget_bytes is None or most_offloaded_bytes(next(iter(traces.values()))) <= host_budget_bytes
+def _fits_host(plan: Plan, traces: dict["_Run", StepTrace], host_budget_bytes: int | None) -> bool:
+    """Whether the host has memory for all that ``plan`` moves, by the trace of the first plan, the baseline."""
+    if host_budget_bytes is None or not plan.offloads:
+        return True
+    return most_offloaded_bytes(next(iter(traces.values())), action_of(plan)) <= host_budget_bytes
 
 
 def action_of(plan: Plan) -> Action:
@@ -322,7 +325,7 @@ class MeasuredInGroups(Measurement):
     groups: Sequence[frozenset[str]]
     of_groups: Sequence[Measurement]
 
-    def chain(self, *, ratio: float | None = None, offload: bool = False) -> Chain:
+    def chain(self, *, ratio: float | None = None, offload: Collection[Action] = ()) -> Chain:
         """As ``Measurement.chain``: each block from its group, and the parts between blocks from the first one."""
         chains = [measured.chain(ratio=ratio, offload=offload) for measured in self.of_groups]
         group_of = {name: number for number, names in enumerate(self.groups) for name in names}

@@ -13,7 +13,7 @@ NOTE [ from readings to costs ]
    and Stein 1981, "The jackknife estimate of variance", https://doi.org/10.1214/aos/1176345462).
 4. Offloaded tensors pass no hook. Of a block that offloads, the storages that ``activations/offload.py`` leaves on the
    device count as saved; copies under way are in the transients. The last block that offloads never copies and the one
-   before it is not waited for, whichever these are, so the largest block counts as resident, twice.
+   before it is not waited for, whichever these are, so the most that a block moves counts as resident, twice.
 """
 
 from collections import Counter, defaultdict
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
 from memsave_recipes.plans.chain import TWICE, BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import Action
+from memsave_recipes.plans.plan import OFFLOADING, Action
 from memsave_recipes.plans.simulate import keep_all, timeline, with_pinning
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
@@ -105,16 +105,18 @@ def chain_of(
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
     beside = _beside(traces[Action.KEEP].parts)
-    if offloaded := traces.get(Action.OFFLOAD):
-        stays = list(_with_storages_left_on_device(offloaded.parts, traces[Action.KEEP].parts))
-        traces = {**traces, Action.OFFLOAD: replace(offloaded, parts=stays)}
-        resident_bytes += 2 * _largest_block_bytes(traces[Action.KEEP].parts)
+    if offloaded := {action: trace for action, trace in traces.items() if action in OFFLOADING}:
+        kept_parts = traces[Action.KEEP].parts
+        for action, trace in offloaded.items():
+            parts = list(_with_storages_left_on_device(action, trace.parts, kept_parts))
+            traces = {**traces, action: replace(trace, parts=parts)}
+        resident_bytes += 2 * max(_most_moved_bytes(action, kept_parts) for action in offloaded)
     chains = {
         action: _chain_under_one_action(
             run,
             stack_of,
             kinds,
-            checkpoint_bytes=random_state_bytes if action is Action.SELECT_OPS else 0,
+            checkpoint_bytes=random_state_bytes if action in TWICE else 0,
             beside_bytes=sum(beside.values()) if action in TWICE else 0,
         )
         for action, run in traces.items()
@@ -208,23 +210,37 @@ def _without_transients(part: Part, saved_bytes: int, name: str, stack: int | No
     )
 
 
-def _with_storages_left_on_device(offloaded: Sequence[Part], kept: Sequence[Part]) -> Iterator[Part]:
+def _with_storages_left_on_device(action: Action, offloaded: Sequence[Part], kept: Sequence[Part]) -> Iterator[Part]:
     """Rule 4 of the NOTE: small storages, and an output that the block saves itself."""
     for part, baseline, own in zip(offloaded, kept, _attributed(kept), strict=True):
-        stays = {-storage: size for storage, size in own.items() if size < SMALLEST_BYTES}
-        if baseline.saved.keys() & (baseline.outputs.keys() - baseline.inputs.keys()):
-            stays |= part.outputs
-        yield replace(part, saved=part.saved | stays) if part.block else part
+        if part.block is None:
+            yield part
+        elif action is Action.RECOMPUTE_OFFLOAD:
+            yield replace(part, saved=part.saved | _inputs_left_on_device(part))
+        else:
+            saves_output = baseline.saved.keys() & (baseline.outputs.keys() - baseline.inputs.keys())
+            small = {-storage: size for storage, size in own.items() if size < SMALLEST_BYTES}
+            yield replace(part, saved=part.saved | small | (part.outputs if saves_output else {}))
 
 
-def most_offloaded_bytes(baseline: StepTrace) -> int:
-    """The most of the host's memory that all blocks together may pin, by their saved tensors under ``KEEP``."""
-    copied = {storage: size for part in baseline.parts if part.block for storage, size in part.saved.items()}
+def _inputs_left_on_device(part: Part) -> Storages:
+    """Small ones, and those that autograd did not make; where others move, as if the block had made them."""
+    stays = {s: size for s, size in part.inputs.items() if size < SMALLEST_BYTES or s in part.leaves}
+    return stays if len(stays) == len(part.inputs) else {-storage: size for storage, size in stays.items()}
+
+
+def most_offloaded_bytes(baseline: StepTrace, action: Action) -> int:
+    """The most of the host's memory that all blocks may pin under ``action``, by their trace under ``KEEP``."""
+    copied: Storages = {}
+    for part in baseline.parts:
+        if part.block is not None:
+            copied |= part.inputs if action is Action.RECOMPUTE_OFFLOAD else part.saved
     return with_pinning(sum(size for size in copied.values() if size >= SMALLEST_BYTES))
 
 
-def _largest_block_bytes(parts: Sequence[Part]) -> int:
-    own = _attributed(parts)
+def _most_moved_bytes(action: Action, parts: Sequence[Part]) -> int:
+    """The largest block's, by the trace under ``KEEP``."""
+    own = [{} for _ in parts] if action is Action.RECOMPUTE_OFFLOAD else _attributed(parts)
     return max((sum((saved | p.inputs).values()) for p, saved in zip(parts, own, strict=True) if p.block), default=0)
 
 

@@ -182,6 +182,7 @@ class Part:
     outputs: Storages = field(default_factory=dict)
     saved: Storages = field(default_factory=dict)
     beside: Storages = field(default_factory=dict)  # arguments of the block besides its state
+    leaves: Storages = field(default_factory=dict)  # inputs that autograd did not make
     until_saved_bytes: int = 0  # the peak of its forward until its last tensor is saved
     backward: int | None = None
     gradient_bytes: int = 0  # of the parameters that get theirs in its backward
@@ -233,7 +234,8 @@ class StepTracer:
     def watch(self, name: str, run: Callable[..., Any], inputs: tuple[Any, ...], others: Any) -> Any:
         """The ``Watch`` of ``apply_plan``."""
         taken = _tensors(inputs)
-        self._begin(Part(name, self._storages(taken), beside=self._storages(_tensors(others))), taken)
+        leaves = self._storages([tensor for tensor in taken if tensor.is_leaf])
+        self._begin(Part(name, self._storages(taken), beside=self._storages(_tensors(others)), leaves=leaves), taken)
         with kept_by_policy() as kept:
             outputs = run(*inputs)
         self.parts[-1].saved |= kept

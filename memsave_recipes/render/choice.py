@@ -46,6 +46,7 @@ ACTION_NAMES = {
     Action.RECOMPUTE: "recompute",
     Action.SELECT_OPS: "recompute cheap operators",
     Action.OFFLOAD: "offload to the host",
+    Action.RECOMPUTE_OFFLOAD: "recompute, input on the host",
     Action.COMPILE: "compiled",
     Action.IN_MICRO_BATCHES: "recompute in micro-batches",
 }

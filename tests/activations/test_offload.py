@@ -1,6 +1,7 @@
 """Offloaded blocks, on a CPU, with copies that happen as late as they may: plain's gradients bit for bit."""
 
 import gc
+import random
 import warnings
 import weakref
 
@@ -16,10 +17,12 @@ from memsave_recipes.activations.offload import (
     offload,
     pinned_sizes,
 )
+from memsave_recipes.activations.spans import RUN
 from memsave_recipes.plans import Action, Plan, Span
 
 CPU = torch.device("cpu")
-MODELS = ["vgg_small", "densenet_small", "vit", "gpt2"]
+MODELS = ["vgg_small", "densenet_small", "vit", "gpt2", "llama"]
+STRATEGIES = ["offload", "full_offload"]
 
 
 class LateCopies:
@@ -70,7 +73,7 @@ class LateCopies:
 def engine(monkeypatch):
     """Moves everything, and takes the place of the one of ``offload``."""
     engine = OffloadEngine(CPU, LateCopies(), smallest_bytes=1)
-    monkeypatch.setattr("memsave_recipes.activations.spans.RUN", {Action.OFFLOAD: engine.run, Action.KEEP: keep})
+    monkeypatch.setitem(RUN, Action.OFFLOAD, engine.run)
     return engine
 
 
@@ -100,11 +103,12 @@ def different(record, expected):
 @pytest.mark.parametrize("name", MODELS)
 def test_two_micro_batches_give_plain_bit_for_bit(make_case, engine, name, bf16):
     expected = train_step(make_case(name), bf16=bf16, micro_batches=2)
-    case = make_case(name)
-    with apply_plan(case.model, plan_blocks(case.model, "offload")):
-        assert not different(train_step(case, bf16=bf16, micro_batches=2), expected)
-    assert engine.copies.bytes_out > 0
-    assert not engine.copies.pending
+    for strategy in STRATEGIES:
+        case = make_case(name)
+        with apply_plan(case.model, plan_blocks(case.model, strategy)):
+            assert not different(train_step(case, bf16=bf16, micro_batches=2), expected)
+        assert engine.copies.bytes_out > 0
+        assert not engine.copies.pending
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -116,6 +120,46 @@ def test_every_second_block_offloaded(make_case, engine, name):
     with apply_plan(case.model, Plan(strategy="mine", blocks=blocks, spans=spans)):
         assert not different(train_step(case), expected)
     assert engine.copies.bytes_out > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_any_mixture_of_actions(make_case, engine, name, seed):
+    expected, case = train_step(make_case(name)), make_case(name)
+    blocks = plan_blocks(case.model, "none").blocks
+    choices = [Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_OFFLOAD]
+    actions = random.Random(seed).choices(choices, k=len(blocks))
+    spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
+    with apply_plan(case.model, Plan(strategy="mine", blocks=blocks, spans=spans)):
+        assert not different(train_step(case), expected)
+    assert not engine.copies.pending
+
+
+def test_of_blocks_that_recompute_only_the_inputs_move(make_case, engine):
+    """Of four layers the inputs of the first three, (2, 16, 32) floats, once there and once back."""
+    case = make_case("llama")
+    handle = apply_plan(case.model, plan_blocks(case.model, "full_offload"))
+    loss = case.loss_of(case.model, case.batch)
+    assert engine.copies.log == [("out", 2 * 16 * 32 * 4)] * 3
+    loss.backward()
+    assert handle.runs.again == set(handle.plan.blocks)
+    moved = engine.copies.log
+    assert moved.count(("back", 2 * 16 * 32 * 4)) == len(moved) - 3 == 2  # the third had not left the device yet
+
+
+def test_a_frozen_input_stays(make_case, engine):
+    """As under LoRA: nothing before the first layer trains, so autograd did not make its input."""
+    expected = train_frozen(make_case("llama"))
+    case = make_case("llama")
+    with apply_plan(case.model, plan_blocks(case.model, "full_offload")):
+        assert not different(train_frozen(case), expected)
+    assert engine.copies.log.count(("out", 2 * 16 * 32 * 4)) == 2
+
+
+def train_frozen(case):
+    case.model.get_input_embeddings().weight.requires_grad_(False)
+    case.loss_of(case.model, case.batch).backward()
+    return {name: one.grad.clone() for name, one in case.model.named_parameters() if one.grad is not None}
 
 
 class Square(nn.Module):
@@ -314,10 +358,11 @@ def test_tensors_that_are_more_than_their_storage_stay(engine):
     assert torch.equal(*(leaf.grad for leaf in leaves))
 
 
-def test_on_a_cpu_nothing_moves_and_one_warning_says_so(make_case):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_on_a_cpu_nothing_moves_and_one_warning_says_so(make_case, strategy):
     _warn_once_on_cpu.cache_clear()
     expected, case = train_step(make_case("vgg_small")), make_case("vgg_small")
-    with apply_plan(case.model, plan_blocks(case.model, "offload")):
+    with apply_plan(case.model, plan_blocks(case.model, strategy)):
         with pytest.warns(UserWarning, match="offload: the model runs on a CPU") as caught:
             assert not different(train_step(case), expected)
         assert len(caught) == 1
@@ -337,7 +382,8 @@ def test_without_gradients_the_plan_is_ignored(make_case, engine):
 
 
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_on_an_accelerator():
+@pytest.mark.parametrize("run", [offload, RUN[Action.RECOMPUTE_OFFLOAD]], ids=STRATEGIES)
+def test_on_an_accelerator(run):
     device = torch.accelerator.current_accelerator()
     size = int((SMALLEST_BYTES / 4) ** 0.5) + 1
 
@@ -351,7 +397,7 @@ def test_on_an_accelerator():
         x.sum().backward()
         return [block.weight.grad for block in blocks], kept_bytes
 
-    (plain, plain_bytes), (moved, moved_bytes) = gradients(keep), gradients(offload)
+    (plain, plain_bytes), (moved, moved_bytes) = gradients(keep), gradients(run)
     assert all(map(torch.equal, plain, moved))
     assert moved_bytes < plain_bytes + sum(gradient.nbytes for gradient in plain)
 

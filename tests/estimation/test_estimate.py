@@ -17,13 +17,17 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
+from memsave_recipes.errors import InputError
 from memsave_recipes.estimation import fake_step
 from memsave_recipes.estimation.estimate import CudaWorkspaces, cuda_kernels, estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.convnets import build_vgg
+from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.plans import Action, plan_for
+from memsave_recipes.plans.plan import OFFLOADING, OFFLOADING_STRATEGIES
 from memsave_recipes.plans.simulate import host_bytes, simulate
+from memsave_recipes.plans.solver import smallest_feasible
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 
@@ -337,19 +341,35 @@ def offloaded(host_bytes_per_s):
 
 def test_offloading_waits_for_the_link():
     saved = 2 * 1024 * 512 * FLOAT32  # what a block moves: its input, or what GELU saves, and its product
-    fast, slow = (offloaded(rate).chain(offload=True).blocks[3].option(Action.OFFLOAD) for rate in (1e15, 1e9))
+    fast, slow = (offloaded(rate).chain(offload=OFFLOADING).blocks[3].option(Action.OFFLOAD) for rate in (1e15, 1e9))
     assert fast.added_s < 1e-5
     assert slow.added_s == pytest.approx(2 * saved / 1e9, rel=0.1)  # there and back
 
 
 def test_what_offloads_is_not_held():
     measured = offloaded(A100.host_bytes_per_s)
-    chain = measured.chain(offload=True)
+    chain = measured.chain(offload=OFFLOADING)
     plan = measured.traces[1][0]
     set_aside = chain.resident_bytes - measured.chain().resident_bytes
     keep, move = (simulate(chain, p).peak_bytes - set_aside for p in (measured.traces[0][0], plan))
     assert move < 0.7 * keep
     assert chain.blocks[3].option(Action.OFFLOAD).saved_bytes == 0
+
+
+def test_a_budget_below_all_recomputation_puts_inputs_on_the_host():
+    model = fake_model(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(24))))
+    batch = fake_batch(model, {"x": torch.empty(4096, 512)})
+    workload = workload_of(model, batch, lambda model, batch: model(batch["x"]).sum())
+    measured = estimate_on_target(workload, plans_to_measure("budget:bitwise", workload, device_type="cuda"), A100)
+    least = least_memory(measured, StaticMemory())
+    without = smallest_feasible(measured.chain())
+    assert least.peak.total_bytes < 0.9 * without
+    found = forecast(measured, int(0.95 * without), StaticMemory())
+    assert found.plan.blocks_under(Action.RECOMPUTE_OFFLOAD)
+    assert found.peak.total_bytes <= 0.95 * without
+    assert found.host_bytes > 0
+    with pytest.raises(InputError, match="too small for any plan"):
+        forecast(measured, int(0.95 * without), StaticMemory(), host_budget_bytes=0)
 
 
 class CountedCopies:
@@ -394,13 +414,14 @@ def loss_of(model, batch):
     return getattr(output, "logits", output).sum()
 
 
+@pytest.mark.parametrize("strategy", OFFLOADING_STRATEGIES)
 @pytest.mark.parametrize("name", MOVING)
-def test_what_offloading_pins_on_the_host_is_predicted(name, monkeypatch):
+def test_what_offloading_pins_on_the_host_is_predicted(name, strategy, monkeypatch):
     build, batch_of = MOVING[name]
     model = fake_model(build)
     workload = workload_of(model, fake_batch(model, batch_of()), loss_of)
-    plain, offload = (plan_blocks(model, strategy) for strategy in ("none", "offload"))
-    chain = estimate_on_target(workload, [plain, offload], A100).chain(offload=True)
+    plain, offload = (plan_blocks(model, word) for word in ("none", strategy))
+    chain = estimate_on_target(workload, [plain, offload], A100).chain(offload=OFFLOADING)
     copies = CountedCopies()
     monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, copies).run)
     real = build()

@@ -24,6 +24,7 @@ from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.plans import plan_for
+from memsave_recipes.plans.plan import OFFLOADING
 from memsave_recipes.plans.simulate import keep_all, simulate
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Workload, kinds_of
@@ -64,11 +65,11 @@ def of(model, forward, batch):
     return Workload(model=model, forward=forward, batch=list(batch.values()), device=torch.device("cpu"), stacks=stacks)
 
 
-def plans_for(workload, strategies=("none", "selective", "offload")):
+def plans_for(workload, strategies=("none", "selective", "offload", "full_offload")):
     return [plan_for(strategy, workload.stacks) for strategy in strategies]
 
 
-STRATEGIES = {"cuda": ("none", "selective", "offload"), "cpu": ("none", "selective")}
+STRATEGIES = {"cuda": ("none", "selective", "offload", "full_offload"), "cpu": ("none", "selective")}
 
 
 def repeats_of(workload, plans):
@@ -118,7 +119,7 @@ def test_no_byte_changes(case, monkeypatch):
     monkeypatch.setattr(estimate, "find_repeats", lambda workload, plans, kinds: Repeats(()))
     every = estimate_on_target(whole, plans, TARGET, autocast_dtype=torch.bfloat16)
     assert some.running == every.running
-    for offload in (False, True):
+    for offload in ((), OFFLOADING[1:], OFFLOADING):
         found, expected = some.chain(offload=offload), every.chain(offload=offload)
         assert bytes_of(found) == bytes_of(expected)
         assert seconds_of(found) == pytest.approx(seconds_of(expected), rel=1e-7, abs=1e-13)

@@ -14,6 +14,7 @@ from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.run_plan import predicted_host_memory
 from memsave_recipes.planner.task import Launch, choose_for_target, read_task
+from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.text import GIB
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -55,19 +56,20 @@ def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path)
     assert candidate.peak_bytes == pytest.approx(peak_bytes, rel=0.04 if case == "adapters" else 0.03)
 
 
-def test_the_host_memory_of_offload_is_told_before_training(monkeypatch):
+@pytest.mark.parametrize("strategy", OFFLOADING_STRATEGIES)
+def test_the_host_memory_of_offload_is_told_before_training(monkeypatch, strategy):
     sizes = "n_layer=4,n_head=4,n_embd=256"
     flags = ["--model_type", "gpt2", "--config_overrides", sizes, "--block_size", "256", "--vocab_size", "512"]
-    flags += ["--global_batch_size", "4", "--activation_checkpointing", "offload"]
+    flags += ["--global_batch_size", "4", "--activation_checkpointing", strategy]
     given = (lambda: read_task(RECIPES / "language_modeling.py", flags)), (lambda: Launch(target=find_target("a100")))
     module = "memsave_recipes.planner.run_plan.usable_host_bytes"
     monkeypatch.setattr(module, lambda device: GIB)
     state = torch.get_rng_state()
     told = predicted_host_memory(*given)
-    assert re.fullmatch(r"offload: at most \d+\.?\d* MiB of the host's memory for a rank, of 1 GiB .*", told)
+    assert re.fullmatch(rf"{strategy}: at most \d+\.?\d* MiB of the host's memory for a rank, of 1 GiB .*", told)
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(module, lambda device: 1)
-    with pytest.raises(InputError, match=r"offload: a rank would move .* MiB to its host, which has 1 B"):
+    with pytest.raises(InputError, match=rf"{strategy}: a rank would move .* MiB to its host, which has 1 B"):
         predicted_host_memory(*given)
 
 

@@ -40,7 +40,7 @@ def random_chain(rng, num_blocks, *, options_share):
         options = [random_option(rng, Action.KEEP)]
         decided = rng.random() < 0.9
         stack += not decided
-        for action in (Action.SELECT_OPS, Action.OFFLOAD):
+        for action in (Action.SELECT_OPS, Action.OFFLOAD, Action.RECOMPUTE_OFFLOAD):
             if decided and rng.random() < options_share:
                 options.append(random_option(rng, action, float(rng.randint(-2, 6)), noise_s=float(number % 3)))
         blocks.append(

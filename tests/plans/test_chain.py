@@ -11,6 +11,7 @@ from memsave_recipes.plans.simulate import host_bytes, simulate
 from memsave_recipes.plans.solver import solve
 
 KEEP, RECOMPUTE, SELECT_OPS, OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.SELECT_OPS, Action.OFFLOAD
+RECOMPUTE_OFFLOAD = Action.RECOMPUTE_OFFLOAD
 
 
 def option(action=KEEP, *, added_s=0.0, saved=0, forward=0, backward=0, saves=""):
@@ -162,6 +163,17 @@ def test_what_is_offloaded_fills_the_host_but_for_the_last_block():
     assert host_bytes(chain, plan_of(chain, (0, 3, KEEP), (3, 4, OFFLOAD))) == 0
     assert host_bytes(chain, plan_of(chain, (0, 1, KEEP), (1, 2, OFFLOAD), (2, 3, RECOMPUTE), (3, 4, OFFLOAD))) == 360
     assert simulate(chain, plan_of(chain, (0, 4, OFFLOAD))).host_bytes == offloading(chain)
+
+
+def test_of_blocks_that_recompute_the_inputs_fill_the_host():
+    options = option(saved=300), option(RECOMPUTE_OFFLOAD), option(OFFLOAD)  # which need not be among what plain saves
+    chain = Chain(blocks=tuple(block(name, *options, output=80) for name in "abcd"), resident_bytes=0)
+    assert host_bytes(chain, plan_of(chain, (0, 4, RECOMPUTE_OFFLOAD))) == 2 * 80 * 9 // 8
+    last = (3, 4, RECOMPUTE_OFFLOAD)
+    assert host_bytes(chain, plan_of(chain, (0, 1, KEEP), (1, 2, RECOMPUTE_OFFLOAD), (2, 3, KEEP), last)) == 90
+    mixed = plan_of(chain, (0, 1, RECOMPUTE), (1, 2, RECOMPUTE_OFFLOAD), (2, 4, OFFLOAD))
+    assert host_bytes(chain, mixed) == (80 + 300) * 9 // 8
+    assert host_bytes(chain, plan_of(chain, (0, 3, KEEP), last)) == 0
 
 
 def test_a_map_that_many_blocks_take_is_on_the_host_once():

@@ -48,10 +48,12 @@ def test_segments_differ_by_at_most_one_block_and_the_last_is_kept():
             "mine: 1 of 3 blocks recomputed, in 1 span; 1 recompute their cheap operators; 1 offloaded to the host",
         ),
         ("oos", "mine: 1 of 3 blocks recompute their cheap operators; 2 offloaded to the host"),
+        ("khh", "mine: 2 of 3 blocks recomputed, their inputs offloaded to the host"),
     ],
 )
 def test_a_plan_in_words(actions, words):
     kinds = {"k": Action.KEEP, "r": Action.RECOMPUTE, "s": Action.SELECT_OPS, "o": Action.OFFLOAD}
+    kinds["h"] = Action.RECOMPUTE_OFFLOAD
     each = tuple(Span(start=i, stop=i + 1, action=kinds[letter]) for i, letter in enumerate(actions))
     assert Plan(strategy="mine", blocks=tuple("abc"), spans=each).describe() == words
 
@@ -62,6 +64,12 @@ def test_one_action_for_all_blocks():
     compiled = [plan_for(words, STACKS) for words in ("compiled", "compiled:0", "compiled:0.75")]
     assert [plan.compiled_memory_ratio for plan in compiled] == [0.3, 0, 0.75]
     assert all(plan.blocks_under(Action.COMPILE) == tuple("abcdefgh") and not plan.is_bitwise for plan in compiled)
+    inputs_on_host = plan_for("full_offload", STACKS)
+    assert inputs_on_host.blocks_under(Action.RECOMPUTE_OFFLOAD) == tuple("abcdefgh")
+    assert inputs_on_host.offloads == (Action.RECOMPUTE_OFFLOAD,)
+    assert plan_for("full", STACKS).offloads == ()
+    assert Plan.from_json(inputs_on_host.to_json()) == inputs_on_host
+    assert inputs_on_host.is_bitwise
     assert plan_for("selective", STACKS).is_bitwise
     assert all(Plan.from_json(plan.to_json()) == plan for plan in compiled)
 

@@ -9,12 +9,42 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations.offload import OffloadEngine
+from memsave_recipes.activations.spans import RUN
+from memsave_recipes.plans import Action
 
 MICRO_BATCHES = 3
 
 
 def digest(tensors):
     return {name: hashlib.sha256(tensor.float().numpy().tobytes()).hexdigest() for name, tensor in tensors}
+
+
+class HostCopies:
+    """Copies at once, to memory of the host, in place of a device's."""
+
+    def __init__(self):
+        self.bytes_moved = 0
+
+    def empty_on_host(self, num_bytes):
+        self.bytes_moved += num_bytes
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def start(self, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, event):
+        pass
+
+
+def step_with_inputs_on_the_host(make_case, name, accelerator):
+    """As ``accumulated_step`` under ``full_offload``, with an engine that moves everything."""
+    copies = HostCopies()
+    RUN[Action.OFFLOAD] = OffloadEngine(torch.device("cpu"), copies, smallest_bytes=1).run
+    found = accumulated_step(make_case, name, "full_offload", accelerator)
+    assert copies.bytes_moved
+    return found
 
 
 def accumulated_step(make_case, name, strategy, accelerator):
@@ -50,3 +80,9 @@ def test_plans_under_ddp_with_accumulation(run_on_ranks, make_case, name):
         planned = run_on_ranks(partial(accumulated_step, make_case, name, strategy), 2, timeout_s=120)
         assert planned == plain
         assert [rank["synchronisations"] for rank in planned] == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["vgg_small", "vit", "gpt2", "llama"])
+def test_inputs_on_the_host_under_ddp_with_accumulation(run_on_ranks, make_case, name):
+    plain = run_on_ranks(partial(accumulated_step, make_case, name, "none"), 2, timeout_s=120)
+    assert run_on_ranks(partial(step_with_inputs_on_the_host, make_case, name), 2, timeout_s=120) == plain
