@@ -40,7 +40,10 @@ class Real:
     def batch(self, size: int) -> Batch:
         """A micro-batch of valid values."""
         blank = self.task.micro_batch(size)
-        return {name: values_for(name, tensor, self.accelerator.device) for name, tensor in blank.items()}
+        return {
+            name: values_for(name, part, self.accelerator.device) if isinstance(part, Tensor) else part
+            for name, part in blank.items()
+        }
 
     def step(self, global_batch_size: int, micro_batch_size: int) -> None:
         """Forwards and backwards of a global batch, clipping and the update."""

@@ -28,6 +28,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from memsave_recipes.activations import plan_blocks
 from memsave_recipes.data.text.documents import BYTES_A_TOKEN
 from memsave_recipes.data.text.packing import check_positions, count_valid, keeps_documents_apart
 from memsave_recipes.data.text.rows import RowArguments, TokenRows, load_rows
@@ -35,6 +36,7 @@ from memsave_recipes.data.text.tokenizers import check_vocabulary
 from memsave_recipes.losses import default_chunk_bytes
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
+from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
 from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
 from memsave_recipes.training.evaluation import sum_over_ranks
@@ -48,6 +50,13 @@ class ModelArguments(TransformerArguments):
     loss: LossKind = field(default="auto", metadata={"help": "chunked never makes the logits; auto: where it pays"})
     dropout: float = field(default=0.0, metadata={"help": "dropout probability; 0: the same loss in every layout"})
     prompt: str | None = field(default=None, metadata={"help": "continued or replied to at the end; default: held out"})
+    packed_attention: PackedAttention = field(
+        default="auto",
+        metadata={
+            "help": "attention of packed rows: document (each by itself, without masks), mask, or auto: document where "
+            "the model computes the same"
+        },
+    )
 
     @property
     def one_row(self) -> bool:
@@ -66,6 +75,11 @@ class Arguments(RecipeArguments, LoraArguments, ModelArguments, RowArguments):
             return None
         require(self.max_steps is not None, "--max_steps", self.max_steps, "given with --streaming, which reads for it")
         return BYTES_A_TOKEN * self.max_steps * self.global_batch_size * self.block_size
+
+    @property
+    def packs_for_sdpa(self) -> bool:
+        """Whether attention needs masks to keep the documents of a row apart, or runs on each by itself."""
+        return self.packing and not self.one_row
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -99,6 +113,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     bare = task.build_model(with_weights=True).to(accelerator.device)
     with accelerator.autocast():  # flash attention refuses float32
         check_model(bare, rows, args)
+    packed_attention, line = attend(bare, args)
+    run.chose(packed_attention=packed_attention)
     stop_at(bare, rows.end_of_turn)
     saved = task.adapt(bare)
     with accelerator.autocast():
@@ -108,7 +124,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     # The activation plan: the one that the flags name, or the fastest that fits the memory
     run.apply_plan(task)
     work = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok"
-    run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice,))
+    run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice, line))
 
     evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
     validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, exact=args.bitwise_topology)
@@ -129,6 +145,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     figures = {"model": args.name, "num_trained_parameters": run.num_trained}
     results = run.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
     if accelerator.is_main_process:
+        if packed_attention == "document":
+            bare.set_attn_implementation("sdpa")  # which goes on with a text by its cache
         with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough
             print("sample:", continue_text(bare, tokenizer, rows.prompt(args.prompt)))
     return results
@@ -150,12 +168,14 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
     def micro_batch(size: int) -> Batch:
         shape = (1, size * args.block_size) if args.one_row and args.packing else (size, args.block_size)
         names = ("input_ids", "labels", "position_ids" if args.packing else "attention_mask")
-        return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
+        batch: Batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
+        # One document a row: masks of windows and dropout's probabilities are the square of its length.
+        return batch | ({"document_lengths": ((args.block_size,),) * size} if args.packs_for_sdpa else {})
 
     return Task(
         run=args,
         optim=args,
-        build_model=partial(build_transformer, AutoModelForCausalLM, args, **options),
+        build_model=partial(build_model, args, **options),
         adapt=partial(add_lora, flags=args, task_type="CAUSAL_LM"),
         trained=lambda model, loss, device: CausalLMLoss(model, loss or args.loss, default_chunk_bytes(device)),
         loss_of=summed_loss,
@@ -163,6 +183,25 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
         takes_adapters=not args.has_adapters,
         losses=("full", "chunked") if args.loss == "auto" else (args.loss,),
     )
+
+
+def build_model(args: Arguments, *, with_weights: bool, **options: Any) -> PreTrainedModel:
+    """The model that the flags name; without weights it attends as it is to be planned."""
+    model = build_transformer(AutoModelForCausalLM, args, with_weights=with_weights, **options)
+    if not with_weights:
+        attend(model, args)
+    return model
+
+
+def attend(model: PreTrainedModel, args: Arguments) -> tuple[PackedAttention, str | None]:
+    """Set the attention of packed rows; how it is now, and a line on it where there are any."""
+    if not args.packs_for_sdpa:
+        require(args.packed_attention != "document", "--packed_attention", "document", "left out: no rows for it")
+        return args.packed_attention, None
+    compiles = (
+        not args.solves and plan_blocks(model, str(args.activation_checkpointing)).compiled_memory_ratio is not None
+    )
+    return set_packed_attention(model, args.packed_attention, compiles=compiles)
 
 
 def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:

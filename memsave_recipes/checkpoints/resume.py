@@ -37,8 +37,10 @@ FREE = {
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
 }
 """The flags that change no weight, or no more than rounding does."""
-LATER = {"batchnorm": "local", "bitwise_topology": False}
+LATER = {"batchnorm": "local", "bitwise_topology": False, "packed_attention": "mask"}
 """Flags that runs of an earlier version did not have, and how they were trained."""
+CHOSEN = ("packed_attention",)
+"""Flags whose ``auto`` a run resolves when it begins, and writes down."""
 LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
 SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
@@ -168,6 +170,12 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
     )
 
 
+def with_previous_choices(run: Any, earlier: dict[str, Any]) -> Any:
+    """The flags ``run`` with ``auto`` as the ``earlier`` one resolved it."""
+    autos = [name for name in CHOSEN if getattr(run, name, None) == AUTO]
+    return replace(run, **{name: (LATER | earlier)[name] for name in autos})
+
+
 def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
     """Refuse to go on with flags that would have made another run; a line for each that has to be trusted.
 
@@ -185,7 +193,7 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
     free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
     notices = []
     for name in saved.keys() & now.keys() - free:
-        if saved[name] == now[name]:
+        if saved[name] == now[name] or (name in CHOSEN and now[name] == AUTO):
             continue
         if name not in PLACES:
             why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if name in LENGTH else ""

@@ -77,13 +77,14 @@ def fake_model(build: Callable[[], M]) -> M:
     return model
 
 
-def fake_batch(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Fake tensors of the shapes and dtypes of ``batch``, for a model that ``fake_model`` made.
 
     Args:
-        batch: real tensors or those of the ``meta`` device; their values do not count.
+        batch: real tensors or those of the ``meta`` device, whose values do not count; anything else stays as it is.
     """
-    return {name: _as_fake(tensor, _fake_mode_of(model)) for name, tensor in batch.items()}
+    mode = _fake_mode_of(model)
+    return {name: _as_fake(part, mode) if isinstance(part, Tensor) else part for name, part in batch.items()}
 
 
 def estimate_on_target(

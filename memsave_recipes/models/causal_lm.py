@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL, default_chunk_bytes, linear_cross_entropy, num_chunks
+from memsave_recipes.models.packed_attention import DocumentLengths, attends_by_document
 from memsave_recipes.text import printable_lines
 
 LossKind = Literal["auto", "chunked", "full", "liger"]
@@ -60,6 +61,7 @@ class CausalLMLoss(nn.Module):
         labels: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        document_lengths: DocumentLengths | None = None,
         **attention: Any,
     ) -> Tensor:
         """The summed loss, a scalar in at least float32.
@@ -67,10 +69,12 @@ class CausalLMLoss(nn.Module):
         Args:
             input_ids, labels, position_ids, attention_mask: (B, T). Labels are not shifted; -100 does not count.
                 Position ids that start again keep documents apart, if there is no attention mask.
+            document_lengths: of each row, for a model that attends by document.
             attention: further arguments of the model's attention, such as where documents end.
         """
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
         inputs |= attention if self.takes_attention else {}
+        inputs |= self._documents(document_lengths)
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
         if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
@@ -78,6 +82,13 @@ class CausalLMLoss(nn.Module):
             return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
         return self.head.loss(hidden.flatten(0, 1), targets, self.chunk_bytes)
+
+    def _documents(self, lengths: DocumentLengths | None) -> dict[str, Any]:
+        if not attends_by_document(self.model):
+            return {}
+        if lengths is None:
+            raise ValueError("document_lengths are missing, by which this model keeps documents apart")
+        return {"document_lengths": lengths}
 
 
 def _takes_kwargs(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
+from memsave_recipes.models.packed_attention import attends_by_document
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
@@ -271,9 +272,9 @@ def plans_to_measure(
 
 
 def _can_compile(model: nn.Module) -> bool:
-    """Whether its layers repeat, are not joined by ``global_batchnorm``, and there is a compiler."""
+    """Whether its layers repeat, take the same shapes in every batch, and there is a compiler."""
     stacks = find_stacks(model)
-    if has_global_batchnorm(model):
+    if has_global_batchnorm(model) or attends_by_document(model):
         return False
     try:
         check_compiler(model)

@@ -239,7 +239,7 @@ def fake_workload(task: Task, launch: Launch, model: nn.Module, micro_batch_size
     return Workload(
         model=model,
         forward=lambda: task.loss_of(trained, batch),
-        batch=list(batch.values()),
+        batch=[part for part in batch.values() if isinstance(part, Tensor)],
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),
     )
@@ -339,7 +339,7 @@ def run_points(
 
 def synthetic_batch(batch: Batch, device: torch.device) -> Batch:
     """Valid values for the tensors of a task's micro-batch."""
-    return {name: _values(name, tensor).to(device) for name, tensor in batch.items()}
+    return {name: _values(name, part).to(device) if isinstance(part, Tensor) else part for name, part in batch.items()}
 
 
 def _budgets(space: SearchSpace, measurement: Measurement, layout: BatchLayout, baseline: Candidate) -> list[int]:

@@ -34,6 +34,7 @@ from memsave_recipes.checkpoints.resume import (
     check_same_environment,
     check_same_flags,
     read_earlier,
+    with_previous_choices,
     with_previous_plan,
 )
 from memsave_recipes.compare import compare, read_run
@@ -122,6 +123,7 @@ class Run:
             print_lines(accelerator, *notices)
             self.flags |= names
             plan, num_processes = folder.path / PLAN, accelerator.num_processes
+            args = with_previous_choices(args, folder.earlier)
             self.args = with_previous_plan(args, folder.earlier, plan=plan, num_processes=num_processes)
         self.num_workers = num_workers(args.dataloader_num_workers, accelerator)
         self.step = 0
@@ -165,6 +167,10 @@ class Run:
             except (StoppedBySignal, NotFinite):  # which all ranks know of
                 finish_trackers(accelerator, {})
                 raise
+
+    def chose(self, **flags: Any) -> None:
+        """Write to ``config.json`` what an ``auto`` has become; a resumed run takes it from there."""
+        self.flags |= flags
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """What stands inside runs on the main process first, so that the others find what it keeps in caches."""

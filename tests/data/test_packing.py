@@ -195,6 +195,7 @@ def test_batches_are_the_same_from_workers_and_after_pickling(on_disk, tokenizer
     )
     for left, right in zip(*loaders, strict=True):
         assert left.keys() == right.keys()
+        assert left.pop("document_lengths", None) == right.pop("document_lengths", None)
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
@@ -217,6 +218,23 @@ def test_one_row_gives_the_same_loss(documents, tokenizer):
         counts.append(count_valid(batch))
     assert counts[0] == counts[1] > 0
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+
+
+def test_a_batch_says_how_long_the_documents_of_each_row_are(documents, tokenizer):
+    packed = pack(documents, tokenizer, 24)
+    batch = packed.collate(rows_of(packed))
+    for positions, lengths in zip(batch["position_ids"], batch["document_lengths"], strict=True):
+        assert positions.tolist() == [place for length in lengths for place in range(length)]
+        assert all(type(length) is int for length in lengths)
+
+
+def test_the_largest_rows_have_the_longest_documents(documents, tokenizer):
+    packed = pack(documents, tokenizer, 24)
+    lengths = packed.collate(rows_of(packed))["document_lengths"]
+    pairs = [sum(length**2 for length in row) for row in lengths]
+    assert len(set(pairs)) > 2
+    assert [pairs[row] for row in packed.longest(len(packed))] == sorted(pairs, reverse=True)
+    assert packed.longest(2) == packed.longest(len(packed))[:2]
 
 
 def test_the_ends_of_documents_are_those_that_transformers_would_look_for(documents, tokenizer):
@@ -292,7 +310,7 @@ def packed_and_alone(model, documents, tokenizer, **changes):
     """The largest difference between the logits of a document in a batch of packed rows and alone."""
     packed = pack(documents, tokenizer, 24)
     batch = packed.collate(rows_of(packed))
-    del batch["labels"]
+    del batch["labels"], batch["document_lengths"]
     together = logits_of(model, **{**batch, **changes})
     differences = []
     for row, (tokens, positions) in enumerate(zip(batch["input_ids"], batch["position_ids"], strict=True)):
@@ -375,6 +393,12 @@ def documents_in(row):
     starts = [*(row["position_ids"] == 0).nonzero().flatten().tolist(), len(row["input_ids"])]
     spans = itertools.pairwise(starts)
     return [(row["input_ids"][first:last].tolist(), row["labels"][first:last].tolist()) for first, last in spans]
+
+
+def test_the_largest_rows_have_the_longest_conversations(chats, tokenizer):
+    packed = pack_conversations(chats, tokenizer, 24)
+    pairs = [sum(len(tokens) ** 2 for tokens, _ in documents_in(row)) for row in rows_of(packed)]
+    assert [pairs[row] for row in packed.longest(len(packed))] == sorted(pairs, reverse=True)
 
 
 def conversation_of(chats, number, block_size):

@@ -8,9 +8,11 @@ NOTE [ packing ]
    ``use_cache=False``. With the cache, which is on by default, documents see one another and nothing says so.
 3. A document that is longer than the rest of its row goes on in the next one as if it began there, at position 0.
 4. The first token of a document in a row has the label -100, because it cannot be predicted from another document.
-5. Flash attention finds the documents only where the batch is one row: ``one_row`` puts the rows of a micro-batch
-   behind one another. By 3 and 4 the loss is the same; other implementations would build a mask of (B * T)^2. The batch
-   says where documents end, because transformers would look for that on the device, and wait for it in every layer.
+5. The batch says how long the documents of each row are, so that attention by document needs no mask
+   (``models/packed_attention.py``). Flash attention finds the documents only where the batch is one row: ``one_row``
+   puts the rows of a micro-batch behind one another. By 3 and 4 the loss is the same; other implementations would build
+   a mask of (B * T)^2. The batch says where documents end, because transformers would look for that on the device, and
+   wait for it in every layer.
 6. Some models do not look at ``position_ids`` (BLOOM, OPT, Falcon, Mamba) or not in every layer (Qwen3-Next):
    ``keeps_documents_apart`` tries it out.
 7. Conversations stay whole, because a reply without its question teaches nothing. The longest goes first, each into the
@@ -102,6 +104,13 @@ class PackedDataset(_DocumentsDataset):
         positions: np.ndarray = places - np.maximum(self.tokens.document_starts[documents], start)
         return positions
 
+    def longest(self, count: int) -> list[int]:
+        """The ``count`` rows with most pairs of tokens that see each other: masks of windows and dropout count them."""
+        bounds = np.union1d(self.tokens.document_starts, [*self._starts, len(self) * self.block_size])
+        pairs = np.bincount(bounds[:-1] // self.block_size, weights=np.diff(bounds) ** 2)
+        order: list[int] = np.argsort(-pairs, kind="stable").tolist()
+        return order[:count]
+
     def collate(self, rows: list[Batch]) -> Batch:
         """As ``packed_batch``."""
         return packed_batch(rows, one_row=self.one_row)
@@ -170,6 +179,14 @@ class PackedConversations(Dataset[Batch]):
         lengths = [*(len(sample["input_ids"]) for sample in samples), num_filled]
         return row | {"position_ids": torch.cat([torch.arange(length) for length in lengths])}
 
+    def longest(self, count: int) -> list[int]:
+        """As of ``PackedDataset``."""
+        lengths = np.minimum(self.tokens.lengths, self.block_size)
+        filled = [lengths[numbers] for numbers in self.rows]
+        pairs = np.array([(row**2).sum() + (self.block_size - row.sum()) ** 2 for row in filled])
+        order: list[int] = np.argsort(-pairs, kind="stable").tolist()
+        return order[:count]
+
     def collate(self, rows: list[Batch]) -> Batch:
         """As ``packed_batch``."""
         return packed_batch(rows, one_row=self.one_row)
@@ -219,10 +236,10 @@ def _sample_of(tokens: TokenizedConversations, number: int, block_size: int, cou
 
 
 def packed_batch(rows: list[Batch], *, one_row: bool) -> Batch:
-    """Rows as a batch (B, T), or (1, B * T) and ``document_ends`` with ``one_row``."""
-    batch: Batch = default_collate(rows)
+    """Rows as a batch (B, T) and ``document_lengths``, or (1, B * T) and ``document_ends`` with ``one_row``."""
+    batch: dict[str, Any] = default_collate(rows)
     if not one_row:
-        return batch
+        return batch | {"document_lengths": document_lengths(batch["position_ids"])}
     batch = {name: values.view(1, -1) for name, values in batch.items()}
     return batch | document_ends(batch["position_ids"])
 
@@ -346,6 +363,17 @@ def fingerprint_of(train: Rows, validation: Rows, tokenizer: PreTrainedTokenizer
         samples={name: rows.tokens.samples(name) for name, rows in splits.items()},
         tokenizer=digest_of_tokenizer(tokenizer),
     )
+
+
+def document_lengths(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
+    """For each row, the tokens of its documents: Python numbers, which no layer has to fetch from a device.
+
+    Args:
+        position_ids: (B, T) on the host.
+    """
+    starts = [(row == 0).nonzero().flatten() for row in position_ids]
+    ends = torch.tensor([position_ids.shape[1]])
+    return tuple(tuple(torch.cat([of_row, ends]).diff().tolist()) for of_row in starts)
 
 
 def document_ends(position_ids: Tensor) -> dict[str, Any]:

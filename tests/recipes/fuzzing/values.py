@@ -166,6 +166,7 @@ FLAGS: dict[str, dict[str, Values]] = {
         "streaming": Values(("no",), (*SWITCH[1], None)),
         "block_size": whole("2", "16", "33", least=2, odd=("2000", "2000000000"), codes=(3,)),
         "packing": Values(*SWITCH),
+        "packed_attention": Values(("auto", "mask"), (None, "", "x", "masks"), ("document",)),
         "max_eval_samples": whole("1", "5"),
         "loss": Values(("auto", "full", "chunked"), (None, "", "x", "liger")),
         "prompt": Values(("a", "12 and", "<|endoftext|>", "走", "'", "no"), (None, "", " ", "\n", "\udcff")),

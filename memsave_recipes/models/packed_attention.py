@@ -1,0 +1,278 @@
+"""Attention of packed rows by document: torch's SDPA on each one, causal, so that no mask is made.
+
+NOTE [ attention by document ]
+1. From position ids that begin again transformers makes a bool mask (B, 1, T, T), and torch on a CPU a float copy of
+   it in every layer, saved for backward. By document there is none, and no FLOPs between documents.
+2. The lengths come as Python numbers from ``collate``, so that no layer waits for the device.
+3. Autograd would save SDPA's output of each document beside the joined one that the next layer saves. On a CPU,
+   ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. Elsewhere, and with dropout, autograd
+   records SDPA itself.
+4. Documents longer than a sliding window take a mask of their own size.
+5. transformers makes no mask for a name that ``AttentionMaskInterface`` does not know. A model that has more in its
+   masks, or asks more of its attention than rules 1 to 4, keeps its masks: ``attend_by_document`` looks at the
+   arguments of both and compares the logits.
+6. Layers that are compiled would be compiled anew for other lengths: they keep their masks.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from memsave_recipes.errors import InputError
+
+PackedAttention = Literal["auto", "document", "mask"]
+DocumentLengths = Sequence[Sequence[int]]
+"""For each row, the tokens of its documents."""
+
+BY_DOCUMENT = "sdpa_by_document"
+TAKEN = frozenset({"document_lengths", "dropout", "scaling", "sliding_window"})
+WITHOUT_EFFECT = frozenset({"position_ids", "cache_position", "use_cache", "output_router_logits"})
+"""Arguments of the model that reach its attention functions, and that SDPA does not read."""
+TOLERANCE, ROUNDINGS = 1e-4, 64
+"""Of logits against those by masks: a part of the largest one, in half precision so many of its roundings."""
+
+aten = torch.ops.aten
+
+
+def attention_by_document(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    document_lengths: DocumentLengths | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers, see NOTE [ attention by document ].
+
+    Args:
+        query: (B, H, T, D).
+        key, value: (B, K, T, D), of heads that ``H / K`` heads of the query share.
+        attention_mask: not read.
+        document_lengths: of each row, T in sum; ``None``: each row is one document.
+
+    Returns:
+        (B, T, H, D).
+    """
+    lengths = [[query.shape[2]]] * len(query) if document_lengths is None else document_lengths
+    has_window = sliding_window is not None and sliding_window < max(map(max, lengths))
+    if not has_window and _has_flash_on_cpu(query, key, value, dropout):
+        query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
+        joined: Tensor = _FlashOnCpu.apply(query, key, value, lengths, scaling)  # type: ignore[no-untyped-call]
+        return joined, None
+    attended = [
+        sdpa_attention_forward(module, q, k, v, _window(q, sliding_window), dropout, scaling, is_causal=True)[0]
+        for q, k, v in _documents_of_all(lengths, query, key, value)
+    ]
+    return _rows(attended, len(lengths)), None
+
+
+AttentionInterface.register(BY_DOCUMENT, attention_by_document)
+
+
+class _FlashOnCpu(torch.autograd.Function):
+    """Rule 3 of NOTE [ attention by document ]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scale: float | None
+    ) -> Tensor:
+        """(B, H, T, D) and twice (B, K, T, D) to (B, T, H, D)."""
+        results = [
+            aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, True, scale=scale)
+            for states in _documents_of_all(lengths, query, key, value)
+        ]
+        attended, logsumexps = zip(*results, strict=True)
+        joined = _rows([out.transpose(1, 2) for out in attended], len(lengths))
+        ctx.save_for_backward(query, key, value, joined, *logsumexps)
+        ctx.lengths, ctx.scale = lengths, scale
+        return joined
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """(B, T, H, D) to the shapes of query, key and value."""
+        query, key, value, joined, *logsumexps = ctx.saved_tensors
+        whole = (gradient.transpose(1, 2), query, key, value, joined.transpose(1, 2))
+        documents = zip(_documents_of_all(ctx.lengths, *whole), logsumexps, strict=True)
+        gradients = [
+            aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, sums, 0.0, True, scale=ctx.scale)
+            for states, sums in documents
+        ]
+        of_each = ([part.transpose(1, 2) for part in parts] for parts in zip(*gradients, strict=True))
+        return *(_rows(parts, len(ctx.lengths)).transpose(1, 2) for parts in of_each), None, None
+
+
+def _has_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether SDPA would take its flash kernel of the CPU; an estimate for CUDA computes on the CPU, but says CUDA."""
+    if query.is_cuda or query.device.type != "cpu":
+        return False
+    choice = torch._fused_sdp_choice(query, key, value, None, dropout, True, enable_gqa=True)
+    return bool(choice == SDPBackend.FLASH_ATTENTION.value)
+
+
+def _as_sdpa_casts(states: Tensor) -> Tensor:
+    """Under autocast SDPA computes in half precision; its kernel alone does not."""
+    if not torch.is_autocast_enabled("cpu") or states.dtype == torch.float64:
+        return states
+    return states.to(torch.get_autocast_dtype("cpu"))
+
+
+def _documents_of_all(lengths: DocumentLengths, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The parts of the same document in all of them."""
+    return zip(*(_documents(states, lengths) for states in tensors), strict=True)
+
+
+def _documents(states: Tensor, lengths: DocumentLengths) -> list[Tensor]:
+    """Views of (B, H, T, D), a document each: (1, H, L, D)."""
+    rows = zip(states.split(1), lengths, strict=True)
+    return [document for row, of_row in rows for document in row.split(list(of_row), dim=2)]
+
+
+def _rows(documents: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Documents of (1, L, H, D), joined to (B, T, H, D)."""
+    joined = torch.cat(list(documents), dim=1)
+    return joined.view(num_rows, -1, *joined.shape[2:])
+
+
+def _window(query: Tensor, sliding_window: int | None) -> Tensor | None:
+    """Which keys a document's tokens see where it is longer than the window: bool (L, L)."""
+    length = query.shape[2]
+    if sliding_window is None or sliding_window >= length:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
+    return seen.tril().triu(1 - sliding_window)
+
+
+def attends_by_document(model: nn.Module) -> bool:
+    """Whether ``attend_by_document`` has set it."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == BY_DOCUMENT
+
+
+def set_packed_attention(
+    model: PreTrainedModel, wanted: PackedAttention, *, compiles: bool = False
+) -> tuple[PackedAttention, str]:
+    """``document`` or ``mask``, as the model attends to packed rows from now on, and a line that says so.
+
+    Args:
+        wanted: ``auto``: by document where the model can.
+        compiles: whether its layers will be compiled.
+
+    Raises:
+        InputError: it cannot attend by document as wanted.
+    """
+    if wanted == "mask":
+        reason: str | None = "as told"
+    else:
+        reason = "its layers are compiled" if compiles else attend_by_document(model)
+    if reason is None:
+        return "document", "packed rows: attention by document, without masks"
+    if wanted == "document":
+        raise InputError(
+            f"--packed_attention document: the model cannot, because {reason}: pass --packed_attention mask"
+        )
+    return "mask", f"packed rows: attention with masks ({reason})"
+
+
+@torch.no_grad()
+def attend_by_document(model: PreTrainedModel) -> str | None:
+    """Let a causal language model attend by document, where that gives its own logits.
+
+    A model on the ``meta`` device has none to compare; the arguments of its attention decide.
+
+    Returns:
+        Why it goes on with masks; ``None`` where it does not.
+    """
+    before = model.config._attn_implementation
+    if before != "sdpa":
+        return f"its attention is {before}"
+    if not model._can_set_attn_implementation():
+        return "its attention is its own"
+    was_training = model.training
+    model.eval()
+    try:
+        reason = _why_not(model)
+    except Exception as error:  # transformers' models take no common set of arguments
+        reason = f"it fails with {type(error).__name__}"
+    finally:
+        model.train(was_training)
+    if reason is not None:
+        model.set_attn_implementation(before)
+    return reason
+
+
+def _why_not(model: PreTrainedModel) -> str | None:
+    """Sets ``BY_DOCUMENT``; why masks have to stay."""
+    device = next(model.parameters()).device
+    tokens: dict[str, Any] = {"input_ids": torch.arange(16, device=device).view(2, 8) % 4, "use_cache": False}
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]], device=device)
+    lengths = {"document_lengths": ((3, 5), (5, 3))}
+    by_masks = None if device.type == "meta" else model(**tokens, position_ids=positions).logits
+    model.set_attn_implementation(BY_DOCUMENT)
+    with _watched() as calls:
+        model(**tokens, **lengths, attention_mask=torch.ones_like(tokens["input_ids"]))
+    if reason := calls.why_not():
+        return reason
+    if by_masks is None:
+        return None
+    difference = (model(**tokens, **lengths, position_ids=positions).logits - by_masks).abs().max()
+    tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(by_masks.dtype).eps)
+    return None if difference <= tolerance * by_masks.abs().max() else "its logits would be others"
+
+
+@dataclass
+class _Calls:
+    """The arguments that a model gives to its attention and to its masks."""
+
+    attention: list[dict[str, Any]] = field(default_factory=list)
+    masks: list[dict[str, Any]] = field(default_factory=list)
+
+    def why_not(self) -> str | None:
+        """Why they are more than ``attention_by_document`` takes."""
+        if not self.attention:
+            return "its attention is its own"
+        if any("document_lengths" not in call for call in self.attention):
+            return "it hands no arguments on to its attention"
+        if not all(call["is_causal"] for call in self.attention):
+            return "its attention is not causal"
+        given = {name for call in self.attention for name, value in call.items() if value is not None}
+        if unknown := sorted(given - TAKEN - WITHOUT_EFFECT - {"is_causal"}):
+            return f"its attention takes {', '.join(unknown)}"
+        windows = {call.get("sliding_window") for call in self.attention}
+        of_masks = {call.get("local_size") for call in self.masks}  # also of kinds of layers that are not there
+        if any(call.get("use_vmap") for call in self.masks) or not of_masks - {None} <= windows <= of_masks:
+            return "its masks are its own"
+        return None
+
+
+@contextmanager
+def _watched() -> Iterator[_Calls]:
+    """Inside, the arguments of attention by document are noted, and those of the masks that it does without."""
+    calls = _Calls()
+
+    def attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        given = options.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if given is None else given
+        calls.attention.append({**options, "is_causal": bool(is_causal)})
+        return attention_by_document(module, *args, **options)
+
+    def mask(**options: Any) -> None:
+        calls.masks.append(options)
+
+    AttentionInterface.register(BY_DOCUMENT, attention)
+    AttentionMaskInterface.register(BY_DOCUMENT, mask)
+    try:
+        yield calls
+    finally:
+        AttentionInterface.register(BY_DOCUMENT, attention_by_document)
+        AttentionMaskInterface._global_mapping.pop(BY_DOCUMENT)

@@ -1,0 +1,249 @@
+"""Attention by document: the logits of each document alone, the gradients of masks, the memory of one document."""
+
+import copy
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.errors import InputError
+from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.models.causal_lm import CausalLMLoss
+from memsave_recipes.models.packed_attention import attend_by_document, attends_by_document, set_packed_attention
+from memsave_recipes.plans import plan_for
+from memsave_recipes.plans.simulate import simulate
+from memsave_recipes.profiling.block_costs import Workload
+from memsave_recipes.profiling.trace_events import DeviceInstruments
+
+CPU = torch.device("cpu")
+LENGTHS = ((20, 11, 1), (5, 27))
+SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+SHARED_KEYS = {"num_key_value_heads": 1, "head_dim": 16}
+MODELS = {
+    "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 32},
+    "llama": SHARED_KEYS,
+    "qwen3": SHARED_KEYS,
+    "mistral": {**SHARED_KEYS, "sliding_window": 12},  # shorter than some documents
+    "gemma": SHARED_KEYS,
+    "gemma3_text": {**SHARED_KEYS, "sliding_window": 9, "num_hidden_layers": 6},  # of two kinds
+}
+NAMES = sorted(MODELS)
+
+
+def causal_model(model_type, *, dropout=0.0, dtype=torch.float64, **changes):
+    torch.manual_seed(0)
+    shape = {**SHAPE, **MODELS.get(model_type, {}), **changes}
+    tokens = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = AutoConfig.for_model(model_type, **shape, **tokens)
+    for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, dropout)
+    return AutoModelForCausalLM.from_config(config).to(dtype).train()
+
+
+def by_document(model):
+    model = copy.deepcopy(model)
+    assert attend_by_document(model) is None
+    return model
+
+
+def packed(lengths=LENGTHS, vocab_size=64):
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    tokens = torch.randint(vocab_size, positions.shape, generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions, "document_lengths": lengths}
+
+
+def gradients(model, batch, plan="none"):
+    with apply_plan(model, plan_blocks(model, plan)):
+        torch.manual_seed(2)
+        CausalLMLoss(model)(**batch).backward()
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("model_type", NAMES)
+def test_logits_of_a_document_are_those_of_it_alone(model_type, dtype, tolerance):
+    model = causal_model(model_type, dtype=dtype).eval()
+    batch = packed()
+    del batch["labels"]
+    with torch.no_grad():
+        together = by_document(model)(**batch, use_cache=False).logits
+        for row, lengths in enumerate(LENGTHS):
+            for start, stop in pairwise(accumulate(lengths, initial=0)):
+                alone = model(batch["input_ids"][row : row + 1, start:stop], use_cache=False).logits[0]
+                assert (together[row, start:stop] - alone).abs().max() <= tolerance * alone.abs().max()
+
+
+@pytest.mark.parametrize("model_type", NAMES)
+def test_gradients_are_those_by_masks(model_type):
+    model = causal_model(model_type)
+    by_masks, ours = gradients(model, packed()), gradients(by_document(model), packed())
+    assert (ours - by_masks).abs().max() <= 1e-12 * by_masks.abs().max()
+
+
+@pytest.mark.parametrize("plan", ["full", "every:2", "segments:2", "selective"])
+@pytest.mark.parametrize(("model_type", "dropout"), [("gpt2", 0.1), ("llama", 0.0), ("mistral", 0.0)])
+def test_plans_change_no_bit(model_type, dropout, plan):
+    model = by_document(causal_model(model_type, dropout=dropout, dtype=torch.float32))
+    plain = gradients(model, packed())
+    assert torch.equal(gradients(model, packed(), plan), plain)
+    if dropout:
+        assert not torch.equal(gradients(by_document(causal_model(model_type, dtype=torch.float32)), packed()), plain)
+
+
+def test_half_precision_by_autocast():
+    model = causal_model("llama", dtype=torch.float32)
+    exact = gradients(model, packed())
+    errors = []
+    for one in (model, by_document(model)):
+        with torch.autocast("cpu", torch.bfloat16):
+            errors.append((gradients(one, packed()) - exact).norm() / exact.norm())
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
+# Memory
+
+LENGTH = 2048
+SMALL = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 1, "head_dim": 64}
+SPLITS = {"4 documents": (512,) * 4, "1 document": (LENGTH,), "uneven": (LENGTH - 1, 1), "32 documents": (64,) * 32}
+
+
+def peak_of(model, lengths, plan):
+    module, batch = CausalLMLoss(model, "chunked", chunk_bytes=2**20), packed((lengths,))
+
+    def step(meter):
+        module(**batch).backward()
+        model.zero_grad()
+        meter.mark()
+
+    with apply_plan(model, plan_blocks(model, plan)):
+        return DeviceInstruments(CPU).read_memory(step)[-1].peak_bytes
+
+
+@pytest.mark.parametrize("plan", ["none", "full"])
+def test_packed_rows_take_the_memory_of_one_document_of_their_length(plan):
+    model = causal_model("llama", dtype=torch.float32, **SMALL)
+    one_document = peak_of(model, (LENGTH,), plan)  # for which transformers makes no mask
+    by_masks = peak_of(model, SPLITS["4 documents"], plan)
+    model = by_document(model)
+    peaks = {name: peak_of(model, lengths, plan) for name, lengths in SPLITS.items()}
+    assert max(peaks.values()) <= 1.05 * one_document
+    assert by_masks >= 1.5 * one_document
+
+
+def predicted_and_measured(model_type, lengths, **changes):
+    """Peaks of a plain step: on paper for one document a row, and measured for rows of ``lengths``."""
+
+    def build():
+        model = causal_model(model_type, dtype=torch.float32, **changes)
+        assert attend_by_document(model) is None
+        return model
+
+    of_one = packed(tuple((sum(row),) for row in lengths))
+    model = fake_model(build)
+    peaks = []
+    for one, batch in ((model, fake_batch(model, of_one)), (build(), packed(lengths))):
+        module = CausalLMLoss(one, "full")
+        tensors = [part for part in batch.values() if isinstance(part, torch.Tensor)]
+        stacks = block_names(find_stacks(one))
+        work = Workload(model=one, forward=lambda m=module, b=batch: m(**b), batch=tensors, device=CPU, stacks=stacks)
+        if one is model:
+            plan = plan_for("none", stacks)
+            chain = estimate_on_target(work, [plan], find_target("cpu")).chain()
+            peaks.append(simulate(chain, plan).peak_bytes)
+        else:
+            peaks.append(peak_and_model(one, work))
+    return peaks
+
+
+def peak_and_model(model, work):
+    def step(meter):
+        work.forward().backward()
+        meter.mark()
+
+    rise = DeviceInstruments(CPU).read_memory(step)[-1].peak_bytes
+    return rise + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *work.batch))
+
+
+@pytest.mark.parametrize("lengths", [((256,),), ((64,) * 4, (200, 56)), ((255, 1),)])
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("llama", {}), ("gpt2", {"dropout": 0.1}), ("mistral", {"sliding_window": 100})]
+)
+def test_the_peak_on_paper_is_never_below_that_of_packed_rows(model_type, changes, lengths):
+    predicted, measured = predicted_and_measured(model_type, lengths, **changes)
+    assert measured <= 1.01 * predicted
+    if model_type == "llama":  # without masks and probabilities, which shorter documents have less of
+        assert measured >= 0.95 * predicted
+
+
+# Who can, and who cannot
+
+
+@pytest.mark.parametrize("model_type", NAMES)
+def test_models_on_paper_attend_as_real_ones(model_type):
+    with torch.device("meta"):
+        model = causal_model(model_type)
+    assert attend_by_document(model) is None
+    assert attends_by_document(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("gemma2", {}, "its attention is eager"),  # caps its scores
+        ("gpt_oss", {"num_local_experts": 2}, "its attention is eager"),  # has sinks
+        ("falcon", {}, "its attention is its own"),
+        (
+            "llama4_text",
+            {**SHARED_KEYS, "num_local_experts": 2, "intermediate_size_mlp": 32},
+            "its masks are its own",
+        ),  # of chunks
+        ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "its logits would be others"),  # positions by the mask
+    ],
+)
+def test_others_keep_their_masks_by_name(model_type, changes, reason):
+    model = causal_model(model_type, dtype=torch.float32, **changes)
+    before = model.config._attn_implementation
+    assert set_packed_attention(model, "auto") == ("mask", f"packed rows: attention with masks ({reason})")
+    assert model.config._attn_implementation == before
+    assert model.training
+    with pytest.raises(InputError, match=f"--packed_attention document.*{reason}.*--packed_attention mask"):
+        set_packed_attention(model, "document")
+
+
+def test_masks_where_told_or_where_layers_are_compiled():
+    model = causal_model("llama")
+    assert set_packed_attention(model, "mask")[0] == "mask"
+    assert "compiled" in set_packed_attention(model, "auto", compiles=True)[1]
+    assert not attends_by_document(model)
+    assert set_packed_attention(model, "auto")[0] == "document"
+    assert attends_by_document(model)
+
+
+def test_an_argument_that_attention_by_document_does_not_take_is_seen(monkeypatch):
+    model = causal_model("llama")
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *args, **options: forward(*args, **options, s_aux=1.0))
+    assert attend_by_document(model) == "its attention takes s_aux"
+
+
+def test_a_window_that_only_the_mask_has_is_seen():
+    """Also where it is longer than the documents of the trial, so that the logits do not tell."""
+    model = causal_model("gemma3_text", sliding_window=4096)
+    assert attend_by_document(copy.deepcopy(model)) is None
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    assert attend_by_document(model) == "its masks are its own"
+
+
+def test_rows_without_the_lengths_of_their_documents_are_refused():
+    batch = packed()
+    del batch["document_lengths"]
+    with pytest.raises(ValueError, match="document_lengths are missing"):
+        CausalLMLoss(by_document(causal_model("llama")))(**batch)
