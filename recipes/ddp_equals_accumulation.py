@@ -11,9 +11,10 @@ micro-batches of one size then hold different numbers of labels. It is trained a
 loop of all recipes and with the usual one, and the weights after each step are set beside those of one micro-batch a
 rank. Expect differences of 1e-16, which is rounding, for the first and of up to 0.4 for the second.
 
-The columns "bitwise" are the loop of all recipes with `--bitwise_topology`, for that model and for a GPT-2 with dropout
-that reads the digits pixel by pixel. The ranks together are set beside one rank that computes the same micro-batches
-alone. Expect 0, and with `--compare_with` the same bits on another number of ranks.
+The columns "bitwise" are the loop of all recipes with `--bitwise_topology`, for that model, for a GPT-2 with dropout
+that reads the digits pixel by pixel, and for a narrow VGG16-BN with dropout under `--batchnorm global`. The ranks
+together are set beside one rank that computes the same micro-batches alone. Expect 0, and with `--compare_with` the
+same bits on another number of ranks.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +41,7 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.checkpoints import locked_run_folder
 from memsave_recipes.compare import read_run
 from memsave_recipes.data.vision.augmentation import to_pixel_values
@@ -47,6 +49,7 @@ from memsave_recipes.data.vision.images import ImageDataArguments, load_images
 from memsave_recipes.distributed import main_process_first
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.models.convnets import CONVOLUTIONS, VGG, convolutions
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes import num_workers
 from memsave_recipes.run.failures import run_recipe
@@ -73,7 +76,8 @@ PROJECT = "memsave-ddp-equals-accumulation"
 GREY_VALUES, PIXELS = 16, 64
 TINY_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": PIXELS, "bos_token_id": None, "eos_token_id": None}
 LOOPS = ("exact", "usual")
-BITWISE = ("bitwise", "bitwise GPT-2")
+NARROWER = 16  # than VGG16
+BITWISE = ("bitwise", "bitwise GPT-2", "bitwise VGG16-BN")
 COLUMNS = (*LOOPS, *BITWISE)
 WEIGHTS = "final/model.safetensors"
 AGAIN = "then start it again"
@@ -152,6 +156,9 @@ def prove(
     vit, again = (learner_of(model, partial(loss_of_images, dtype=run.torch_dtype)) for model in (bare, deepcopy(bare)))
     gpt2 = learner_of(build_gpt2().to(run.torch_dtype), loss_of_pixels)
     bitwise = [BitwiseLoop(learner, batches_of(undivided), batches_of(undivided)) for learner in (again, gpt2)]
+    vgg = learner_of(build_vgg16_bn().to(run.torch_dtype), partial(loss_of_larger_images, dtype=run.torch_dtype))
+    together, alone = (batches_of(undivided, in_lockstep=True) for _ in range(2))
+    bitwise.append(BitwiseLoop(vgg, together, alone))
 
     # From here on files are written
     flags = asdict(run) | asdict(optim)
@@ -198,8 +205,8 @@ def prove(
     return results
 
 
-def global_batches(accelerator: Accelerator, run: ProofArguments) -> Callable[[BatchLayout], GlobalBatches]:
-    """The same samples in the same order for every layout of a batch."""
+def global_batches(accelerator: Accelerator, run: ProofArguments) -> Callable[..., GlobalBatches]:
+    """The same samples in the same order for every layout of a batch; ``in_lockstep`` without an epoch's short step."""
     with main_process_first(accelerator):
         images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=run.seed)
     order = SampleOrder(
@@ -207,11 +214,12 @@ def global_batches(accelerator: Accelerator, run: ProofArguments) -> Callable[[B
     )
     if order.notice:
         accelerator.print(order.notice)
-    return lambda layout: GlobalBatches(
+    return lambda layout, in_lockstep=False: GlobalBatches(
         accelerator,
         images.train,
         layout=layout,
-        order=order,
+        in_lockstep=in_lockstep,
+        order=replace(order, drop_last=order.drop_last or in_lockstep),
         num_steps=run.max_steps,
         seed=run.seed,
         num_workers=num_workers(run.dataloader_num_workers, accelerator),
@@ -295,6 +303,12 @@ def loss_of_images(model: nn.Module, micro_batch: Batch, *, dtype: torch.dtype) 
     return F.cross_entropy(model(pixels).logits, micro_batch["labels"], reduction="sum")
 
 
+def loss_of_larger_images(model: nn.Module, micro_batch: Batch, *, dtype: torch.dtype) -> Tensor:
+    """Over the labels of a micro-batch, whose images VGG16 halves five times."""
+    pixels = to_pixel_values(micro_batch["images"], None, mean=[0.5] * 3, std=[0.5] * 3, dtype=dtype)
+    return F.cross_entropy(model(F.interpolate(pixels, scale_factor=2)), micro_batch["labels"], reduction="sum")
+
+
 def loss_of_pixels(model: nn.Module, micro_batch: Batch) -> Tensor:
     """Over the grey values of the images with a label, each told by those before it."""
     tokens = micro_batch["images"][:, 0, ::2, ::2].flatten(1).long() * GREY_VALUES // 256  # (B, 64)
@@ -352,6 +366,15 @@ def build_vit() -> nn.Module:
 def build_gpt2() -> nn.Module:
     """With dropout of 0.1."""
     return GPT2LMHeadModel(GPT2Config(vocab_size=GREY_VALUES, **TINY_GPT2))
+
+
+def build_vgg16_bn() -> nn.Module:
+    """With a sixteenth of its channels, dropout of 0.5, and BatchNorm over the global batch."""
+    widths = [one if isinstance(one, str) else one // NARROWER for one in CONVOLUTIONS["16"]]
+    features = convolutions(widths, batch_norm=True)
+    model = VGG(features, num_classes=10, out_channels=512 // NARROWER, pooled_size=1, hidden_size=4096 // NARROWER)
+    global_batchnorm(model)
+    return model
 
 
 def collate_and_hide_labels(samples: list[dict[str, Any]]) -> Batch:

@@ -19,6 +19,8 @@ NOTE [ statistics first ]
    backward. So all of them have to run the same blocks, which a global batch of at least one sample a rank ensures.
 5. Random numbers: each micro-batch of a block has a seed of its own, set before each of its runs.
 6. The sums have another order than those of one large batch, so a plan with such blocks is equal within rounding.
+7. Micro-batches in lockstep (``lockstep.py``) need no run for the statistics: a layer has the inputs of all of them at
+   once. It joins one row of each micro-batch, in the order of the index, so that all bits are those of one rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,9 +34,17 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import wrap_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from memsave_recipes.activations.lockstep import (
+    Lockstep,
+    MicroBatched,
+    device_of,
+    draw_seed,
+    own_random_numbers,
+    seed_generators,
+)
 from memsave_recipes.activations.recompute import batchnorm_layers, check_buffers
 from memsave_recipes.errors import InputError
 
@@ -73,8 +83,12 @@ class Statistics(NamedTuple):
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> "Statistics":
         """From the ``moments`` of this rank's micro-batches, and those of the other ranks."""
-        own = _joined(torch.stack([*parts]))
-        count, mean, squares = _split(_joined(_from_all_ranks(own)))
+        return cls.from_rows(_from_all_ranks(_joined(torch.stack([*parts]))))
+
+    @classmethod
+    def from_rows(cls, rows: Tensor) -> "Statistics":
+        """From the ``moments`` of all sets of values, (n, 1 + 2 C)."""
+        count, mean, squares = _split(_joined(rows))
         return cls(mean, squares / count, count.squeeze(0))
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
@@ -146,6 +160,8 @@ class GlobalBatchNorm:
         """As that of the layer, for (B, C, ...)."""
         if self.layer.training and self.run is not None:
             return self.run.normalized(self, input)
+        if self.layer.training and isinstance(input, MicroBatched):
+            return self.in_lockstep(input)
         if not self.layer.training or _num_ranks(input) == 1:
             output: Tensor = type(self.layer).forward(self.layer, input)
             return output
@@ -153,12 +169,18 @@ class GlobalBatchNorm:
         self.record(statistics)
         return self.normalized(input, statistics)
 
+    def in_lockstep(self, x: MicroBatched) -> Tensor:
+        """For all micro-batches of this rank, each with the statistics of those of all ranks: rule 7 of the NOTE."""
+        *by_part, num_values = _StatisticsInLockstep.apply(x.lockstep, *x.parts)  # type: ignore[no-untyped-call]
+        means, variances = by_part[: len(x.parts)], by_part[len(x.parts) :]
+        self.record(Statistics(means[0], variances[0], num_values))
+        mean, var = (MicroBatched.of(parts, x.lockstep) for parts in (means, variances))
+        return self.normalized(x, Statistics(mean, var, num_values))
+
     def normalized(self, x: Tensor, statistics: Statistics) -> Tensor:
         """``x`` by the given statistics, scaled and shifted."""
         mean, var, _ = statistics
-        weight = torch.ones_like(mean) if self.layer.weight is None else self.layer.weight.to(mean.dtype)
-        bias = torch.zeros_like(mean) if self.layer.bias is None else self.layer.bias.to(mean.dtype)
-        output: Tensor = _Normalized.apply(x, mean, var, weight, bias, self.layer.eps)  # type: ignore[no-untyped-call]
+        output: Tensor = _normalized(x, mean, var, self.layer.weight, self.layer.bias, self.layer.eps)
         return output
 
     @torch.no_grad()
@@ -175,6 +197,14 @@ class GlobalBatchNorm:
                 share = 1 / layer.num_batches_tracked.to(mean.dtype)
         for running, value in ((layer.running_mean, mean), (layer.running_var, var * count / (count - 1))):
             running.mul_(1 - share).add_((share * value).to(running.dtype))
+
+
+@wrap_torch_function(lambda x, *others: (x,))
+def _normalized(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    weight = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+    bias = torch.zeros_like(mean) if bias is None else bias.to(mean.dtype)
+    output: Tensor = _Normalized.apply(x, mean, var, weight, bias, eps)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Normalized(torch.autograd.Function):
@@ -213,6 +243,33 @@ class _StatisticsOfRanks(torch.autograd.Function):
     def backward(ctx: Any, by_mean: Tensor, by_var: Tensor, _: Any) -> Tensor:
         x, *statistics = ctx.saved_tensors
         return Statistics(*statistics).input_gradient(x, _summed_over_ranks(torch.stack([by_mean, by_var])))
+
+
+class _StatisticsInLockstep(torch.autograd.Function):
+    """The mean and variance over the inputs of all micro-batches of all ranks, once for every micro-batch of this one.
+
+    All that is joined are the rows of all micro-batches in the order of their index, whoever has them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lockstep: Lockstep, *parts: Tensor) -> tuple[Tensor, ...]:
+        rows = torch.stack([moments(part) for part in parts])
+        statistics = Statistics.from_rows(lockstep.rows_of_all_ranks(rows))
+        ctx.lockstep = lockstep
+        ctx.save_for_backward(*parts, *statistics)
+        ctx.mark_non_differentiable(statistics.num_values)
+        copies = (one.clone() for one in statistics[:2] for _ in parts)
+        return *copies, statistics.num_values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *parts, mean, var, num_values = ctx.saved_tensors
+        by_mean, by_var = gradients[: len(parts)], gradients[len(parts) : -1]
+        rows = torch.stack([torch.cat(of_part) for of_part in zip(by_mean, by_var, strict=True)])
+        total = ctx.lockstep.rows_of_all_ranks(rows).sum(0).view(2, -1)
+        statistics = Statistics(mean, var, num_values)
+        return None, *(statistics.input_gradient(part, total) for part in parts)
 
 
 class _WithGradientByStatistics(torch.autograd.Function):
@@ -328,9 +385,8 @@ class _Block:
 
     def begin(self, inputs: Sequence[Any]) -> None:
         """Note all that later runs have to repeat."""
-        with _disable_current_modes():
-            self.seed = int(torch.empty((), dtype=torch.int64).random_())
-        kind = _device_of(inputs).type
+        self.seed = draw_seed()
+        kind = device_of(inputs).type
         self.precision = {
             "device_type": kind,
             "dtype": torch.get_autocast_dtype(kind),
@@ -358,7 +414,7 @@ class _Block:
 
     def run(self, number: int, piece: Sequence[Any], run: _Run) -> list[Tensor]:
         """The new tensors among the outputs for micro-batch ``number``; none where ``run`` ends at a layer."""
-        _seed(self.seed + number, _device_of(piece))
+        seed_generators(self.seed + number, device_of(piece))
         with torch.autocast(**self.precision), self._followed(run):
             try:
                 outputs = self.function(*tree_unflatten(piece, self.structure))
@@ -386,7 +442,7 @@ class _InMicroBatches(torch.autograd.Function):
     def forward(ctx: Any, block: _Block, num_inputs: int, *tensors: Any) -> tuple[Tensor, ...]:
         inputs = tensors[:num_inputs]
         block.begin(inputs)
-        with _own_random_numbers(inputs):
+        with own_random_numbers(device_of(inputs)):
             outputs, statistics = _outputs_of(block, block.pieces(inputs))
         ctx.block, ctx.num_inputs, ctx.num_statistics = block, num_inputs, len(statistics)
         ctx.set_materialize_grads(False)
@@ -405,7 +461,7 @@ class _InMicroBatches(torch.autograd.Function):
             inputs.insert(number, other)
         statistics = [Statistics(*saved[at : at + 3]) for at in range(cut, len(saved), 3)]
         backward = _Backward(ctx.block, ctx.block.pieces(inputs), gradients, statistics)
-        with _own_random_numbers(inputs):
+        with own_random_numbers(device_of(inputs)):
             for number in reversed(range(len(statistics))):
                 backward.find_gradient_by_statistics(number)
             wanted = ctx.needs_input_grad[2 : 2 + ctx.num_inputs]
@@ -544,22 +600,3 @@ def _length(piece: Sequence[Any]) -> int:
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one if other is None else one + other
-
-
-def _device_of(leaves: Sequence[Any]) -> torch.device:
-    return next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
-
-
-@contextmanager
-def _own_random_numbers(leaves: Sequence[Any]) -> Iterator[None]:
-    """What is drawn inside leaves the generators as they are."""
-    device = _device_of(leaves)
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        yield
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(seed)

@@ -63,6 +63,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from memsave_recipes.activations.lockstep import in_parts
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.plans.chain import TWICE
@@ -82,7 +83,8 @@ def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.M
     """
     layers = batchnorm_layers(modules)
     context_fn = partial(_contexts, layers) if layers else noop_context_fn
-    return _checkpoint(function, *inputs, context_fn=context_fn)
+    function, parts = in_parts(function, inputs)
+    return _checkpoint(function, *parts, context_fn=context_fn)
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Callable[[], Any]) -> Any:
@@ -277,7 +279,8 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
             has the same or ran twice: known limit.
         RuntimeError: in the backward, if it is the second one.
     """
-    first_run, second_run = _selective_contexts(list(modules), inputs)
+    function, parts = in_parts(function, inputs)
+    first_run, second_run = _selective_contexts(list(modules), tuple(parts))
 
     def run(*inputs: Any) -> Any:
         try:
@@ -286,7 +289,7 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
             first_run.leave()
             raise
 
-    return _checkpoint(run, *inputs, context_fn=lambda: (first_run, second_run))
+    return _checkpoint(run, *parts, context_fn=lambda: (first_run, second_run))
 
 
 @contextmanager

@@ -87,13 +87,14 @@ class VGG(nn.Module):
 def build_vgg(name: str, *, num_classes: int = 1000) -> VGG:
     """A VGG by its name: ``vgg11``, ``vgg13``, ``vgg16``, ``vgg19``, each also as ``..._bn``, or ``vgg_small``."""
     depth = name.removeprefix("vgg").removeprefix("_").removesuffix("_bn")
-    features = _convolutions(CONVOLUTIONS[depth], batch_norm=name.endswith("_bn"))
+    features = convolutions(CONVOLUTIONS[depth], batch_norm=name.endswith("_bn"))
     if depth == "small":
         return VGG(features, num_classes=num_classes, out_channels=64, pooled_size=4, hidden_size=128, dropout=0.2)
     return VGG(features, num_classes=num_classes)
 
 
-def _convolutions(widths: list[int | str], *, batch_norm: bool) -> nn.Sequential:
+def convolutions(widths: list[int | str], *, batch_norm: bool) -> nn.Sequential:
+    """The features of a VGG whose convolutions have these output channels, as in ``CONVOLUTIONS``."""
     layers: list[nn.Module] = []
     channels = 3
     for width in widths:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memsave_recipes.activations.lockstep import parts_of
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.profiling.breakdown import persistent_tensors
 
@@ -270,6 +271,6 @@ def _ends(root: nn.Module, name: str) -> Ends:
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            yield from parts_of([value])
         elif isinstance(value, list | tuple):
             yield from _tensors(value)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import Tensor, nn
 
@@ -241,7 +240,7 @@ class RunReport:
 
     def _forward_and_backward(self, micro_batch: Batch, loss_of: Callable[[Batch], Tensor]) -> None:
         with self.accelerator.no_sync(self.model):
-            loss_of(send_to_device(micro_batch, self.accelerator.device)).backward()
+            loss_of(self.batches.outside_of_steps(micro_batch)).backward()
 
     def _model_flops(self) -> dict[str, float]:
         total = sum(self.flops_per_sample.values())

@@ -186,13 +186,15 @@ class Run:
         order = SampleOrder(
             num_samples=len(dataset), global_batch_size=args.global_batch_size, seed=args.seed, drop_last=args.drop_last
         )
+        layout = args.layout(self.accelerator.num_processes)
         if args.batchnorm == "global":
-            check_share_of_every_rank(order, self.accelerator.num_processes)
+            check_share_of_every_rank(order, layout)
         self._batches = GlobalBatches(
             self.accelerator,
             dataset,
             order=order,
-            layout=args.layout(self.accelerator.num_processes),
+            layout=layout,
+            in_lockstep=args.in_lockstep,
             num_steps=0 if args.eval_only else args.max_steps or ceil(args.num_epochs * order.steps_per_epoch),
             seed=args.seed,
             num_workers=self.num_workers,
@@ -209,12 +211,13 @@ class Run:
             trained: the module around it that is trained, where that is another one.
 
         Raises:
-            InputError: ``--bitwise_topology`` and a model with BatchNorm; ``--batchnorm global`` and one without.
+            InputError: ``--bitwise_topology`` and a model with BatchNorm that is local; ``--batchnorm global`` and one
+                without.
         """
-        if self.args.bitwise_topology:
-            check_no_batchnorm(model)
         if self.args.batchnorm == "global":
             global_batchnorm(model)
+        elif self.args.bitwise_topology:
+            check_no_batchnorm(model)
         optimizer = make_optimizer(self.args, model, seed=self.args.seed)
         self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
         self._bare = model
@@ -228,7 +231,7 @@ class Run:
             task: with the loss of a micro-batch by the prepared model.
 
         Raises:
-            InputError: no such strategy, nothing fits, or a plan that compiles beside ``--bitwise_topology``.
+            InputError: no such strategy, nothing fits, or a plan beside ``--bitwise_topology`` that rounds otherwise.
             VerificationFailed: ``--verify`` found that the plan changes the step.
         """
         args, accelerator, batches, model = self.args, self.accelerator, self._batches, self._model
@@ -237,9 +240,12 @@ class Run:
             args, args, accelerator, self._bare, batches, model, loss_of, task=lambda: task, show=show_choice
         )
         if args.bitwise_topology and not self.planned.plan.is_bitwise:
+            does = "compiles, and rounds by the shapes that a rank has seen"
+            if self.planned.plan.micro_batch_size is not None:
+                does = "runs blocks in micro-batches by themselves, and adds their gradients in the order of a rank"
             raise InputError(
-                f"--bitwise_topology: the plan of --activation_checkpointing {args.activation_checkpointing} compiles, "
-                "and rounds by the shapes that a rank has seen: take a plan that does not"
+                f"--bitwise_topology: the plan of --activation_checkpointing {args.activation_checkpointing} {does}: "
+                "take a plan that does not"
             )
         self._handle = apply_plan(self._bare, self.planned.plan)
         self._equivalence = verify_plan(args.verify, accelerator, model, self._handle, batches, loss_of)

@@ -158,7 +158,7 @@ class RunArguments(TrackerArguments):
                 f"which contradicts --activation_checkpointing {self.activation_checkpointing}: give one of them"
             )
         self._check_micro_batch_size()
-        is_full = self.gradient_checkpointing or (self.is_cut_in_blocks and not self.eval_only)
+        is_full = self.gradient_checkpointing or (self.joins_micro_batches and not self.eval_only)
         self.activation_checkpointing = self.activation_checkpointing or ("full" if is_full else "none")
         self.verify = VERIFY_WORDS.get(self.verify.lower(), self.verify)
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
@@ -205,9 +205,19 @@ class RunArguments(TrackerArguments):
             raise InputError("--batchnorm global cannot be compiled: take full, or budget")
 
     @property
+    def joins_micro_batches(self) -> bool:
+        """Whether BatchNorm joins several micro-batches of a rank, so that the feature maps of all of them live."""
+        return self.batchnorm == "global" and isinstance(self.micro_batch_size, int)
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether one forward takes all micro-batches of a rank, in lockstep, and not as one large batch."""
+        return self.batchnorm == "global" and self.bitwise_topology
+
+    @property
     def is_cut_in_blocks(self) -> bool:
         """Whether blocks cut a rank's share into micro-batches, and not the training loop."""
-        return self.batchnorm == "global" and isinstance(self.micro_batch_size, int)
+        return self.joins_micro_batches and not self.bitwise_topology
 
     def micro_batch_of_blocks(self, layout: BatchLayout) -> int | None:
         """The samples that a block takes at once under ``--batchnorm global``; ``None`` if that is a rank's share."""
@@ -247,10 +257,10 @@ class RunArguments(TrackerArguments):
             )
         if self.sync_batchnorm:
             raise InputError("--bitwise_topology: --sync_batchnorm normalises over the ranks: leave one of them out")
-        if self.batchnorm == "global":
+        if self.in_lockstep and self.searches:
             raise InputError(
-                "--bitwise_topology: --batchnorm global adds the gradients of micro-batches in its blocks, in another "
-                "order: leave one of them out"
+                f"--bitwise_topology and --batchnorm global: --activation_checkpointing {strategy} is not measured for "
+                "micro-batches in lockstep: take full, none, or another plan by its name"
             )
 
     @property

@@ -26,6 +26,8 @@ With ``--bitwise_topology`` the result has the same bits on any number of ranks,
 9. *Sums.* Gradients are added in one tree over i, and not divided: NOTE [ the tree of sums ] in ``tree_sum.py``. The
    norm, clipping and the optimizer then see equal bits. Losses are rounded once, after an exact sum over all i.
 10. *Dropout* is seeded by (seed, step, i).
+11. *BatchNorm* joins the micro-batches of all ranks where ``--batchnorm global`` is given too. One forward then takes
+    all micro-batches of a rank, in lockstep and without padding: NOTE [ lockstep ] in ``activations/lockstep.py``.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +42,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
+from memsave_recipes.activations.lockstep import Lockstep, MicroBatched
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
 from memsave_recipes.training.batch_layout import (
     BatchLayout,
@@ -69,6 +72,7 @@ class GlobalBatches:
             that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
         first_step: where the run begins.
         num_workers: processes that load data.
+        in_lockstep: whether one forward takes all micro-batches of a rank, by rule 11; for an ``IndexedLayout``.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class GlobalBatches:
         collate_fn: Callable[[list[Any]], Batch] = default_collate,
         first_step: int = 0,
         num_workers: int = 0,
+        in_lockstep: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.order = order
@@ -94,6 +99,7 @@ class GlobalBatches:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.num_workers = num_workers
+        self.in_lockstep = in_lockstep
         self._tree_sum = TreeSum()
 
     @property
@@ -131,21 +137,24 @@ class GlobalBatches:
     def _make_batch(self, *, num_samples: int, **parts: Any) -> "GlobalBatch":
         if not isinstance(self.layout, IndexedLayout):
             return GlobalBatch(num_samples=num_samples, **parts)
-        return IndexedGlobalBatch(
-            num_samples=num_samples,
-            indices=self.layout.indices(num_samples)[self._rank],
-            blocks=self.layout.blocks(num_samples),
-            tree_sum=self._tree_sum,
-            **parts,
-        )
+        parts |= {"num_samples": num_samples, "tree_sum": self._tree_sum, "blocks": self.layout.blocks(num_samples)}
+        parts |= {"indices": self.layout.indices(num_samples)[self._rank]}
+        return LockstepGlobalBatch(rank=self._rank, **parts) if self.in_lockstep else IndexedGlobalBatch(**parts)
+
+    def outside_of_steps(self, micro_batch: Batch) -> Batch:
+        """A micro-batch on the device as a forward takes it that is no part of a step: one for each rank."""
+        on_device: Batch = send_to_device(micro_batch, self.accelerator.device)
+        if not self.in_lockstep:
+            return on_device
+        ranks = range(self.layout.num_processes)
+        return micro_batched([on_device], Lockstep([[range(rank, rank + 1)] for rank in ranks], self._rank))
 
     def largest_micro_batch(self, size: int) -> Batch:
         """``size`` samples on the device; the longest, where the data set has a ``longest(count)``."""
         count = min(size, self.order.num_samples)
         longest = self.dataset.longest(count) if hasattr(self.dataset, "longest") else range(count)
         samples = [self.dataset[SampleKey(index)] for index in longest]
-        batch: Batch = send_to_device(self.collate_fn(samples), self.accelerator.device)
-        return batch
+        return self.outside_of_steps(self.collate_fn(samples))
 
     @property
     def _rank(self) -> int:
@@ -283,6 +292,44 @@ class IndexedGlobalBatch(GlobalBatch):
     @property
     def _divisor(self) -> int:
         return 1
+
+
+@dataclass(kw_only=True)
+class LockstepGlobalBatch(IndexedGlobalBatch):
+    """An ``IndexedGlobalBatch`` of which one forward takes all micro-batches of this rank: rule 11."""
+
+    rank: int
+
+    def forwards(self, model: nn.Module) -> Iterator[Batch]:
+        """Once: the micro-batches without padding, as ``MicroBatched`` tensors on the device."""
+        lockstep = Lockstep(self.blocks, self.rank)
+        self._losses.clear()
+        self.tree_sum.begin(model, self.blocks, lockstep.sums)
+        self._seed_dropout(0)
+        counted = self.micro_batches[: len(lockstep.indices)]
+        yield micro_batched(send_to_device(counted, self.accelerator.device, non_blocking=True), lockstep)
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """As of ``GlobalBatch``, of all micro-batches; leaves the sum over all ranks on the parameters.
+
+        Args:
+            loss_sum: ``MicroBatched``.
+        """
+        assert isinstance(loss_sum, MicroBatched)
+        GlobalBatch.backward(self, loss_sum)
+        parts = [self._weighted(part.detach()) for part in loss_sum.parts]
+        self.loss = torch.stack(parts).sum()
+        self._losses = parts + [torch.zeros_like(parts[0])] * self.indices.count(None)
+        self.tree_sum.finish()
+
+    def _position(self, index: int) -> tuple[int | None, ...]:
+        """The step's alone: the index of a micro-batch is part of rule 4 of NOTE [ lockstep ]."""
+        return ()
+
+
+def micro_batched(micro_batches: list[Batch], lockstep: Lockstep) -> Batch:
+    """Those of ``lockstep``, as one."""
+    return {key: MicroBatched.of([one[key] for one in micro_batches], lockstep) for key in micro_batches[0]}
 
 
 def make_loader(

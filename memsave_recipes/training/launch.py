@@ -64,7 +64,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
 """The process group gives up, without naming a rank, this long after the limit at which missing ranks are named."""
@@ -314,21 +314,22 @@ def check_no_batchnorm(model: nn.Module) -> None:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise InputError(
             f"--bitwise_topology: {names[0]}{more} are BatchNorm layers, whose running statistics follow the "
-            "micro-batches of one rank: take a model without BatchNorm"
+            "micro-batches of one rank: add --batchnorm global, or take a model without BatchNorm"
         )
 
 
-def check_share_of_every_rank(order: SampleOrder, num_processes: int) -> None:
+def check_share_of_every_rank(order: SampleOrder, layout: BatchLayout) -> None:
     """Refuse a step in which a rank has padding alone, whose values would count in ``--batchnorm global``.
 
     Raises:
         InputError: the last step of an epoch is such a one.
     """
     num_samples = order.num_samples_in(order.steps_per_epoch - 1)
-    if num_samples < num_processes:
+    if not all(any(micro_batches) for micro_batches in layout.micro_batches(num_samples)):
+        of_size = f" in micro-batches of {layout.micro_batch_size}" if isinstance(layout, IndexedLayout) else ""
         raise InputError(
-            f"--batchnorm global: the last step of an epoch has {num_samples} samples for {num_processes} ranks, and "
-            "padding would count in the statistics: add --drop_last"
+            f"--batchnorm global: the last step of an epoch has {num_samples} samples{of_size} for "
+            f"{layout.num_processes} ranks, and padding would count in the statistics: add --drop_last"
         )
 
 

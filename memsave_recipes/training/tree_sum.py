@@ -14,7 +14,9 @@ NOTE [ the tree of sums ]
 4. *Order of collectives.* The sums of a bucket are made when the next one is ready, in the one thread that runs the
    hooks of DDP, in the order of its buckets; that is the same on all ranks. Two buckets are under way at most.
 5. *Not divided.* DDP leaves the division by the number of ranks to the hook. It is not exact for 3, and there is none.
-6. *Why a tree.* Sums of 64-bit integers on a grid for each tensor are exact in any order, but the grid has to be agreed
+6. *In lockstep* (``LockstepGlobalBatch``) one backward takes all micro-batches of a rank, and gives the sums of its
+   ranges, the last one as the gradients of the parameters: rule 2 of NOTE [ lockstep ] in ``activations/lockstep.py``.
+7. *Why a tree.* Sums of 64-bit integers on a grid for each tensor are exact in any order, but the grid has to be agreed
    before the largest gradient is known. Of 12 gradients whose sizes vary by e^4, the median relative error against
    float64 was 5e-8 for the tree; for integers 2e-8 on the best grid, and 1e-3 on one with 20 bits to spare. Integers
    took 5 times as long (one CPU thread), and take twice the bytes.
@@ -85,13 +87,21 @@ class TreeSum:
         self._stack: list[tuple[int, Gradients]] = []
         self._exchange: _Exchange | None = None
 
-    def begin(self, model: nn.Module, blocks: Blocks) -> None:
-        """Begin a step with the micro-batches of ``blocks``; every rank has as many backwards as the one with most."""
+    def begin(self, model: nn.Module, blocks: Blocks, sums: Sequence[tuple[int, Gradients]] | None = None) -> None:
+        """Begin a step with the micro-batches of ``blocks``; every rank has as many backwards as the one with most.
+
+        Args:
+            sums: where one backward takes all micro-batches of this rank: those over all its ranges but the last one,
+                with their lengths; the backward fills them in, and leaves the gradient over the last one.
+        """
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._stack = []
+        self._stack = list(sums or [])
         self._exchange = None
         if isinstance(model, DistributedDataParallel):
-            self._exchange = _Exchange(blocks, dist.get_rank(), self._stack)
+            rank = dist.get_rank()
+            counts = [sum(map(len, of_rank)) for of_rank in blocks]
+            ends_in_padding = sums is None and counts[rank] < max(counts)
+            self._exchange = _Exchange(blocks, rank, self._stack, ends_in_padding)
             if model.reducer not in self._reducers:  # --verify gives a model another one for a while
                 model.register_comm_hook(None, self._hook)
                 self._reducers.add(model.reducer)
@@ -166,12 +176,14 @@ class _Exchange:
     """The buckets of one step between the ranks: rules 3 and 4.
 
     Args:
-        stack: the sums of this rank without its last micro-batch, which is in the buckets.
+        stack: the sums of this rank without those in the buckets, which come from its last backward.
+        ends_in_padding: whether that was of a padding micro-batch.
     """
 
     blocks: Blocks
     rank: int
     stack: list[tuple[int, Gradients]]
+    ends_in_padding: bool
     _arriving: _Transfer | None = None
     _returning: _Transfer | None = None
     _holders: list[list[bool]] = field(init=False)
@@ -242,8 +254,8 @@ class _Exchange:
     def _subtrees(self, bucket: GradBucket) -> list[Tensor]:
         """The sums of this rank's blocks in the order of the bucket, each (n,); the last one in its own buffer."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
-        if sum(map(len, self.blocks[self.rank])) < max(sum(map(len, of_rank)) for of_rank in self.blocks):
-            return [self._laid_out(bucket, gradients) for _, gradients in self.stack]  # after a padding micro-batch
+        if self.ends_in_padding:
+            return [self._laid_out(bucket, gradients) for _, gradients in self.stack]
         joined = 0
         while joined < len(self.stack) and self.stack[-1 - joined][0] == 1 << joined:
             joined += 1

@@ -24,12 +24,13 @@ FLAGS = {"image_classification": IMAGES, "language_modeling": TEXT, "text_classi
 MEASURED = ("perf/", "memory/", "result/perf", "result/memory")  # by the clock, or by the life
 
 
-def launch(recipe, config, *flags, folder, precision="no", num_ranks=None):
-    """``accelerate launch`` as people type it, with a process group of its own."""
+def launch(recipe, config, *flags, folder, precision="no", num_ranks=None, common=None):
+    """``accelerate launch`` as people type it, with a process group of its own; ``common`` in place of ``FLAGS``."""
     command = [Path(sys.executable).with_name("accelerate"), "launch"]
     command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--mixed_precision", precision]
     command += ["--num_processes", num_ranks] if num_ranks else []
-    words = [*FLAGS[recipe], "--report_to", "none", "--output_dir", folder, "--dataloader_num_workers", "2", *flags]
+    common = FLAGS[recipe] if common is None else common
+    words = [*common, "--report_to", "none", "--output_dir", folder, "--dataloader_num_workers", "2", *flags]
     return subprocess.Popen(
         [str(word) for word in [*command, ROOT / "recipes" / f"{recipe}.py", *words]],
         cwd=ROOT,

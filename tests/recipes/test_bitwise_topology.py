@@ -30,7 +30,9 @@ WORKS = {
         ["--model_type", "llama", "--config_overrides", f"{WIDTH},num_key_value_heads=2", "--loss", "chunked"],
     ),
     "vit": ("image_classification", ["--augmentation", "digits"]),
+    "densenet": ("image_classification", ["--augmentation", "digits"]),
 }
+COMMON = {"densenet": ["--model", "densenet_small", "--batchnorm", "global", "--logging_steps", "1"]}
 OPTIMIZERS = {"adamw": ["--learning_rate", "1e-3"], "sgd": ["--optimizer", "sgd", "--learning_rate", "0.05"]}
 
 
@@ -46,7 +48,8 @@ def start(work, num_ranks, *flags, folder, precision="no"):
     recipe, own = WORKS[work]
     config = "cpu" if num_ranks == 1 else "cpu_ddp"
     words = [*own, "--logging_steps", "1", "--max_grad_norm", "0.5", *flags]
-    return launch(recipe, config, *words, folder=folder, precision=precision, num_ranks=num_ranks)
+    options = {"precision": precision, "num_ranks": num_ranks, "common": COMMON.get(work)}
+    return launch(recipe, config, *words, folder=folder, **options)
 
 
 def run(*args, **options):
@@ -84,6 +87,17 @@ def test_two_ranks_and_then_three(tmp_path):
     assert "going on as 14 samples = 7 micro-batches of 2, on 3 ranks in 3 accumulation steps: bit-exact" in output
     assert "going on after 5 steps" in output
     assert_the_same_bits(resumed, straight, 10)
+
+
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_two_ranks_prove_a_plan_and_have_the_bits_of_one(tmp_path, precision):
+    """Of 5 micro-batches, the last one of 2 samples, which BatchNorm joins; ``--verify`` runs a step twice before."""
+    flags = ["--global_batch_size", "14", "--max_steps", "2", "--save_every", "2", "--verify"]
+    for num_ranks in (1, 2):
+        output = run("densenet", num_ranks, *flags, *BITS, "3", folder=tmp_path / str(num_ranks), precision=precision)
+        assert "--verify: one global batch, without the plan and with it" in output
+        assert "full: 17 of 17 blocks recomputed" in output
+    assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
 
 
 CELLS = list(product(WORKS, OPTIMIZERS, ["no", "bf16"], [1, 2, 3, 4, 5]))
@@ -134,6 +148,7 @@ def test_every_cell_killed(on_one_rank, tmp_path, work, optimizer, precision, si
     assert_the_same_bits(folder, expected, 50)
 
 
+BUDGET = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"]
 SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "14", "--max_steps", "3"]
 
 
@@ -148,6 +163,10 @@ SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_
         ),
         ([*BITS[1:], "2", "--sync_batchnorm"], "--sync_batchnorm normalises over the ranks"),
         ([*BITS[1:], "14", "--optimizer_in_backward", "--max_grad_norm", "0"], "--bitwise_topology adds up all"),
+        (
+            [*BITS[1:], "2", "--batchnorm", "global", *BUDGET],
+            "budget:bitwise is not measured for micro-batches in lockstep",
+        ),
         ([*BITS[1:], "2", "--model", "densenet_small"], "are BatchNorm layers, whose running statistics follow"),
     ],
 )

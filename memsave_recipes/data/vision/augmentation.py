@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import wrap_torch_function
 
 from memsave_recipes.errors import packages_of
 
@@ -101,6 +102,13 @@ def warp(images: Tensor, affine: Tensor) -> Tensor:
         return warp_affine(images, affine.to(images), dsize=(images.shape[-2], images.shape[-1]))
 
 
+def _images_of(
+    images: Tensor, affine: Tensor | None, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
+) -> tuple[Tensor]:
+    return (images,)
+
+
+@wrap_torch_function(_images_of)  # micro-batches in lockstep: the whole function for each of them
 def to_pixel_values(
     images: Tensor, affine: Tensor | None, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:

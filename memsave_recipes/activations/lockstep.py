@@ -1,0 +1,244 @@
+"""Several micro-batches in lockstep: every operator runs on each of them before the next operator begins.
+
+NOTE [ lockstep ]
+1. A ``MicroBatched`` tensor stands for one tensor of each micro-batch. The model is called once; torch hands every
+   function that is given such a tensor to ``__torch_function__``, which calls it for one micro-batch after the other.
+   So no operator sees how many there are, and its bits do not depend on it; a layer that joins them has them all.
+2. *Parameters.* Each micro-batch computes with a view of its own of a parameter. The backward of the view takes the
+   gradient and adds it to those before it: two gradients make one as soon as both halves of a subtree over the
+   index are there, so that the order of arrival changes no bit. The last range of the rank becomes the gradient of
+   the parameter, and those before it are in ``Lockstep.sums``: NOTE [ the tree of sums ] in ``training/tree_sum.py``.
+3. *Activations.* Autograd runs the nodes of a graph in the reverse order of their creation. So the gradients of a
+   tensor that is used several times are added in an order that does not depend on the other micro-batches.
+4. *Random numbers.* Before a function runs, a number is drawn, the same on all ranks. Together with the index of the
+   micro-batch it is the seed of all that the function draws.
+5. *Lengths.* A function that returns another number for another micro-batch, such as ``x.shape`` where the last one is
+   short, has no answer for all of them, and is refused.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from memsave_recipes.errors import InputError
+
+NO_VALUES = torch.empty(0)
+
+
+class MicroBatched(Tensor):
+    """The tensors of several micro-batches, ``parts``, on each of which every function runs by itself."""
+
+    parts: list[Tensor]
+    lockstep: "Lockstep"
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor], lockstep: "Lockstep") -> "MicroBatched":
+        """One for each of ``lockstep.indices``."""
+        whole: MicroBatched = Tensor._make_subclass(cls, NO_VALUES)
+        whole.parts, whole.lockstep = list(parts), lockstep
+        return whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """``func`` on every micro-batch.
+
+        Raises:
+            InputError: rule 5, or the function takes a tensor that was computed from parameters alone.
+        """
+        leaves, structure = tree_flatten((args, kwargs or {}))
+        lockstep = next(leaf.lockstep for leaf in leaves if isinstance(leaf, cls))
+        return lockstep.run(func, leaves, structure)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Of all micro-batches together."""
+        torch.autograd.backward(self.parts)
+
+
+@dataclass(eq=False)
+class Lockstep:
+    """The micro-batches of one step, on all ranks.
+
+    Attributes:
+        blocks: for every rank the ranges of the indices of its micro-batches, ascending; each is a whole subtree.
+        rank: this one.
+        sums: of the gradients of this rank's ranges but the last one, by parameter, each with the length of its range;
+            complete after the backward.
+    """
+
+    blocks: list[list[range]]
+    rank: int
+    sums: list[tuple[int, dict[Tensor, Tensor]]] = field(init=False)
+    _views: dict[Tensor, list[Tensor]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sums = [(len(block), {}) for block in self.blocks[self.rank][:-1]]
+
+    @property
+    def indices(self) -> list[int]:
+        """Of this rank's micro-batches."""
+        return _indices(self.blocks[self.rank])
+
+    def run(self, function: Callable[..., Any], leaves: Sequence[Any], structure: TreeSpec) -> Any:
+        """The results of ``function`` for every micro-batch, its tensors as ``MicroBatched``."""
+        results = []
+        with _seeds(function, leaves) as seed:
+            for number, index in enumerate(self.indices):
+                seed(index)
+                args, kwargs = tree_unflatten([self._of(leaf, number, function) for leaf in leaves], structure)
+                results.append(function(*args, **kwargs))
+        flat, structures = zip(*map(tree_flatten, results), strict=True)
+        return tree_unflatten([self._together(one, function) for one in zip(*flat, strict=True)], structures[0])
+
+    def rows_of_all_ranks(self, rows: Tensor) -> Tensor:
+        """(N, n), in the order of the index, of this rank's (k, n), one for each micro-batch."""
+        if len(self.blocks) == 1:
+            return rows
+        indices = [_indices(blocks) for blocks in self.blocks]
+        own = rows.new_zeros(max(map(len, indices)), rows.shape[1])
+        own[: len(rows)] = rows
+        gathered = [torch.empty_like(own) for _ in self.blocks]
+        dist.all_gather(gathered, own)
+        by_index = {i: gathered[rank][at] for rank, of_rank in enumerate(indices) for at, i in enumerate(of_rank)}
+        return torch.stack([by_index[index] for index in sorted(by_index)])
+
+    def _of(self, leaf: Any, number: int, function: Callable[..., Any]) -> Any:
+        """An argument as the micro-batch with this number has it."""
+        if isinstance(leaf, MicroBatched):
+            return leaf.parts[number]
+        if not isinstance(leaf, Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
+            return leaf
+        if not leaf.is_leaf:
+            raise InputError(
+                f"batchnorm global: {_name(function)} takes a tensor that the model computes from its parameters "
+                "alone, which cannot run in lockstep: take batchnorm global without the bitwise topology"
+            )
+        if leaf not in self._views:
+            total = _GradientSum(leaf, self.sums, len(self.indices))
+            self._views[leaf] = [_View.apply(leaf, total, index) for index in self.indices]  # type: ignore[no-untyped-call]
+        return self._views[leaf][number]
+
+    def _together(self, values: Sequence[Any], function: Callable[..., Any]) -> Any:
+        if isinstance(values[0], Tensor):
+            return MicroBatched.of(values, self)
+        if any(value != values[0] for value in values[1:]):
+            raise InputError(
+                f"batchnorm global: {_name(function)} differs between micro-batches, whose last one may be short, so "
+                "they cannot run in lockstep: take a global batch that the micro-batch size divides, and drop a "
+                "shorter one at the end of an epoch"
+            )
+        return values[0]
+
+
+def parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``tensors``, and in place of a ``MicroBatched`` one its parts: those that have memory."""
+    return [part for one in tensors for part in (one.parts if isinstance(one, MicroBatched) else [one])]
+
+
+def in_parts(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """``function`` and ``inputs`` as a function of plain tensors, for whoever keeps the inputs for a second run."""
+    if not any(isinstance(one, MicroBatched) for one in inputs):
+        return function, list(inputs)
+    locksteps = [one.lockstep if isinstance(one, MicroBatched) else None for one in inputs]
+
+    def run(*parts: Any) -> Any:
+        rest = iter(parts)
+        wholes = (one and MicroBatched.of([next(rest) for _ in one.indices], one) for one in locksteps)
+        return function(*(next(rest) if whole is None else whole for whole in wholes))
+
+    return run, parts_of(inputs)
+
+
+class _View(torch.autograd.Function):
+    """A parameter as one micro-batch uses it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, total: "_GradientSum", index: int) -> Tensor:
+        ctx.total, ctx.index = total, index
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        return ctx.total.take(ctx.index, gradient), None, None
+
+
+@dataclass(eq=False)
+class _GradientSum:
+    """The gradients of a parameter by this rank's micro-batches: rule 2."""
+
+    parameter: Tensor
+    sums: list[tuple[int, dict[Tensor, Tensor]]]
+    num_missing: int
+    subtrees: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """By length and start."""
+
+    def take(self, index: int, gradient: Tensor) -> Tensor | None:
+        """The sum of the last range, once all gradients are there."""
+        start, length = index, 1
+        while (sibling := self.subtrees.pop((length, start ^ length), None)) is not None:
+            gradient = gradient + sibling
+            start, length = start & ~length, 2 * length
+        self.subtrees[length, start] = gradient
+        self.num_missing -= 1
+        if self.num_missing:
+            return None
+        *earlier, last = (self.subtrees[key] for key in sorted(self.subtrees, key=lambda key: key[1]))
+        for (_, by_parameter), total in zip(self.sums, earlier, strict=True):
+            by_parameter[self.parameter] = total
+        return last
+
+
+def _indices(blocks: Sequence[range]) -> list[int]:
+    return [index for block in blocks for index in block]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(getattr(function, "__self__", function), "__name__", str(function))
+
+
+def device_of(leaves: Sequence[Any]) -> torch.device:
+    """Of the first tensor."""
+    return next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def own_random_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn inside leaves the generators as they are."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Those of the host and of ``device``."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def draw_seed() -> int:
+    """Of the host's generator."""
+    with _disable_current_modes():
+        return int(torch.empty((), dtype=torch.int64).random_())
+
+
+@contextmanager
+def _seeds(function: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Callable[[int], None]]:
+    """Seeds the generators for a micro-batch by its index: rule 4; an attribute draws nothing."""
+    if getattr(function, "__name__", "") == "__get__":
+        yield lambda index: None
+        return
+    device = next(leaf.parts[0].device for leaf in leaves if isinstance(leaf, MicroBatched))
+    seed = draw_seed()
+    with own_random_numbers(device):
+        yield lambda index: seed_generators(seed + index, device)

@@ -1,0 +1,220 @@
+"""``--bitwise_topology`` with ``--batchnorm global``: the bits of one rank, and the numbers of one undivided batch."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations.global_batchnorm import global_batchnorm
+from memsave_recipes.activations.lockstep import Lockstep, MicroBatched
+from memsave_recipes.data.vision.augmentation import to_pixel_values
+from memsave_recipes.errors import InputError
+from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.models.convnets import build_densenet, build_vgg
+from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.launch import check_share_of_every_rank
+from memsave_recipes.training.optimizers import StepLosses, clip_gradients, make_optimizer
+
+GLOBAL_BATCH_SIZE, NUM_SAMPLES, NUM_STEPS = 11, 19, 3  # the second step has 8 samples
+SIZE = 32
+RANKS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Images(torch.utils.data.Dataset):
+    """Of noise, each moved by a map of its own."""
+
+    def __getitem__(self, key: Any) -> dict[str, Tensor]:
+        random = torch.Generator().manual_seed(key.index)
+        image = torch.randint(256, (3, SIZE, SIZE), generator=random, dtype=torch.uint8)
+        affine = torch.eye(2, 3) + 0.1 * torch.randn(2, 3, generator=random)
+        return {"images": image, "affine": affine, "labels": torch.tensor(key.index % 10 if key.counted else -100)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained; the number of ranks is no part of it."""
+
+    model: str
+    micro_batch_size: int = 2
+    global_batch_size: int = GLOBAL_BATCH_SIZE
+    strategy: str = "none"
+    optimizer: str = "sgd"
+    learning_rate: float = 0.01
+    dtype: torch.dtype = torch.float32
+    autocasts: bool = False
+    has_dropout: bool = True
+    drops_last: bool = False
+    is_bitwise: bool = True
+
+
+@dataclass
+class Outcome:
+    """All that must have the same bits."""
+
+    state: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: list[Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def make_model(run: Run) -> nn.Module:
+    torch.manual_seed(0)
+    if run.model == "resnet":
+        sizes = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 1]}
+        model: nn.Module = ResNetForImageClassification(ResNetConfig(num_labels=10, **sizes))
+    else:
+        model = (build_vgg if run.model.startswith("vgg") else build_densenet)(run.model, num_classes=10)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and not run.has_dropout:
+            module.p = 0.0
+    return model.to(run.dtype).train()
+
+
+def loss_of(model: nn.Module, run: Run, batch: dict[str, Tensor]) -> Tensor:
+    pixels = to_pixel_values(batch["images"], batch["affine"], mean=[0.5] * 3, std=[0.5] * 3, dtype=run.dtype)
+    with torch.autocast("cpu", torch.bfloat16) if run.autocasts else nullcontext():
+        output = model(pixels)
+    logits = getattr(output, "logits", output)
+    logits = logits if run.dtype is torch.float64 else logits.float()
+    return F.cross_entropy(logits, batch["labels"], reduction="sum", ignore_index=IGNORED_LABEL)
+
+
+def train(accelerator: Accelerator, run: Run) -> Outcome:
+    """A recipe's loop."""
+    optim = OptimizerArguments(optimizer=run.optimizer, learning_rate=run.learning_rate, max_grad_norm=0.5)
+    bare = make_model(run)
+    global_batchnorm(bare)
+    optimizer = make_optimizer(optim, bare)
+    model, optimizer = accelerator.prepare(bare, optimizer)
+    order = SampleOrder(
+        num_samples=NUM_SAMPLES, global_batch_size=run.global_batch_size, seed=3, drop_last=run.drops_last
+    )
+    layout = IndexedLayout.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
+    if not run.is_bitwise:
+        layout = BatchLayout.of(run.global_batch_size, None, accelerator.num_processes)
+    batches = GlobalBatches(
+        accelerator, Images(), order=order, layout=layout, num_steps=NUM_STEPS, seed=3, in_lockstep=run.is_bitwise
+    )
+    losses = StepLosses(accelerator, order, skips=0, exact=run.is_bitwise)
+    outcome = Outcome()
+    with apply_plan(bare, plan_blocks(bare, run.strategy)):
+        for batch in batches:
+            for micro_batch in batch.forwards(model):
+                batch.backward(loss_of(model, run, micro_batch))
+            norm = clip_gradients(optim, accelerator, model)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.add(batch, norm)
+            outcome.norms.append(norm.item())
+    outcome.losses = losses.state_dict()["losses"]
+    outcome.state = {name: tensor.detach().clone() for name, tensor in bare.state_dict().items()}
+    outcome.optimizer = [leaf for leaf in tree_leaves(optimizer.state_dict()["state"]) if isinstance(leaf, Tensor)]
+    return outcome
+
+
+Train = Callable[[Run, int], Outcome]
+
+
+@pytest.fixture(scope="module")
+def trained(run_on_ranks: Callable[..., list[Any]]) -> Train:
+    """The outcome on so many ranks, which all have the same; each run once."""
+
+    @cache
+    def on(run: Run, num_ranks: int) -> Outcome:
+        ranks = run_on_ranks(partial(train, run=run), num_ranks)
+        for other in ranks[1:]:
+            assert differences(other, ranks[0]) == []
+        return ranks[0]
+
+    return on
+
+
+def differences(outcome: Outcome, expected: Outcome) -> list[str]:
+    """What has other bits."""
+    found = [name for name, tensor in expected.state.items() if not torch.equal(outcome.state[name], tensor)]
+    pairs = zip(outcome.optimizer, expected.optimizer, strict=True)
+    found += [f"state {number}" for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
+    return found + [name for name in ("losses", "norms") if getattr(outcome, name) != getattr(expected, name)]
+
+
+RUNS = {
+    "vgg": Run(model="vgg_small_bn"),
+    "vgg full": Run(model="vgg_small_bn", strategy="full", micro_batch_size=1),
+    "vgg selective": Run(model="vgg_small_bn", strategy="selective", optimizer="adamw"),
+    "vgg autocast": Run(model="vgg_small_bn", strategy="segments:2", autocasts=True),
+    "densenet": Run(model="densenet_small", optimizer="adamw"),
+    "densenet bottleneck": Run(model="densenet_small", strategy="bottleneck"),
+    "resnet": Run(model="resnet", strategy="every:2", global_batch_size=10, drops_last=True),
+}
+
+
+CELLS = [
+    pytest.param(name, num_ranks, marks=[] if num_ranks == 3 or name == "densenet" else pytest.mark.slow)
+    for name in RUNS
+    for num_ranks in RANKS[1:]
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), CELLS)
+def test_the_bits_of_one_rank(trained: Train, name: str, num_ranks: int) -> None:
+    """In steps of 6, 4 and 6 micro-batches, the last of 1 sample; of 3 ranks each has one or two."""
+    outcome, expected = trained(RUNS[name], num_ranks), trained(RUNS[name], 1)
+    assert len(outcome.losses) == len(outcome.norms) == NUM_STEPS
+    assert differences(outcome, expected) == []
+
+
+EXACT = {
+    "dtype": torch.float64,
+    "has_dropout": False,
+    "global_batch_size": 10,
+    "learning_rate": 1e-3,
+    "drops_last": True,
+}
+
+
+@pytest.mark.parametrize(("model", "strategy"), [("densenet_small", "full"), ("resnet", "none")])
+def test_the_numbers_of_one_undivided_batch(trained: Train, model: str, strategy: str) -> None:
+    outcome = trained(Run(model=model, strategy=strategy, **EXACT), 1)
+    expected = trained(Run(model=model, is_bitwise=False, **EXACT), 1)
+    for name, tensor in expected.state.items():
+        assert (outcome.state[name] - tensor).double().norm() <= 1e-12 * tensor.double().norm(), name
+
+
+def test_another_length_is_refused_where_a_model_reads_it() -> None:
+    lockstep = Lockstep([[range(2)]], 0)
+    images = MicroBatched.of([torch.randn(2, 3), torch.randn(1, 3)], lockstep)
+    assert images.flatten(1).parts[1].shape == (1, 3)
+    with pytest.raises(InputError, match="so they cannot run in lockstep: take a global batch"):
+        images.size(0)
+
+
+def test_tensors_made_of_parameters_alone_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    images = MicroBatched.of([torch.randn(2, 3)], Lockstep([[range(1)]], 0))
+    with pytest.raises(InputError, match="mul takes a tensor that the model computes from its parameters"):
+        images * (2 * weight)
+
+
+def test_a_step_with_a_rank_of_padding_alone_is_refused() -> None:
+    order = SampleOrder(num_samples=15, global_batch_size=10, seed=3)
+    check_share_of_every_rank(order, IndexedLayout.of(10, 3, 2))
+    with pytest.raises(InputError, match="has 5 samples in micro-batches of 3 for 3 ranks, and padding would count"):
+        check_share_of_every_rank(order, IndexedLayout.of(10, 3, 3))
+
+
+def test_without_the_flag_they_differ(trained: Train) -> None:
+    usual = Run(model="vgg_small_bn", is_bitwise=False)
+    assert "losses" in differences(trained(usual, 3), trained(usual, 1))
