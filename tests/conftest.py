@@ -1,4 +1,5 @@
-"""Small models of every kind that the recipes train, with a batch and a loss for each; forked runs: ``nursery.py``."""
+"""Small models of every kind that the recipes train, with a batch and a loss for each; forked runs: ``nursery.py``;
+finished runs as the comparison reads them, and a browser: ``finished_runs.py``."""
 
 import os
 import sys
@@ -29,7 +30,7 @@ from transformers import (
 from memsave_recipes.models.image_classifiers import MODELS
 
 sys.path.append(str(Path(__file__).parent))
-pytest_plugins = ["nursery"]
+pytest_plugins = ["nursery", "finished_runs"]
 
 
 @dataclass
