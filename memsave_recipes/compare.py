@@ -496,7 +496,7 @@ def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonR
         name=name,
         model=run.text("model"),
         plan=run.text("plan"),
-        layout=_layout(run),
+        layout=layout_of(run),
         is_baseline=is_baseline,
         is_pareto_optimal=is_optimal,
         differs=differing_traits(run, baseline),
@@ -513,7 +513,7 @@ def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonR
     )
 
 
-def _layout(run: Run) -> str | None:
+def layout_of(run: Run) -> str | None:
     """``8 x 2 ranks x 4``: micro-batch, ranks, accumulation steps."""
     micro, ranks, accumulation = (
         run.figure(name) for name in ("micro_batch_size", "num_processes", "accumulation_steps")

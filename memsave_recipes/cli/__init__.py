@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memsave_recipes.cli.plan import add_fit, add_frontier, add_plan, add_recipes
-from memsave_recipes.cli.runs import add_compare, add_dashboard, add_predict, add_workspace
+from memsave_recipes.cli.runs import add_compare, add_dashboard, add_predict, add_results, add_workspace
 from memsave_recipes.errors import InputError, check_words
 
 
@@ -48,6 +48,7 @@ COMMANDS = (
     ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
     ("predict", add_predict, "classes of images and texts, or continued prompts, by the model of a run"),
     ("compare", add_compare, "runs side by side: memory, throughput, accuracy, loss curves"),
+    ("results", add_results, "rows of the results table: made of runs, checked, and shown as a page"),
     ("dashboard", add_dashboard, "runs in trackio's dashboard, served on this machine alone"),
     ("wandb-workspace", add_workspace, "view for comparing the runs of a W&B project, saved there"),
 )

@@ -1,4 +1,4 @@
-"""Of finished runs: ``memsave compare``, ``dashboard``, ``wandb-workspace``, and ``predict`` with their models.
+"""Of finished runs: ``memsave compare``, ``results``, ``dashboard``, ``wandb-workspace``, and ``predict``.
 
 Commands import their dependencies when they run, so that comparing run folders starts in a tenth of a second.
 """
@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from memsave_recipes.cli.flags import STDOUT, writing
+from memsave_recipes.cli.flags import STDOUT, memory_gib, writing
 from memsave_recipes.compare import ComparisonTable, Run, compare, find_runs, read_run
 from memsave_recipes.errors import InputError, packages_of
+from memsave_recipes.text import GIB
+
+if TYPE_CHECKING:
+    from memsave_recipes.results import ResultRow
 
 T = TypeVar("T")
 
@@ -183,6 +187,79 @@ def _write_png(table: ComparisonTable, path: Path) -> None:
 
 
 WRITERS = {"markdown": _write_markdown, "csv": _write_csv, "html": _write_html, "png": _write_png}
+
+
+ROWS, PAGES = Path("docs/results/rows"), Path("docs/results")
+ROWS_HELP = f"folder of the rows; default: {ROWS}"
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of each action."""
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    add = actions.add_parser("add", help="make a row of each run", allow_abbrev=False)
+    _add_folders(add)
+    add.add_argument("--to", type=Path, default=ROWS, metavar="DIR", help=ROWS_HELP)
+    add.add_argument("--device_memory", type=memory_gib, metavar="GIB", help="of the device, such as 80GiB")
+    add.add_argument("--without_times", action="store_true", help="leave the times out: the machine had other work")
+    add.set_defaults(command=_add_rows)
+    check = actions.add_parser("check", help="refuse rows that no run can have", allow_abbrev=False)
+    check.add_argument("rows", nargs="?", type=Path, default=ROWS, metavar="DIR", help=ROWS_HELP)
+    check.set_defaults(command=_check_rows)
+    page = actions.add_parser("page", help="make README.md and index.html of the rows", allow_abbrev=False)
+    page.add_argument("rows", nargs="?", type=Path, default=ROWS, metavar="DIR", help=ROWS_HELP)
+    page.add_argument("--to", type=Path, default=PAGES, metavar="DIR", help=f"folder of the pages; default: {PAGES}")
+    page.set_defaults(command=_write_pages)
+
+
+def _add_rows(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.results import WAYS_OUT, problems_of, rows_of
+
+    memory = arguments.device_memory
+    rows = rows_of(_read_all(arguments.folders), device_memory_bytes=None if memory is None else round(memory * GIB))
+    for row in rows:
+        problems = list(problems_of(row))
+        if problems:
+            raise InputError(f"the row {row.name} cannot be: {'; '.join(problems)}")
+    for row in rows:
+        kept = row.without_times() if arguments.without_times else row
+        path = arguments.to / f"{row.name}.json"
+        verb = "replaced" if path.exists() else "wrote"
+        with writing(f"--to {arguments.to}"):
+            arguments.to.mkdir(parents=True, exist_ok=True)
+            path.write_text(kept.to_json(), encoding="utf-8")
+        print(f"{verb} {path}")
+        for name in row.missing:
+            print(f"  {name} is missing: {WAYS_OUT.get(name, 'it is not recorded')}")
+
+
+def _check_rows(arguments: argparse.Namespace) -> None:
+    print(f"rows without a problem: {len(_checked_rows(arguments.rows))}")
+
+
+def _checked_rows(folder: Path) -> list["ResultRow"]:
+    """The rows; each problem is printed.
+
+    Raises:
+        InputError: there is a problem.
+    """
+    from memsave_recipes.results import read_rows
+
+    rows, problems = read_rows(folder)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if problems:
+        raise InputError(f"{folder} has {len(problems)} problems, each named above: correct or remove those rows")
+    return rows
+
+
+def _write_pages(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.render.results import results_markdown, results_page
+
+    rows = _checked_rows(arguments.rows)
+    with writing(f"--to {arguments.to}"):
+        (arguments.to / "README.md").write_text(results_markdown(rows), encoding="utf-8")
+        (arguments.to / "index.html").write_text(results_page(rows), encoding="utf-8")
+    print(f"wrote {arguments.to / 'README.md'} and {arguments.to / 'index.html'} with rows: {len(rows)}")
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:

@@ -68,17 +68,17 @@ def to_markdown(table: ComparisonTable) -> str:
     """A Markdown table, with the notes below it."""
     figures, last = all_columns(table.rows), loss_difference_headings(table.rows)
     titles = [*(column.title for column in figures), *(heading.replace("\n", " ") for heading in last)]
-    headings = ["run", "plan", "batch layout", *map(_in_markdown, titles)]
+    headings = ["run", "plan", "batch layout", *map(in_markdown, titles)]
     lines = [headings, ["---"] * 3 + ["---:"] * len(titles)]
     for rows in table.sections:
-        lines.append([f"**{_in_markdown(rows[0].model or 'unknown model')}**", *[""] * (len(headings) - 1)])
+        lines.append([f"**{in_markdown(rows[0].model or 'unknown model')}**", *[""] * (len(headings) - 1)])
         for row in rows:
             texts = (column.texts(row) for column in figures)
             cells = [f"{absolute} ({relative})" if relative else absolute for absolute, relative in texts]
             name = " ".join((row.name, *(f"({mark})" for mark in marks(row))))
             first = (name, row.plan or "-", row.layout or "-")
-            lines.append([*map(_in_markdown, first), *cells, *(loss_difference(row) for _ in last)])
-    items = [f"* {_in_markdown(line)}" for line in notes(table)]
+            lines.append([*map(in_markdown, first), *cells, *(loss_difference(row) for _ in last)])
+    items = [f"* {in_markdown(line)}" for line in notes(table)]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", *items]) + "\n"
 
 
@@ -240,7 +240,7 @@ def _two_lines(absolute: str, relative: str | None) -> Text:
     return cell if relative is None else cell.append(f"\n{relative}", style="cyan")
 
 
-def _in_markdown(text: str) -> str:
+def in_markdown(text: str) -> str:
     """``text`` with the characters escaped that end a cell or are markup."""
     return "".join(f"\\{letter}" if letter in MARKUP else letter for letter in text)
 
@@ -283,7 +283,7 @@ def to_html(table: ComparisonTable) -> str:
     numbers = iter(range(1, len(table.rows) + 1))
     sections = [[(next(numbers), row) for row in rows] for rows in table.sections]
     return fill_page(
-        f"{_counted(len(table.rows), 'run')} compared",
+        f"{counted(len(table.rows), 'run')} compared",
         " · ".join(_common(table)),
         [note for note in notes(table) if not note.startswith("!")],
         "".join(map(_section, sections)),
@@ -301,7 +301,8 @@ def fill_page(title: str, subtitle: str, lines: Sequence[str], sections: str) ->
     )
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """``1 run``, ``2 runs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -347,7 +348,7 @@ def _table_row(number: int, row: ComparisonRow, figures: Sequence[Column], *, ha
     tags = "".join(f"<em{' class=warn' if mark.startswith('!') else ''}>{escape(mark)}</em>" for mark in marks(row))
     cells = "".join(_figure_cell(row, column) for column in figures)
     if has_loss_difference:
-        cells += f'<td class="number" data-value="{_sortable(row.loss_difference)}">{loss_difference(row)}</td>'
+        cells += f'<td class="number" data-value="{sortable(row.loss_difference)}">{loss_difference(row)}</td>'
     return (
         f'<tr data-run="{number}"><th data-value="{number}"><div>{badge(number)}<span>{escape(row.name)}{tags}</span>'
         f"</div></th>{_method_cell(row)}{cells}</tr>"
@@ -362,10 +363,11 @@ def _method_cell(row: ComparisonRow) -> str:
 def _figure_cell(row: ComparisonRow, column: Column) -> str:
     absolute, relative = column.texts(row)
     change = f'<small class="{_verdict(row, column)}">{relative}</small>' if relative else ""
-    return f'<td class="number" data-value="{_sortable(column.figure(row).value)}">{absolute}{change}</td>'
+    return f'<td class="number" data-value="{sortable(column.figure(row).value)}">{absolute}{change}</td>'
 
 
-def _sortable(value: float | None) -> str:
+def sortable(value: float | None) -> str:
+    """A figure as the script of the page sorts it; an unknown one comes last."""
     return "" if value is None else str(value)
 
 
