@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-all clean
+.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-all results results-run clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +64,15 @@ test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest 
 test-all: install  ## the slow ones too, and those of the oldest versions
 	$(PYTEST)
 	$(MAKE) test-oldest
+
+results: install  ## docs/results/README.md and index.html from docs/results/rows, without training
+	$(BIN)/memsave results page
+
+# ONLY names the works (benchmarks/results_table.py); BUSY=1 leaves the times out.
+ONLY ?= gpt2
+results-run: install  ## measure ONLY=gpt2 on this machine and add its rows
+	$(BIN)/python benchmarks/results_table.py $(ONLY) $(if $(BUSY),--without_times)
+	$(MAKE) results
 
 clean:  ## remove the environment and what runs wrote
 	rm -rf $(VENV) $(OLDEST) out .pytest_cache .mypy_cache .ruff_cache

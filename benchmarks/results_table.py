@@ -1,0 +1,73 @@
+"""Runs of the recipes that become rows of the results table: a small matrix of plans for each work.
+
+    python benchmarks/results_table.py gpt2
+
+Each plan is one launch of the recipe into out/results/WORK/PLAN; a plan that has finished is not run again. The rows go
+to docs/results/rows, and `make results` makes the pages of them.
+"""
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import harness
+from harness import ROOT
+
+from memsave_recipes.cli import main as memsave
+
+
+@dataclass(frozen=True)
+class Work:
+    """A recipe with the flags that all of its runs share, and those of each plan by its name."""
+
+    recipe: str
+    flags: str
+    plans: dict[str, str] = field(default_factory=dict)
+
+
+WORKS = {
+    "gpt2": Work(
+        "language_modeling",
+        "--model_type gpt2 --config_overrides n_layer=6,n_head=4,n_embd=128 --vocab_size 1024 --block_size 256 "
+        "--global_batch_size 8 --micro_batch_size 8 --max_steps 20 --logging_steps 5 --max_eval_samples 64",
+        {
+            "plain": "--activation_checkpointing none",
+            "full": "--activation_checkpointing full",
+            "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.09",
+        },
+    ),
+}
+
+
+def command_of(work: Work, plan: str, folder: Path) -> list[str]:
+    """The launch of one run."""
+    config = "cpu" if harness.this_device().type == "cpu" else "single_gpu"
+    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
+    where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml")]
+    flags = [*shlex.split(work.flags), *shlex.split(work.plans[plan])]
+    own = ["--report_to", "none", "--overwrite", "--output_dir", str(folder)]
+    return [*launcher, *where, str(ROOT / f"recipes/{work.recipe}.py"), *flags, *own]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Measures the works that are named, and adds their rows; returns an exit code."""
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("works", nargs="+", choices=WORKS, metavar="WORK", help=f"of {', '.join(WORKS)}")
+    parser.add_argument("--without_times", action="store_true", help="leave the times out: the machine has other work")
+    flags = harness.read_flags(parser, args)
+    for name in flags.works:
+        runs = ROOT / "out/results" / name
+        for plan in WORKS[name].plans:
+            if not (runs / plan / "results.json").is_file():
+                subprocess.run(command_of(WORKS[name], plan, runs / plan), check=True, cwd=ROOT)
+        words = ["results", "add", str(runs), "--to", str(flags.output_dir / "rows")]
+        if code := memsave([*words, "--without_times"] if flags.without_times else words):
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

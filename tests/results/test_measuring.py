@@ -1,0 +1,60 @@
+"""Works that are measured for the table: their flags are the recipes' own, and a finished run is not run again."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from memsave_recipes.training.parsing import parse_arguments
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def measuring():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("results_table")
+
+
+def test_the_flags_are_those_of_the_recipe(measuring, tmp_path):
+    for work in measuring.WORKS.values():
+        path = ROOT / f"recipes/{work.recipe}.py"
+        spec = importlib.util.spec_from_file_location(work.recipe, path)
+        recipe = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = recipe
+        spec.loader.exec_module(recipe)
+        for plan in work.plans:
+            command = measuring.command_of(work, plan, tmp_path)
+            (args,) = parse_arguments(recipe.Arguments, args=command[command.index(str(path)) + 1 :])
+            assert args.output_dir == str(tmp_path)
+        assert any("--activation_checkpointing none" in flags for flags in work.plans.values())
+
+
+def test_finished_runs_become_rows_and_are_not_run_again(
+    measuring, make_run, checkpointed, write, tmp_path, monkeypatch
+):
+    launched = []
+
+    def launch(command, **options):
+        launched.append(folder := Path(command[-1]))
+        make = make_run if folder.name == "plain" else partial(checkpointed, plan=folder.name)
+        write(make(folder.name, device="cpu"), folder)
+
+    monkeypatch.setattr(subprocess, "run", launch)
+    monkeypatch.setattr(measuring, "ROOT", tmp_path)
+    for _ in range(2):
+        assert measuring.main(["gpt2", "--output_dir", str(tmp_path / "results")]) == 0
+    assert [folder.name for folder in launched] == ["plain", "full", "budget"]
+    assert len(list((tmp_path / "results/rows").glob("*.json"))) == 3
+
+
+def test_an_unknown_work_is_refused(measuring, capsys):
+    with pytest.raises(SystemExit) as ended:
+        measuring.main(["gpt9"])
+    assert ended.value.code == 2
+    assert "gpt9" in capsys.readouterr().err
