@@ -196,7 +196,8 @@ def build_model(args: Arguments, *, with_weights: bool, **options: Any) -> PreTr
 def attend(model: PreTrainedModel, args: Arguments) -> tuple[PackedAttention, str | None]:
     """Set the attention of packed rows; how it is now, and a line on it where there are any."""
     if not args.packs_for_sdpa:
-        require(args.packed_attention != "document", "--packed_attention", "document", "left out: no rows for it")
+        if args.packed_attention == "document":
+            raise InputError("--packed_attention document is for rows packed without flash attention: leave it out")
         return args.packed_attention, None
     compiles = (
         not args.solves and plan_blocks(model, str(args.activation_checkpointing)).compiled_memory_ratio is not None
