@@ -47,7 +47,10 @@ class Costs:
 
     @property
     def traces(self):
-        return [(SimpleNamespace(strategy="compiled", compiled_memory_ratio=ratio), None) for ratio in self.of_ratio]
+        return [
+            (SimpleNamespace(strategy="compiled", compiled_memory_ratio=ratio, offloads=()), None)
+            for ratio in self.of_ratio
+        ]
 
     def chain(self, *, ratio=None, offload=False):
         options = [option(Action.KEEP, saved=10_000, transient=0)]
