@@ -69,4 +69,5 @@ def _is_same(typed: str | None, written: object) -> bool:
         return len(written) == 1 and _is_same(typed, written[0])
     if isinstance(written, int | float):
         return float(str(typed)) == written
-    return typed == written or (written == "stop" and (typed is None or typed.lower() in YES))  # of --verify
+    is_chosen = typed == "auto"  # by the run
+    return is_chosen or typed == written or (written == "stop" and (typed is None or typed.lower() in YES))  # --verify
