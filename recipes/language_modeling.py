@@ -51,11 +51,7 @@ class ModelArguments(TransformerArguments):
     dropout: float = field(default=0.0, metadata={"help": "dropout probability; 0: the same loss in every layout"})
     prompt: str | None = field(default=None, metadata={"help": "continued or replied to at the end; default: held out"})
     packed_attention: PackedAttention = field(
-        default="auto",
-        metadata={
-            "help": "attention of packed rows: document (each by itself, without masks), mask, or auto: document where "
-            "the model computes the same"
-        },
+        default="auto", metadata={"help": "packed rows: document (each by itself), mask; auto: document where equal"}
     )
 
     @property
@@ -75,11 +71,6 @@ class Arguments(RecipeArguments, LoraArguments, ModelArguments, RowArguments):
             return None
         require(self.max_steps is not None, "--max_steps", self.max_steps, "given with --streaming, which reads for it")
         return BYTES_A_TOKEN * self.max_steps * self.global_batch_size * self.block_size
-
-    @property
-    def packs_for_sdpa(self) -> bool:
-        """Whether attention needs masks to keep the documents of a row apart, or runs on each by itself."""
-        return self.packing and not self.one_row
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -145,8 +136,6 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     figures = {"model": args.name, "num_trained_parameters": run.num_trained}
     results = run.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
     if accelerator.is_main_process:
-        if packed_attention == "document":
-            bare.set_attn_implementation("sdpa")  # which goes on with a text by its cache
         with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough
             print("sample:", continue_text(bare, tokenizer, rows.prompt(args.prompt)))
     return results
@@ -168,9 +157,9 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
     def micro_batch(size: int) -> Batch:
         shape = (1, size * args.block_size) if args.one_row and args.packing else (size, args.block_size)
         names = ("input_ids", "labels", "position_ids" if args.packing else "attention_mask")
-        batch: Batch = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names}
         # One document a row: masks of windows and dropout's probabilities are the square of its length.
-        return batch | ({"document_lengths": ((args.block_size,),) * size} if args.packs_for_sdpa else {})
+        lengths = {"document_lengths": ((args.block_size,),) * size} if args.packing and not args.one_row else {}
+        return {name: torch.empty(shape, dtype=torch.int64, device="meta") for name in names} | lengths
 
     return Task(
         run=args,
@@ -195,14 +184,12 @@ def build_model(args: Arguments, *, with_weights: bool, **options: Any) -> PreTr
 
 def attend(model: PreTrainedModel, args: Arguments) -> tuple[PackedAttention, str | None]:
     """Set the attention of packed rows; how it is now, and a line on it where there are any."""
-    if not args.packs_for_sdpa:
+    if not args.packing or args.one_row:
         if args.packed_attention == "document":
             raise InputError("--packed_attention document is for rows packed without flash attention: leave it out")
         return args.packed_attention, None
-    compiles = (
-        not args.solves and plan_blocks(model, str(args.activation_checkpointing)).compiled_memory_ratio is not None
-    )
-    return set_packed_attention(model, args.packed_attention, compiles=compiles)
+    ratio = None if args.solves else plan_blocks(model, str(args.activation_checkpointing)).compiled_memory_ratio
+    return set_packed_attention(model, args.packed_attention, compiles=ratio is not None)
 
 
 def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:

@@ -269,6 +269,8 @@ def continue_text(
         written = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         tokens = tokenizer(written, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
         tokens = tokens[:, -max(num_positions - num_tokens, 0) :]
+    if attends_by_document(model):
+        model.set_attn_implementation("sdpa")  # which knows the cache
     torch.manual_seed(0)
     model.eval()
     try:
