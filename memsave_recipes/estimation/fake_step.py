@@ -24,10 +24,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-from torch.utils.flop_counter import flop_registry
 
 from memsave_recipes.profiling.breakdown import Allocation, record_allocations
-from memsave_recipes.profiling.throughput import CONVOLUTIONS, FORMULAS
+from memsave_recipes.profiling.throughput import CONVOLUTIONS, FORMULAS_OF_ALL_THAT_RUNS
 from memsave_recipes.profiling.trace_events import Meter, Reading
 
 aten = torch.ops.aten
@@ -171,8 +170,6 @@ DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_s
 """Tags of operators whose result, or an argument after it, is not known by the forms of the arguments."""
 
 HASHED = (int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-FLOPS = FORMULAS | flop_registry | {aten.addmm: FORMULAS[aten.addmm]}
-"""Of all that runs, the scores that a fused attention computes a second time included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,7 +332,7 @@ class _Operators(TorchDispatchMode):
         tensors = _tensors((args, kwargs, out))
         if not tensors or not has_kernel(func):
             return 0.0
-        count = FLOPS.get(operation)
+        count = FORMULAS_OF_ALL_THAT_RUNS.get(operation)
         flops = count(*args, **kwargs, out_val=out) if count else 0
         factor = tensors[1] if operation is aten.addmm else tensors[0]  # the first of addmm is the summand
         return self.instruments.rates.seconds(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))

@@ -384,12 +384,34 @@ def utilization_pct(flops_per_sec: Mapping[str, float], device_name: str) -> flo
 aten = torch.ops.aten
 Formula = Callable[..., int]
 
+FUSED_ATTENTION = (
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",  # torch has no formula for this one and the next
+    "fused_attention_overrideable",
+)
 CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
 
 
 def _without_scores(formula: Formula) -> Formula:
     """Four of the five products of a fused attention's backward; the other makes the scores of the forward again."""
     return lambda *args, **kwargs: formula(*args, **kwargs) * 4 // 5
+
+
+def _with_heads_of_query(formula: Formula, first: int) -> Formula:
+    """The formula, told that keys and values have as many heads as the query; torch 2.11's fail where they share some.
+
+    Args:
+        first: the position of the query (B, H, T, D) among the arguments.
+    """
+
+    def counted(*args: Any, **kwargs: Any) -> int:
+        query, *keys_and_values = args[first : first + 3]
+        shapes = [torch.Size([*query.shape[:2], *states.shape[2:]]) for states in keys_and_values]
+        return formula(*args[:first], query, *shapes, *args[first + 3 :], **kwargs)
+
+    return counted
 
 
 def _addmm(total: Tensor, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
@@ -417,15 +439,21 @@ def _scores_and_values(num_scores: int, heads: int, query: Tensor, value: Tensor
 
 def _formulas() -> dict[Any, Formula]:
     known: dict[Any, Formula] = dict(flop_registry) | {aten.addmm: _addmm}
-    for kernel in ("flash_attention_for_cpu", "fused_attention_overrideable"):  # torch 2.13 has none for these
-        known[getattr(aten, f"_scaled_dot_product_{kernel}")] = known[aten._scaled_dot_product_flash_attention]
-        backward = known[aten._scaled_dot_product_flash_attention_backward]
+    forward = _with_heads_of_query(known[aten._scaled_dot_product_flash_attention], first=0)
+    backward = _with_heads_of_query(known[aten._scaled_dot_product_flash_attention_backward], first=1)
+    for kernel in FUSED_ATTENTION:
+        known[getattr(aten, f"_scaled_dot_product_{kernel}")] = forward
         known[getattr(aten, f"_scaled_dot_product_{kernel}_backward")] = backward
-    fused = {op for op in known if "attention" in str(op) and "backward" in str(op)}
-    return {op: _without_scores(formula) if op in fused else formula for op, formula in known.items()}
+    return known
 
 
-FORMULAS = _formulas()
+FORMULAS_OF_ALL_THAT_RUNS = _formulas()
+"""The scores that a fused attention computes a second time included."""
+
+FORMULAS = {
+    op: _without_scores(formula) if "attention" in str(op) and "backward" in str(op) else formula
+    for op, formula in FORMULAS_OF_ALL_THAT_RUNS.items()
+}
 
 # flash-attn registers its operators when it is imported, which may be later than this. A backward takes, as that of
 # torch's kernels, four products without the scores that it makes again; it is given ``dout, q, k, v, out, softmax_lse,

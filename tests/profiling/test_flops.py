@@ -55,6 +55,15 @@ def by_hand(num_products=3):
     return num_products * BATCH * (LAYERS * layer + 2 * LENGTH * WIDTH * VOCABULARY)
 
 
+@pytest.mark.parametrize("keys_heads", [4, 2, 1])
+def test_attention_with_shared_heads_costs_as_much_as_with_heads_of_its_own(keys_heads):
+    query = torch.randn(1, 4, 32, 16, requires_grad=True)
+    key, value = (torch.randn(1, keys_heads, 32, 16, requires_grad=True) for _ in range(2))
+    with ModelFlops() as counted:
+        F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).sum().backward()
+    assert counted.total == 6 * 2 * 4 * 32 * 32 * 16
+
+
 def test_vgg16_is_the_hand_formula():
     with torch.device("meta"):
         model = MODELS["vgg16"](num_classes=1000).train()
