@@ -25,7 +25,7 @@ from memsave_recipes.activations.blocks import (
 )
 from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
 from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
-from memsave_recipes.activations.recompute import BlockRuns
+from memsave_recipes.activations.recompute import BlockRuns, modules_that_share
 from memsave_recipes.activations.spans import (
     JointLayers,
     LayerInSpan,
@@ -84,8 +84,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
             f"strategy {plan.strategy} runs blocks in micro-batches, which takes batchnorm global: call "
             "global_batchnorm(model) first"
         )
-    handle = PlanHandle(plan)
     stacks = _stacks_of(model, plan)
+    handle = PlanHandle(plan, runs=BlockRuns(_sharing(model, stacks)))
     if plan.compiled_memory_ratio is not None:
         _compile_layers(model, stacks, handle, plan.compiled_memory_ratio)
     first = 0
@@ -162,6 +162,17 @@ def _stacks_of(model: nn.Module, plan: Plan) -> list[Stack]:
             f"the plan {plan.strategy} was made for other blocks than those of this {type(model).__name__}: "
             "make it again"
         ) from None
+
+
+def _sharing(model: nn.Module, stacks: list[Stack]) -> frozenset[nn.Module]:
+    """Modules of blocks whose weights may be used outside of the block too."""
+    return modules_that_share(
+        model,
+        [
+            [block.modules if isinstance(block, Block) else (block.module,) for block in stack.blocks]
+            for stack in stacks
+        ],
+    )
 
 
 def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, ratio: float) -> None:

@@ -40,9 +40,17 @@ NOTE [ writing in place ]
    on a kept output; torch finds that in the backward.
 3. ``inplace=True`` of the modules inside is no concern of the user: ``apply_plan`` sets them out of place. That costs
    no memory, because their outputs are not kept, and saves the copy.
+
+NOTE [ casts of weights ]
+1. Autocast keeps what it makes of each weight until the forward ends, whatever recomputes: a copy of them all in 16
+   bits. The recipes turn its cache off; other trainers leave it on. So a block that is not kept empties it at its end.
+2. Where several blocks have the same weight, that is cast once, and its gradient is summed in 16 bits. Their sum would
+   be another one, so such blocks leave the cache alone. (A module outside of all blocks that runs before one and after
+   it is not looked for.)
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -165,9 +173,31 @@ def batchnorm_layers(modules: Iterable[nn.Module]) -> list[_BatchNorm]:
     return list(found)
 
 
+def modules_that_share(model: nn.Module, stacks: Iterable[Collection[Collection[nn.Module]]]) -> frozenset[nn.Module]:
+    """Modules of blocks whose weights another module has too, or which a loop may run again and again.
+
+    Args:
+        stacks: of each stack and block, the modules. A stack of one block may be such a loop.
+    """
+    holders = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    return frozenset(
+        module
+        for blocks in stacks
+        for modules in blocks
+        for module in modules
+        if len(blocks) == 1 or any(holders[id(weight)] > 1 for weight in module.parameters())
+    )
+
+
+KEEPS_CASTS = (Action.KEEP, Action.COMPILE)
+
+
 @dataclass
 class BlockRuns:
     """The names of the blocks that ran since a plan was applied. Recording them changes no result."""
+
+    shared: frozenset[nn.Module] = frozenset()
+    """Of ``modules_that_share``."""
 
     first: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
@@ -177,16 +207,23 @@ class BlockRuns:
     ) -> Callable[..., Any]:
         """``function``, which runs the blocks ``names``; a run after the first is one in the backward.
 
+        What autocast cast in it is forgotten at its end: NOTE [ casts of weights ].
+
         Raises:
             InputError: by the first run, if ``action`` cannot run these ``modules`` again: NOTE [ statistics once ].
         """
         runs, next_run = self.first, check_buffers(function, modules) if action in TWICE else function
+        forgets_casts = action not in KEEPS_CASTS and self.shared.isdisjoint(modules)
 
         def run(*state: Any) -> Any:
             nonlocal runs, next_run
             runs.update(names)
             this_run, runs, next_run = next_run, self.again, function
-            return this_run(*state)
+            try:
+                return this_run(*state)
+            finally:
+                if forgets_casts:
+                    torch.clear_autocast_cache()
 
         return run
 
