@@ -232,6 +232,7 @@ class _Expansion:
         if behind - first != len(period.traced) or trace.parts[first - 1].block is None:
             raise Irregular(f"a part of the model stands between {period.traced[0]} and {period.behind}")
         self.readings, self.ends, self.period = trace.memory, trace.ends, period
+        self.variables_bytes = trace.variables_bytes
         self.before, self.parts, self.behind = trace.parts[:first], trace.parts[first:behind], trace.parts[behind:]
         self.forward = self.parts[0].forward, self.behind[0].forward
         self.backward = _backward(self.parts[-1]), _backward(self.before[-1])
@@ -246,7 +247,13 @@ class _Expansion:
         memory = self._memory()
         seconds = [[reading.seconds or 0.0 for reading in memory[1:]]]
         ends = Ends(*map(self._moved, self.ends))
-        return StepTrace(parts=list(self._all_parts()), ends=ends, memory=memory, seconds=seconds)
+        return StepTrace(
+            parts=list(self._all_parts()),
+            ends=ends,
+            memory=memory,
+            seconds=seconds,
+            variables_bytes=self.variables_bytes,
+        )
 
     @property
     def added_bytes(self) -> int:

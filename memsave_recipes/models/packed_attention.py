@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -115,9 +116,12 @@ class _FlashOnCpu(torch.autograd.Function):
 
 def _has_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     """Whether SDPA would take its flash kernel of the CPU; an estimate for CUDA computes on the CPU, but says CUDA."""
-    if query.is_cuda or query.device.type != "cpu":
+    states_of_all = (query, key, value)
+    if query.is_cuda or query.device.type != "cpu" or any(states.stride(-1) != 1 for states in states_of_all):
         return False
-    choice = torch._fused_sdp_choice(query, key, value, None, dropout, True, enable_gqa=True)
+    with _disable_current_modes():  # of an estimate, for whose tensors torch has no fused kernel
+        q, k, v = (torch.empty(states.shape[-1], dtype=states.dtype).expand(states.shape) for states in states_of_all)
+        choice = torch._fused_sdp_choice(q, k, v, None, dropout, True, enable_gqa=True)
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 

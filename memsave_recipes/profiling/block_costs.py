@@ -290,7 +290,13 @@ class _Run:
             memory = list(tracer.at_boundaries(self.instruments.read_memory(partial(self._step, tracer))))
         self.on_run()
         seconds = [reading.seconds for reading in memory[1:] if reading.seconds is not None]
-        return StepTrace(parts=tracer.parts, ends=tracer.ends, memory=memory, seconds=[seconds] if seconds else [])
+        return StepTrace(
+            parts=tracer.parts,
+            ends=tracer.ends,
+            memory=memory,
+            seconds=[seconds] if seconds else [],
+            variables_bytes=tracer.variables_bytes,
+        )
 
     def timed(self) -> tuple[list[Part], list[float]]:
         """Its parts, and the seconds between their boundaries."""

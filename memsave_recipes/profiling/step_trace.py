@@ -6,7 +6,8 @@ NOTE [ from readings to costs ]
    the part between blocks before the first of them, since no plan frees it.
 2. A transient is the highest reading in a part's forward or backward less the bytes that the simulator has live there.
    So the simulated baseline peaks exactly as it was measured, and memory that the chain does not track (a model's own
-   variables, say) is in the transients.
+   variables, say) is in the transients. Where all blocks under another action save such a variable, one alone may not:
+   it is in the transient of each.
 3. A block's time is the mean of its faster half of the runs: other processes only ever make a run slower. Blocks that
    are alike (``kinds_of`` of ``block_costs.py``) and of equal bytes have the median of theirs; so one block that was
    disturbed is not told apart from its equals. Its noise is the standard error over the runs, by the jackknife (Efron
@@ -37,12 +38,16 @@ MIN_RUNS = 3  # to tell a noise from
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step under one action: its parts, the bytes at its boundaries, and the seconds between them, run by run."""
+    """A step under one action: its parts, the bytes at its boundaries, and the seconds between them, run by run.
+
+    ``variables_bytes`` are those of rule 5 of NOTE [ the parts of a step ].
+    """
 
     parts: list[Part]
     ends: Ends
     memory: list[Reading]
     seconds: list[list[float]]
+    variables_bytes: int = 0
 
     @property
     def running(self) -> list[str]:
@@ -128,6 +133,8 @@ def chain_of(
         for position in kept.decided:
             block = blocks[position]
             option = _option(action, by_name[block.name], kept.blocks[position])
+            beside_bytes = max(0, traces[Action.KEEP].variables_bytes - traces[action].variables_bytes)
+            option = replace(option, forward_transient_bytes=option.forward_transient_bytes + beside_bytes)
             blocks[position] = replace(block, options=(*block.options, option))
     return replace(
         kept,

@@ -16,6 +16,8 @@ NOTE [ the parts of a step ]
    come at other times.
 4. Storages are told apart by weak references, which keep an address from being used again: fake tensors, too, have
    them.
+5. A model's variable may hold the input of a block until all have run, though nothing saves it: normalized images, of
+   which a convolution under autocast saves a cast. These are the variables' bytes, of the forward alone.
 """
 
 import weakref
@@ -216,6 +218,8 @@ class StepTracer:
         self._num_boundaries = 0
         self._marks: list[Part | None] = []  # the part that saved a tensor at each mark; None where a boundary is
         self._flowing: list[weakref.ref[Tensor]] = []  # the input of the current part
+        self._before_blocks: list[StorageWeakRef] = []  # the inputs of blocks that parts between blocks made
+        self._outlive: set[int] = set()  # those of them that were there when the last block had run
         self._in_backward: Part | None = None
 
     def run(self, forward: Callable[[], Tensor], meter: Meter) -> None:
@@ -254,7 +258,23 @@ class StepTracer:
             current.outputs = part.inputs
             self._mark_backward(current, new)
             self.parts.append(part)
+        if self.counting:
+            self._follow(part, current, flowing)
         self._flowing = [weakref.ref(tensor) for tensor in flowing]
+
+    def _follow(self, part: Part, current: Part, flowing: list[Tensor]) -> None:
+        """Find out which inputs of earlier blocks are still there: rule 5 of the NOTE."""
+        if part.block is not None and current.block is None:
+            self._before_blocks += [StorageWeakRef(tensor.untyped_storage()) for tensor in flowing]
+        elif part.block is None:
+            self._outlive = {ref.cdata for ref in self._before_blocks if not ref.expired()} - current.inputs.keys()
+
+    @property
+    def variables_bytes(self) -> int:
+        """Rule 5 of the NOTE."""
+        saved = {storage for part in self.parts for storage in part.saved}
+        made = {s: size for part in self.parts if part.block is None for s, size in part.outputs.items()}
+        return sum(size for storage, size in made.items() if storage in self._outlive - saved)
 
     def _mark_backward(self, part: Part, outputs: list[Tensor]) -> None:
         """Its backward begins with the gradient of the newest of its outputs."""

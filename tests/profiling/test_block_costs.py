@@ -128,6 +128,37 @@ def test_garbage_that_is_collected_meanwhile_is_no_memory_of_the_step(make_case)
     assert peak_with(8) == peak_with(0)
 
 
+class NormalizesImages(nn.Module):
+    """Under autocast the first convolution saves a cast of the normalized images, which a variable holds."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [(3, 8), *[(8, 8)] * 4]
+        self.features = nn.Sequential(*(nn.Sequential(nn.Conv2d(*width, 3, padding=1), nn.ReLU()) for width in widths))
+
+    def forward(self, images):
+        images = images * 2 - 1
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            features = self.features(images).mean()
+        return features + 0 * images.shape[0]
+
+
+def test_variables_of_the_model_are_there_through_the_forward_alone():
+    torch.manual_seed(0)
+    model, images = NormalizesImages(), torch.rand(2, 3, 64, 64)
+    workload = workload_of(model, lambda model, batch: model(batch), images)
+    plans = [plan_for(strategy, workload.stacks) for strategy in ("none", "selective")]
+    chain = measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1)).chain()
+    kept, selective = (plan.spans for plan in plans)
+    assert len(kept) == 5
+    for number in range(6):
+        plan = replace(plans[0], spans=(*kept[:number], *selective[number:]))
+        peak_bytes = simulate(chain, plan).peak_bytes
+        measured_bytes = measured_peak_bytes(workload, plan) + workload.resident_bytes
+        assert 0 <= peak_bytes - measured_bytes <= images.nbytes, number
+        assert number < 1 or peak_bytes - measured_bytes < images.nbytes / 2, number
+
+
 def test_frozen_layers_have_no_backward(make_case):
     """As under LoRA, or where only a head trains."""
     case = make_case("llama")
