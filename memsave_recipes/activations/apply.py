@@ -34,6 +34,7 @@ from memsave_recipes.activations.spans import (
     SpannedSequence,
     Watch,
 )
+from memsave_recipes.activations.tiles import TiledForward, find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
 from memsave_recipes.plans.plan import as_they_run
@@ -140,7 +141,7 @@ class PlanHandle:
 
 
 _ABSENT = object()
-STARTS_AGAIN = (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOAD, Action.IN_MICRO_BATCHES)
+STARTS_AGAIN = (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED, Action.IN_MICRO_BATCHES)
 """Actions under which the second run of a block starts from the very storage of its input."""
 
 
@@ -214,6 +215,8 @@ def _install_sequence(
     stack: SequentialStack, parts: list[tuple[tuple[Block, ...], Action]], handle: PlanHandle, watch: Watch | None
 ) -> None:
     for blocks, action in parts:
+        if action is Action.RECOMPUTE_TILED:
+            _tile_mlps([module for block in blocks for module in block.modules], handle)
         # A span that begins in place would overwrite the very input it has to start from again.
         if action in STARTS_AGAIN and begins_in_place(blocks[0].modules[0]):
             handle.replace(blocks[0].modules[0], "inplace", False)
@@ -228,6 +231,8 @@ def _install_sequence(
 def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandle, watch: Watch | None) -> None:
     if action is Action.SELECT_OPS:
         _set_out_of_place([layer.module for layer in layers], handle)
+    if action is Action.RECOMPUTE_TILED:
+        _tile_mlps([layer.module for layer in layers], handle)
     span = JointLayers([layer.module for layer in layers])
     for position, layer in enumerate(layers):
         method = getattr(layer.module, layer.method)
@@ -237,6 +242,25 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
             options = _options(handle.plan, action)
             forward = SpannedLayer(layer.name, action, layer.module, method, handle.runs, watch, options)
         handle.replace(layer.module, layer.method, forward)
+
+
+def _tile_mlps(layers: list[nn.Module], handle: PlanHandle) -> None:
+    """Give the MLPs of a block forwards that run in tiles.
+
+    Raises:
+        InputError: there is none.
+    """
+    mlps = [mlp for layer in layers for mlp in find_mlps(layer)]
+    if not mlps:
+        raise InputError(
+            f"strategy {handle.plan.strategy}: {type(layers[0]).__name__} has no MLP of its own that computes each "
+            "token by itself, so none can run in tiles: use full"
+        )
+    for mlp in mlps:
+        forward = TiledForward(mlp, mlp.module.forward, handle.plan.mlp_tile_tokens or 1)
+        handle.replace(mlp.module, "forward", forward)
+        if mlp.dropout is not None:
+            handle.replace(mlp.dropout, "forward", nn.Identity().forward)
 
 
 def _options(plan: Plan, action: Action) -> dict[str, Any]:

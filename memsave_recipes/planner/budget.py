@@ -20,12 +20,13 @@ from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import CalledLayers
 from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
+from memsave_recipes.activations.tiles import find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.models.packed_attention import attends_by_document
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
+from memsave_recipes.plans.plan import MLP_TILE_TOKENS, OFFLOADING_STRATEGIES
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
@@ -263,12 +264,25 @@ def plans_to_measure(
         strategies += ["selective"] if device_type == "cpu" else ["selective", *OFFLOADING_STRATEGIES]
         if compiles and strategy == "budget" and _can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]
-    elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, "compiled"):
+        if strategy == "budget" and _has_tiles(workload):
+            strategies.append("full_tiled")
+    elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, "full_tiled", "compiled"):
         strategies.append(strategy)
     plans = [plan_for(one, workload.stacks) for one in strategies]
     if micro_batch_size is not None and strategy not in ("none", "budget:bitwise"):
         plans.append(plan_for("full", workload.stacks).in_micro_batches(micro_batch_size))
     return plans
+
+
+def _has_tiles(workload: Workload) -> bool:
+    """Whether a batch has the tokens of more than one tile, and every block an MLP."""
+    num_tokens = max((tensor.numel() for tensor in workload.batch if tensor.dtype == torch.long), default=0)
+    if num_tokens <= MLP_TILE_TOKENS:
+        return False
+    modules = dict(workload.model.named_modules())
+    blocks = [modules.get(name) for names in workload.stacks for name in names]
+    one_of_each = {type(block): block for block in blocks}
+    return all(block is not None and find_mlps(block) for block in one_of_each.values())
 
 
 def _can_compile(model: nn.Module) -> bool:
@@ -293,8 +307,8 @@ def forecast(
 ) -> Forecast:
     """The fastest plan whose predicted peak stays below ``budget_bytes``.
 
-    The noise of the measured times counts against a plan. One with compiled blocks, which round differently, is chosen
-    only where it saves ``MIN_GAIN``.
+    The noise of the measured times counts against a plan. One with compiled blocks or tiles, which round differently,
+    is chosen only where it saves ``MIN_GAIN``.
 
     Args:
         missed_bytes: by which an earlier prediction was too low: kept free, where the reserve is less.
@@ -334,7 +348,7 @@ def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:
-    """The costs of all bitwise actions without offloading, with it, and with each ratio that none dominates.
+    """The costs of all bitwise actions without offloading, with it, with tiles, and with each ratio none dominates.
 
     Offloading sets memory aside: little for the inputs of blocks that recompute, more for all that a block saves.
     """
@@ -342,6 +356,8 @@ def _chains(measurement: Measurement) -> Iterator[Chain]:
     offloads = [action for plan, _ in measurement.traces for action in plan.offloads]
     for number in range(len(offloads)):
         yield measurement.chain(offload=offloads[number:])
+    if any(plan.mlp_tile_tokens is not None for plan, _ in measurement.traces):
+        yield measurement.chain(tiles=True)
     compiled: list[Chain] = []
     for plan, _ in measurement.traces:
         if plan.compiled_memory_ratio is not None:

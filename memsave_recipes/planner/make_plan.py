@@ -236,11 +236,12 @@ def _predicted(
     """By measured costs; ``None`` for a plan of other blocks than the stacks' (``bottleneck``), and for one that
     compiles, which would take as long as compiling for the training.
     """
-    if not plan.is_bitwise or not set(plan.blocks) <= {name for stack in workload.stacks for name in stack}:
+    is_measured = plan.compiled_memory_ratio is None and plan.micro_batch_size is None
+    if not is_measured or not set(plan.blocks) <= {name for stack in workload.stacks for name in stack}:
         return None
     plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type)
     measured = _measured(workload, plans, progress, ranks)
-    chain = static.added_to(measured.chain(offload=plan.offloads))
+    chain = static.added_to(measured.chain_under(plan))
     return Prediction.of(chain, plan) if plan.blocks == chain.decided_names else None
 
 

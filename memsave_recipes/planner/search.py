@@ -233,7 +233,7 @@ class SearchSpace:
         plan = self.plan_of(strategy, measurement.running)
         if self.micro_batch_size is not None and self.strategy not in BUDGET_WORDS:
             plan = plan.in_micro_batches(self.micro_batch_size)
-        chain = measurement.chain(ratio=plan.compiled_memory_ratio, offload=plan.offloads)
+        chain = measurement.chain_under(plan)
         if plan.blocks != chain.decided_names:
             raise InputError(
                 f"--activation_checkpointing {strategy} has blocks of its own, whose memory cannot be predicted: give "

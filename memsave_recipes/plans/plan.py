@@ -43,10 +43,14 @@ class Action(StrEnum):
     RECOMPUTE_OFFLOAD = "recompute_offload"
     COMPILE = "compile"
     IN_MICRO_BATCHES = "in_micro_batches"
+    RECOMPUTE_TILED = "recompute_tiled"
 
 
 OFFLOADING = (Action.OFFLOAD, Action.RECOMPUTE_OFFLOAD)
 """Actions under which tensors of a block wait in host memory: those that it saves, or its input alone."""
+
+WITHIN_ROUNDING = (Action.COMPILE, Action.IN_MICRO_BATCHES, Action.RECOMPUTE_TILED)
+"""Actions under which gradients are sums in another order than without checkpointing."""
 
 IN_WORDS = {
     Action.SELECT_OPS: "recompute their cheap operators",
@@ -54,8 +58,12 @@ IN_WORDS = {
     Action.RECOMPUTE_OFFLOAD: "recomputed, their inputs offloaded to the host",
     Action.COMPILE: "compiled (equal to plain within rounding, not bitwise)",
     Action.IN_MICRO_BATCHES: "recomputed in micro-batches of {size} (equal to plain within rounding, not bitwise)",
+    Action.RECOMPUTE_TILED: (
+        "recomputed, their MLPs in tiles of {tile} tokens (equal to plain within rounding, not bitwise)"
+    ),
 }
-"""The words of ``Plan.describe`` for blocks under an action; ``{size}`` is the plan's ``micro_batch_size``."""
+"""The words of ``Plan.describe`` for blocks under an action; ``{size}`` is the plan's ``micro_batch_size``, ``{tile}``
+its ``mlp_tile_tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +91,13 @@ class Plan:
             compile, and for no others.
         micro_batch_size: the samples that a block under ``IN_MICRO_BATCHES`` takes at once; for plans with such blocks,
             and for no others.
+        mlp_tile_tokens: the tokens that an MLP of a block under ``RECOMPUTE_TILED`` takes at once; for plans with such
+            blocks, and for no others.
         prediction: the memory and time of a step, where ``make_plan`` has measured one. It is no part of what is
             compared or written.
 
     Raises:
-        ValueError: the spans leave a block out or name one twice, or the ratio or the size does not go with them.
+        ValueError: the spans leave a block out or name one twice, or the ratio or a size does not go with them.
     """
 
     strategy: str
@@ -95,6 +105,7 @@ class Plan:
     spans: tuple[Span, ...]
     compiled_memory_ratio: float | None = None
     micro_batch_size: int | None = None
+    mlp_tile_tokens: int | None = None
     prediction: "Prediction | None" = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +118,9 @@ class Plan:
         size = self.micro_batch_size
         if (size is None) is bool(self.blocks_under(Action.IN_MICRO_BATCHES)) or (size is not None and size < 1):
             raise ValueError(f"micro_batch_size is {size}: plans in micro-batches need one of at least 1, others none")
+        tile = self.mlp_tile_tokens
+        if (tile is None) is bool(self.blocks_under(Action.RECOMPUTE_TILED)) or (tile is not None and tile < 1):
+            raise ValueError(f"mlp_tile_tokens is {tile}: plans with tiles need a number of at least 1, others none")
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -121,7 +135,7 @@ class Plan:
     @property
     def is_bitwise(self) -> bool:
         """Whether gradients are bit for bit those without checkpointing, and not sums in another order."""
-        return not (self.blocks_under(Action.COMPILE) or self.blocks_under(Action.IN_MICRO_BATCHES))
+        return not any(map(self.blocks_under, WITHIN_ROUNDING))
 
     def in_micro_batches(self, size: int) -> "Plan":
         """The same plan, of which the blocks that recompute do so ``size`` samples at a time, each by itself.
@@ -160,14 +174,15 @@ class Plan:
             return f"{self.strategy}: no activation checkpointing"
         (number, words), *others = found
         parts = [f"{number} of {len(self.blocks)} blocks {words}", *(f"{more} {words}" for more, words in others)]
-        return f"{self.strategy}: {'; '.join(parts).format(size=self.micro_batch_size)}"
+        return f"{self.strategy}: {'; '.join(parts).format(size=self.micro_batch_size, tile=self.mlp_tile_tokens)}"
 
     def to_json(self) -> str:
         """The plan as the text of a ``plan.json``."""
         content = asdict(replace(self, prediction=None))
         del content["prediction"]
-        if self.micro_batch_size is None:
-            del content["micro_batch_size"]
+        for name in ("micro_batch_size", "mlp_tile_tokens"):
+            if content[name] is None:
+                del content[name]
         return json.dumps({"version": FORMAT_VERSION, **content}, indent=1)
 
     def __str__(self) -> str:
@@ -189,15 +204,15 @@ class Plan:
                 raise ValueError("its strategy and its blocks must be words, such as segments:2 and layers.0")
             spans = tuple(Span(start=s["start"], stop=s["stop"], action=Action(s["action"])) for s in data["spans"])
             ratio = data.get("compiled_memory_ratio")
-            size = data.get("micro_batch_size")
-            if isinstance(ratio, bool) or type(size) not in (int, type(None)):
-                raise ValueError(f"its compiled_memory_ratio is {ratio}, its micro_batch_size {size}")
+            sizes = {name: data.get(name) for name in ("micro_batch_size", "mlp_tile_tokens")}
+            if isinstance(ratio, bool) or not {type(size) for size in sizes.values()} <= {int, type(None)}:
+                raise ValueError(f"its compiled_memory_ratio is {ratio}, its sizes are {sizes}")
             return cls(
                 strategy=data["strategy"],
                 blocks=tuple(data["blocks"]),
                 spans=spans,
                 compiled_memory_ratio=ratio,
-                micro_batch_size=size,
+                **sizes,
             )
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise InputError(f"this is no plan.json: {error}") from error
@@ -292,10 +307,12 @@ OFFLOADING_STRATEGIES = ("offload", "full_offload")
 COUNTED_STRATEGIES = {"every": every, "segments": segments}
 BUDGET_WORDS = ("budget", "budget:bitwise")  # solved from measured costs, by memsave_recipes.planner
 COMPILED_MEMORY_RATIO = 0.3
+MLP_TILE_TOKENS = 1024
+"""By default; products of fewer rows keep a GPU waiting."""
 MAX_DIGITS = 10
 KNOWN = (
-    "none, full, every:K, segments:K, selective, offload, full_offload, compiled[:RATIO], bottleneck, budget, "
-    "budget:bitwise or the path of a plan.json"
+    "none, full, every:K, segments:K, selective, offload, full_offload, full_tiled[:TOKENS], compiled[:RATIO], "
+    "bottleneck, budget, budget:bitwise or the path of a plan.json"
 )
 
 
@@ -304,11 +321,12 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
 
     Args:
         strategy: ``none``, ``full``, ``selective``, ``offload``, ``full_offload``, ``every:K`` or ``segments:K`` with
-            K from 1 to the number of blocks, ``compiled`` or ``compiled:RATIO`` with a ratio from 0 to 1.
+            K from 1 to the number of blocks, ``full_tiled`` or ``full_tiled:TOKENS``, ``compiled`` or
+            ``compiled:RATIO`` with a ratio from 0 to 1.
         stacks: names of the blocks, in the order of the forward.
 
     Raises:
-        InputError: no such strategy, or K or RATIO is no number in its range.
+        InputError: no such strategy, or K, TOKENS or RATIO is no number in its range.
     """
     blocks = tuple(name for stack in stacks for name in stack)
     name, colon, argument = strategy.partition(":")
@@ -321,11 +339,30 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
         ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
         spans = all_under(stacks, Action.COMPILE)
         return Plan(strategy=strategy, blocks=blocks, spans=spans, compiled_memory_ratio=ratio)
+    if name == "full_tiled":
+        tokens = _parse_tokens(strategy, argument) if colon else MLP_TILE_TOKENS
+        spans = all_under(stacks, Action.RECOMPUTE_TILED)
+        return Plan(strategy=strategy, blocks=blocks, spans=spans, mlp_tile_tokens=tokens)
     raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")
 
 
+def _parse_whole_number(argument: str) -> int:
+    """0 where it is none."""
+    return int(argument) if argument.isascii() and argument.isdigit() and len(argument) < MAX_DIGITS else 0
+
+
+def _parse_tokens(strategy: str, argument: str) -> int:
+    tokens = _parse_whole_number(argument)
+    if not tokens:
+        raise InputError(
+            f"strategy {strategy}: TOKENS in full_tiled:TOKENS is a whole number from 1 on, the tokens that an MLP "
+            "takes at once"
+        )
+    return tokens
+
+
 def _parse_count(strategy: str, argument: str, num_blocks: int) -> int:
-    count = int(argument) if argument.isascii() and argument.isdigit() and len(argument) < MAX_DIGITS else 0
+    count = _parse_whole_number(argument)
     if not 1 <= count <= num_blocks:
         name = strategy.partition(":")[0]
         raise InputError(

@@ -128,6 +128,7 @@ def _plan_of(chain: Chain, path: list[Edge]) -> Plan:
         spans=tuple(spans),
         compiled_memory_ratio=chain.compiled_memory_ratio if Action.COMPILE in actions else None,
         micro_batch_size=chain.micro_batch_size if Action.IN_MICRO_BATCHES in actions else None,
+        mlp_tile_tokens=chain.mlp_tile_tokens if Action.RECOMPUTE_TILED in actions else None,
     )
 
 

@@ -98,7 +98,7 @@ class Measurement:
         """The names of the blocks that ran."""
         return self.traces[0][1].running
 
-    def chain(self, *, ratio: float | None = None, offload: Collection[Action] = ()) -> Chain:
+    def chain(self, *, ratio: float | None = None, offload: Collection[Action] = (), tiles: bool = False) -> Chain:
         """The chain of the model's blocks, with an option for each action that was measured.
 
         Parameters, buffers and the batch are its ``resident_bytes``.
@@ -107,11 +107,14 @@ class Measurement:
             ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
             offload: of ``OFFLOADING``, those that blocks may take; with any, ``resident_bytes`` includes the most that
                 one of them moves twice.
+            tiles: whether MLPs may run in tiles.
         """
         traces = {
             action_of(plan): trace
             for plan, trace in self.traces
-            if plan.compiled_memory_ratio in (None, ratio) and not set(plan.offloads) - set(offload)
+            if plan.compiled_memory_ratio in (None, ratio)
+            and not set(plan.offloads) - set(offload)
+            and (tiles or plan.mlp_tile_tokens is None)
         }
         chain = chain_of(
             traces,
@@ -122,7 +125,21 @@ class Measurement:
             kinds=self.kinds,
         )
         sizes = (plan.micro_batch_size for plan, _ in self.traces if plan.micro_batch_size is not None)
-        return replace(chain, micro_batch_size=next(sizes, None))
+        of_tiles = (plan.mlp_tile_tokens for plan, _ in self.traces if plan.mlp_tile_tokens is not None)
+        return replace(chain, micro_batch_size=next(sizes, None), mlp_tile_tokens=next(of_tiles, None))
+
+    def chain_under(self, plan: Plan) -> Chain:
+        """The chain with the actions of ``plan``.
+
+        Raises:
+            InputError: the model could not run under one of them.
+        """
+        measured = {Action.RECOMPUTE, *(action_of(one) for one, _ in self.traces)}
+        if not {span.action for span in plan.spans} <= measured:
+            raise InputError(f"strategy {plan.strategy}: the blocks of this model cannot run under it; use full")
+        return self.chain(
+            ratio=plan.compiled_memory_ratio, offload=plan.offloads, tiles=plan.mlp_tile_tokens is not None
+        )
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> int:
@@ -331,9 +348,9 @@ class MeasuredInGroups(Measurement):
     groups: Sequence[frozenset[str]]
     of_groups: Sequence[Measurement]
 
-    def chain(self, *, ratio: float | None = None, offload: Collection[Action] = ()) -> Chain:
+    def chain(self, *, ratio: float | None = None, offload: Collection[Action] = (), tiles: bool = False) -> Chain:
         """As ``Measurement.chain``: each block from its group, and the parts between blocks from the first one."""
-        chains = [measured.chain(ratio=ratio, offload=offload) for measured in self.of_groups]
+        chains = [measured.chain(ratio=ratio, offload=offload, tiles=tiles) for measured in self.of_groups]
         group_of = {name: number for number, names in enumerate(self.groups) for name in names}
         columns = zip(*(chain.blocks for chain in chains), strict=True)
         return replace(

@@ -49,6 +49,7 @@ ACTION_NAMES = {
     Action.RECOMPUTE_OFFLOAD: "recompute, input on the host",
     Action.COMPILE: "compiled",
     Action.IN_MICRO_BATCHES: "recompute in micro-batches",
+    Action.RECOMPUTE_TILED: "recompute, MLP in tiles",
 }
 
 

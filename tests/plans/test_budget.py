@@ -16,6 +16,8 @@ from memsave_recipes.text import GIB
 
 SIZES = [*(1 + seed % 6 for seed in range(300)), *[7] * 20, *[8] * 6, 9, 9, 10]
 
+TILE = 8
+
 
 def random_option(rng, action, added_s=0.0, noise_s=0.0):
     return BlockOption(
@@ -40,7 +42,11 @@ def random_chain(rng, num_blocks, *, options_share):
         options = [random_option(rng, Action.KEEP)]
         decided = rng.random() < 0.9
         stack += not decided
-        for action in (Action.SELECT_OPS, Action.OFFLOAD, Action.RECOMPUTE_OFFLOAD):
+        for action in (
+            Action.SELECT_OPS,
+            Action.OFFLOAD,
+            rng.choice((Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED)),
+        ):
             if decided and rng.random() < options_share:
                 options.append(random_option(rng, action, float(rng.randint(-2, 6)), noise_s=float(number % 3)))
         blocks.append(
@@ -67,6 +73,7 @@ def random_chain(rng, num_blocks, *, options_share):
         optimizer_bytes=rng.randint(0, 30),
         span_bytes=rng.randint(0, 3),
         beside_bytes=2 * beside,
+        mlp_tile_tokens=TILE,
     )
 
 
@@ -84,7 +91,11 @@ def all_plans(chain):
                 spans.append(Span(start=start, stop=stop, action=Action.RECOMPUTE))
         return [(span, *tail) for span in spans for tail in tails(span.stop)]
 
-    return [Plan(strategy="any", blocks=chain.decided_names, spans=spans) for spans in tails(0)]
+    def plan(spans):
+        tiles = any(span.action is Action.RECOMPUTE_TILED for span in spans)
+        return Plan(strategy="any", blocks=chain.decided_names, spans=spans, mlp_tile_tokens=TILE if tiles else None)
+
+    return [plan(spans) for spans in tails(0)]
 
 
 @pytest.mark.parametrize("seeds", [range(start, len(SIZES), 9) for start in range(9)])

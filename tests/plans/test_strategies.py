@@ -74,6 +74,26 @@ def test_one_action_for_all_blocks():
     assert all(Plan.from_json(plan.to_json()) == plan for plan in compiled)
 
 
+def test_tiles():
+    plans = [plan_for(words, STACKS) for words in ("full_tiled", "full_tiled:64")]
+    assert [plan.mlp_tile_tokens for plan in plans] == [1024, 64]
+    for plan in plans:
+        assert plan.blocks_under(Action.RECOMPUTE_TILED) == tuple("abcdefgh")
+        assert not plan.is_bitwise
+        assert Plan.from_json(plan.to_json()) == plan
+    assert plans[1].describe() == (
+        "full_tiled:64: 8 of 8 blocks recomputed, their MLPs in tiles of 64 tokens (equal to plain within rounding, "
+        "not bitwise)"
+    )
+    assert "mlp_tile_tokens" not in plan_for("full", STACKS).to_json()
+    with pytest.raises(ValueError, match="mlp_tile_tokens is None"):
+        Plan(strategy="mine", blocks=plans[0].blocks, spans=plans[0].spans)
+    with pytest.raises(ValueError, match="mlp_tile_tokens is 0"):
+        Plan(strategy="mine", blocks=plans[0].blocks, spans=plans[0].spans, mlp_tile_tokens=0)
+    with pytest.raises(InputError, match="its sizes are"):
+        Plan.from_json(plans[1].to_json().replace("64,", "64.5,").replace(": 64\n", ": 64.5\n"))
+
+
 def test_a_ratio_and_compiled_blocks_go_together():
     kept = plan_for("none", STACKS)
     with pytest.raises(ValueError, match=r"compiled_memory_ratio is 0\.5"):
@@ -90,6 +110,9 @@ def test_a_ratio_and_compiled_blocks_go_together():
         "compiled:",
         "compiled:nan",
         "selective:2",
+        "full_tiled:0",
+        "full_tiled:",
+        "full_tiled:-8",
         "budget",
         "segments:0",
         "segments:9",

@@ -1,0 +1,281 @@
+"""MLPs in tiles: a few tokens at a time, so that what an MLP makes inside is never there for all of them.
+
+Arctic Long Sequence Training (https://arxiv.org/abs/2506.13996) has it as ``TiledMLP``.
+
+NOTE [ tiles ]
+1. An MLP computes each token by itself. So ``_Tiles`` runs it on some of them at a time, without gradients; in the
+   backward it runs each tile again and takes its gradients.
+2. Gradients of weights are summed over the tiles, in float32 for weights of 16 bits, and given to autograd as one. So
+   the hooks of a weight, as DDP has them and an optimizer in the backward, run once.
+3. ``_Keep`` saves the input, in front of the tiles. torch's checkpoint ends the second run of a layer with the last
+   tensor that is saved: there, before the tiles, unless the layer saves something after its MLP (a norm, dropout).
+4. Dropout at the end of an MLP runs on all tokens, as ever, so that the random numbers are those of plain. An MLP that
+   draws others is not run in tiles.
+5. Outputs and the gradients of inputs are sums over the same numbers as plain's; those of weights are sums in another
+   order. So gradients equal plain's within rounding.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.func import functional_call
+
+from memsave_recipes.errors import InputError
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """An MLP of a layer.
+
+    Args:
+        module: takes (..., H), gives (..., H) and computes each of the H numbers by themselves.
+        dropout: its last operator, if that draws random numbers.
+    """
+
+    module: nn.Module
+    dropout: nn.Dropout | None
+
+
+def find_mlps(layer: nn.Module) -> list[Mlp]:
+    """The outermost MLPs of ``layer``: linear layers and activations that compute each token by itself.
+
+    That is proven on a few tokens; a model of fake tensors has no values, and its structure is believed.
+    """
+    found: list[Mlp] = []
+    for child in layer.children():
+        mlp = _as_mlp(child)
+        found += [mlp] if mlp else find_mlps(child)
+    return found
+
+
+def _as_mlp(module: nn.Module) -> Mlp | None:
+    if not _takes_one_tensor(module) or not _has_structure(module):
+        return None
+    drawing = [part for part in module.modules() if isinstance(part, nn.Dropout) and part.p > 0]
+    if len(drawing) > 1:
+        return None
+    dropout = drawing[0] if drawing else None
+    return Mlp(module, dropout) if _computes_tokens_alone(module, dropout) else None
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    parameters = list(signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD
+
+
+def _has_structure(module: nn.Module) -> bool:
+    """Two linear layers or more, an activation, and nothing else with weights but norms of a token."""
+    leaves = [part for part in module.modules() if not any(part.children())]
+    linear = [leaf for leaf in leaves if _is_linear(leaf)]
+    with_weights = [part for part in module.modules() if list(part.parameters(recurse=False))]
+    activations = [
+        leaf for leaf in leaves if leaf not in with_weights and not isinstance(leaf, nn.Dropout | nn.Identity)
+    ]
+    others = [part for part in with_weights if not _is_linear(part) and not _is_norm_of_a_token(part)]
+    return len(linear) > 1 and bool(activations) and not others
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # of transformers: GPT-2
+
+
+def _is_norm_of_a_token(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")
+
+
+def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> bool:
+    """Also that ``dropout`` makes its output."""
+    last: list[Any] = []
+    hook = dropout.register_forward_hook(lambda _, __, output: last.append(output)) if dropout else None
+    tokens = _tokens_for(module)
+    try:
+        with torch.no_grad(), torch.random.fork_rng([tokens.device] if tokens.device.type == "cuda" else []):
+            output = module(tokens)
+            ends_with_dropout = not last or last[-1] is output
+            with _without_dropout(dropout):
+                whole, alone = module(tokens), module(tokens[1:, 1:2])
+    except Exception:  # it is another kind of module
+        return False
+    finally:
+        if hook is not None:
+            hook.remove()
+    same_shape = whole.shape == tokens.shape
+    return ends_with_dropout and same_shape and (isinstance(whole, FakeTensor) or _same(whole[1:, 1:2], alone))
+
+
+def _tokens_for(module: nn.Module) -> Tensor:
+    """(2, 3, H)."""
+    linear = next(part for part in module.modules() if _is_linear(part))
+    width = linear.in_features if isinstance(linear, nn.Linear) else linear.get_parameter("weight").shape[0]
+    weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    tokens = weight.new_zeros(2, 3, int(width))
+    return (
+        tokens
+        if isinstance(tokens, FakeTensor)
+        else tokens + torch.linspace(-1, 1, tokens.numel()).to(tokens).view_as(tokens)
+    )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    precision = torch.finfo(one.dtype).eps
+    return bool((one - other).abs().max() <= 64 * precision * one.abs().max().clamp(min=precision))
+
+
+@contextmanager
+def _without_dropout(dropout: nn.Dropout | None) -> Iterator[None]:
+    if dropout is None:
+        yield
+        return
+    training, dropout.training = dropout.training, False
+    try:
+        yield
+    finally:
+        dropout.training = training
+
+
+@dataclass
+class TiledForward:
+    """The forward of an MLP under a plan; while it is there, that of ``dropout`` gives its input back."""
+
+    mlp: Mlp
+    method: Callable[[Tensor], Tensor]
+    num_tokens: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The output of the MLP's own forward.
+
+        Raises:
+            InputError: it is called with more than one tensor.
+        """
+        (tokens,) = (*args, *kwargs.values()) if len(args) + len(kwargs) == 1 else (None,)
+        if not isinstance(tokens, Tensor):
+            name = type(self.mlp.module).__name__
+            raise InputError(f"strategy: {name} takes more than one tensor, so it cannot run in tiles: use full")
+        output = self._tiled(tokens) if torch.is_grad_enabled() else self.method(tokens)
+        dropout = self.mlp.dropout
+        return output if dropout is None else type(dropout).forward(dropout, output)
+
+    def _tiled(self, tokens: Tensor) -> Tensor:
+        weights = {name: weight for name, weight in self.mlp.module.named_parameters() if weight.requires_grad}
+        box: list[Any] = []
+        kept = _Keep.apply(box, tokens, *weights.values())  # type: ignore[no-untyped-call]
+        output: Tensor = _Tiles.apply(box[0], self, list(weights), kept, *weights.values())  # type: ignore[no-untyped-call]
+        return output
+
+    def call(self, rows: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """Of (N, H), with other tensors in place of the weights."""
+        caller = _Caller(self.mlp.module, self.method)
+        output: Tensor = functional_call(caller, {f"module.{name}": w for name, w in weights.items()}, (rows[None],))
+        return output[0]
+
+
+class _Caller(nn.Module):
+    """Calls the MLP's own forward, of which the instance has another one."""
+
+    def __init__(self, module: nn.Module, method: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.method = method
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.method(rows)
+
+
+class _Keep(torch.autograd.Function):
+    """Rule 3 of the NOTE. Its node runs after that of the tiles, which read what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[Any], tokens: Tensor, *weights: Tensor) -> Tensor:
+        """(..., H) to the same."""
+        box.append(ctx)
+        ctx.save_for_backward(tokens, *weights)
+        ctx.num_weights = len(weights)
+        return tokens.view_as(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """(..., H) to the same."""
+        return None, gradient, *[None] * ctx.num_weights
+
+
+class _Tiles(torch.autograd.Function):
+    """Rules 1 and 2 of the NOTE."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Any, tiled: TiledForward, names: list[str], tokens: Tensor, *weights: Tensor) -> Tensor:
+        """(..., H) to the same."""
+        ctx.kept, ctx.tiled, ctx.names, ctx.autocast = kept, tiled, names, _autocast_of(tokens.device.type)
+        output = torch.empty(0)
+        with torch.autocast(**ctx.autocast):
+            for start, rows in _tiles(tokens, tiled.num_tokens):
+                made = tiled.method(rows[None])[0]
+                if not start:
+                    output = made.new_empty(tokens.shape)
+                output.flatten(0, -2)[start : start + len(rows)] = made
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """(..., H) to the same, and the gradients of the weights."""
+        tokens, *weights = ctx.kept.saved_tensors
+        num_tokens = ctx.tiled.num_tokens
+        leaves = [_Summed.of(weight) for weight in weights]
+        by_name = {name: leaf.weight for name, leaf in zip(ctx.names, leaves, strict=True)}
+        of_tokens = torch.empty_like(tokens, memory_format=torch.contiguous_format) if ctx.needs_input_grad[3] else None
+        with torch.enable_grad(), torch.autocast(**ctx.autocast):
+            tiles = zip(_tiles(tokens, num_tokens), _tiles(gradient, num_tokens), strict=True)
+            for (start, rows), (_, gradient_rows) in tiles:
+                rows = rows.detach().requires_grad_(of_tokens is not None)
+                torch.autograd.backward(ctx.tiled.call(rows, by_name), gradient_rows)
+                if of_tokens is not None and rows.grad is not None:
+                    of_tokens.flatten(0, -2)[start : start + len(rows)] = rows.grad
+                for leaf in leaves:
+                    leaf.add()
+        return None, None, None, of_tokens, *(leaf.total() for leaf in leaves)
+
+
+def _tiles(tokens: Tensor, num_tokens: int) -> Iterator[tuple[int, Tensor]]:
+    """Rows of (..., H), (N, H) each, and the number of the first."""
+    for number, rows in enumerate(tokens.flatten(0, -2).split(num_tokens)):
+        yield number * num_tokens, rows
+
+
+@dataclass
+class _Summed:
+    """A weight whose gradients of all tiles are summed; by autograd in its own precision, or by us in float32."""
+
+    weight: Tensor
+    in_float32: Tensor | None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "_Summed":
+        """With no gradient yet."""
+        has_16_bits = weight.is_floating_point() and weight.element_size() == 2
+        zeros = torch.zeros_like(weight, dtype=torch.float32) if has_16_bits else None
+        return cls(weight.detach().requires_grad_(), zeros)
+
+    def add(self) -> None:
+        """The gradient of a tile."""
+        if self.in_float32 is not None and self.weight.grad is not None:
+            self.in_float32 += self.weight.grad
+            self.weight.grad = None
+
+    def total(self) -> Tensor | None:
+        """The sum, in the precision of the weight."""
+        return self.weight.grad if self.in_float32 is None else self.in_float32.to(self.weight.dtype)
+
+
+def _autocast_of(device_type: str) -> dict[str, Any]:
+    return {
+        "device_type": device_type,
+        "dtype": torch.get_autocast_dtype(device_type),
+        "enabled": torch.is_autocast_enabled(device_type),
+        "cache_enabled": False,  # a weight that was cast without gradients must not serve a run with them
+    }
