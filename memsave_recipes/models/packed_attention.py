@@ -7,14 +7,14 @@ NOTE [ attention by document ]
 3. Autograd would save SDPA's output of each document beside the joined one that the next layer saves. On a CPU,
    ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. Elsewhere, and with dropout, autograd
    records SDPA itself.
-4. Documents longer than a sliding window take a mask of their own size.
+4. Documents longer than a sliding window take a part of one mask, as large as the longest.
 5. transformers makes no mask for a name that ``AttentionMaskInterface`` does not know. A model that has more in its
    masks, or asks more of its attention than rules 1 to 4, keeps its masks: ``attend_by_document`` looks at the
    arguments of both and compares the logits.
 6. Layers that are compiled would be compiled anew for other lengths: they keep their masks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -71,8 +71,9 @@ def attention_by_document(
         query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
         joined: Tensor = _FlashOnCpu.apply(query, key, value, lengths, scaling)  # type: ignore[no-untyped-call]
         return joined, None
+    windows = _windows(max(map(max, lengths)), sliding_window, query.device)
     attended = [
-        sdpa_attention_forward(module, q, k, v, _window(q, sliding_window), dropout, scaling, is_causal=True)[0]
+        sdpa_attention_forward(module, q, k, v, windows(q.shape[2]), dropout, scaling, is_causal=True)[0]
         for q, k, v in _documents_of_all(lengths, query, key, value)
     ]
     return _rows(attended, len(lengths)), None
@@ -140,7 +141,9 @@ def _documents_of_all(lengths: DocumentLengths, *tensors: Tensor) -> Iterator[tu
 def _documents(states: Tensor, lengths: DocumentLengths) -> list[Tensor]:
     """Views of (B, H, T, D), a document each: (1, H, L, D)."""
     rows = zip(states.split(1), lengths, strict=True)
-    return [document for row, of_row in rows for document in row.split(list(of_row), dim=2)]
+    return [
+        document for row, of_row in rows for document in ([row] if len(of_row) == 1 else row.split(list(of_row), dim=2))
+    ]
 
 
 def _rows(documents: Sequence[Tensor], num_rows: int) -> Tensor:
@@ -149,13 +152,12 @@ def _rows(documents: Sequence[Tensor], num_rows: int) -> Tensor:
     return joined.view(num_rows, -1, *joined.shape[2:])
 
 
-def _window(query: Tensor, sliding_window: int | None) -> Tensor | None:
-    """Which keys a document's tokens see where it is longer than the window: bool (L, L)."""
-    length = query.shape[2]
-    if sliding_window is None or sliding_window >= length:
-        return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device)
-    return seen.tril().triu(1 - sliding_window)
+def _windows(longest: int, sliding_window: int | None, device: torch.device) -> Callable[[int], Tensor | None]:
+    """Which keys the tokens of a document of a length see: bool (L, L), a part of one mask; ``None``: all before."""
+    if sliding_window is None or sliding_window >= longest:
+        return lambda length: None
+    seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().triu(1 - sliding_window)
+    return lambda length: None if sliding_window >= length else seen[:length, :length]
 
 
 def attends_by_document(model: nn.Module) -> bool:
