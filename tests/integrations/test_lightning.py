@@ -151,15 +151,24 @@ def test_fabric(precision, tmp_path, capsys):
         fabric.seed_everything(0, verbose=False)
         model = llama().train()
         model, optimizer = fabric.setup(model, AdamW(model.parameters(), fused=True))
-        batches = [padded(rows([48] * 4).to_list())] * 4
+        batches = [padded(rows([48] * 4).to_list())] * 5
         if settings:
             handle = memsave.prepare(model, batches[0], optimizer, **settings)
-        for batch in batches:
+
+        def step(batch):
             fabric.backward(model(**batch).loss)
             optimizer.step()
             optimizer.zero_grad()
+
+        for batch in batches[:-1]:
+            step(batch)
+        with break_down_peak(model.module, optimizer.optimizer, torch.device("cpu")) as peak:
+            step(batches[-1])
         if settings:
-            assert handle.plan.prediction
+            batch_bytes = sum(tensor.nbytes for tensor in batches[-1].values())
+            peak_bytes = peak.breakdown.total_bytes + batch_bytes
+            assert peak_bytes <= 1.02 * handle.plan.prediction.peak_bytes
+            assert peak_bytes <= settings.get("budget_gib", 1) * GIB
             handle.remove()
             assert not own_forwards(model.module)
         return weights_of(model)

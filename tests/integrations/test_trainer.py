@@ -7,7 +7,7 @@ import pytest
 import torch
 from integrations.trainings import BASE, LaterPeaks, differing, llama, padded, rows, weights_of
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import memsave_recipes as memsave
 from memsave_recipes.text import GIB
@@ -64,6 +64,17 @@ def test_the_weights_are_those_without_it(settings, accumulation, plain, tmp_pat
     if "budget_gib" in settings:
         assert callback.plan.recomputed
         assert max(later.peaks) <= BUDGET_GIB * GIB < predicted.baseline_peak_bytes
+
+
+def test_under_bf16_no_casts_of_weights_are_left_behind(tmp_path):
+    """Of the blocks that recompute, which is what is predicted; the trainer's autocast remembers its casts."""
+    callback, later = memsave.MemsaveCallback(strategy="full"), LaterPeaks()
+    shape = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 6, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, pad_token_id=0, use_cache=False, **shape))
+    trained(tmp_path, [callback, later], model=model, bf16=True, gradient_accumulation_steps=2)
+    casts_bytes = sum(weight.nbytes // 2 for weight in model.model.layers.parameters())
+    assert later.peaks
+    assert max(later.peaks) <= callback.plan.prediction.peak_bytes + 0.1 * casts_bytes
 
 
 def test_it_plans_again_for_longer_batches(tmp_path, capsys):
