@@ -1,0 +1,249 @@
+"""The longest row of tokens in a given memory: plain, Hugging Face's checkpointing, and plans with a chunked loss.
+
+    python benchmarks/long_context.py --quick     # a tiny model: shows that it runs
+    python benchmarks/long_context.py             # half an hour on one core
+
+A step is a forward, a backward and AdamW's update on one row that is one document, in float32: all that it allocates,
+with parameters and optimizer state. Bytes are those of the same step on fake tensors. At the lengths of ``--real`` the
+step really runs, its bytes stand beside these, and its time is compared with that of Hugging Face's checkpointing,
+round by round.
+
+* *plain*: the model's own loss, without checkpointing.
+* *HF checkpointing*: the same with ``gradient_checkpointing_enable()``.
+* *full* and *full_tiled*: these strategies with ``CausalLMLoss(model, "chunked")``.
+* *in backward*: the last one with the optimizer in the backward.
+
+Writes docs/results/long_context.json and .md.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import harness
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.estimation.estimate import fake_batch, fake_model
+from memsave_recipes.estimation.fake_step import FakeInstruments, Rates
+from memsave_recipes.models.causal_lm import CausalLMLoss
+from memsave_recipes.models.packed_attention import set_packed_attention
+from memsave_recipes.profiling.trace_events import Meter
+from memsave_recipes.text import GIB, MIB
+from memsave_recipes.training.optimizers import step_in_backward
+
+SHAPE = {
+    **{"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 8, "num_attention_heads": 8},
+    **{"num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": 2**20},
+}
+QUICK_SHAPE = {**SHAPE, "hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "vocab_size": 512}
+BUDGETS_GIB, QUICK_BUDGETS_GIB = (1.5, 2.0, 4.0), (0.02, 0.04)
+STEP_TOKENS = 512
+BASELINE = "HF checkpointing"
+WAYS = ("plain", BASELINE, "full", "full_tiled", "full_tiled, in backward")
+HEADINGS = ("way", "longest row", "of HF's", "bytes a token")
+
+# Without transformers' masks, which it makes for fake tensors alone where a row is one document.
+WITHOUT_MASK = "sdpa_without_mask"
+AttentionInterface.register(WITHOUT_MASK, sdpa_attention_forward)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A way to train a model, real or fake."""
+
+    way: str
+    model: LlamaForCausalLM
+
+    @classmethod
+    def of(cls, way: str, shape: dict[str, int], *, fake: bool) -> "Training":
+        """With a model of that shape."""
+
+        def build() -> LlamaForCausalLM:
+            torch.manual_seed(0)
+            model = LlamaForCausalLM(LlamaConfig(**shape, use_cache=False)).train()
+            if way.startswith("full"):
+                set_packed_attention(model, "document")
+            else:
+                model.set_attn_implementation(WITHOUT_MASK)
+            if way == BASELINE:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            return model
+
+        return cls(way, fake_model(build) if fake else build())
+
+    @property
+    def is_plans(self) -> bool:
+        """Whether it is one of ours."""
+        return self.way.startswith("full")
+
+    @cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, its state made in the first step."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        if "in backward" in self.way:
+            step_in_backward(optimizer)
+        return optimizer
+
+    def tokens(self, length: int) -> Tensor:
+        """One row (1, T)."""
+        tokens = torch.arange(length)[None] % self.model.config.vocab_size
+        is_fake = isinstance(self.model.lm_head.weight, FakeTensor)
+        return fake_batch(self.model, {"tokens": tokens})["tokens"] if is_fake else tokens
+
+    def step(self, tokens: Tensor) -> None:
+        """A forward, a backward and an update."""
+        optimizer = self.optimizer
+        strategy = self.way.partition(",")[0] if self.is_plans else "none"
+        with apply_plan(self.model, plan_blocks(self.model, strategy)) if self.is_plans else nullcontext():
+            self._loss(tokens).backward()
+        if "in backward" not in self.way:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _loss(self, tokens: Tensor) -> Tensor:
+        if not self.is_plans:
+            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+            return loss
+        lengths = [[tokens.shape[1]]]
+        summed: Tensor = CausalLMLoss(self.model, "chunked")(tokens, tokens, document_lengths=lengths)
+        return summed / tokens.shape[1]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Parameters and AdamW's two means."""
+        return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
+
+
+def fake_bytes(training: Training, length: int) -> int:
+    """All that a step allocates, with what is resident."""
+    tokens = training.tokens(length)
+
+    def step(meter: Meter) -> None:
+        training.step(tokens)
+        meter.mark()
+
+    instruments = FakeInstruments(rates=Rates(flops_per_s=1.0, bytes_per_s=1.0), on_host=True)
+    with training.model.lm_head.weight.fake_mode:
+        if not training.optimizer.state:
+            training.step(training.tokens(STEP_TOKENS))
+        return training.resident_bytes + instruments.read_memory(step)[-1].peak_bytes
+
+
+def longest(training: Training, budget_bytes: int) -> tuple[int, float]:
+    """The longest row, in steps of ``STEP_TOKENS``, and the bytes of one more token, as bytes are linear in them."""
+    known: dict[int, int] = {}
+
+    def bytes_of(steps: int) -> int:
+        if steps not in known:
+            known[steps] = fake_bytes(training, steps * STEP_TOKENS)
+        return known[steps]
+
+    low, high = 2, 4
+    while True:
+        slope = (bytes_of(high) - bytes_of(low)) / (high - low)
+        guess = max(1, high + int((budget_bytes - bytes_of(high)) // slope))
+        if bytes_of(guess) <= budget_bytes < bytes_of(guess + 1):
+            return guess * STEP_TOKENS, (bytes_of(guess + 1) - bytes_of(guess)) / STEP_TOKENS
+        if guess == 1:
+            return 0, slope / STEP_TOKENS
+        low, high = guess, guess + 1
+
+
+def rows_of(shape: dict[str, int], budgets_gib: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """A row for each way and memory."""
+    for way in WAYS:
+        training = Training.of(way, shape, fake=True)
+        for budget in budgets_gib:
+            tokens, bytes_a_token = longest(training, int(budget * GIB))
+            yield {"way": way, "budget_gib": budget, "tokens": tokens, "bytes_a_token": bytes_a_token}
+
+
+def real_rows(shape: dict[str, int], lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """A row for each way at each length: real bytes beside those on paper, and the time."""
+    device = torch.device("cpu")
+    trainings = {way: Training.of(way, shape, fake=False) for way in WAYS}
+    for length in lengths:
+        steps: dict[str, Callable[[], None]] = {
+            way: partial(one.step, one.tokens(length)) for way, one in trainings.items()
+        }
+        for step in steps.values():
+            step()
+        peaks = {way: trainings[way].resident_bytes + harness.peak_bytes(step, device) for way, step in steps.items()}
+        seconds = harness.time_in_turns(steps, rounds)
+        for way in WAYS:
+            on_paper = fake_bytes(Training.of(way, shape, fake=True), length)
+            middle, quartiles = harness.median_and_quartiles(harness.ratios(seconds[way], seconds[BASELINE]))
+            yield {
+                **{"way": way, "length": length, "time_ratio": middle, "quartiles": quartiles},
+                **{"real_bytes": peaks[way], "paper_bytes": on_paper},
+            }
+
+
+def to_markdown(results: dict[str, Any]) -> str:
+    """The two tables."""
+    about = results["machine"]
+    of_hf = {row["budget_gib"]: row["tokens"] for row in results["rows"] if row["way"] == BASELINE}
+    cells = [
+        (
+            f"{row['budget_gib']:g} GiB",
+            row["way"],
+            f"{row['tokens']:,}",
+            f"x{row['tokens'] / of_hf[row['budget_gib']]:.1f}" if of_hf[row["budget_gib"]] else "",
+            f"{row['bytes_a_token'] / 1024:.1f} KiB",
+        )
+        for row in sorted(results["rows"], key=lambda row: row["budget_gib"])
+    ]
+    real = [
+        (
+            f"{row['length']:,}",
+            row["way"],
+            f"{row['real_bytes'] / MIB:.1f} MiB",
+            f"{row['paper_bytes'] / MIB:.1f} MiB",
+            f"x{row['time_ratio']:.2f}",
+            " - ".join(f"x{end:.2f}" for end in row["quartiles"]),
+        )
+        for row in results["real"]
+    ]
+    return "\n\n".join(
+        [
+            "# Long rows",
+            f"From `benchmarks/long_context.py` on {about['device']}, torch {about['versions']['torch']}, transformers "
+            f"{about['versions']['transformers']}: a Llama of {results['parameters'] / 1e6:.0f}M parameters, AdamW.",
+            harness.markdown_table(("memory", *HEADINGS), cells),
+            "Steps that really ran, in one thread; time as a multiple of that of Hugging Face's checkpointing.",
+            harness.markdown_table(("tokens", "way", "real peak", "on paper", "time", "middle half"), real),
+        ]
+    )
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure as the flags say; returns the content of the JSON file."""
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--real", type=int, nargs="*", default=[2048, 4096], help="lengths that really run")
+    parser.add_argument("--rounds", type=int, default=5)
+    flags = harness.read_flags(parser, args)
+    shape, budgets_gib = (QUICK_SHAPE, QUICK_BUDGETS_GIB) if flags.quick else (SHAPE, BUDGETS_GIB)
+    if flags.quick:
+        flags.real, flags.rounds = [512], 2
+    results = {
+        "benchmark": "long_context",
+        "machine": harness.describe_machine(torch.device("cpu"), "transformers"),
+        "parameters": sum(p.numel() for p in Training.of("plain", shape, fake=True).model.parameters()),
+        "rows": list(rows_of(shape, budgets_gib)),
+        "real": list(real_rows(shape, flags.real, flags.rounds)),
+    }
+    page = to_markdown(results)
+    harness.write_results(flags.output_dir, "long_context", results, page)
+    print(page)
+    return results
+
+
+if __name__ == "__main__":
+    main()
