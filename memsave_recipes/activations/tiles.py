@@ -34,7 +34,7 @@ class Mlp:
     """An MLP of a layer.
 
     Args:
-        module: takes (..., H), gives (..., H) and computes each of the H numbers by themselves.
+        module: takes (..., H), gives (..., H), and computes each token, of H numbers, by itself.
         dropout: its last operator, if that draws random numbers.
     """
 
@@ -45,7 +45,7 @@ class Mlp:
 def find_mlps(layer: nn.Module) -> list[Mlp]:
     """The outermost MLPs of ``layer``: linear layers and activations that compute each token by itself.
 
-    That is proven on a few tokens; a model of fake tensors has no values, and its structure is believed.
+    That is proven on a few tokens; a model of fake or meta tensors has no values, and its structure is believed.
     """
     found: list[Mlp] = []
     for child in layer.children():
@@ -106,7 +106,7 @@ def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> boo
         if hook is not None:
             hook.remove()
     same_shape = whole.shape == tokens.shape
-    return ends_with_dropout and same_shape and (isinstance(whole, FakeTensor) or _same(whole[1:, 1:2], alone))
+    return ends_with_dropout and same_shape and (not _has_values(whole) or _same(whole[1:, 1:2], alone))
 
 
 def _tokens_for(module: nn.Module) -> Tensor:
@@ -115,11 +115,11 @@ def _tokens_for(module: nn.Module) -> Tensor:
     width = linear.in_features if isinstance(linear, nn.Linear) else linear.get_parameter("weight").shape[0]
     weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     tokens = weight.new_zeros(2, 3, int(width))
-    return (
-        tokens
-        if isinstance(tokens, FakeTensor)
-        else tokens + torch.linspace(-1, 1, tokens.numel()).to(tokens).view_as(tokens)
-    )
+    return tokens + torch.linspace(-1, 1, tokens.numel()).to(tokens).view_as(tokens) if _has_values(tokens) else tokens
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -48,9 +48,15 @@ class Costs:
     @property
     def traces(self):
         return [
-            (SimpleNamespace(strategy="compiled", compiled_memory_ratio=ratio, offloads=()), None)
+            (
+                SimpleNamespace(strategy="compiled", compiled_memory_ratio=ratio, offloads=(), mlp_tile_tokens=None),
+                None,
+            )
             for ratio in self.of_ratio
         ]
+
+    def chain_under(self, plan):
+        return self.chain(ratio=plan.compiled_memory_ratio)
 
     def chain(self, *, ratio=None, offload=False):
         options = [option(Action.KEEP, saved=10_000, transient=0)]

@@ -182,6 +182,12 @@ def test_the_mlp_of_each_layer_is_found(model_type):
         assert [mlp.module for mlp in find_mlps(layer)] == [layer.mlp]
 
 
+def test_a_model_without_values_is_believed():
+    with torch.device("meta"):
+        model = causal_model("llama")
+    assert all(find_mlps(layer) for layer in layers_of(model))
+
+
 class Mixing(nn.Module):
     """Looks like an MLP, but a token sees the others."""
 
@@ -300,3 +306,34 @@ def test_the_figures_of_the_documentation(plan, mib):
             step()
     assert peak.breakdown is not None
     assert peak.breakdown.total_bytes / 2**20 == pytest.approx(mib, abs=1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_on_a_gpu(model_type):
+    model = causal_model(model_type, max_position_embeddings=2048).cuda()
+    tokens = torch.randint(0, 64, (2, 2048), device="cuda")
+
+    def step(plan):
+        model.zero_grad()
+        torch.manual_seed(7)
+        torch.cuda.reset_peak_memory_stats()
+        with apply_plan(model, plan_blocks(model, plan)):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+        return (
+            [p.grad.clone() for p in model.parameters()],
+            torch.cuda.get_rng_state(),
+            torch.cuda.max_memory_allocated(),
+        )
+
+    step("none")
+    plain, generator, _ = step("full")
+    tiled, generator_after, _ = step("full_tiled:256")
+    assert torch.equal(generator, generator_after)
+    for one, other in zip(tiled, plain, strict=True):
+        assert (one - other).abs().max() <= 0.02 * other.abs().max()
+    _, _, full_bytes = step("full")
+    _, _, tiled_bytes = step("full_tiled:256")
+    assert tiled_bytes < full_bytes
