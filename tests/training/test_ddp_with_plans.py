@@ -86,3 +86,30 @@ def test_plans_under_ddp_with_accumulation(run_on_ranks, make_case, name):
 def test_inputs_on_the_host_under_ddp_with_accumulation(run_on_ranks, make_case, name):
     plain = run_on_ranks(partial(accumulated_step, make_case, name, "none"), 2, timeout_s=120)
     assert run_on_ranks(partial(step_with_inputs_on_the_host, make_case, name), 2, timeout_s=120) == plain
+
+
+def gradients_of_a_step(make_case, strategy, accelerator):
+    """Of three micro-batches on every rank, and how often a parameter's hook ran."""
+    case = make_case("llama")
+    apply_plan(case.model, plan_blocks(case.model, strategy))
+    model, hooks = accelerator.prepare(case.model), []
+    for parameter in case.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: hooks.append(1))
+    for micro_batch in range(MICRO_BATCHES):
+        torch.manual_seed(accelerator.process_index * MICRO_BATCHES + micro_batch)
+        batch = torch.roll(case.batch, 5 * accelerator.process_index + micro_batch, dims=-1)
+        with nullcontext() if micro_batch == MICRO_BATCHES - 1 else accelerator.no_sync(model):
+            accelerator.backward(case.loss_of(model, batch))
+    gradients = {name: parameter.grad.tolist() for name, parameter in case.model.named_parameters()}
+    return {"gradients": gradients, "hooks": len(hooks) / len(gradients)}
+
+
+def test_mlps_in_tiles_under_ddp_with_accumulation(run_on_ranks, make_case):
+    plain = run_on_ranks(partial(gradients_of_a_step, make_case, "none"), 2, timeout_s=120)
+    tiled = run_on_ranks(partial(gradients_of_a_step, make_case, "full_tiled:16"), 2, timeout_s=120)
+    assert tiled[0]["gradients"] == tiled[1]["gradients"]
+    assert tiled[0]["hooks"] == plain[0]["hooks"] == MICRO_BATCHES
+    for name, expected in plain[0]["gradients"].items():
+        expected = torch.tensor(expected)
+        found = torch.tensor(tiled[0]["gradients"][name])
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), name
