@@ -11,8 +11,8 @@ NOTE [ tiles ]
    tensor that is saved: there, before the tiles, unless the layer saves something after its MLP (a norm, dropout).
 4. Dropout at the end of an MLP runs on all tokens, as ever, so that the random numbers are those of plain. An MLP that
    draws others is not run in tiles.
-5. Outputs and the gradients of inputs are sums over the same numbers as plain's; those of weights are sums in another
-   order. So gradients equal plain's within rounding.
+5. Gradients of weights are sums in another order than plain's, and a product of fewer rows may take another kernel. So
+   all equals plain's within rounding.
 """
 
 from collections.abc import Callable, Iterator
