@@ -10,15 +10,16 @@ NOTE [ figures ]
    one is run once for both, so it has the same time.
 2. *spread* is by how much the slowest of the three plans is slower than the fastest.
 3. *slower than with less* compares the time with the least one of all smaller budgets; 0 where there is no faster one.
-4. *noise* is what the planner states of its own prediction, the largest of the three. Two budgets are told apart only
-   by more than the noise of both.
+4. *noise* is what the planner states of its own prediction, the largest of the three; *error* is the standard error of
+   *time*, from the spread of its rounds. Two budgets are told apart only by more than both of both.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import pi, sqrt
 from operator import itemgetter
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 import harness
@@ -36,6 +37,9 @@ MODELS = ("resnet50", "densenet121", "vit", "llama")
 NUM_BUDGETS, QUICK_BUDGETS = 20, 4
 NUM_PLANNINGS = 3
 MOST_SPREAD_PCT = 3
+ERROR_OF_MEDIAN = (pi / 2) ** 0.5
+"""As a multiple of the standard error of the mean, for normal errors of many rounds."""
+
 STATIC = StaticMemory()
 
 
@@ -102,7 +106,8 @@ def rows_of(
     for budget_bytes, forecasts in zip(budgets, found, strict=True):
         times = [median(ratios[one.plan.spans]) for one in forecasts]
         noise = max(one.noise_s / one.micro_batch_s for one in forecasts)
-        own = {"time_ratio": median(times), "noise_pct": 100 * noise}
+        error = max(error_of_median(ratios[one.plan.spans]) for one in forecasts)
+        own = {"time_ratio": median(times), "noise_pct": 100 * noise, "error_pct": 100 * error}
         fastest = min([*rows, own], key=itemgetter("time_ratio"))
         rows.append(
             {
@@ -113,11 +118,16 @@ def rows_of(
                 **own,
                 "spread_pct": 100 * (max(times) / min(times) - 1),
                 "slower_pct": 100 * (median(times) / fastest["time_ratio"] - 1),
-                "noise_of_both_pct": own["noise_pct"] + fastest["noise_pct"],
+                "least_told_pct": sum(one[name] for one in (own, fastest) for name in ("noise_pct", "error_pct")),
                 "num_plans": len({one.plan.spans for one in forecasts}),
             }
         )
     return rows
+
+
+def error_of_median(ratios: Sequence[float]) -> float:
+    """The standard error of the median, as a part of it."""
+    return ERROR_OF_MEDIAN * stdev(ratios) / sqrt(len(ratios)) / median(ratios)
 
 
 def measure_model(name: str, size: str, rounds: int, num_budgets: int) -> list[dict[str, Any]]:
@@ -137,7 +147,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     """At how many budgets no smaller one is faster within the noise, and at how many the plans take the same time."""
     return {
         "budgets": len(rows),
-        "no_slower": sum(row["slower_pct"] <= row["noise_of_both_pct"] for row in rows),
+        "no_slower": sum(row["slower_pct"] <= row["least_told_pct"] for row in rows),
         "alike": sum(row["spread_pct"] <= MOST_SPREAD_PCT for row in rows),
     }
 
@@ -148,11 +158,11 @@ def as_markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
     lines = [
         f"`python benchmarks/block_times.py` on {about['device']}, {about['num_threads']} threads, "
         f"torch {about['versions']['torch']}; {about['rounds']} rounds.",
-        f"{found['budgets']} budgets: {found['no_slower']} no slower than any smaller one, within the stated noise; "
+        f"{found['budgets']} budgets: {found['no_slower']} no slower than any smaller one, within noise and error; "
         f"{found['alike']} with three plans that differ by at most {MOST_SPREAD_PCT} % in time.",
         "",
     ]
-    headings = ("model", "budget", "time", "predicted", "noise", "spread", "plans", "slower than with less")
+    headings = ("model", "budget", "time", "predicted", "noise", "error", "spread", "plans", "slower than with less")
     return "\n".join([*lines, harness.markdown_table(headings, map(cells, rows))])
 
 
@@ -164,6 +174,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"x{row['time_ratio']:.3f}",
         f"x{median(row['predicted_ratios']):.3f}",
         f"±{row['noise_pct']:.1f} %",
+        f"±{row['error_pct']:.1f} %",
         f"{row['spread_pct']:.1f} %",
         str(row["num_plans"]),
         f"{row['slower_pct']:.1f} %",

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from memsave_recipes.errors import InputError, require
@@ -43,10 +44,9 @@ DATA_SHEET_SECONDS = (
     "seconds are lower bounds by the data sheet, without the optimizer's update: they rank plans, they predict no clock"
 )
 CPU_SECONDS = "seconds are estimates by the rates measured here, without the optimizer's update: they rank plans"
-FRAGMENTATION_NOTE = (
-    "not in any figure: fragmentation of the allocator, workspaces of cuDNN's convolutions; the default budget leaves "
-    "5 % for both"
-)
+NO_FIGURE = "not in any figure: fragmentation of the allocator"
+NO_FIGURE_OF_CONVOLUTIONS = f"{NO_FIGURE}, and cuDNN's workspaces, for which convolutions take memory that is free"
+DEFAULT_LEAVES = "; the default budget leaves 5 %"
 CONFIGS = "accelerate_configs"
 FORMAT_VERSION = 1
 
@@ -93,10 +93,12 @@ class PlanRequest:
     def remarks(self) -> list[str]:
         """Sentences on the sources of the figures."""
         target = self.launch.target
+        takes_images = any(isinstance(part, Tensor) and part.ndim == 4 for part in self.task.micro_batch(1).values())
+        no_figure = (NO_FIGURE_OF_CONVOLUTIONS if takes_images else NO_FIGURE) + DEFAULT_LEAVES
         return [
             f"for {self.place}" + (f" ({target.remark})" if target.remark else ""),
             *(f"assumed: {assumption}" for assumption in self.task.assumed),
-            *([CPU_SECONDS] if target.device_type == "cpu" else [DATA_SHEET_SECONDS, FRAGMENTATION_NOTE]),
+            *([CPU_SECONDS] if target.device_type == "cpu" else [DATA_SHEET_SECONDS, no_figure]),
         ]
 
     def no_fit(self, choice: Choice) -> InputError:

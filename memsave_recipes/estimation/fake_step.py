@@ -12,9 +12,10 @@ operator runs once for every shape, on zeros, under torch's profiler. Workspaces
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -87,8 +88,16 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """In memory: an expanded tensor counts once."""
-    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+    """In memory: what an expanded tensor repeats, and where windows overlap, counts once."""
+    return sum(tensor.itemsize * _num_places(tensor.shape, tensor.stride()) for tensor in tensors)
+
+
+def _num_places(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Different elements of a storage that a view of it has, at most."""
+    if 0 in shape:
+        return 0
+    steps = [(size, stride) for size, stride in zip(shape, strides, strict=True) if stride]
+    return min(prod(size for size, _ in steps), 1 + sum((size - 1) * stride for size, stride in steps))
 
 
 LARGEST_BYTES = 2**30  # of an operator's tensors: a larger one is not run for its workspace
@@ -165,6 +174,9 @@ NUMBER_BYTES = 8
 """Of such a number; counted to the end of the step."""
 
 TAKES_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
+NAMES_OFFSET = aten.as_strided.default
+"""Its result lies where it says in the storage, wherever its argument lies."""
+
 ASKS_DEVICE = torch.ops.prim.device.default
 DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose result, or an argument after it, is not known by the forms of the arguments."""
@@ -359,7 +371,8 @@ class KnownOperators:
         out = func(*args, **kwargs)
         if key not in self._forms:
             with torch._C.DisableTorchFunction():
-                self._forms[key] = None if DEPENDS_ON_VALUES & {*func.tags} else _result_forms(args, kwargs, out)
+                is_open = func is NAMES_OFFSET or DEPENDS_ON_VALUES & {*func.tags}
+                self._forms[key] = None if is_open else _result_forms(args, kwargs, out)
         return key, out
 
 
@@ -368,6 +381,7 @@ class _ResultForm:
     """The form of a fake tensor that is a result.
 
     Args:
+        offset: in its storage, beyond that of the argument that it shares it with.
         shares: the position of the argument whose storage it has; ``None`` for a storage of its own.
         is_argument: whether it is that argument.
     """
@@ -389,9 +403,9 @@ class _ResultForm:
             if self.shares is None:
                 meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
             else:
-                storage = args[self.shares].untyped_storage()
+                source = args[self.shares]
                 meta = torch.empty(0, dtype=self.dtype, device="meta").set_(
-                    storage, self.offset, self.shape, self.stride
+                    source.untyped_storage(), source.storage_offset() + self.offset, self.shape, self.stride
                 )
         return FakeTensor(self.mode, meta, self.device)
 
@@ -437,7 +451,7 @@ def _result_form(args: tuple[Any, ...], out: FakeTensor) -> _ResultForm:
         shape=out.shape,
         stride=out.stride(),
         dtype=out.dtype,
-        offset=int(out.storage_offset()),
+        offset=int(out.storage_offset()) - (0 if shares is None else int(args[shares].storage_offset())),
         device=out.fake_device,
         mode=out.fake_mode,
         shares=shares,
@@ -455,7 +469,7 @@ def _key(value: Any) -> Hashable:
     """Equal for arguments of an operator of the same forms."""
     if isinstance(value, Tensor):
         is_known = type(value) is FakeTensor and value.constant is None
-        return value.shape, value.stride(), value.dtype, value.storage_offset(), is_known
+        return value.shape, value.stride(), value.dtype, is_known
     if isinstance(value, list | tuple):
         return tuple([_key(one) for one in value])
     if isinstance(value, dict):

@@ -266,11 +266,15 @@ def _watched() -> Iterator[_Calls]:
     """Inside, the arguments of attention by document are noted, and those of the masks that it does without."""
     calls = _Calls()
 
-    def attention(module: nn.Module, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, None]:
         given = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if given is None else given
         calls.attention.append({**options, "is_causal": bool(is_causal)})
-        return attention_by_document(module, *args, **options)
+        if query.is_meta:
+            return query.new_empty((*query.transpose(1, 2).shape[:3], value.shape[-1])), None
+        return attention_by_document(module, query, key, value, *args, **options)
 
     def mask(**options: Any) -> None:
         calls.masks.append(options)

@@ -41,8 +41,11 @@ from memsave_recipes.training.optimizers import (
 )
 from memsave_recipes.training.tree_sum import exchange_bytes
 
-WORKSPACES = "workspaces"
-"""The one of the overheads that torch counts as allocated."""
+WORKSPACES, ROUNDING = ALLOCATED = ("workspaces", "rounding")
+"""Those of the overheads that torch counts as allocated."""
+
+MOST_STATES = 5
+"""Tensors of an optimizer's state for a parameter: 8-bit AdamW has four."""
 
 MULTIPLYING_THREADS = 2
 """The thread of the forward and that of autograd's backward: each has a cuBLAS handle, and torch has a workspace for
@@ -163,11 +166,21 @@ def usable_host_bytes(device: torch.device) -> int | None:
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def overheads_of_target(target: Target) -> dict[str, int]:
-    """Bytes of a device besides the tensors, by purpose."""
-    workspaces_bytes = MULTIPLYING_THREADS * target.cublas_workspace_bytes
-    lines = {"CUDA context": target.context_bytes, WORKSPACES: workspaces_bytes}
+def overheads_of_target(target: Target, model: nn.Module) -> dict[str, int]:
+    """Bytes of a device besides the tensors, by purpose; of rounded allocations the most that there may be."""
+    lines = {
+        "CUDA context": target.context_bytes,
+        WORKSPACES: MULTIPLYING_THREADS * target.cublas_workspace_bytes,
+        ROUNDING: (target.allocation_bytes - 1) * _most_tensors(model),
+    }
     return {name: num_bytes for name, num_bytes in lines.items() if num_bytes}
+
+
+def _most_tensors(model: nn.Module) -> int:
+    """Parameters, buffers, and for each trained parameter a gradient and the optimizer's state, at most."""
+    parameters = list(model.parameters())
+    trained = sum(parameter.requires_grad for parameter in parameters)
+    return len(parameters) + len(list(model.buffers())) + (1 + MOST_STATES) * trained
 
 
 def overheads_of_device(device: torch.device) -> dict[str, int]:

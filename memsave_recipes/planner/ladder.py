@@ -289,7 +289,7 @@ class Setting:
             budget_bytes=self.budget_bytes,
             strategy=strategy,
             static=partial(static_memory_of, self.task.optim, model),
-            overheads=overheads_of_target(self.launch.target),
+            overheads=overheads_of_target(self.launch.target, model),
             plan_of=partial(plan_blocks, model),
         )
         return space.candidates(self.estimates.of(layout.micro_batch_size, loss, measured), layout, loss)

@@ -12,7 +12,7 @@ def planned(spans, noise_s=0.011):
 
 def test_a_budget_is_held_against_all_smaller_ones_and_against_its_other_plans(load):
     block_times = load("block_times")
-    ratios = {"a": [1.20, 1.22, 1.21], "b": [1.10] * 3, "c": [1.13] * 3, "d": [1.2] * 3}
+    ratios = {"a": [1.21] * 3, "b": [1.10] * 3, "c": [1.13] * 3, "d": [1.2] * 3}
     found = [[planned("a")] * 3, [planned("b"), planned("b"), planned("c")], [planned("c")] * 3]
     found.append([planned("b"), planned("d", 0.2), planned("b")])
     rows = block_times.rows_of("ViT", [1, 2, 3, 4], found, ratios)
@@ -22,3 +22,12 @@ def test_a_budget_is_held_against_all_smaller_ones_and_against_its_other_plans(l
     assert [row["noise_pct"] for row in rows] == pytest.approx([1, 1, 1, 100 * 0.2 / 1.1])
     assert [row["num_plans"] for row in rows] == [1, 2, 1, 2]
     assert block_times.verdict(rows) == {"budgets": 4, "no_slower": 3, "alike": 3}
+
+
+def test_times_whose_rounds_differ_are_told_apart_by_more(load):
+    block_times = load("block_times")
+    found = [[planned("b")] * 3, [planned("c")] * 3]
+    rows = block_times.rows_of("ViT", [1, 2], found, {"b": [1.10] * 4, "c": [1.11, 1.15, 1.13, 1.13]})
+    assert [row["error_pct"] for row in rows] == pytest.approx([0, 0.906], abs=0.001)  # 1.2533 * 0.01633 / 2 / 1.13
+    assert [row["least_told_pct"] for row in rows] == pytest.approx([2, 2.906], abs=0.001)
+    assert block_times.verdict(rows)["no_slower"] == 2

@@ -278,6 +278,21 @@ def test_results_are_made_again_as_new_tensors_as_views_and_as_arguments():
         fake_step.FakeInstruments(A100.rates).read_memory(step)
 
 
+def test_results_are_made_again_from_other_parts_of_a_tensor():
+    def step(meter):
+        whole = torch.ones(6, 2)
+        for first, second in (whole.split(3), (whole[1:4], torch.ones(3, 2))):
+            for operator in (torch.t, lambda tensor: tensor[1:], lambda tensor: tensor.add_(1)):
+                distances = {operator(part).storage_offset() - part.storage_offset() for part in (first, second)}
+                assert len(distances) == 1
+            assert [torch.exp(part).storage_offset() for part in (first, second)] == [0, 0]
+            assert [part.as_strided((2,), (1,), 4).storage_offset() for part in (first, second)] == [4, 4]
+        meter.mark()
+
+    with FakeTensorMode():
+        fake_step.FakeInstruments(A100.rates).read_memory(step)
+
+
 def test_ties_buffers_and_adapters_survive():
     def build():
         model = causal_lm(llama(tie_word_embeddings=True))()

@@ -84,3 +84,13 @@ def test_what_is_overwritten_is_not_read():
 def test_an_expanded_tensor_is_read_once():
     row = torch.zeros(1, WORDS)
     assert moved(aten.exp.default, row.expand(ROWS, WORDS)) == row.nbytes + ROWS * row.nbytes
+    one_of_many = torch.zeros(ROWS, 1, WORDS)[:1]
+    assert moved(aten.exp.default, one_of_many.expand(1, ROWS, WORDS)) == row.nbytes + ROWS * row.nbytes
+
+
+def test_windows_that_overlap_are_read_once_and_columns_by_themselves():
+    row, table = torch.zeros(WORDS), torch.zeros(ROWS, WORDS)
+    windows = row.unfold(0, 3, 1)
+    assert moved(aten.exp.default, windows) == row.nbytes + windows.nbytes
+    assert moved(aten.exp.default, table[:, 2]) == 2 * ROWS * FLOAT32
+    assert moved(aten.exp.default, table[:0]) == 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from memsave_recipes.estimation.fake_step import rounded_up
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import (
     Forecast,
@@ -24,7 +25,7 @@ from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.render.choice import fits_text, rival_lines, summarize
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.optimizers import state_bytes
+from memsave_recipes.training.optimizers import make_optimizer, state_bytes
 
 MODEL = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
 WEIGHTS = sum(parameter.nbytes for parameter in MODEL.parameters())
@@ -285,12 +286,30 @@ def test_what_the_allocator_holds_besides_known_tensors_are_workspaces(monkeypat
 
 def test_on_paper_two_threads_multiply():
     target = find_target("a100")
-    assert overheads_of_target(target)["workspaces"] == 2 * target.cublas_workspace_bytes > 0
+    assert overheads_of_target(target, nn.Linear(3, 3))["workspaces"] == 2 * target.cublas_workspace_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "sgd"])
+def test_rounding_is_counted_for_all_that_an_optimizer_keeps(name):
+    model = nn.Sequential(nn.Linear(65, 64), nn.BatchNorm1d(64))  # above 4,096 elements a state has 8 bits
+    if name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    optimizer = make_optimizer(OptimizerArguments(optimizer=name, momentum=0.9), model)
+    model(torch.randn(2, 65)).sum().backward()
+    optimizer.step()
+    states = [part for state in optimizer.state.values() for part in state.values() if isinstance(part, torch.Tensor)]
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers(), *states]
+    rounded = sum(rounded_up(tensor.nbytes, 512) - tensor.nbytes for tensor in tensors)
+    assert rounded <= overheads_of_target(find_target("a100"), model)["rounding"]
+
+
+def test_a_cpu_rounds_nothing():
+    assert overheads_of_target(find_target("cpu"), nn.Linear(3, 3)) == {}
 
 
 def test_workspaces_are_allocated_and_the_context_is_not():
-    one = candidate(overheads={"CUDA context": 77, "workspaces": 11})
-    assert one.allocated_bytes == one.peak_bytes + 11
+    one = candidate(overheads={"CUDA context": 77, "workspaces": 11, "rounding": 5})
+    assert one.allocated_bytes == one.peak_bytes + 16
 
 
 def test_without_a_budget_a_device_is_not_filled():
