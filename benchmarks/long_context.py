@@ -10,8 +10,9 @@ round by round.
 
 * *plain*: the model's own loss, without checkpointing.
 * *HF checkpointing*: the same with ``gradient_checkpointing_enable()``.
-* *full* and *full_tiled*: these strategies with ``CausalLMLoss(model, "chunked")``.
-* *in backward*: the last one with the optimizer in the backward.
+* *full*, *full_tiled* and *full_tiled_offload*: these strategies with ``CausalLMLoss(model, "chunked")``. Of the last
+  one the bytes are those of a device with a host beside it, where the inputs of the layers wait: on paper alone.
+* *in backward*: with the optimizer in the backward.
 
 Writes docs/results/long_context.json and .md.
 """
@@ -30,8 +31,9 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.estimation.estimate import fake_batch, fake_model
+from memsave_recipes.estimation.estimate import fake_batch, fake_model, simulated_offloading
 from memsave_recipes.estimation.fake_step import FakeInstruments, Rates
+from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.packed_attention import set_packed_attention
 from memsave_recipes.profiling.trace_events import Meter
@@ -46,7 +48,9 @@ QUICK_SHAPE = {**SHAPE, "hidden_size": 64, "intermediate_size": 224, "num_hidden
 BUDGETS_GIB, QUICK_BUDGETS_GIB = (1.5, 2.0, 4.0), (0.02, 0.04)
 STEP_TOKENS = 512
 BASELINE = "HF checkpointing"
-WAYS = ("plain", BASELINE, "full", "full_tiled", "full_tiled, in backward")
+IN_BACKWARD = ", in backward"
+TILED = ("full_tiled", "full_tiled_offload")
+WAYS = ("plain", BASELINE, "full", *TILED, *(f"{way}{IN_BACKWARD}" for way in TILED))
 HEADINGS = ("way", "longest row", "of HF's", "bytes a token")
 
 # Without transformers' masks, which it makes for fake tensors alone where a row is one document.
@@ -87,7 +91,7 @@ class Training:
     def optimizer(self) -> torch.optim.Optimizer:
         """AdamW, its state made in the first step."""
         optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
-        if "in backward" in self.way:
+        if self.way.endswith(IN_BACKWARD):
             step_in_backward(optimizer)
         return optimizer
 
@@ -100,10 +104,10 @@ class Training:
     def step(self, tokens: Tensor) -> None:
         """A forward, a backward and an update."""
         optimizer = self.optimizer
-        strategy = self.way.partition(",")[0] if self.is_plans else "none"
+        strategy = self.way.removesuffix(IN_BACKWARD) if self.is_plans else "none"
         with apply_plan(self.model, plan_blocks(self.model, strategy)) if self.is_plans else nullcontext():
             self._loss(tokens).backward()
-        if "in backward" not in self.way:
+        if not self.way.endswith(IN_BACKWARD):
             optimizer.step()
             optimizer.zero_grad()
 
@@ -130,7 +134,7 @@ def fake_bytes(training: Training, length: int) -> int:
         meter.mark()
 
     instruments = FakeInstruments(rates=Rates(flops_per_s=1.0, bytes_per_s=1.0), on_host=True)
-    with training.model.lm_head.weight.fake_mode:
+    with training.model.lm_head.weight.fake_mode, simulated_offloading(find_target("a100"), instruments.clock):
         if not training.optimizer.state:
             training.step(training.tokens(STEP_TOKENS))
         return training.resident_bytes + instruments.read_memory(step)[-1].peak_bytes
@@ -166,9 +170,9 @@ def rows_of(shape: dict[str, int], budgets_gib: Sequence[float]) -> Iterator[dic
 
 
 def real_rows(shape: dict[str, int], lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """A row for each way at each length: real bytes beside those on paper, and the time."""
+    """A row for each way that a CPU can run, at each length: real bytes beside those on paper, and the time."""
     device = torch.device("cpu")
-    trainings = {way: Training.of(way, shape, fake=False) for way in WAYS}
+    trainings = {way: Training.of(way, shape, fake=False) for way in WAYS if "offload" not in way}
     for length in lengths:
         steps: dict[str, Callable[[], None]] = {
             way: partial(one.step, one.tokens(length)) for way, one in trainings.items()
@@ -177,7 +181,7 @@ def real_rows(shape: dict[str, int], lengths: Sequence[int], rounds: int) -> Ite
             step()
         peaks = {way: trainings[way].resident_bytes + harness.peak_bytes(step, device) for way, step in steps.items()}
         seconds = harness.time_in_turns(steps, rounds)
-        for way in WAYS:
+        for way in trainings:
             on_paper = fake_bytes(Training.of(way, shape, fake=True), length)
             middle, quartiles = harness.median_and_quartiles(harness.ratios(seconds[way], seconds[BASELINE]))
             yield {

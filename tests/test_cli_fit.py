@@ -125,6 +125,16 @@ def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.
     assert row.endswith("GiB on the host")
 
 
+def test_where_no_other_plan_fits_mlps_run_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = folder_of({**LLAMA, "intermediate_size": 4096}, tmp_path / "wide")
+    words = [wide, "--length", "16384", "--global_batch_size", "2", "--memory", "1.4GiB"]
+    fits = {rung["name"]: rung["fits"] for rung in fitted(words, tmp_path / "fit.json")["rungs"]}
+    assert fits["activation checkpointing"]
+    assert fits["2 cards"]
+    monkeypatch.setattr(ladder, "with_tiles", lambda strategies: strategies)
+    assert main(["fit", *words]) == 2
+
+
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fit.json"
     line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)

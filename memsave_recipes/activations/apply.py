@@ -37,7 +37,7 @@ from memsave_recipes.activations.spans import (
 from memsave_recipes.activations.tiles import TiledForward, find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
-from memsave_recipes.plans.plan import as_they_run
+from memsave_recipes.plans.plan import TILED, as_they_run
 
 
 def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None = None) -> Plan:
@@ -141,7 +141,7 @@ class PlanHandle:
 
 
 _ABSENT = object()
-STARTS_AGAIN = (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED, Action.IN_MICRO_BATCHES)
+STARTS_AGAIN = (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOAD, *TILED, Action.IN_MICRO_BATCHES)
 """Actions under which the second run of a block starts from the very storage of its input."""
 
 
@@ -215,7 +215,7 @@ def _install_sequence(
     stack: SequentialStack, parts: list[tuple[tuple[Block, ...], Action]], handle: PlanHandle, watch: Watch | None
 ) -> None:
     for blocks, action in parts:
-        if action is Action.RECOMPUTE_TILED:
+        if action in TILED:
             _tile_mlps([module for block in blocks for module in block.modules], handle)
         # A span that begins in place would overwrite the very input it has to start from again.
         if action in STARTS_AGAIN and begins_in_place(blocks[0].modules[0]):
@@ -231,7 +231,7 @@ def _install_sequence(
 def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandle, watch: Watch | None) -> None:
     if action is Action.SELECT_OPS:
         _set_out_of_place([layer.module for layer in layers], handle)
-    if action is Action.RECOMPUTE_TILED:
+    if action in TILED:
         _tile_mlps([layer.module for layer in layers], handle)
     span = JointLayers([layer.module for layer in layers])
     for position, layer in enumerate(layers):

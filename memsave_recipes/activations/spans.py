@@ -255,10 +255,11 @@ RUN: dict[Action, Callable[..., Any]] = {
     Action.COMPILE: keep,
     Action.IN_MICRO_BATCHES: in_micro_batches,
     Action.RECOMPUTE_TILED: recompute,
+    Action.RECOMPUTE_TILED_OFFLOAD: recompute_offloaded,
 }
 """How each action runs a function: ``RUN[action](function, *inputs, modules=..., **options)``, with the options of the
-plan: ``micro_batch_size`` for ``IN_MICRO_BATCHES``. ``COMPILE`` compiled it before,
-and ``RECOMPUTE_TILED`` gave its MLPs other forwards."""
+plan: ``micro_batch_size`` for ``IN_MICRO_BATCHES``. ``COMPILE`` compiled it before, and ``TILED`` actions gave its MLPs
+other forwards."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ from memsave_recipes.estimation.targets import Target
 from memsave_recipes.models.packed_attention import attends_by_document
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.plan import MLP_TILE_TOKENS, OFFLOADING_STRATEGIES
+from memsave_recipes.plans.plan import MLP_TILE_TOKENS, OFFLOADING_STRATEGIES, TILED, TILED_STRATEGIES
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
@@ -278,8 +278,8 @@ def plans_to_measure(
         if compiles and strategy == "budget" and _can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]
         if strategy == "budget" and _has_tiles(workload):
-            strategies.append("full_tiled")
-    elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, "full_tiled", "compiled"):
+            strategies += ["full_tiled"] if device_type == "cpu" else TILED_STRATEGIES
+    elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, *TILED_STRATEGIES, "compiled"):
         strategies.append(strategy)
     plans = [plan_for(one, workload.stacks) for one in strategies]
     if micro_batch_size is not None and strategy not in ("none", "budget:bitwise"):
@@ -361,16 +361,18 @@ def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:
-    """The costs of all bitwise actions without offloading, with it, with tiles, and with each ratio none dominates.
+    """The costs of all bitwise actions without offloading and with it, both with tiles, and with each ratio that none
+    dominates.
 
     Offloading sets memory aside: little for the inputs of blocks that recompute, more for all that a block saves.
     """
-    yield measurement.chain()
     offloads = [action for plan, _ in measurement.traces for action in plan.offloads]
-    for number in range(len(offloads)):
-        yield measurement.chain(offload=offloads[number:])
-    if any(plan.mlp_tile_tokens is not None for plan, _ in measurement.traces):
-        yield measurement.chain(tiles=True)
+    with_tiles = any(plan.mlp_tile_tokens is not None for plan, _ in measurement.traces)
+    for tiles in [False, True] if with_tiles else [False]:
+        yield measurement.chain(tiles=tiles)
+        allowed = [action for action in offloads if tiles or action not in TILED]
+        for number in range(len(allowed)):
+            yield measurement.chain(offload=allowed[number:], tiles=tiles)
     compiled: list[Chain] = []
     for plan, _ in measurement.traces:
         if plan.compiled_memory_ratio is not None:

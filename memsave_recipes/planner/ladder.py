@@ -13,7 +13,8 @@ NOTE [ the ladder ]
    clipping; its state has 8 bits; adapters train. The last ones take more devices with DDP, each with the whole model.
 2. Every figure is that of ``memsave plan``: the same task, estimates and solver. Plans are looked for at the largest
    micro-batch that fits without checkpointing and at the next one, as smaller ones are slower and larger ones gain
-   little. Where the plain one fits, no plan of the same micro-batch is faster, so only the next one is planned.
+   little. Where the plain one fits, no plan of the same micro-batch is faster, so only the next one is planned. Plans
+   with MLPs in tiles are looked for where no other fits.
 3. Rungs that differ in the optimizer or the number of devices alone have the same blocks: a micro-batch is estimated
    once for all of them (``Estimates``).
 4. More devices share the micro-batches of a step. Where one device takes the whole global batch at once, more of them
@@ -43,7 +44,7 @@ from memsave_recipes.planner.budget import overheads_of_target, static_memory_of
 from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace, open_layouts
 from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
 from memsave_recipes.plans import plan_for
-from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
+from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.training.arguments import AUTO
 from memsave_recipes.training.batch_layout import BatchLayout
@@ -230,6 +231,12 @@ class Estimates:
         return max(size for size, its_loss in self._known if its_loss == loss)
 
 
+def with_tiles(strategies: tuple[str, ...]) -> tuple[str, ...]:
+    """The same, with MLPs in tiles; their layers' inputs go to the host where ``strategies`` offload."""
+    has_host = any(map(offloads, strategies))
+    return *strategies, *(name for name in TILED_STRATEGIES if has_host or not offloads(name))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A task on devices, and the candidates for it.
@@ -260,14 +267,26 @@ class Setting:
 
     def best(self, loss: str | None) -> Candidate:
         """With any plan: rule 2 of NOTE [ the ladder ]."""
+        return self._chosen(lambda setting: setting._choice(loss))
+
+    def best_of(self, layout: BatchLayout, loss: str | None) -> Candidate:
+        """With any plan for a layout."""
+        return self._chosen(lambda setting: Choice(candidates=tuple(setting.planned(layout, loss))))
+
+    def _chosen(self, choose: Callable[["Setting"], Choice]) -> Candidate:
+        choice = choose(self)
+        if choice.chosen is None and self.has_room:
+            choice = choose(replace(self, strategies=with_tiles(self.strategies)))
+        return choice.chosen or choice.smallest
+
+    def _choice(self, loss: str | None) -> Choice:
         at = self._largest(loss)
         found = [self._plain_at(at, loss)]
         for layout in self.layouts[at + found[0].fits : at + 2]:
             found += self.planned(layout, loss)
             if not any(candidate.fits for candidate in found):
                 break
-        choice = Choice(candidates=tuple(found))
-        return choice.chosen or choice.smallest
+        return Choice(candidates=tuple(found))
 
     def planned(self, layout: BatchLayout, loss: str | None) -> list[Candidate]:
         """The candidates of ``memsave plan`` for a layout under ``strategies``; of one that cannot fit, a few."""
@@ -438,5 +457,5 @@ def _on_more_cards(best: Rung) -> Iterator[Rung]:
         if count <= layout.accumulation_steps and setting.task.run.micro_batch_size == AUTO:
             shared = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
             wider = replace(setting, launch=replace(setting.launch, num_processes=count))
-            found = Choice(candidates=tuple(wider.planned(shared, best.candidate.loss)))
-            yield replace(best, name=f"{count} cards", setting=wider, candidate=found.chosen or found.smallest)
+            found = wider.best_of(shared, best.candidate.loss)
+            yield replace(best, name=f"{count} cards", setting=wider, candidate=found)

@@ -36,7 +36,7 @@ from memsave_recipes.planner.search import (
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
 from memsave_recipes.planner.trial_step import MAX_TRIALS, StepOnDevice, run_trial_step, with_smaller_ratio
 from memsave_recipes.plans import Plan
-from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
+from memsave_recipes.plans.plan import offloads
 from memsave_recipes.profiling.memory import empty_cache
 from memsave_recipes.text import GIB, format_bytes
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
@@ -81,7 +81,7 @@ def plan_run(
     """
     step = StepOnDevice(accelerator, model, batches, prepared, loss_of)
     if not run.searches:
-        if run.activation_checkpointing in OFFLOADING_STRATEGIES and accelerator.device.type != "cpu":
+        if run.activation_checkpointing and offloads(run.activation_checkpointing) and accelerator.device.type != "cpu":
             here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
             accelerator.print(on_main_process(accelerator, lambda: predicted_host_memory(task, here)))
         running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None

@@ -20,7 +20,7 @@ from memsave_recipes.planner.budget import (
     least_memory,
 )
 from memsave_recipes.plans import BUDGET_WORDS, Plan
-from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
+from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, offloads
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.text import format_bytes
@@ -217,7 +217,7 @@ class SearchSpace:
 
     def _forecasts(self, measurement: Measurement, static: StaticMemory) -> Iterator[Forecast]:
         if self.strategy not in BUDGET_WORDS:
-            if self.strategy not in OFFLOADING_STRATEGIES or _is_measured(self.strategy, measurement):
+            if not offloads(self.strategy) or _is_measured(self.strategy, measurement):
                 yield self._under(self.strategy, measurement, static)
             return
         named = []

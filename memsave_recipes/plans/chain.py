@@ -37,9 +37,9 @@ NOTE [ the figures of a chain ]
 import math
 from dataclasses import dataclass
 
-from memsave_recipes.plans.plan import Action
+from memsave_recipes.plans.plan import TILED, Action
 
-TWICE = (Action.RECOMPUTE, Action.SELECT_OPS, Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED)
+TWICE = (Action.RECOMPUTE, Action.SELECT_OPS, Action.RECOMPUTE_OFFLOAD, *TILED)
 """Actions under which a block runs again in the backward, wholly or in part."""
 
 
@@ -154,7 +154,7 @@ class Chain:
             elsewhere, as it stays on the host.
         beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs ``TWICE``.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
-        micro_batch_size, mlp_tile_tokens: likewise of ``IN_MICRO_BATCHES`` and ``RECOMPUTE_TILED``.
+        micro_batch_size, mlp_tile_tokens: likewise of ``IN_MICRO_BATCHES`` and ``TILED`` actions.
         noise_s: of the seconds of all blocks together; rule 10 of the NOTE. Less than the sum over the blocks, whose
             errors differ.
 

@@ -44,12 +44,19 @@ class Action(StrEnum):
     COMPILE = "compile"
     IN_MICRO_BATCHES = "in_micro_batches"
     RECOMPUTE_TILED = "recompute_tiled"
+    RECOMPUTE_TILED_OFFLOAD = "recompute_tiled_offload"
 
 
-OFFLOADING = (Action.OFFLOAD, Action.RECOMPUTE_OFFLOAD)
+INPUT_OFFLOADING = (Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED_OFFLOAD)
+"""Actions under which the input of a block waits in host memory."""
+
+OFFLOADING = (Action.OFFLOAD, *INPUT_OFFLOADING)
 """Actions under which tensors of a block wait in host memory: those that it saves, or its input alone."""
 
-WITHIN_ROUNDING = (Action.COMPILE, Action.IN_MICRO_BATCHES, Action.RECOMPUTE_TILED)
+TILED = (Action.RECOMPUTE_TILED, Action.RECOMPUTE_TILED_OFFLOAD)
+"""Actions under which the MLP of a block takes some tokens at a time."""
+
+WITHIN_ROUNDING = (Action.COMPILE, Action.IN_MICRO_BATCHES, *TILED)
 """Actions under which gradients are sums in another order than without checkpointing."""
 
 IN_WORDS = {
@@ -60,6 +67,10 @@ IN_WORDS = {
     Action.IN_MICRO_BATCHES: "recomputed in micro-batches of {size} (equal to plain within rounding, not bitwise)",
     Action.RECOMPUTE_TILED: (
         "recomputed, their MLPs in tiles of {tile} tokens (equal to plain within rounding, not bitwise)"
+    ),
+    Action.RECOMPUTE_TILED_OFFLOAD: (
+        "recomputed, their inputs offloaded to the host and their MLPs in tiles of {tile} tokens (equal to plain "
+        "within rounding, not bitwise)"
     ),
 }
 """The words of ``Plan.describe`` for blocks under an action; ``{size}`` is the plan's ``micro_batch_size``, ``{tile}``
@@ -91,7 +102,7 @@ class Plan:
             compile, and for no others.
         micro_batch_size: the samples that a block under ``IN_MICRO_BATCHES`` takes at once; for plans with such blocks,
             and for no others.
-        mlp_tile_tokens: the tokens that an MLP of a block under ``RECOMPUTE_TILED`` takes at once; for plans with such
+        mlp_tile_tokens: the tokens that an MLP of a block under ``TILED`` actions takes at once; for plans with such
             blocks, and for no others.
         prediction: the memory and time of a step, where ``make_plan`` has measured one. It is no part of what is
             compared or written.
@@ -119,7 +130,7 @@ class Plan:
         if (size is None) is bool(self.blocks_under(Action.IN_MICRO_BATCHES)) or (size is not None and size < 1):
             raise ValueError(f"micro_batch_size is {size}: plans in micro-batches need one of at least 1, others none")
         tile = self.mlp_tile_tokens
-        if (tile is None) is bool(self.blocks_under(Action.RECOMPUTE_TILED)) or (tile is not None and tile < 1):
+        if (tile is None) is any(map(self.blocks_under, TILED)) or (tile is not None and tile < 1):
             raise ValueError(f"mlp_tile_tokens is {tile}: plans with tiles need a number of at least 1, others none")
 
     @property
@@ -304,6 +315,7 @@ PLAIN_STRATEGIES: dict[str, Callable[[Stacks], tuple[Span, ...]]] = {
     "full_offload": partial(all_under, action=Action.RECOMPUTE_OFFLOAD),
 }
 OFFLOADING_STRATEGIES = ("offload", "full_offload")
+TILED_STRATEGIES = {"full_tiled": Action.RECOMPUTE_TILED, "full_tiled_offload": Action.RECOMPUTE_TILED_OFFLOAD}
 COUNTED_STRATEGIES = {"every": every, "segments": segments}
 BUDGET_WORDS = ("budget", "budget:bitwise")  # solved from measured costs, by memsave_recipes.planner
 COMPILED_MEMORY_RATIO = 0.3
@@ -311,9 +323,15 @@ MLP_TILE_TOKENS = 1024
 """By default; products of fewer rows keep a GPU waiting."""
 MAX_DIGITS = 10
 KNOWN = (
-    "none, full, every:K, segments:K, selective, offload, full_offload, full_tiled[:TOKENS], compiled[:RATIO], "
-    "bottleneck, budget, budget:bitwise or the path of a plan.json"
+    "none, full, every:K, segments:K, selective, offload, full_offload, full_tiled[:TOKENS], "
+    "full_tiled_offload[:TOKENS], compiled[:RATIO], bottleneck, budget, budget:bitwise or the path of a plan.json"
 )
+
+
+def offloads(strategy: str) -> bool:
+    """Whether every block under ``strategy`` has tensors in host memory."""
+    name = strategy.partition(":")[0]
+    return name in OFFLOADING_STRATEGIES or TILED_STRATEGIES.get(name) in OFFLOADING
 
 
 def plan_for(strategy: str, stacks: Stacks) -> Plan:
@@ -321,8 +339,8 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
 
     Args:
         strategy: ``none``, ``full``, ``selective``, ``offload``, ``full_offload``, ``every:K`` or ``segments:K`` with
-            K from 1 to the number of blocks, ``full_tiled`` or ``full_tiled:TOKENS``, ``compiled`` or
-            ``compiled:RATIO`` with a ratio from 0 to 1.
+            K from 1 to the number of blocks, ``full_tiled`` and ``full_tiled_offload`` or these with ``:TOKENS``,
+            ``compiled`` or ``compiled:RATIO`` with a ratio from 0 to 1.
         stacks: names of the blocks, in the order of the forward.
 
     Raises:
@@ -339,9 +357,9 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
         ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
         spans = all_under(stacks, Action.COMPILE)
         return Plan(strategy=strategy, blocks=blocks, spans=spans, compiled_memory_ratio=ratio)
-    if name == "full_tiled":
+    if name in TILED_STRATEGIES:
         tokens = _parse_tokens(strategy, argument) if colon else MLP_TILE_TOKENS
-        spans = all_under(stacks, Action.RECOMPUTE_TILED)
+        spans = all_under(stacks, TILED_STRATEGIES[name])
         return Plan(strategy=strategy, blocks=blocks, spans=spans, mlp_tile_tokens=tokens)
     raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")
 
@@ -355,8 +373,8 @@ def _parse_tokens(strategy: str, argument: str) -> int:
     tokens = _parse_whole_number(argument)
     if not tokens:
         raise InputError(
-            f"strategy {strategy}: TOKENS in full_tiled:TOKENS is a whole number from 1 on, the tokens that an MLP "
-            "takes at once"
+            f"strategy {strategy}: TOKENS in {strategy.partition(':')[0]}:TOKENS is a whole number from 1 on, the "
+            "tokens that an MLP takes at once"
         )
     return tokens
 

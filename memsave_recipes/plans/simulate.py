@@ -18,7 +18,7 @@ Not modelled: fragmentation of the allocator.
 
 NOTE [ the memory of the host ]
 1. A block under ``OFFLOAD`` copies to the host the tensors that it saves under ``KEEP`` and not under ``OFFLOAD``, its
-   input included; a block under ``RECOMPUTE_OFFLOAD`` copies its input, unless it holds that on the device.
+   input included; one under ``INPUT_OFFLOADING`` actions copies its input, unless it holds that on the device.
 2. The last of them is never copied, as its backward comes at once.
 3. Copies are pinned in pieces that take at most an eighth more than the bytes in them (``activations/offload.py``).
 So it is the most that is pinned; small storages, which are not copied, count where they are inputs of blocks. Not
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memsave_recipes.plans.chain import TWICE, BlockOption, Chain
-from memsave_recipes.plans.plan import OFFLOADING, Action, Plan, Span
+from memsave_recipes.plans.plan import INPUT_OFFLOADING, OFFLOADING, Action, Plan, Span
 from memsave_recipes.text import format_bytes
 
 PINNING = 8  # pinning wastes at most one part in so many
@@ -123,7 +123,7 @@ def host_bytes(chain: Chain, plan: Plan) -> int:
     offloaded = [span for span in _spans(chain, plan) if span.action in OFFLOADING]
     copied: Storages = {}
     for span in offloaded[:-1]:
-        recomputes = span.action is Action.RECOMPUTE_OFFLOAD
+        recomputes = span.action in INPUT_OFFLOADING
         keeps, stays = (chain.blocks[span.start].option(action) for action in (Action.KEEP, span.action))
         if not recomputes:
             copied[f"inside {span.start}"] = max(0, keeps.saved_bytes - stays.saved_bytes)

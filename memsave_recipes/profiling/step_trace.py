@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
 from memsave_recipes.plans.chain import TWICE, BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import OFFLOADING, Action
+from memsave_recipes.plans.plan import INPUT_OFFLOADING, OFFLOADING, Action
 from memsave_recipes.plans.simulate import keep_all, timeline, with_pinning
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
@@ -222,7 +222,7 @@ def _with_storages_left_on_device(action: Action, offloaded: Sequence[Part], kep
     for part, baseline, own in zip(offloaded, kept, _attributed(kept), strict=True):
         if part.block is None:
             yield part
-        elif action is Action.RECOMPUTE_OFFLOAD:
+        elif action in INPUT_OFFLOADING:
             yield replace(part, saved=part.saved | _inputs_left_on_device(part))
         else:
             saves_output = baseline.saved.keys() & (baseline.outputs.keys() - baseline.inputs.keys())
@@ -241,13 +241,13 @@ def most_offloaded_bytes(baseline: StepTrace, action: Action) -> int:
     copied: Storages = {}
     for part in baseline.parts:
         if part.block is not None:
-            copied |= part.inputs if action is Action.RECOMPUTE_OFFLOAD else part.saved
+            copied |= part.inputs if action in INPUT_OFFLOADING else part.saved
     return with_pinning(sum(size for size in copied.values() if size >= SMALLEST_BYTES))
 
 
 def _most_moved_bytes(action: Action, parts: Sequence[Part]) -> int:
     """The largest block's, by the trace under ``KEEP``."""
-    own = [{} for _ in parts] if action is Action.RECOMPUTE_OFFLOAD else _attributed(parts)
+    own = [{} for _ in parts] if action in INPUT_OFFLOADING else _attributed(parts)
     return max((sum((saved | p.inputs).values()) for p, saved in zip(parts, own, strict=True) if p.block), default=0)
 
 

@@ -147,6 +147,17 @@ def test_of_blocks_that_recompute_only_the_inputs_move(make_case, engine):
     assert moved.count(("back", 2 * 16 * 32 * 4)) == len(moved) - 3 == 2  # the third had not left the device yet
 
 
+def test_with_mlps_in_tiles_the_inputs_move_and_the_bits_are_those_of_tiles(make_case, engine):
+    steps = []
+    for strategy in ("full_tiled:8", "full_tiled_offload:8"):
+        case = make_case("llama")
+        with apply_plan(case.model, plan_blocks(case.model, strategy)):
+            steps.append(train_step(case))
+    assert not different(*steps)
+    moved = [("out", 2 * 16 * 32 * 4)] * 3, [("back", 2 * 16 * 32 * 4)] * 2
+    assert engine.copies.log == [*moved[0], *moved[1]]
+
+
 def test_a_frozen_input_stays(make_case, engine):
     """As under LoRA: nothing before the first layer trains, so autograd did not make its input."""
     expected = train_frozen(make_case("llama"))

@@ -19,6 +19,14 @@ def test_real_bytes_are_those_on_paper(benchmark):
         assert row["paper_bytes"] == pytest.approx(row["real_bytes"], rel=0.005), row["way"]
 
 
+def test_with_their_inputs_on_the_host_layers_hold_no_more_of_a_longer_row(benchmark):
+    """Of the four inputs of a layer that tiles leave, (T, 32) floats, at most two are on the device at a time."""
+    shape = {**SHAPE, "num_hidden_layers": 6}
+    held, moved = (benchmark.Training.of(way, shape, fake=True) for way in ("full_tiled", "full_tiled_offload"))
+    on_device, beside_host = (benchmark.fake_bytes(one, 16_384) for one in (held, moved))
+    assert on_device - beside_host == pytest.approx(4 * 16_384 * 32 * 4, rel=0.1)
+
+
 def test_the_longest_row_fits_and_a_longer_one_does_not(benchmark):
     training = benchmark.Training.of("full", SHAPE, fake=True)
     budget = 6 * 2**20

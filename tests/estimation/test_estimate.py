@@ -22,10 +22,12 @@ from memsave_recipes.estimation import fake_step
 from memsave_recipes.estimation.estimate import CudaWorkspaces, cuda_kernels, estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
+from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.convnets import build_vgg
+from memsave_recipes.models.packed_attention import set_packed_attention
 from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.plans.plan import OFFLOADING, OFFLOADING_STRATEGIES
+from memsave_recipes.plans.plan import INPUT_OFFLOADING, OFFLOADING, OFFLOADING_STRATEGIES
 from memsave_recipes.plans.simulate import host_bytes, simulate
 from memsave_recipes.plans.solver import smallest_feasible
 from memsave_recipes.profiling.block_costs import Workload
@@ -385,6 +387,29 @@ def test_a_budget_below_all_recomputation_puts_inputs_on_the_host():
     assert found.host_bytes > 0
     with pytest.raises(InputError, match="too small for any plan"):
         forecast(measured, int(0.95 * without), StaticMemory(), host_budget_bytes=0)
+
+
+def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_host():
+    def build():
+        sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_key_value_heads": 4}
+        model = causal_lm(llama(**sizes))()
+        set_packed_attention(model, "document")
+        return model
+
+    def loss_of(model, batch):
+        return CausalLMLoss(model, "full")(batch["tokens"], batch["tokens"], document_lengths=[[8192]])
+
+    model = fake_model(build)
+    batch = fake_batch(model, {"tokens": torch.empty(1, 8192, dtype=torch.long, device="meta")})
+    workload = workload_of(model, batch, loss_of)
+    measured = estimate_on_target(workload, plans_to_measure("budget", workload, device_type="cuda"), A100)
+    least = least_memory(measured, StaticMemory())
+    assert least.plan.blocks_under(Action.RECOMPUTE_TILED_OFFLOAD)
+    assert least.plan.mlp_tile_tokens == 1024
+    assert least.host_bytes > 0
+    chains = measured.chain(tiles=True), measured.chain(offload=INPUT_OFFLOADING)
+    without = [smallest_feasible(chain) for chain in chains]
+    assert least.peak.total_bytes < 0.95 * min(without)
 
 
 class CountedCopies:

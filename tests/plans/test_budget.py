@@ -9,7 +9,7 @@ import pytest
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import Action, Plan, Span
+from memsave_recipes.plans.plan import TILED, Action, Plan, Span
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.plans.solver import smallest_feasible, solve, solve_with_gap
 from memsave_recipes.text import GIB
@@ -45,7 +45,7 @@ def random_chain(rng, num_blocks, *, options_share):
         for action in (
             Action.SELECT_OPS,
             Action.OFFLOAD,
-            rng.choice((Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED)),
+            rng.choice((Action.RECOMPUTE_OFFLOAD, *TILED)),
         ):
             if decided and rng.random() < options_share:
                 options.append(random_option(rng, action, float(rng.randint(-2, 6)), noise_s=float(number % 3)))
@@ -92,7 +92,7 @@ def all_plans(chain):
         return [(span, *tail) for span in spans for tail in tails(span.stop)]
 
     def plan(spans):
-        tiles = any(span.action is Action.RECOMPUTE_TILED for span in spans)
+        tiles = any(span.action in TILED for span in spans)
         return Plan(strategy="any", blocks=chain.decided_names, spans=spans, mlp_tile_tokens=TILE if tiles else None)
 
     return [plan(spans) for spans in tails(0)]

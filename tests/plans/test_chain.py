@@ -39,11 +39,12 @@ def block(name, *options, stack=0, output=0, seconds=1.0, gradient=0, passes=Fal
     )
 
 
-def plan_of(chain, *spans):
+def plan_of(chain, *spans, mlp_tile_tokens=None):
     return Plan(
         strategy="test",
         blocks=chain.decided_names,
         spans=tuple(Span(start=start, stop=stop, action=action) for start, stop, action in spans),
+        mlp_tile_tokens=mlp_tile_tokens,
     )
 
 
@@ -166,9 +167,12 @@ def test_what_is_offloaded_fills_the_host_but_for_the_last_block():
 
 
 def test_of_blocks_that_recompute_the_inputs_fill_the_host():
-    options = option(saved=300), option(RECOMPUTE_OFFLOAD), option(OFFLOAD)  # which need not be among what plain saves
+    tiled = option(Action.RECOMPUTE_TILED_OFFLOAD)
+    options = option(saved=300), option(RECOMPUTE_OFFLOAD), tiled, option(OFFLOAD)  # not all among what plain saves
     chain = Chain(blocks=tuple(block(name, *options, output=80) for name in "abcd"), resident_bytes=0)
     assert host_bytes(chain, plan_of(chain, (0, 4, RECOMPUTE_OFFLOAD))) == 2 * 80 * 9 // 8
+    in_tiles = plan_of(chain, (0, 4, Action.RECOMPUTE_TILED_OFFLOAD), mlp_tile_tokens=8)
+    assert host_bytes(chain, in_tiles) == 2 * 80 * 9 // 8
     last = (3, 4, RECOMPUTE_OFFLOAD)
     assert host_bytes(chain, plan_of(chain, (0, 1, KEEP), (1, 2, RECOMPUTE_OFFLOAD), (2, 3, KEEP), last)) == 90
     mixed = plan_of(chain, (0, 1, RECOMPUTE), (1, 2, RECOMPUTE_OFFLOAD), (2, 4, OFFLOAD))

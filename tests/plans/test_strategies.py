@@ -7,6 +7,7 @@ import pytest
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
+from memsave_recipes.plans.plan import offloads
 
 STACKS = [["a", "b", "c", "d", "e"], ["f", "g", "h"]]
 
@@ -86,6 +87,12 @@ def test_tiles():
         "not bitwise)"
     )
     assert "mlp_tile_tokens" not in plan_for("full", STACKS).to_json()
+    on_host = plan_for("full_tiled_offload:64", STACKS)
+    assert on_host.blocks_under(Action.RECOMPUTE_TILED_OFFLOAD) == tuple("abcdefgh")
+    assert (on_host.offloads, on_host.is_bitwise) == ((Action.RECOMPUTE_TILED_OFFLOAD,), False)
+    assert Plan.from_json(on_host.to_json()) == on_host
+    words = ("full", "full_tiled:64", "offload", "full_offload", "full_tiled_offload", "full_tiled_offload:64")
+    assert [offloads(word) for word in words] == [False, False, True, True, True, True]
     with pytest.raises(ValueError, match="mlp_tile_tokens is None"):
         Plan(strategy="mine", blocks=plans[0].blocks, spans=plans[0].spans)
     with pytest.raises(ValueError, match="mlp_tile_tokens is 0"):

@@ -18,7 +18,7 @@ from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import FakeInstruments, Rates
 from memsave_recipes.plans import Action, Span, plan_for
-from memsave_recipes.plans.plan import OFFLOADING
+from memsave_recipes.plans.plan import OFFLOADING, TILED
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
@@ -313,16 +313,18 @@ def test_no_peak_with_inputs_on_the_host_is_predicted_low(make_case, monkeypatch
     monkeypatch.setattr("memsave_recipes.profiling.step_trace.SMALLEST_BYTES", 1)
     case = make_case(name)
     workload = workload_of(without_cache(case.model), case.loss_of, case.batch)
-    plans = [plan_for(word, workload.stacks) for word in ("none", "offload", "full_offload")]
+    tiled = ("full_tiled:8", "full_tiled_offload:8") if name in ("gpt2", "llama") else ()
+    plans = [plan_for(word, workload.stacks) for word in ("none", "offload", "full_offload", *tiled)]
     measured = measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1))
     rng = random.Random(0)
-    for allowed in ([Action.RECOMPUTE_OFFLOAD], OFFLOADING):
-        chain = measured.chain(offload=allowed)
+    bitwise = [Action.OFFLOAD, Action.RECOMPUTE_OFFLOAD]
+    for allowed in (bitwise[1:], bitwise, *([[*bitwise, *TILED]] if tiled else [])):
+        chain = measured.chain(offload=[*{*allowed} & {*OFFLOADING}], tiles=TILED[0] in allowed)
         choices = [Action.KEEP, Action.RECOMPUTE, *allowed]
         drawn = [rng.choices(choices, k=len(plans[0].blocks)) for _ in range(3)]
         for actions in ([Action.RECOMPUTE_OFFLOAD] * len(plans[0].blocks), *drawn):
             spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
-            plan = replace(plans[0], spans=spans)
+            plan = replace(plans[0], spans=spans, mlp_tile_tokens=8 if {*TILED} & {*actions} else None)
             predicted = simulate(chain, plan).peak_bytes - workload.resident_bytes
             found = measured_peak_bytes(workload, plan)
             assert found <= predicted, actions
