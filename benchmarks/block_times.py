@@ -11,7 +11,8 @@ NOTE [ figures ]
 2. *spread* is by how much the slowest of the three plans is slower than the fastest.
 3. *slower than with less* compares the time with the least one of all smaller budgets; 0 where there is no faster one.
 4. *noise* is what the planner states of its own prediction, the largest of the three; *error* is the standard error of
-   *time*, from the spread of its rounds. Two budgets are told apart only by more than both of both.
+   *time*, from the spread of its rounds. Two budgets are told apart only by more than the noise
+   and the error of both together.
 """
 
 import json

@@ -135,6 +135,13 @@ def test_where_no_other_plan_fits_mlps_run_in_tiles(tmp_path: Path, monkeypatch:
     assert main(["fit", *words]) == 2
 
 
+def test_a_model_without_mlps_of_its_own_has_no_tiles(tmp_path: Path) -> None:
+    bert = folder_of({**BERT, "hidden_size": 512, "intermediate_size": 1024}, tmp_path / "bert")
+    words = [bert, "--length", "512", "--global_batch_size", "8", "--memory", "0.7GiB"]
+    rungs = fitted(words, tmp_path / "fit.json")["rungs"]
+    assert any(not rung["fits"] for rung in rungs if rung["name"] == "optimizer in the backward")
+
+
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fit.json"
     line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)

@@ -207,22 +207,36 @@ class Estimates:
     launch: Launch
     on_estimate: Callable[[str], object] = lambda words: None
     _known: dict[tuple[int, str | None], Measurement] = field(default_factory=dict)
+    _refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.model: nn.Module = fake_model(self.task.planned_model)
         self._estimator = Estimator(self.model, self.launch.target, AUTOCAST_DTYPES[self.launch.mixed_precision])
 
     def of(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
-        """The costs of a micro-batch of ``size`` samples under ``strategies``, of which ``none`` is first."""
+        """The costs of a micro-batch of ``size`` samples under ``strategies``, of which ``none`` is first.
+
+        Those that the model cannot run under are left out.
+
+        Raises:
+            InputError: it cannot run under ``none``.
+        """
         known = self._known.get((size, loss))
         traces = [] if known is None else known.traces
-        missing = [strategy for strategy in strategies if strategy not in {plan.strategy for plan, _ in traces}]
-        if missing:
+        done = self._refused | {plan.strategy for plan, _ in traces}
+        if missing := [strategy for strategy in strategies if strategy not in done]:
             self.on_estimate(f"micro-batch {size}")
             workload = fake_workload(self.task, self.launch, self.model, size, loss)
-            plans = [plan_for(strategy, workload.stacks) for strategy in missing]
-            found = self._estimator.estimate(workload, plans)
-            self._known[size, loss] = Measurement(found.workload, [*traces, *found.traces])
+            for strategy in missing:
+                try:
+                    found = self._estimator.estimate(workload, [plan_for(strategy, workload.stacks)])
+                except InputError:
+                    if strategy == PLAIN:
+                        raise
+                    self._refused.add(strategy)
+                else:
+                    traces = [*traces, *found.traces]
+                    self._known[size, loss] = Measurement(found.workload, traces)
         known = self._known[size, loss]
         return replace(known, traces=[(plan, trace) for plan, trace in known.traces if plan.strategy in strategies])
 
