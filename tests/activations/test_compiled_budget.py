@@ -58,7 +58,7 @@ class Costs:
     def chain_under(self, plan):
         return self.chain(ratio=plan.compiled_memory_ratio)
 
-    def chain(self, *, ratio=None, offload=False):
+    def chain(self, *, ratio=None, **_):
         options = [option(Action.KEEP, saved=10_000, transient=0)]
         if ratio is not None:
             options.append(option(Action.COMPILE, **self.of_ratio[ratio]))
