@@ -14,7 +14,7 @@ from functools import cached_property
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import CalledLayers
@@ -26,7 +26,7 @@ from memsave_recipes.estimation.targets import Target
 from memsave_recipes.models.packed_attention import attends_by_document
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.plan import MLP_TILE_TOKENS, OFFLOADING_STRATEGIES, TILED, TILED_STRATEGIES
+from memsave_recipes.plans.plan import MLP_TILE_TOKENS, OFFLOADING_STRATEGIES, TILED, TILED_STRATEGIES, offloads
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
@@ -59,6 +59,9 @@ COMPILED_RATIOS: tuple[float, ...] = (0.3, 0.5, 0.7)
 RESERVE = 0.01
 """Of the activations that the baseline saves for backward: kept free. On a CPU no prediction errs low, but nothing has
 been measured on an accelerator yet, and rounding and workspaces there are known only in part."""
+
+LONG_ROW = 8 * MLP_TILE_TOKENS
+"""Tokens from which inputs of layers with tiles are tried on the host: each more strategy takes time to plan."""
 
 MIN_GAIN = 0.01  # of the baseline's step: time that compiling must save before its rounding is accepted
 
@@ -278,7 +281,8 @@ def plans_to_measure(
         if compiles and strategy == "budget" and _can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]
         if strategy == "budget" and _has_tiles(workload):
-            strategies += ["full_tiled"] if device_type == "cpu" else TILED_STRATEGIES
+            to_host = device_type != "cpu" and max(tokens.shape[-1] for tokens in _tokens(workload)) >= LONG_ROW
+            strategies += [name for name in TILED_STRATEGIES if to_host or not offloads(name)]
     elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, *TILED_STRATEGIES, "compiled"):
         strategies.append(strategy)
     plans = [plan_for(one, workload.stacks) for one in strategies]
@@ -289,13 +293,17 @@ def plans_to_measure(
 
 def _has_tiles(workload: Workload) -> bool:
     """Whether a batch has the tokens of more than one tile, and every block an MLP."""
-    num_tokens = max((tensor.numel() for tensor in workload.batch if tensor.dtype == torch.long), default=0)
-    if num_tokens <= MLP_TILE_TOKENS:
+    if max((tokens.numel() for tokens in _tokens(workload)), default=0) <= MLP_TILE_TOKENS:
         return False
     modules = dict(workload.model.named_modules())
     blocks = [modules.get(name) for names in workload.stacks for name in names]
     one_of_each = {type(block): block for block in blocks}
     return all(block is not None and find_mlps(block) for block in one_of_each.values())
+
+
+def _tokens(workload: Workload) -> list[Tensor]:
+    """Of the batch, the tensors (..., T) of whole numbers."""
+    return [tensor for tensor in workload.batch if tensor.dtype == torch.long and tensor.ndim > 0]
 
 
 def _can_compile(model: nn.Module) -> bool:
@@ -366,11 +374,11 @@ def _chains(measurement: Measurement) -> Iterator[Chain]:
 
     Offloading sets memory aside: little for the inputs of blocks that recompute, more for all that a block saves.
     """
-    offloads = [action for plan, _ in measurement.traces for action in plan.offloads]
+    measured = [action for plan, _ in measurement.traces for action in plan.offloads]
     with_tiles = any(plan.mlp_tile_tokens is not None for plan, _ in measurement.traces)
     for tiles in [False, True] if with_tiles else [False]:
         yield measurement.chain(tiles=tiles)
-        allowed = [action for action in offloads if tiles or action not in TILED]
+        allowed = [action for action in measured if tiles or action not in TILED]
         for number in range(len(allowed)):
             yield measurement.chain(offload=allowed[number:], tiles=tiles)
     compiled: list[Chain] = []

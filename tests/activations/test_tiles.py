@@ -251,15 +251,18 @@ def workload_of(model, num_tokens):
     )
 
 
-def strategies(strategy, num_tokens, model_type="llama"):
+def strategies(strategy, num_tokens, model_type="llama", device_type="cpu"):
     workload = workload_of(causal_model(model_type), num_tokens)
-    return [plan.strategy for plan in plans_to_measure(strategy, workload, device_type="cpu", compiles=False)]
+    return [plan.strategy for plan in plans_to_measure(strategy, workload, device_type=device_type, compiles=False)]
 
 
 def test_a_budget_has_tiles_where_a_batch_has_more_tokens_than_one():
     assert strategies("budget", 1024) == ["none", "selective"]
     assert strategies("budget", 1025) == ["none", "selective", "full_tiled"]
     assert strategies("budget:bitwise", 1025) == ["none", "selective"]
+    on_device = ["none", "selective", "offload", "full_offload", "full_tiled"]
+    assert strategies("budget", 8191, device_type="cuda") == on_device
+    assert strategies("budget", 8192, device_type="cuda") == [*on_device, "full_tiled_offload"]
 
 
 @pytest.fixture(scope="module")
