@@ -253,8 +253,8 @@ def num_workers(asked: int | None, accelerator: Accelerator) -> int:
     return chosen
 
 
-def serve_parent_only(worker_id: int) -> None:
-    """The ``worker_init_fn`` of a ``DataLoader``."""
+def serve_parent_only(worker_id: int = 0) -> None:
+    """Leave signals to the parent of this process, and end with it; the ``worker_init_fn`` of a ``DataLoader``."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)  # a fork has the parent's

@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,8 +284,8 @@ class _Page:
             recipe=self.recipe,
             flags=flags,
             named=named_flags(flags),
-            task=rung.setting.task,
-            launch=rung.setting.launch,
+            task=self.read(rung.flags),
+            launch=replace(self.launch, num_processes=rung.num_processes),
             budget_gib=self.budget_gib,
         )
 
@@ -362,7 +362,7 @@ class _Page:
             "name": rung.name,
             "flags": list(rung.flags),
             "changes": rung.changes,
-            "num_processes": rung.setting.launch.num_processes,
+            "num_processes": rung.num_processes,
             **record_of_candidate(candidate),
             "relative_time": candidate.step_s / self.rungs[0].candidate.step_s,
             "launch": self.launch_line(rung) if candidate.fits else None,

@@ -19,13 +19,16 @@ NOTE [ the ladder ]
    once for all of them (``Estimates``).
 4. More devices share the micro-batches of a step. Where one device takes the whole global batch at once, more of them
    are left out.
+5. The optimizer in the backward and adapters share few estimates with the other rungs. Each is looked for in a process
+   of its own while plans are: with two cores, about a third of the time.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.models.image_classifiers import MODELS, read_convnet
 from memsave_recipes.models.pretrained import LOADING_ERRORS
 from memsave_recipes.models.saved import KINDS
+from memsave_recipes.planner.ahead import ahead
 from memsave_recipes.planner.budget import overheads_of_target, static_memory_of
 from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace, open_layouts
 from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
@@ -289,7 +293,7 @@ class Setting:
 
     def _chosen(self, choose: Callable[["Setting"], Choice]) -> Candidate:
         choice = choose(self)
-        if choice.chosen is None and self.has_room:
+        if choice.chosen is None and self.has_room and _peaks_in_blocks(choice.smallest):
             choice = choose(replace(self, strategies=with_tiles(self.strategies)))
         return choice.chosen or choice.smallest
 
@@ -334,7 +338,8 @@ class Setting:
 
     def _largest(self, loss: str | None) -> int:
         """The number of the largest layout that fits without checkpointing; 0 where none does."""
-        at, last = self._guess(loss), len(self.layouts) - 1
+        last = len(self.layouts) - 1
+        at = min(last, self._guess(loss) + 1)  # that one is asked about anyway, and often fits: guesses are low
         while at and not self._plain_at(at, loss).fits:
             at -= 1
         while at < last and self._plain_at(at, loss).fits and self._plain_at(at + 1, loss).fits:
@@ -356,7 +361,7 @@ class Setting:
         return sum(parameter.nbytes for parameter in parameters) + state + gradients
 
     def _guess(self, loss: str | None) -> int:
-        """The largest layout that would fit if activations and temporaries grew with the micro-batch.
+        """The largest layout that would fit if activations and temporaries grew with the micro-batch; -1 for none.
 
         They are those of the largest micro-batch that ``like`` has estimates of; else of the largest of all where half
         of the memory is left for them, or of the smallest.
@@ -368,7 +373,13 @@ class Setting:
         growing = max(1, known.parts["activations"] + known.parts["temporaries"])
         free = known.budget_bytes - known.needed_bytes + like.least_bytes - self.least_bytes
         most = known.layout.micro_batch_size * (1 + free / growing)
-        return max([at for at, layout in enumerate(self.layouts) if layout.micro_batch_size <= most], default=0)
+        return max([at for at, layout in enumerate(self.layouts) if layout.micro_batch_size <= most], default=-1)
+
+
+def _peaks_in_blocks(candidate: Candidate) -> bool:
+    """Whether a plan can bring down the need; none does where what is outside of all blocks is too much by itself."""
+    peak, chain = candidate.forecast.peak, candidate.forecast.chain
+    return peak.block in chain.decided_names or candidate.needed_bytes - peak.held_bytes <= candidate.budget_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,13 +389,14 @@ class Rung:
     Args:
         name: for people.
         flags: of the recipe, besides those of the model.
+        num_processes: one a device.
         candidate: the fastest that fits, or the one that needs least.
         changes: in the training; ``SAME_CURVE`` where the loss curve is that of the first rung.
     """
 
     name: str
     flags: tuple[str, ...] = ()
-    setting: Setting
+    num_processes: int = 1
     candidate: Candidate
     changes: str = SAME_CURVE
 
@@ -402,74 +414,115 @@ def ladder(
     Args:
         read: the task of the model's recipe under further flags, with plan and micro-batch left open.
         takes_adapters: whether the model has weights that adapters are for.
-        on_estimate: called before each estimate.
+        on_estimate: called before each estimate of this process.
 
     Raises:
         InputError: flags that the recipe refuses.
     """
-    rungs: list[Rung] = []
-    for rung in _on_one_card(read, launch, budget_bytes, takes_adapters, on_estimate):
-        rungs.append(rung)
-        yield rung
-    if (best := best_rung(rungs)) is not None:
-        yield from _on_more_cards(best)
-
-
-def _on_one_card(
-    read: Callable[[Sequence[str]], Task],
-    launch: Launch,
-    budget_bytes: int,
-    takes_adapters: bool,
-    on_estimate: Callable[[str], object],
-) -> Iterator[Rung]:
     task = read(())
     estimates = Estimates(task, launch, on_estimate)
     whole = Setting(task=task, launch=launch, estimates=estimates, budget_bytes=budget_bytes)
-    loss, *others = task.losses
-    yield Rung(name="no checkpointing", setting=whole, candidate=whole.plain(loss))
+    known: list[tuple[Rung, Iterator[Rung]]] = []
+    with ExitStack() as processes:
+        for way in _ways(whole, read, takes_adapters, lambda way: processes.enter_context(ahead(way))):
+            if (rung := next(way, None)) is not None:
+                known.append((rung, way))
+                yield rung
+        if (best := best_rung([rung for rung, _ in known])) is not None:
+            yield from next(wider for rung, wider in known if rung is best)
+
+
+def _ways(
+    whole: Setting,
+    read: Callable[[Sequence[str]], Task],
+    takes_adapters: bool,
+    early: Callable[[Iterator[Rung]], Iterator[Rung]],
+) -> Iterator[Iterator[Rung]]:
+    """Of each way to train, its rungs.
+
+    Args:
+        whole: the task without further flags.
+        early: begins to make rungs that are not asked for yet.
+    """
+    loss, *others = whole.task.losses
+    yield _way("no checkpointing", whole, partial(whole.plain, loss))
     for other in filter(whole.takes, others):
         loss = other
-        yield Rung(name="loss in chunks", setting=whole, candidate=whole.plain(loss))
+        yield _way("loss in chunks", whole, partial(whole.plain, loss))
+    in_backward = early(_in_backward(whole, read, loss))
+    adapted = early(_adapted(whole, read, loss) if takes_adapters else iter(()))
     planned = whole.best(loss)
-    yield Rung(name="activation checkpointing", setting=whole, candidate=planned)
-    if launch.target.device_type != "cpu" and whole.has_room:
-        offloading = replace(whole, strategies=WITH_OFFLOADING)
-        best = offloading.best(loss)
-        if best.fits and (not planned.fits or best.step_s < (1 - AS_FAST) * planned.step_s):
-            yield Rung(name="offloading", setting=offloading, candidate=best)
-    is_undivided = whole.layouts[-1].accumulation_steps == launch.num_processes == 1
-    if launch.mixed_precision != "fp16" and is_undivided:
-        stepping = replace(whole, task=read(IN_BACKWARD), like=whole)
-        if stepping.has_room:
-            best = stepping.best(loss)
-            name = "optimizer in the backward"
-            yield Rung(name=name, flags=IN_BACKWARD, setting=stepping, candidate=best, changes="nothing is clipped")
-    if task.optim.optimizer == "adamw":
+    yield _way("activation checkpointing", whole, lambda: planned)
+    yield _offloading(whole, loss, planned)
+    in_8_bit = _begun(_in_8_bit(whole, read, loss))
+    yield in_backward
+    yield in_8_bit
+    yield adapted
+
+
+def _begun(rungs: Iterator[Rung]) -> Iterator[Rung]:
+    """The same, of which the first is made now."""
+    return chain([*islice(rungs, 1)], rungs)
+
+
+def _way(
+    name: str,
+    setting: Setting,
+    find: Callable[[], Candidate],
+    flags: tuple[str, ...] = (),
+    changes: str = SAME_CURVE,
+) -> Iterator[Rung]:
+    """The rung on one device, then those with the same micro-batches on several, where there are as many of them."""
+    rung = Rung(name=name, flags=flags, candidate=find(), changes=changes)
+    yield rung
+    layout = rung.candidate.layout
+    for count in CARDS:
+        if count <= layout.accumulation_steps and setting.task.run.micro_batch_size == AUTO:
+            shared = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
+            wider = replace(setting, launch=replace(setting.launch, num_processes=count))
+            found = wider.best_of(shared, rung.candidate.loss)
+            yield replace(rung, name=f"{count} cards", num_processes=count, candidate=found)
+
+
+def _offloading(whole: Setting, loss: str | None, planned: Candidate) -> Iterator[Rung]:
+    """If it fits where ``planned`` does not, or is faster."""
+    if whole.launch.target.device_type == "cpu" or not whole.has_room:
+        return
+    offloading = replace(whole, strategies=WITH_OFFLOADING)
+    best = offloading.best(loss)
+    if best.fits and (not planned.fits or best.step_s < (1 - AS_FAST) * planned.step_s):
+        yield from _way("offloading", offloading, lambda: best)
+
+
+def _in_backward(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Rung]:
+    is_undivided = whole.layouts[-1].accumulation_steps == whole.launch.num_processes == 1
+    if whole.launch.mixed_precision == "fp16" or not is_undivided:
+        return
+    stepping = replace(whole, task=read(IN_BACKWARD), like=whole)
+    if stepping.has_room:
+        find = partial(stepping.best, loss)
+        yield from _way("optimizer in the backward", stepping, find, IN_BACKWARD, "nothing is clipped")
+
+
+def _in_8_bit(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Rung]:
+    if whole.task.optim.optimizer == "adamw":
         smaller = replace(whole, task=read(EIGHT_BIT), like=whole)
-        best = smaller.best(loss)
-        yield Rung(name="8-bit AdamW", flags=EIGHT_BIT, setting=smaller, candidate=best, changes="optimizer state")
-    if takes_adapters and task.takes_adapters:
-        adapted = read(ADAPTERS)
-        found = replace(whole, task=adapted, estimates=Estimates(adapted, launch, on_estimate), like=whole)
-        yield Rung(name="LoRA", flags=ADAPTERS, setting=found, candidate=found.best(loss), changes="adapters train")
+        yield from _way("8-bit AdamW", smaller, partial(smaller.best, loss), EIGHT_BIT, "optimizer state")
+
+
+def _adapted(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Rung]:
+    if whole.task.takes_adapters:
+        task = read(ADAPTERS)
+        estimates = Estimates(task, whole.launch, whole.estimates.on_estimate)
+        adapted = replace(whole, task=task, estimates=estimates, like=whole)
+        yield from _way("LoRA", adapted, partial(adapted.best, loss), ADAPTERS, "adapters train")
 
 
 def best_rung(rungs: Sequence[Rung]) -> Rung | None:
     """The fastest that fits of those that change nothing, else the first that fits; ``None`` where none does."""
-    fitting = [rung for rung in rungs if rung.candidate.fits and rung.setting.launch.num_processes == 1]
+    fitting = [rung for rung in rungs if rung.candidate.fits and rung.num_processes == 1]
     same = [rung for rung in fitting if rung.changes == SAME_CURVE]
     if not same:
         return fitting[0] if fitting else None
     chosen = Choice(candidates=tuple(rung.candidate for rung in same)).chosen
     return next(rung for rung in same if rung.candidate is chosen)
-
-
-def _on_more_cards(best: Rung) -> Iterator[Rung]:
-    """The same micro-batches on several devices, where there are as many of them."""
-    setting, layout = best.setting, best.candidate.layout
-    for count in CARDS:
-        if count <= layout.accumulation_steps and setting.task.run.micro_batch_size == AUTO:
-            shared = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
-            wider = replace(setting, launch=replace(setting.launch, num_processes=count))
-            found = wider.best_of(shared, best.candidate.loss)
-            yield replace(best, name=f"{count} cards", setting=wider, candidate=found)

@@ -1,0 +1,76 @@
+"""Items that a second process makes while the first one goes on."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count, islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import torch
+
+from memsave_recipes.processes import serve_parent_only
+
+T = TypeVar("T")
+STDOUT, STDERR = 1, 2
+NEXT = "next"
+
+
+@contextmanager
+def ahead(items: Iterator[T]) -> Iterator[Iterator[T]]:
+    """Inside, ``items`` as another process makes them: the first from now on, any further one when it is asked for.
+
+    That process is a fork, as torch's data workers are: it imports nothing again, and knows what this one knows. It
+    writes nothing, and is killed at the end. Where it is lost, and on systems other than Linux, ``items`` are made
+    here, when they are asked for.
+
+    Args:
+        items: they, and the exceptions that making them raises, can be pickled.
+    """
+    if sys.platform != "linux":
+        yield items
+        return
+    context = get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_send, args=(items, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield _received(ours, items)
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _send(items: Iterator[T], parent: Connection) -> None:
+    serve_parent_only()
+    torch.set_num_threads(1)  # a fork has none of the threads that OpenMP counts on
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, STDOUT)
+    os.dup2(nowhere, STDERR)
+    try:
+        for item in items:
+            parent.send(([item], None))
+            parent.recv()
+        parent.send(([], None))
+    except Exception as error:
+        parent.send(([], error))
+
+
+def _received(child: Connection, items: Iterator[T]) -> Iterator[T]:
+    for number in count():
+        try:
+            if number:
+                child.send(NEXT)
+            found, error = child.recv()
+        except (EOFError, OSError):
+            yield from islice(items, number, None)
+            return
+        if error is not None:
+            raise error
+        if not found:
+            return
+        yield from found
