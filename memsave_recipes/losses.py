@@ -19,19 +19,28 @@ NOTE [ the gradient in the forward ]
        to wait for the device to count them in every micro-batch, and neither fake tensors (the prediction of memory)
        nor compiled graphs know such a size. Where many are ignored, select the valid rows before the call.
 
-The same idea is in Liger Kernel's fused linear cross-entropy (https://arxiv.org/abs/2410.10989), there with Triton
+NOTE [ tied weights ]
+    1. Where the head is the embedding as well, autograd makes the gradients of both, (V, D) each, before it adds them.
+       Inside ``tied_gradient`` the loss keeps the head's, and the backward of the lookup, which comes last, adds its
+       rows to that and gives autograd the sum. Rows are added in float32, in another order than autograd's.
+    2. A lookup that the hidden states do not depend on has no backward: then the loss gives its gradient to autograd.
+
+The first idea is in Liger Kernel's fused linear cross-entropy (https://arxiv.org/abs/2410.10989), there with Triton
 kernels. Limits: no second derivative; the head is one whole tensor, neither quantized nor sharded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from memsave_recipes.text import MIB
 
@@ -65,6 +74,7 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     chunk_bytes: int | None = None,
+    tied: "TiedGradient | None" = None,
 ) -> Tensor:
     """The sum of the cross-entropies of all rows with a label, in memory for a few rows of logits at a time.
 
@@ -79,6 +89,7 @@ def linear_cross_entropy(
         bias: (V,).
         chunk_bytes: how large the float32 logits of one chunk may be, by default ``default_chunk_bytes``. At the peak
             a chunk takes one such tensor, half as much again in bfloat16, twice as much with ``softcap``.
+        tied: of the ``tied_gradient`` that ``hidden`` was made in; ``weight`` is the embedding.
 
     Returns:
         A scalar in float32, or in float64 where the inputs are.
@@ -87,7 +98,7 @@ def linear_cross_entropy(
         ValueError: the shapes do not fit.
         RuntimeError: a label is outside the vocabulary (on CUDA a device-side assertion, as with torch's own loss).
 
-    Source: NOTE [ the gradient in the forward ].
+    Source: NOTE [ the gradient in the forward ], NOTE [ tied weights ].
     """
     _check_shapes(hidden, labels)
     count = num_chunks(len(hidden), len(weight), chunk_bytes or default_chunk_bytes(hidden.device))
@@ -99,7 +110,8 @@ def linear_cross_entropy(
         matmul_dtype=torch.get_autocast_dtype(hidden.device.type) if autocasts else None,
     )
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
-    return apply(hidden, weight, bias, labels, settings, torch.is_grad_enabled())
+    waiting = tied if tied is not None and tied.is_behind(hidden) else None
+    return apply(hidden, weight, bias, labels, settings, torch.is_grad_enabled(), waiting)
 
 
 def full_cross_entropy(
@@ -147,9 +159,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         settings: _Settings,
         grad_enabled: bool,
+        tied: "TiedGradient | None",
     ) -> Tensor:
         tensors = hidden, weight, bias, labels
-        ctx.settings = settings
+        ctx.settings, ctx.tied = settings, tied
         ctx.wanted = [needed and grad_enabled for needed in ctx.needs_input_grad[:3]]
         ctx.dtypes = [tensor.dtype if tensor is not None else None for tensor in tensors[:3]]
         ctx.save_for_backward(*tensors)  # for a second backward
@@ -163,9 +176,109 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden, weight, bias, labels = ctx.saved_tensors
             _, ctx.gradients = _run_chunks(hidden, weight, bias, labels, ctx.settings, ctx.wanted)
         gradients, ctx.gradients = ctx.gradients, None  # no other reference: autograd takes the tensors as they are
+        for gradient in filter(torch.is_tensor, gradients):
+            gradient.mul_(factor)
+        if ctx.tied is not None:
+            ctx.tied.of_head, gradients[1] = gradients[1], None
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        scaled = [gradient.mul_(factor).to(dtype) if gradient is not None else None for gradient, dtype in pairs]
-        return *scaled, None, None, None
+        rounded = [gradient.to(dtype) if gradient is not None else None for gradient, dtype in pairs]
+        return *rounded, None, None, None, None
+
+
+@dataclass(eq=False)
+class TiedGradient:
+    """The gradient of a weight that is embedding and head: NOTE [ tied weights ].
+
+    Args:
+        of_head: (V, D), between the backwards of the loss and of the lookup.
+        lookup: the node of the lookup in the graph.
+    """
+
+    of_head: Tensor | None = None
+    lookup: Any = None
+
+    def is_behind(self, hidden: Tensor) -> bool:
+        """Whether ``hidden`` was computed from the lookup, so that the lookup's backward comes after the loss's."""
+        seen: set[Any] = set()
+        left = [hidden.grad_fn] if self.lookup is not None else []
+        while left and self.lookup not in seen:
+            node = left.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                left += [before for before, _ in node.next_functions]
+        return self.lookup in seen
+
+
+@contextmanager
+def tied_gradient(embedding: nn.Embedding) -> Iterator[TiedGradient | None]:
+    """Inside, the lookup of ``embedding`` waits for the gradient of a head with the same weight.
+
+    Gives ``None``, and changes nothing, where the embedding's gradient is sparse or scaled, or its rows renormalised.
+    """
+    if embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm is not None:
+        yield None
+        return
+    tied, before = TiedGradient(), embedding.forward
+    is_own = "forward" in vars(embedding)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _Lookups(embedding.weight, tied):
+            return before(*args, **kwargs)
+
+    embedding.forward = forward  # type: ignore[method-assign]
+    try:
+        yield tied
+    finally:
+        del embedding.forward
+        if is_own:
+            embedding.forward = before  # type: ignore[method-assign]
+
+
+class _Lookups(TorchFunctionMode):
+    """The first lookup in ``weight`` is that of ``tied``."""
+
+    def __init__(self, weight: Tensor, tied: TiedGradient) -> None:
+        super().__init__()
+        self.weight = weight
+        self.tied = tied
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.embedding or args[1] is not self.weight or self.tied.lookup is not None:
+            return func(*args, **(kwargs or {}))
+        padding_idx = args[2] if len(args) > 2 else (kwargs or {}).get("padding_idx")
+        rows = _Lookup.apply(self.weight, args[0], padding_idx, self.tied)  # type: ignore[no-untyped-call]
+        self.tied.lookup = rows.grad_fn
+        return rows
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of an embedding."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding_idx: int | None, tied: TiedGradient) -> Tensor:
+        """(V, D) and (...) to (..., D)."""
+        ctx.save_for_backward(tokens)
+        ctx.num_rows, ctx.dtype, ctx.padding_idx, ctx.tied = len(weight), weight.dtype, padding_idx, tied
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """(..., D) to the sum with the head's (V, D)."""
+        (tokens,) = ctx.saved_tensors
+        total, ctx.tied.of_head = ctx.tied.of_head, None
+        if total is None:  # of a backward without the loss
+            padding_idx = -1 if ctx.padding_idx is None else ctx.padding_idx
+            return torch.ops.aten.embedding_dense_backward(gradient, tokens, ctx.num_rows, padding_idx, False), *[
+                None
+            ] * 3
+        tokens, rows = tokens.flatten(), gradient.flatten(0, -2).to(total.dtype)
+        if ctx.padding_idx is not None:
+            rows = rows.masked_fill((tokens == ctx.padding_idx)[:, None], 0)
+        total.index_put_((tokens,), rows, accumulate=True)  # on CUDA sorted first, so that the order is always the same
+        return total.to(ctx.dtype), None, None, None
 
 
 def _run_chunks(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from memsave_recipes import losses
-from memsave_recipes.losses import full_cross_entropy, linear_cross_entropy
+from memsave_recipes.losses import full_cross_entropy, linear_cross_entropy, tied_gradient
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 OPTIONS = {
@@ -148,6 +148,103 @@ def test_tied_weights_get_both_gradients():
 
     for own, other in zip(gradients(chunked), gradients(full_cross_entropy), strict=True):
         torch.testing.assert_close(own, other)
+
+
+def gradients_in_one(model, tokens, function=chunked, *, embed=None):
+    """Of the parameters, with the lookup's rows added to the head's gradient."""
+    with tied_gradient(model.embedding) as tied:
+        hidden = (embed or model)(tokens[:, :-1]).flatten(0, 1)
+    loss = function(hidden, model.embedding.weight, tokens[:, 1:].flatten(), tied=tied)
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def gradients_apart(model, tokens, *, embed=None):
+    hidden = (embed or model)(tokens[:, :-1]).flatten(0, 1)
+    loss = full_cross_entropy(hidden, model.embedding.weight, tokens[:, 1:].flatten())
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.fixture
+def tied_model():
+    torch.manual_seed(0)
+    return TiedModel().double()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(50, (3, 9), generator=torch.Generator().manual_seed(1))
+
+
+def assert_close(found, expected):
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_both_gradients_of_tied_weights_are_one_sum(tied_model, tokens):
+    expected = gradients_apart(tied_model, tokens)
+    assert_close(gradients_in_one(tied_model, tokens), expected)
+    assert "forward" not in vars(tied_model.embedding)
+    assert_close(gradients_apart(tied_model, tokens), expected)
+
+
+def test_padding_gets_nothing_of_the_lookup(tied_model, tokens):
+    tied_model.embedding.padding_idx = 7
+    tokens[0, :4] = 7
+    assert_close(gradients_in_one(tied_model, tokens), gradients_apart(tied_model, tokens))
+
+
+def test_states_that_do_not_depend_on_the_lookup(tied_model, tokens):
+    """The lookup has no backward then, and the loss keeps the gradient of the head."""
+
+    def embed(tokens):
+        return torch.tanh(tied_model.layer(tied_model.embedding(tokens).detach()))
+
+    expected = gradients_apart(tied_model, tokens, embed=embed)
+    assert_close(gradients_in_one(tied_model, tokens, embed=embed), expected)
+
+
+def test_tokens_that_are_looked_up_twice(tied_model, tokens):
+    def embed(tokens):
+        return torch.tanh(tied_model.layer(tied_model.embedding(tokens))) * tied_model.embedding(tokens.flip(1))
+
+    expected = gradients_apart(tied_model, tokens, embed=embed)
+    assert_close(gradients_in_one(tied_model, tokens, embed=embed), expected)
+
+
+def test_tied_gradients_of_a_graph_that_is_retained(tied_model, tokens):
+    with tied_gradient(tied_model.embedding) as tied:
+        hidden = tied_model(tokens[:, :-1]).flatten(0, 1)
+    loss = chunked(hidden, tied_model.embedding.weight, tokens[:, 1:].flatten(), tied=tied)
+    expected = gradients_apart(tied_model, tokens)
+    assert_close(torch.autograd.grad(loss, list(tied_model.parameters()), retain_graph=True), expected)
+    (of_layer,) = torch.autograd.grad(loss, [tied_model.layer.weight], retain_graph=True)
+    torch.testing.assert_close(of_layer, expected[1])
+    assert_close(torch.autograd.grad(loss, list(tied_model.parameters())), expected)
+
+
+def test_a_lookup_without_the_loss_has_its_own_gradient(tied_model, tokens):
+    with tied_gradient(tied_model.embedding):
+        hidden = tied_model(tokens)
+    assert_close(
+        torch.autograd.grad(hidden.sum(), list(tied_model.parameters())),
+        torch.autograd.grad(tied_model(tokens).sum(), list(tied_model.parameters())),
+    )
+
+
+@pytest.mark.parametrize("setting", [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}])
+def test_lookups_that_do_more_stay_as_they_are(setting):
+    with tied_gradient(nn.Embedding(50, 16, **setting)) as tied:
+        assert tied is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_sum_is_as_near_to_float64_as_two(tied_model, tokens, dtype):
+    exact = gradients_apart(tied_model, tokens)
+    rounded = tied_model.to(dtype)
+    ours, theirs = gradients_in_one(rounded, tokens), gradients_apart(rounded, tokens)
+    for own, other, right in zip(ours, theirs, exact, strict=True):
+        assert own.dtype == dtype
+        assert error(own, right) <= 1.6 * error(other, right) + torch.finfo(dtype).eps / 2
 
 
 def test_gradients_of_two_calls_add_up():

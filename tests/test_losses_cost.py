@@ -1,12 +1,20 @@
 """What the chunked loss costs: bytes at the peak and FLOPs, counted; the sizes that it needs are known beforehand."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from memsave_recipes.losses import default_chunk_bytes, full_cross_entropy, linear_cross_entropy, num_chunks
+from memsave_recipes.losses import (
+    default_chunk_bytes,
+    full_cross_entropy,
+    linear_cross_entropy,
+    num_chunks,
+    tied_gradient,
+)
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.text import MIB
 
@@ -64,6 +72,22 @@ def test_gradients_are_scaled_and_handed_over_without_a_copy():
     tensors = make_tensors()
     gradient_bytes = bytes_of(*tensors[:2])
     assert peak_bytes(lambda: (chunked(*tensors) / 3).backward()) < 1.1 * gradient_bytes
+
+
+def test_tied_weights_have_one_gradient_at_the_peak():
+    embedding = nn.Embedding(VOCAB, WIDTH)
+    tokens = torch.arange(2 * ROWS)
+
+    def step(is_joined: bool) -> None:
+        embedding.zero_grad()
+        with tied_gradient(embedding) if is_joined else nullcontext() as tied:
+            hidden = torch.tanh(embedding(tokens))
+        loss = linear_cross_entropy(hidden, embedding.weight, tokens, chunk_bytes=2 * 4 * VOCAB, tied=tied)
+        (loss / 3).backward()
+
+    one, two = (peak_bytes(lambda is_joined=is_joined: step(is_joined)) for is_joined in (True, False))
+    assert one < 1.1 * bytes_of(embedding.weight)
+    assert two > 2 * bytes_of(embedding.weight)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -6,6 +6,7 @@ scale, a soft cap), so the reading of the configuration is tried on a few tokens
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import Parameter, signature
@@ -19,7 +20,14 @@ from torch._subclasses import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.losses import IGNORED_LABEL, default_chunk_bytes, linear_cross_entropy, num_chunks
+from memsave_recipes.losses import (
+    IGNORED_LABEL,
+    TiedGradient,
+    default_chunk_bytes,
+    linear_cross_entropy,
+    num_chunks,
+    tied_gradient,
+)
 from memsave_recipes.models.packed_attention import DocumentLengths, attends_by_document
 from memsave_recipes.text import printable_lines
 
@@ -80,8 +88,15 @@ class CausalLMLoss(nn.Module):
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
             logits = logits if logits.dtype == torch.float64 else logits.float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
-        hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
-        return self.head.loss(hidden.flatten(0, 1), targets, self.chunk_bytes)
+        with self._tied(self.head.linear) as tied:
+            hidden = self.model.get_decoder()(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
+        return self.head.loss(hidden.flatten(0, 1), targets, self.chunk_bytes, tied)
+
+    def _tied(self, head: nn.Linear) -> AbstractContextManager[TiedGradient | None]:
+        embedding = self.model.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding) and embedding.weight is head.weight:
+            return tied_gradient(embedding)
+        return nullcontext()
 
     def _documents(self, lengths: DocumentLengths | None) -> dict[str, Any]:
         if not attends_by_document(self.model):
@@ -114,8 +129,14 @@ class Head:
         logits = F.linear(hidden, self.linear.weight, self.linear.bias) * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None) -> Tensor:
-        """The summed loss of (N, D) hidden states against (N,) targets, without the (N, V) logits."""
+    def loss(
+        self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None, tied: TiedGradient | None = None
+    ) -> Tensor:
+        """The summed loss of (N, D) hidden states against (N,) targets, without the (N, V) logits.
+
+        Args:
+            tied: of the ``tied_gradient`` that ``hidden`` was made in.
+        """
         return linear_cross_entropy(
             hidden,
             self.linear.weight,
@@ -124,6 +145,7 @@ class Head:
             logit_scale=self.scale,
             softcap=self.softcap,
             chunk_bytes=chunk_bytes,
+            tied=tied,
         )
 
 
@@ -150,8 +172,10 @@ def with_liger(head: Head) -> Head:
 class LigerHead(Head):
     """The same logits, another way to their loss."""
 
-    def loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None) -> Tensor:
-        """As ``Head.loss``; its kernels choose their own chunks."""
+    def loss(
+        self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None, tied: TiedGradient | None = None
+    ) -> Tensor:
+        """As ``Head.loss``; its kernels choose their own chunks, and give autograd their own gradients."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # optional, and needs CUDA
 
         fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", softcap=self.softcap)
