@@ -34,10 +34,11 @@ from memsave_recipes.activations.spans import (
     SpannedSequence,
     Watch,
 )
-from memsave_recipes.activations.tiles import TiledForward, find_mlps
+from memsave_recipes.activations.sublayers import AttentionBlock, MlpBlock, NormLater, SubLayers, find_sublayers
+from memsave_recipes.activations.tiles import Mlp, TiledForward, find_mlps, is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
-from memsave_recipes.plans.plan import TILED, as_they_run
+from memsave_recipes.plans.plan import IN_SUBLAYERS, TILED, as_they_run
 
 
 def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None = None) -> Plan:
@@ -89,6 +90,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
     handle = PlanHandle(plan, runs=BlockRuns(_sharing(model, stacks)))
     if plan.compiled_memory_ratio is not None:
         _compile_layers(model, stacks, handle, plan.compiled_memory_ratio)
+    if plan.mlp_tile_tokens is not None:
+        _tile_norms_around(model, plan, handle)
     first = 0
     for stack in stacks:
         last = first + len(stack.blocks)
@@ -231,7 +234,11 @@ def _install_sequence(
 def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandle, watch: Watch | None) -> None:
     if action is Action.SELECT_OPS:
         _set_out_of_place([layer.module for layer in layers], handle)
-    if action in TILED:
+    parts = find_sublayers(layers[0].module) if action in IN_SUBLAYERS else None
+    if parts is not None:
+        _install_sublayers(layers[0], parts, action, handle)
+        action = Action.KEEP
+    elif action in TILED:
         _tile_mlps([layer.module for layer in layers], handle)
     span = JointLayers([layer.module for layer in layers])
     for position, layer in enumerate(layers):
@@ -242,6 +249,25 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
             options = _options(handle.plan, action)
             forward = SpannedLayer(layer.name, action, layer.module, method, handle.runs, watch, options)
         handle.replace(layer.module, layer.method, forward)
+
+
+def _tile_norms_around(model: nn.Module, plan: Plan, handle: PlanHandle) -> None:
+    """The norms beside a list of layers, of which some have tiles, run in tiles too: the last one takes all tokens."""
+    names = [name for action in TILED for name in plan.blocks_under(action)]
+    parents = dict.fromkeys(name.rpartition(".")[0].rpartition(".")[0] for name in names)
+    for norm in (child for parent in parents for child in model.get_submodule(parent).children()):
+        if is_norm_of_a_token(norm):
+            handle.replace(norm, "forward", TiledForward(Mlp(norm, None), norm.forward, plan.mlp_tile_tokens or 1))
+
+
+def _install_sublayers(layer: Layer, parts: SubLayers, action: Action, handle: PlanHandle) -> None:
+    """Blocks of their own for attention and MLP, in a layer that keeps the rest."""
+    tile, attention, mlp = handle.plan.mlp_tile_tokens or 1, parts.attention, parts.mlp
+    for norm in parts.norms:
+        handle.replace(norm, "forward", NormLater(norm, norm.forward))
+    block = AttentionBlock(layer.name, attention, attention.forward, handle.runs, action, tile)
+    handle.replace(attention, "forward", block)
+    handle.replace(mlp, "forward", MlpBlock(mlp, mlp.forward, tile))
 
 
 def _tile_mlps(layers: list[nn.Module], handle: PlanHandle) -> None:

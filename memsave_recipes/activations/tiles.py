@@ -11,7 +11,8 @@ NOTE [ tiles ]
    tensor that is saved: there, before the tiles, unless the layer saves something after its MLP (a norm, dropout).
 4. Dropout at the end of an MLP runs on all tokens, as ever, so that the random numbers are those of plain. An MLP that
    draws others is not run in tiles.
-5. Gradients of weights are sums in another order than plain's, and a product of fewer rows may take another kernel. So
+5. A norm of tokens is run in the same way where it takes those of all layers: that behind the last one.
+6. Gradients of weights are sums in another order than plain's, and a product of fewer rows may take another kernel. So
    all equals plain's within rounding.
 """
 
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def _has_structure(module: nn.Module) -> bool:
     activations = [
         leaf for leaf in leaves if leaf not in with_weights and not isinstance(leaf, nn.Dropout | nn.Identity)
     ]
-    others = [part for part in with_weights if not _is_linear(part) and not _is_norm_of_a_token(part)]
+    others = [part for part in with_weights if not _is_linear(part) and not is_norm_of_a_token(part)]
     return len(linear) > 1 and bool(activations) and not others
 
 
@@ -85,7 +86,8 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # of transformers: GPT-2
 
 
-def _is_norm_of_a_token(module: nn.Module) -> bool:
+def is_norm_of_a_token(module: nn.Module) -> bool:
+    """Whether it is a norm over the last dimension."""
     return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")
 
 
@@ -157,34 +159,92 @@ class TiledForward:
         if not isinstance(tokens, Tensor):
             name = type(self.mlp.module).__name__
             raise InputError(f"strategy: {name} takes more than one tensor, so it cannot run in tiles: use full")
-        output = self._tiled(tokens) if torch.is_grad_enabled() else self.method(tokens)
+        output = in_tiles(self, tokens) if torch.is_grad_enabled() else self.method(tokens)
         dropout = self.mlp.dropout
         return output if dropout is None else type(dropout).forward(dropout, output)
 
-    def _tiled(self, tokens: Tensor) -> Tensor:
-        weights = {name: weight for name, weight in self.mlp.module.named_parameters() if weight.requires_grad}
-        box: list[Any] = []
-        kept = _Keep.apply(box, tokens, *weights.values())  # type: ignore[no-untyped-call]
-        output: Tensor = _Tiles.apply(box[0], self, list(weights), kept, *weights.values())  # type: ignore[no-untyped-call]
+    @property
+    def module(self) -> nn.Module:
+        """The MLP."""
+        return self.mlp.module
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """As ``Tiled``."""
+        output = torch.empty(0)
+        for start, rows in _tiles(tokens, self.num_tokens):
+            made = self.method(rows[None])[0]
+            if not start:
+                output = made.new_empty(tokens.shape)
+            output.flatten(0, -2)[start : start + len(rows)] = made
         return output
 
-    def call(self, rows: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        """Of (N, H), with other tensors in place of the weights."""
-        caller = _Caller(self.mlp.module, self.method)
-        output: Tensor = functional_call(caller, {f"module.{name}": w for name, w in weights.items()}, (rows[None],))
-        return output[0]
+    def differentiate(self, tokens: Tensor, gradient: Tensor, weights: "Weights", of_tokens: Tensor | None) -> None:
+        """As ``Tiled``."""
+        tiles = zip(_tiles(tokens, self.num_tokens), _tiles(gradient, self.num_tokens), strict=True)
+        for (start, rows), (_, gradient_rows) in tiles:
+            rows = rows.detach().requires_grad_(of_tokens is not None)
+            weights.backward(weights.call(self.method, rows[None])[0], gradient_rows)
+            if of_tokens is not None and rows.grad is not None:
+                of_tokens.flatten(0, -2)[start : start + len(rows)] = rows.grad
+
+
+class Tiled(Protocol):
+    """What runs in tiles."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Holds its weights."""
+
+    def compute(self, tokens: Tensor) -> Tensor:
+        """Of (..., H) to the same, without gradients, tile after tile."""
+
+    def differentiate(self, tokens: Tensor, gradient: Tensor, weights: "Weights", of_tokens: Tensor | None) -> None:
+        """Run each tile again with ``weights`` and take its gradients.
+
+        Args:
+            gradient: of what ``compute`` gave.
+            of_tokens: where those of ``tokens`` go, if anybody asks for them.
+        """
+
+
+def in_tiles(tiled: Tiled, tokens: Tensor) -> Tensor:
+    """(..., H) to the same, of which ``tokens`` alone are saved for backward."""
+    weights = {name: weight for name, weight in tiled.module.named_parameters() if weight.requires_grad}
+    box: list[Any] = []
+    kept = _Keep.apply(box, tokens, *weights.values())  # type: ignore[no-untyped-call]
+    output: Tensor = _Tiles.apply(box[0], tiled, list(weights), kept, *weights.values())  # type: ignore[no-untyped-call]
+    return output
+
+
+@dataclass
+class Weights:
+    """The weights of a module for the tiles of a backward, and the sums of their gradients."""
+
+    module: nn.Module
+    summed: dict[str, "_Summed"]
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """``method(*args)``, which runs the module, with these weights."""
+        own = {f"module.{name}": one.weight for name, one in self.summed.items()}
+        return functional_call(_Caller(self.module, method), own, args)
+
+    def backward(self, output: Tensor, gradient: Tensor) -> None:
+        """Of a tile."""
+        torch.autograd.backward(output, gradient)
+        for one in self.summed.values():
+            one.add()
 
 
 class _Caller(nn.Module):
-    """Calls the MLP's own forward, of which the instance has another one."""
+    """Calls a module's own forward, of which the instance has another one."""
 
-    def __init__(self, module: nn.Module, method: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
         self.method = method
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.method(rows)
+    def forward(self, *args: Any) -> Any:
+        return self.method(*args)
 
 
 class _Keep(torch.autograd.Function):
@@ -208,37 +268,22 @@ class _Tiles(torch.autograd.Function):
     """Rules 1 and 2 of the NOTE."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Any, tiled: TiledForward, names: list[str], tokens: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, kept: Any, tiled: Tiled, names: list[str], tokens: Tensor, *weights: Tensor) -> Tensor:
         """(..., H) to the same."""
         ctx.kept, ctx.tiled, ctx.names, ctx.autocast = kept, tiled, names, _autocast_of(tokens.device.type)
-        output = torch.empty(0)
         with torch.autocast(**ctx.autocast):
-            for start, rows in _tiles(tokens, tiled.num_tokens):
-                made = tiled.method(rows[None])[0]
-                if not start:
-                    output = made.new_empty(tokens.shape)
-                output.flatten(0, -2)[start : start + len(rows)] = made
-        return output
+            return tiled.compute(tokens)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """(..., H) to the same, and the gradients of the weights."""
         tokens, *weights = ctx.kept.saved_tensors
-        num_tokens = ctx.tiled.num_tokens
-        leaves = [_Summed.of(weight) for weight in weights]
-        by_name = {name: leaf.weight for name, leaf in zip(ctx.names, leaves, strict=True)}
+        summed = {name: _Summed.of(weight) for name, weight in zip(ctx.names, weights, strict=True)}
         of_tokens = torch.empty_like(tokens, memory_format=torch.contiguous_format) if ctx.needs_input_grad[3] else None
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
-            tiles = zip(_tiles(tokens, num_tokens), _tiles(gradient, num_tokens), strict=True)
-            for (start, rows), (_, gradient_rows) in tiles:
-                rows = rows.detach().requires_grad_(of_tokens is not None)
-                torch.autograd.backward(ctx.tiled.call(rows, by_name), gradient_rows)
-                if of_tokens is not None and rows.grad is not None:
-                    of_tokens.flatten(0, -2)[start : start + len(rows)] = rows.grad
-                for leaf in leaves:
-                    leaf.add()
-        return None, None, None, of_tokens, *(leaf.total() for leaf in leaves)
+            ctx.tiled.differentiate(tokens, gradient, Weights(ctx.tiled.module, summed), of_tokens)
+        return None, None, None, of_tokens, *(one.total() for one in summed.values())
 
 
 def _tiles(tokens: Tensor, num_tokens: int) -> Iterator[tuple[int, Tensor]]:

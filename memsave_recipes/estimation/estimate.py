@@ -26,7 +26,7 @@ the scratch of sorts and reductions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_map_only
 
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
+from memsave_recipes.activations.tiled_attention import without_flash
 from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
 from memsave_recipes.estimation.repeats import Irregular, Repeats, expanded, find_repeats, left_out
 from memsave_recipes.estimation.targets import Target
@@ -232,7 +233,7 @@ def cuda_kernels(target: Target) -> Iterator[None]:
     if target.device_type == "cpu":
         yield
     else:
-        with _CudaKernels(target.has_flash_attention):
+        with _CudaKernels(target.has_flash_attention), nullcontext() if target.has_flash_attention else without_flash():
             yield
 
 

@@ -52,6 +52,7 @@ def attention_by_document(
     scaling: float | None = None,
     sliding_window: int | None = None,
     document_lengths: DocumentLengths | None = None,
+    keys_so_far: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers, see NOTE [ attention by document ].
@@ -61,10 +62,14 @@ def attention_by_document(
         key, value: (B, K, T, D), of heads that ``H / K`` heads of the query share.
         attention_mask: not read.
         document_lengths: of each row, T in sum; ``None``: each row is one document.
+        keys_so_far: ``KeysSoFar`` of ``activations/tiled_attention.py``, where T are the tokens of a tile.
 
     Returns:
         (B, T, H, D).
     """
+    if keys_so_far is not None:
+        query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
+        return keys_so_far.attend(query, key, value, dropout=dropout, scale=scaling, window=sliding_window), None
     lengths = [[query.shape[2]]] * len(query) if document_lengths is None else document_lengths
     has_window = sliding_window is not None and sliding_window < max(map(max, lengths))
     if not has_window and _has_flash_on_cpu(query, key, value, dropout):

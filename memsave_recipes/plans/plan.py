@@ -50,6 +50,9 @@ class Action(StrEnum):
 INPUT_OFFLOADING = (Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED_OFFLOAD)
 """Actions under which the input of a block waits in host memory."""
 
+IN_SUBLAYERS = (Action.RECOMPUTE_TILED_OFFLOAD,)
+"""Actions under which attention and MLP of a layer start again from an input each, where the layer has such parts."""
+
 OFFLOADING = (Action.OFFLOAD, *INPUT_OFFLOADING)
 """Actions under which tensors of a block wait in host memory: those that it saves, or its input alone."""
 
@@ -69,8 +72,8 @@ IN_WORDS = {
         "recomputed, their MLPs in tiles of {tile} tokens (equal to plain within rounding, not bitwise)"
     ),
     Action.RECOMPUTE_TILED_OFFLOAD: (
-        "recomputed, their inputs offloaded to the host and their MLPs in tiles of {tile} tokens (equal to plain "
-        "within rounding, not bitwise)"
+        "recomputed in tiles of {tile} tokens, attention and MLP each from an input on the host (equal to plain within "
+        "rounding, not bitwise)"
     ),
 }
 """The words of ``Plan.describe`` for blocks under an action; ``{size}`` is the plan's ``micro_batch_size``, ``{tile}``

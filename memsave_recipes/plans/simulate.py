@@ -18,8 +18,9 @@ Not modelled: fragmentation of the allocator.
 
 NOTE [ the memory of the host ]
 1. A block under ``OFFLOAD`` copies to the host the tensors that it saves under ``KEEP`` and not under ``OFFLOAD``, its
-   input included; one under ``INPUT_OFFLOADING`` actions copies its input, unless it holds that on the device.
-2. The last of them is never copied, as its backward comes at once.
+   input included; one under ``INPUT_OFFLOADING`` actions copies its input, unless it holds that on the device. Under
+   ``IN_SUBLAYERS`` actions the input of its MLP, which is as large, waits there too.
+2. The last of them is never copied, as its backward comes at once; of one in sub-layers the MLP is the last.
 3. Copies are pinned in pieces that take at most an eighth more than the bytes in them (``activations/offload.py``).
 So it is the most that is pinned; small storages, which are not copied, count where they are inputs of blocks. Not
 modelled: an output that its own block saves and the next one does not.
@@ -31,7 +32,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memsave_recipes.plans.chain import TWICE, BlockOption, Chain
-from memsave_recipes.plans.plan import INPUT_OFFLOADING, OFFLOADING, Action, Plan, Span
+from memsave_recipes.plans.plan import IN_SUBLAYERS, INPUT_OFFLOADING, OFFLOADING, Action, Plan, Span
 from memsave_recipes.text import format_bytes
 
 PINNING = 8  # pinning wastes at most one part in so many
@@ -122,13 +123,18 @@ def host_bytes(chain: Chain, plan: Plan) -> int:
     states = _states(chain)
     offloaded = [span for span in _spans(chain, plan) if span.action in OFFLOADING]
     copied: Storages = {}
-    for span in offloaded[:-1]:
+    for number, span in enumerate(offloaded, start=1):
+        in_sublayers, is_last = span.action in IN_SUBLAYERS, number == len(offloaded)
+        if is_last and not in_sublayers:
+            continue
         recomputes = span.action in INPUT_OFFLOADING
         keeps, stays = (chain.blocks[span.start].option(action) for action in (Action.KEEP, span.action))
         if not recomputes:
             copied[f"inside {span.start}"] = max(0, keeps.saved_bytes - stays.saved_bytes)
         if (recomputes or keeps.saves_input) and not stays.saves_input:
             copied |= states[span.start]
+        if in_sublayers and not is_last:
+            copied[f"inside {span.start}"] = chain.blocks[span.start].output_bytes
     return with_pinning(_total(copied))
 
 

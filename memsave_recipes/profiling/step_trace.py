@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
 from memsave_recipes.plans.chain import TWICE, BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import INPUT_OFFLOADING, OFFLOADING, Action
+from memsave_recipes.plans.plan import IN_SUBLAYERS, INPUT_OFFLOADING, OFFLOADING, Action
 from memsave_recipes.plans.simulate import keep_all, timeline, with_pinning
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
@@ -223,7 +223,9 @@ def _with_storages_left_on_device(action: Action, offloaded: Sequence[Part], kep
         if part.block is None:
             yield part
         elif action in INPUT_OFFLOADING:
-            yield replace(part, saved=part.saved | _inputs_left_on_device(part))
+            stays = _inputs_left_on_device(part)
+            inner = {-abs(s) - 1: size for s, size in stays.items()} if action in IN_SUBLAYERS else {}
+            yield replace(part, saved=part.saved | stays | inner)
         else:
             saves_output = baseline.saved.keys() & (baseline.outputs.keys() - baseline.inputs.keys())
             small = {-storage: size for storage, size in own.items() if size < SMALLEST_BYTES}
@@ -242,6 +244,7 @@ def most_offloaded_bytes(baseline: StepTrace, action: Action) -> int:
     for part in baseline.parts:
         if part.block is not None:
             copied |= part.inputs if action in INPUT_OFFLOADING else part.saved
+            copied |= {-storage: size for storage, size in part.inputs.items()} if action in IN_SUBLAYERS else {}
     return with_pinning(sum(size for size in copied.values() if size >= SMALLEST_BYTES))
 
 

@@ -51,7 +51,7 @@ ACTION_NAMES = {
     Action.COMPILE: "compiled",
     Action.IN_MICRO_BATCHES: "recompute in micro-batches",
     Action.RECOMPUTE_TILED: "recompute, MLP in tiles",
-    Action.RECOMPUTE_TILED_OFFLOAD: "recompute, MLP in tiles, input on the host",
+    Action.RECOMPUTE_TILED_OFFLOAD: "recompute in tiles, inputs of attention and MLP on the host",
 }
 
 

@@ -16,15 +16,19 @@ SHAPE = {
 
 def test_real_bytes_are_those_on_paper(benchmark):
     for row in benchmark.real_rows(SHAPE, [1536], rounds=2):
-        assert row["paper_bytes"] == pytest.approx(row["real_bytes"], rel=0.005), row["way"]
+        if row["real_bytes"] is not None:
+            assert row["paper_bytes"] == pytest.approx(row["real_bytes"], rel=0.005), row["way"]
 
 
-def test_with_their_inputs_on_the_host_layers_hold_no_more_of_a_longer_row(benchmark):
-    """Of the four inputs of a layer that tiles leave, (T, 32) floats, at most two are on the device at a time."""
-    shape = {**SHAPE, "num_hidden_layers": 6}
-    held, moved = (benchmark.Training.of(way, shape, fake=True) for way in ("full_tiled", "full_tiled_offload"))
-    on_device, beside_host = (benchmark.fake_bytes(one, 16_384) for one in (held, moved))
-    assert on_device - beside_host == pytest.approx(4 * 16_384 * 32 * 4, rel=0.1)
+@pytest.mark.parametrize(("way", "inputs"), [("full_tiled", 3), ("full_tiled_offload", 0)])
+def test_with_their_inputs_on_the_host_more_layers_hold_no_more_of_a_row(benchmark, way, inputs):
+    """Three layers more take their weights, gradients and AdamW's means; tiles alone also an input each, (T, 32)."""
+    few, many = (
+        benchmark.Training.of(way, {**SHAPE, "num_hidden_layers": num_layers}, fake=True) for num_layers in (6, 9)
+    )
+    weights = (many.resident_bytes - few.resident_bytes) * 4 // 3
+    beyond = benchmark.fake_bytes(many, 16_384) - benchmark.fake_bytes(few, 16_384) - weights
+    assert beyond == pytest.approx(inputs * 16_384 * 32 * 4, abs=200_000)
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not(benchmark):
