@@ -27,7 +27,7 @@ from memsave_recipes.models.pretrained import (
     image_processor_config,
 )
 
-VGG_NAMES = ("vgg_small", *(f"vgg{depth}{suffix}" for depth in (11, 13, 16, 19) for suffix in ("", "_bn")))
+VGG_NAMES = tuple(f"vgg{depth}{suffix}" for depth in ("_small", 11, 13, 16, 19) for suffix in ("", "_bn"))
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(build_vgg, name) for name in VGG_NAMES},

@@ -1,17 +1,14 @@
 """``--bitwise_topology`` through the recipes: the same bits on any number of ranks, straight or resumed on another.
 
-The whole matrix is slow: ``pytest -m slow tests/recipes/test_bitwise_topology.py``.
+``benchmarks/bitwise_cells.py`` has the whole matrix of models, optimizers, precisions, micro-batches and ranks.
 """
 
 import json
-import os
 import shutil
-import signal
-from itertools import product
 
 import pytest
 import torch
-from lives import TINY_VIT, assert_the_same_weights, end_of, launch, rows_of, wait_for_checkpoint
+from lives import TINY_VIT, assert_the_same_weights, end_of, launch, rows_of
 from safetensors.torch import load_file
 
 from memsave_recipes.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
@@ -22,18 +19,11 @@ from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 
 RECIPE = "image_classification"
 BITS = ["--bitwise_topology", "--micro_batch_size"]
-WIDTH = "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2"
 WORKS = {
     "gpt2": ("language_modeling", ["--dropout", "0.1", "--loss", "full"]),
-    "llama": (
-        "language_modeling",
-        ["--model_type", "llama", "--config_overrides", f"{WIDTH},num_key_value_heads=2", "--loss", "chunked"],
-    ),
-    "vit": ("image_classification", ["--augmentation", "digits"]),
     "densenet": ("image_classification", ["--augmentation", "digits"]),
 }
 COMMON = {"densenet": ["--model", "densenet_small", "--batchnorm", "global", "--logging_steps", "1"]}
-OPTIMIZERS = {"adamw": ["--learning_rate", "1e-3"], "sgd": ["--optimizer", "sgd", "--learning_rate", "0.05"]}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,54 +88,6 @@ def test_two_ranks_prove_a_plan_and_have_the_bits_of_one(tmp_path, precision):
         assert "--verify: one global batch, without the plan and with it" in output
         assert "full: 17 of 17 blocks recomputed" in output
     assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
-
-
-CELLS = list(product(WORKS, OPTIMIZERS, ["no", "bf16"], [1, 2, 3, 4, 5]))
-
-
-@pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory):
-    """The folder of a run of one rank, for each cell once."""
-    folders = {}
-
-    def folder_of(work, optimizer, precision, size):
-        cell = work, optimizer, precision, size
-        if cell not in folders:
-            folders[cell] = tmp_path_factory.mktemp("one") / "run"
-            run(work, 1, *flags_of(optimizer, size), folder=folders[cell], precision=precision)
-        return folders[cell]
-
-    return folder_of
-
-
-def flags_of(optimizer, size):
-    length = ["--global_batch_size", "24", "--max_steps", "50", "--eval_steps", "25", "--save_every", "10"]
-    return [*length, *OPTIMIZERS[optimizer], *BITS, str(size)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize(("work", "optimizer", "precision", "size"), CELLS)
-def test_every_cell(on_one_rank, tmp_path, work, optimizer, precision, size, num_ranks):
-    expected = on_one_rank(work, optimizer, precision, size)
-    run(work, num_ranks, *flags_of(optimizer, size), folder=tmp_path / "run", precision=precision)
-    assert_the_same_bits(tmp_path / "run", expected, 50)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "then"), [(1, 3), (2, 1), (3, 4), (4, 2)])
-@pytest.mark.parametrize(("work", "optimizer", "precision", "size"), CELLS)
-def test_every_cell_killed(on_one_rank, tmp_path, work, optimizer, precision, size, first, then):
-    expected, folder = on_one_rank(work, optimizer, precision, size), tmp_path / "run"
-    flags = flags_of(optimizer, size)
-    process = start(work, first, *flags, folder=folder, precision=precision)
-    wait_for_checkpoint(process, folder)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    run(work, then, *flags, "--resume", folder=folder, precision=precision)
-    assert_the_same_bits(folder, expected, 50)
 
 
 BUDGET = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"]

@@ -1,0 +1,255 @@
+"""Does `--bitwise_topology` keep the last bit: in every model, optimizer, precision, micro-batch and number of ranks?
+
+    OMP_NUM_THREADS=1 python benchmarks/bitwise_cells.py        # hours; goes on where it was stopped
+
+A row of the table is 50 steps of 24 samples of one recipe. It is trained on one rank, then straight on 2, 3 and 4, and
+four times more by ranks that are killed after a checkpoint, from which another number of ranks goes on. A run has the
+same bits as that of one rank if its logged losses, gradient norms and evaluations, its weights and the optimizer's
+state in its last checkpoint are equal, tensor by tensor. Writes docs/results/bitwise_cells-DEVICE.json and .md.
+
+NOTE [ ranks ]
+`accelerate launch` starts a world of each number of ranks once (``warm_rank.py``). A run is a fork of all ranks of its
+world, with a process group and an exit code of its own.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import harness
+import torch
+from safetensors.torch import load_file
+from tqdm import tqdm
+from warm_rank import Training
+
+SMALL = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
+TEXT = ("--block_size", "32", "--vocab_size", "512", "--max_eval_samples", "40")
+GPT2 = ("--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32")
+LLAMA = ("--model_type", "llama", "--config_overrides", f"{SMALL},num_key_value_heads=2")
+VIT = ("--model_type", "vit", "--config_overrides", f"{SMALL},patch_size=8")
+CONVNET = ("--augmentation", "digits", "--batchnorm", "global")
+WORKS = {
+    "GPT-2 with dropout": ("language_modeling", (*GPT2, *TEXT, "--dropout", "0.1", "--loss", "full")),
+    "Llama, chunked loss": ("language_modeling", (*LLAMA, *TEXT, "--loss", "chunked")),
+    "ViT": ("image_classification", (*VIT, "--augmentation", "digits")),
+    "VGG-BN": ("image_classification", ("--model", "vgg_small_bn", *CONVNET)),
+    "DenseNet": ("image_classification", ("--model", "densenet_small", *CONVNET)),
+}
+OPTIMIZERS = {"AdamW": ("--learning_rate", "1e-3"), "SGD": ("--optimizer", "sgd", "--learning_rate", "0.05")}
+PRECISIONS = {"float32": "no", "bf16": "bf16"}
+SIZES = (1, 2, 3, 4, 5)
+STRAIGHT = (2, 3, 4)
+KILLED = ((1, 3), (2, 1), (3, 4), (4, 2))
+STEPS, QUICK_STEPS = 50, 10
+RUN_TIMEOUT_S = 600
+CHECKPOINT_POLL_S = 0.02
+LOGGED_BY_THE_CLOCK = ("perf/", "memory/", "result/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A row of the table."""
+
+    work: str
+    optimizer: str
+    precision: str
+    micro_batch_size: int
+
+    def words(self, folder: Path, num_steps: int) -> tuple[str, ...]:
+        """The recipe's flags."""
+        length = ("--max_steps", num_steps, "--eval_steps", num_steps // 2, "--save_every", num_steps // 5)
+        batch = ("--global_batch_size", 24, "--bitwise_topology", "--micro_batch_size", self.micro_batch_size)
+        others = ("--max_grad_norm", 0.5, "--logging_steps", 1, "--report_to", "none", "--output_dir", folder)
+        return tuple(map(str, (*WORKS[self.work][1], *OPTIMIZERS[self.optimizer], *batch, *length, *others)))
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run on all ranks of a world."""
+
+    ranks: Sequence[Connection]
+    pids: Sequence[int]
+    log: Path
+
+    def kill(self) -> None:
+        """Without a word of warning, all ranks at once."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+        self.codes()
+
+    def end(self) -> None:
+        """Wait for it.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        if any(codes := self.codes()):
+            raise RuntimeError(f"exit codes {codes}\n{self.log.read_text(errors='replace')}")
+
+    def codes(self) -> list[int]:
+        """The exit codes of its ranks."""
+        if not all(rank.poll(RUN_TIMEOUT_S) for rank in self.ranks):
+            raise RuntimeError(f"no end in {RUN_TIMEOUT_S} s\n{self.log.read_text(errors='replace')}")
+        return [rank.recv() for rank in self.ranks]
+
+
+@dataclass(frozen=True)
+class Worlds:
+    """The launched ranks, by precision and by how many there are."""
+
+    launched: Mapping[tuple[str, int], Sequence[Connection]]
+
+    def begin(self, cell: Cell, num_ranks: int, folder: Path, num_steps: int, *further: str) -> Running:
+        """A run of a cell."""
+        ranks = self.launched[cell.precision, num_ranks]
+        log = folder.with_name(f"{folder.name}.log")
+        words = (*cell.words(folder, num_steps), *further)
+        training = Training(WORKS[cell.work][0], words, _free_port(), str(log))
+        for rank in ranks:
+            rank.send(training)
+        return Running(ranks, [rank.recv() for rank in ranks], log)
+
+
+@contextmanager
+def launched(precision: str, num_ranks: int) -> Iterator[list[Connection]]:
+    """Inside, the ranks of ``accelerate launch``, ready to train."""
+    config = harness.ROOT / "accelerate_configs" / ("cpu.yaml" if num_ranks == 1 else "cpu_ddp.yaml")
+    options = ["--config_file", config, "--mixed_precision", PRECISIONS[precision], "--num_processes", num_ranks]
+    with TemporaryDirectory() as folder:
+        address = os.path.join(folder, "ranks")
+        with Listener(address, "AF_UNIX") as listener:
+            program = [Path(sys.executable).with_name("accelerate"), "launch", *options]
+            command = [*program, Path(__file__).with_name("warm_rank.py"), address]
+            launcher = subprocess.Popen([str(word) for word in command])
+            ranks = [listener.accept() for _ in range(num_ranks)]
+        try:
+            yield ranks
+        finally:
+            for rank in ranks:
+                rank.close()
+            launcher.wait()
+
+
+def differences(folder: Path, expected: Path) -> list[str]:
+    """What of a run has other bits than that of ``expected``."""
+    found = [] if _logged(folder) == _logged(expected) else ["what was logged"]
+    last = max((expected / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+    states = [last / "optimizer.json", *last.glob("*.safetensors"), expected / "final" / "model.safetensors"]
+    return found + [path.name for path in states if not _same(folder / path.relative_to(expected), path)]
+
+
+def _same(path: Path, expected: Path) -> bool:
+    if path.suffix == ".json":
+        return path.read_text() == expected.read_text()
+    tensors, others = load_file(path), load_file(expected)
+    return tensors.keys() == others.keys() and all(torch.equal(tensors[name], others[name]) for name in others)
+
+
+def _logged(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: value for key, value in row.items() if not key.startswith(LOGGED_BY_THE_CLOCK)} for row in rows]
+    return [row for row in kept if row]
+
+
+def row_of(cell: Cell, worlds: Worlds, num_steps: int, straight: Sequence[int], killed: Any) -> dict[str, Any]:
+    """Train a cell on all numbers of ranks; by these, what has other bits than on one."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        worlds.begin(cell, 1, folder / "1", num_steps).end()
+        found = {}
+        for num_ranks in straight:
+            worlds.begin(cell, num_ranks, folder / str(num_ranks), num_steps).end()
+            found[str(num_ranks)] = differences(folder / str(num_ranks), folder / "1")
+        for first, then in killed:
+            resumed = folder / f"{first}, then {then}"
+            running = worlds.begin(cell, first, resumed, num_steps)
+            _wait_for_checkpoint(resumed)
+            running.kill()
+            worlds.begin(cell, then, resumed, num_steps, "--resume").end()
+            found[resumed.name] = differences(resumed, folder / "1")
+    return {**vars(cell), "differences": found}
+
+
+def _wait_for_checkpoint(folder: Path) -> None:
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while not any((folder / "checkpoints").glob("step-*")):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no checkpoint in {RUN_TIMEOUT_S} s")
+        time.sleep(CHECKPOINT_POLL_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def as_markdown(results: Mapping[str, Any]) -> str:
+    """The table, with a verdict above it."""
+    rows = results["rows"]
+    runs = [of for row in rows for of in row["differences"].values()]
+    columns = list(rows[0]["differences"])
+    headings = ("model", "optimizer", "precision", "micro-batch", *columns)
+    cells = [
+        [
+            *(row["work"], row["optimizer"], row["precision"], str(row["micro_batch_size"])),
+            *("equal" if not of else ", ".join(of) for of in row["differences"].values()),
+        ]
+        for row in rows
+    ]
+    lines = [
+        f"`python benchmarks/bitwise_cells.py` on {results['device']}, torch {results['versions']['torch']}, "
+        f"{results['num_steps']} steps of 24 samples.",
+        f"{sum(not of for of in runs)} of {len(runs)} runs have the bits of one rank. Columns are numbers of ranks: "
+        "where there are two, the first ranks were killed, and others went on from their last checkpoint.",
+        "",
+    ]
+    return "\n".join([*lines, harness.markdown_table(headings, cells)])
+
+
+def main(args: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train every cell that the file of results does not have; returns what it holds."""
+    flags = harness.read_flags(harness.make_parser(__doc__), args)
+    device = torch.device("cpu")
+    cells = [
+        Cell(work=work, optimizer=optimizer, precision=precision, micro_batch_size=size)
+        for precision, size, work, optimizer in product(PRECISIONS, SIZES, WORKS, OPTIMIZERS)
+    ]
+    straight, killed, num_steps = STRAIGHT, KILLED, STEPS
+    if flags.quick:
+        cells, straight, killed, num_steps = [cells[-1]], (2,), ((2, 1),), QUICK_STEPS
+    name = f"bitwise_cells-{device.type}"
+    file = flags.output_dir / f"{name}.json"
+    about = {"benchmark": "bitwise_cells", **harness.describe_machine(device), "num_steps": num_steps}
+    known = json.loads(file.read_text()) if file.exists() else {}
+    rows = known["rows"] if about.items() <= known.items() else []
+    done = [{key: row[key] for key in vars(cells[0])} for row in rows]
+    numbers = sorted({1, *straight, *(number for pair in killed for number in pair)})
+    with ExitStack() as stack:
+        open_worlds = {
+            (precision, number): stack.enter_context(launched(precision, number))
+            for precision in sorted({cell.precision for cell in cells})
+            for number in numbers
+        }
+        for cell in tqdm([cell for cell in cells if vars(cell) not in done], unit="cell"):
+            rows.append(row_of(cell, Worlds(open_worlds), num_steps, straight, killed))
+            results = {**about, "rows": rows}
+            harness.write_results(flags.output_dir, name, results, as_markdown(results))
+    return {**about, "rows": rows}
+
+
+if __name__ == "__main__":
+    main()
