@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memsave_recipes.activations import plan_blocks
+from memsave_recipes.activations.streaming import place
 from memsave_recipes.data.text.documents import BYTES_A_TOKEN
 from memsave_recipes.data.text.packing import check_positions, count_valid, keeps_documents_apart
 from memsave_recipes.data.text.rows import RowArguments, TokenRows, load_rows
@@ -101,13 +102,14 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     # Model with its loss, and optimizer
     tokenizer = rows.tokenizer
     task = describe(args, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
-    bare = task.build_model(with_weights=True).to(accelerator.device)
+    bare = task.build_model(with_weights=True)
+    saved = task.adapt(bare)
+    place(bare, accelerator.device, stream_frozen=task.stream_frozen)
     with accelerator.autocast():  # flash attention refuses float32
         check_model(bare, rows, args)
     packed_attention, line = attend(bare, args)
     run.chose(packed_attention=packed_attention)
     stop_at(bare, rows.end_of_turn)
-    saved = task.adapt(bare)
     with accelerator.autocast():
         model = CausalLMLoss(bare, args.loss)
     model, optimizer, scheduler = run.prepare(bare, model)
@@ -170,6 +172,7 @@ def describe(args: Arguments, vocab_size: int, bos_token_id: int | None, eos_tok
         loss_of=summed_loss,
         micro_batch=micro_batch,
         takes_adapters=not args.has_adapters,
+        stream_frozen=args.stream_frozen == "host",
         losses=("full", "chunked") if args.loss == "auto" else (args.loss,),
     )
 

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memsave_recipes.activations.streaming import place
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text.tokenizers import (
     check_inputs,
@@ -101,6 +102,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     check_inputs(bare, tokens.train)
     check_length(args.max_length, bare.config, bare, tokenizer)
     saved = task.adapt(bare)
+    place(bare, run.accelerator.device, stream_frozen=task.stream_frozen)
     model, optimizer, scheduler = run.prepare(bare)
 
     # The activation plan: the one that the flags name, or the fastest that fits the memory
@@ -158,6 +160,7 @@ def describe(
         loss_of=summed_loss,
         micro_batch=micro_batch,
         takes_adapters=not args.has_adapters,
+        stream_frozen=args.stream_frozen == "host",
         assumed=assumed,
     )
 

@@ -142,6 +142,19 @@ def test_a_model_without_mlps_of_its_own_has_no_tiles(tmp_path: Path) -> None:
     assert any(not rung["fits"] for rung in rungs if rung["name"] == "optimizer in the backward")
 
 
+def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16}
+    words = [folder_of({**LLAMA, **sizes}, tmp_path / "wide"), *LENGTHS, "--memory", "1.1GiB"]
+    found = fitted(words, tmp_path / "fit.json")
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    streamed = rungs["LoRA, weights streamed"]
+    assert found["rungs"][found["best"]] == streamed
+    assert not rungs["LoRA"]["fits"]
+    assert streamed["flags"][-2:] == ["--stream_frozen", "host"]
+    assert streamed["host_bytes"] > 0.5 * 2**30
+    assert read_task(ROOT / "recipes" / "language_modeling.py", flags_of(streamed["launch"])).stream_frozen
+
+
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fit.json"
     line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)

@@ -34,6 +34,7 @@ from memsave_recipes.activations.spans import (
     SpannedSequence,
     Watch,
 )
+from memsave_recipes.activations.streaming import check_not_offloaded, is_streamed, stream_of
 from memsave_recipes.activations.sublayers import AttentionBlock, MlpBlock, NormLater, SubLayers, find_sublayers
 from memsave_recipes.activations.tiles import Mlp, TiledForward, find_mlps, is_norm_of_a_token
 from memsave_recipes.errors import InputError
@@ -78,9 +79,10 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
         watch: is called in place of every span of a sequence and every layer, also those that keep everything.
 
     Raises:
-        InputError: the plan was made for other blocks, a span reaches over the end of a stack, or this model or
-            machine cannot do an action.
+        InputError: the plan was made for other blocks, a span reaches over the end of a stack, this model or
+            machine cannot do an action, or Accelerate offloads the model's weights.
     """
+    check_not_offloaded(model)
     if plan.micro_batch_size is not None and not has_global_batchnorm(model):
         raise InputError(
             f"strategy {plan.strategy} runs blocks in micro-batches, which takes batchnorm global: call "
@@ -187,6 +189,10 @@ def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, r
             f"strategy {handle.plan.strategy}: {type(model).__name__} has no layer that repeats, and "
             "only such layers are compiled; use budget, selective or segments:K"
         )
+    if stream_of(model) is not None:
+        raise InputError(
+            f"strategy {handle.plan.strategy}: layers whose frozen weights are streamed cannot be compiled"
+        )
     check_compiler(model)
     region = Region(ratio)
     for layer in (block for stack in stacks if isinstance(stack, CalledLayers) for block in stack.blocks):
@@ -234,7 +240,8 @@ def _install_sequence(
 def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandle, watch: Watch | None) -> None:
     if action is Action.SELECT_OPS:
         _set_out_of_place([layer.module for layer in layers], handle)
-    parts = find_sublayers(layers[0].module) if action in IN_SUBLAYERS else None
+    in_parts = action in IN_SUBLAYERS and not is_streamed(layers[0].module)  # whose weights the layer has as a whole
+    parts = find_sublayers(layers[0].module) if in_parts else None
     if parts is not None:
         _install_sublayers(layers[0], parts, action, handle)
         action = Action.KEEP

@@ -134,7 +134,7 @@ def _joinable(siblings: list[Layer]) -> Iterator[tuple[Layer, ...]]:
 
 
 def _returns_tensor(module: nn.Module) -> bool:
-    return inspect.signature(module.forward).return_annotation in (Tensor, "torch.Tensor", "Tensor")
+    return inspect.signature(type(module).forward).return_annotation in (Tensor, "torch.Tensor", "Tensor")
 
 
 def _stacks_of_containers(model: nn.Module) -> list[Stack]:

@@ -16,6 +16,7 @@ NOTE [ tiles ]
    all equals plain's within rounding.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ def is_norm_of_a_token(module: nn.Module) -> bool:
 
 def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> bool:
     """Also that ``dropout`` makes its output."""
+    if len({parameter.device for parameter in module.parameters()}) > 1:  # frozen weights wait on the host
+        module, dropout = copy.deepcopy((module, dropout))
+        module.cpu()
     last: list[Any] = []
     hook = dropout.register_forward_hook(lambda _, __, output: last.append(output)) if dropout else None
     tokens = _tokens_for(module)
@@ -209,7 +213,8 @@ class Tiled(Protocol):
 
 def in_tiles(tiled: Tiled, tokens: Tensor) -> Tensor:
     """(..., H) to the same, of which ``tokens`` alone are saved for backward."""
-    weights = {name: weight for name, weight in tiled.module.named_parameters() if weight.requires_grad}
+    named = tiled.module.named_parameters()
+    weights = {name: one for name, one in named if one.requires_grad or not isinstance(one, nn.Parameter)}  # streamed
     box: list[Any] = []
     kept = _Keep.apply(box, tokens, *weights.values())  # type: ignore[no-untyped-call]
     output: Tensor = _Tiles.apply(box[0], tiled, list(weights), kept, *weights.values())  # type: ignore[no-untyped-call]
@@ -226,7 +231,7 @@ class Weights:
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """``method(*args)``, which runs the module, with these weights."""
         own = {f"module.{name}": one.weight for name, one in self.summed.items()}
-        return functional_call(_Caller(self.module, method), own, args)
+        return functional_call(Caller(self.module, method), own, args)
 
     def backward(self, output: Tensor, gradient: Tensor) -> None:
         """Of a tile."""
@@ -235,7 +240,7 @@ class Weights:
             one.add()
 
 
-class _Caller(nn.Module):
+class Caller(nn.Module):
     """Calls a module's own forward, of which the instance has another one."""
 
     def __init__(self, module: nn.Module, method: Callable[..., Any]) -> None:
@@ -243,8 +248,9 @@ class _Caller(nn.Module):
         self.module = module
         self.method = method
 
-    def forward(self, *args: Any) -> Any:
-        return self.method(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the method."""
+        return self.method(*args, **kwargs)
 
 
 class _Keep(torch.autograd.Function):
@@ -279,7 +285,8 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """(..., H) to the same, and the gradients of the weights."""
         tokens, *weights = ctx.kept.saved_tensors
-        summed = {name: _Summed.of(weight) for name, weight in zip(ctx.names, weights, strict=True)}
+        each = zip(ctx.names, weights, ctx.needs_input_grad[4:], strict=True)
+        summed = {name: _Summed.of(weight, is_trained) for name, weight, is_trained in each}
         of_tokens = torch.empty_like(tokens, memory_format=torch.contiguous_format) if ctx.needs_input_grad[3] else None
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             ctx.tiled.differentiate(tokens, gradient, Weights(ctx.tiled.module, summed), of_tokens)
@@ -300,11 +307,11 @@ class _Summed:
     in_float32: Tensor | None
 
     @classmethod
-    def of(cls, weight: Tensor) -> "_Summed":
+    def of(cls, weight: Tensor, is_trained: bool) -> "_Summed":
         """With no gradient yet."""
         has_16_bits = weight.is_floating_point() and weight.element_size() == 2
-        zeros = torch.zeros_like(weight, dtype=torch.float32) if has_16_bits else None
-        return cls(weight.detach().requires_grad_(), zeros)
+        zeros = torch.zeros_like(weight, dtype=torch.float32) if has_16_bits and is_trained else None
+        return cls(weight.detach().requires_grad_(is_trained), zeros)
 
     def add(self) -> None:
         """The gradient of a tile."""

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,7 @@ from torch.utils._pytree import tree_map_only
 
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
+from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights, stream_of
 from memsave_recipes.activations.tiled_attention import without_flash
 from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
 from memsave_recipes.estimation.repeats import Irregular, Repeats, expanded, find_repeats, left_out
@@ -138,6 +140,7 @@ class Estimator:
 
         instruments = replace(self._instruments, clock=(clock := SimulatedClock()))
         on_cpu = replace(workload, forward=forward, device=CPU)
+        _simulate_stream(workload.model, self.target, clock)
         with _fake_mode_of(workload.model), cuda_kernels(self.target), simulated_offloading(self.target, clock):
             measured = _measure(on_cpu, plans, instruments, find_repeats(workload, plans, self._kinds))
         return replace(measured, workload=replace(workload, device=self.target.device))
@@ -193,6 +196,38 @@ class SimulatedCopies:
     def wait(self, event: float) -> None:
         """The computation goes on when they are done."""
         self.clock.now = max(self.clock.now, event)
+
+
+class SimulatedStream(SimulatedCopies):
+    """Copies of a layer's weights, of which each began when the one before was needed: they are copied ahead."""
+
+    began: float = 0.0
+
+    def start(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
+        """Beside the computation of the layer before, while the link has nothing else to do."""
+        num_bytes = sum(target.nbytes for target, _ in pairs)
+        self.busy_until = max(self.busy_until, self.began) + num_bytes / self.bytes_per_s
+        return self.busy_until
+
+    def wait(self, event: float) -> None:
+        """The computation goes on when they are done, and the next copies begin."""
+        super().wait(event)
+        self.began = self.clock.now
+
+
+def stream_on_target(model: nn.Module) -> None:
+    """Let a model of fake tensors stream the frozen weights of its layers, on a CUDA target.
+
+    Raises:
+        InputError: as ``stream_frozen_weights``.
+    """
+    stream_frozen_weights(model, WeightStream(CPU, SimulatedStream(SimulatedClock(), inf), looks_ahead=False))
+
+
+def _simulate_stream(model: nn.Module, target: Target, clock: SimulatedClock) -> None:
+    stream = stream_of(model)
+    if stream is not None:
+        stream.copies = SimulatedStream(clock, target.host_bytes_per_s)
 
 
 def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

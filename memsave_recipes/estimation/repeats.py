@@ -163,7 +163,8 @@ def left_out(model: nn.Module, repeats: Repeats) -> Iterator[Arguments]:
         undo.append(model.get_submodule(name).register_forward_hook(note, with_kwargs=True).remove)
     for name, like in repeats.like.items():
         module = model.get_submodule(name)
-        undo.append(partial(module.__dict__.pop, "forward"))
+        before = module.__dict__.get("forward")
+        undo.append(partial(setattr, module, "forward", before) if before else partial(delattr, module, "forward"))
         module.forward = _Pass(module, like, forms)
     try:
         yield arguments

@@ -11,7 +11,7 @@ import warnings
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from memsave_recipes.errors import InputError, packages_of
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import LoraConfig, PeftModel
 
+StreamFrozen = Literal["none", "host"]
 ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_NAMES = {  # of flags in peft's configuration
@@ -53,6 +54,9 @@ class LoraArguments:
     load_in_4bit: bool = field(
         default=False, metadata={"help": "keep the frozen weights in 4-bit NF4 (with --lora, on CUDA)"}
     )
+    stream_frozen: StreamFrozen = field(
+        default="none", metadata={"help": "host: frozen weights of layers wait there until their layer runs (on a GPU)"}
+    )
 
     def __post_init__(self) -> None:
         if self.lora_rank < 1:
@@ -68,6 +72,8 @@ class LoraArguments:
             )
         if self.load_in_4bit:
             self._check_4bit()
+        if self.stream_frozen != "none":
+            self._check_streaming()
         if (adapter := self._adapter) is not None:
             self._check_adapter(adapter)
 
@@ -103,6 +109,18 @@ class LoraArguments:
             raise InputError("--load_in_4bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
         if self.lora_merge:
             raise InputError("--lora_merge cannot add to 4-bit weights: save the adapters, and merge them elsewhere")
+
+    def _check_streaming(self) -> None:
+        asked = f"--stream_frozen {self.stream_frozen}"
+        if not self.has_adapters:
+            raise InputError(f"{asked}: without adapters no weights are frozen: pass --lora, or leave it out")
+        if self.load_in_4bit:
+            raise InputError(f"{asked} cannot move the packed weights of --load_in_4bit: leave one of them out")
+        if self.lora_merge:
+            raise InputError(
+                f"{asked}: --lora_merge adds to weights on the device: save the adapters, then merge with "
+                "--model_name_or_path FOLDER --lora_merge --eval_only"
+            )
 
 
 def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) -> "PreTrainedModel | PeftModel":

@@ -10,7 +10,8 @@ NOTE [ the ladder ]
    statistics are those of a micro-batch: no checkpointing with the largest micro-batch, the loss in chunks, and the
    plan of the solver; on a GPU also the solver's plan with offloading, if it fits where these do not or is faster. The
    others change the training: the optimizer steps in the backward, for the whole global batch at once and without
-   clipping; its state has 8 bits; adapters train. The last ones take more devices with DDP, each with the whole model.
+   clipping; its state has 8 bits; adapters train, if they do not fit with the frozen weights on the host. The last
+   ones take more devices with DDP, each with the whole model.
 2. Every figure is that of ``memsave plan``: the same task, estimates and solver. Plans are looked for at the largest
    micro-batch that fits without checkpointing and at the next one, as smaller ones are slower and larger ones gain
    little. Where the plain one fits, no plan of the same micro-batch is faster, so only the next one is planned. Plans
@@ -32,13 +33,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from memsave_recipes.activations import plan_blocks
+from memsave_recipes.activations.streaming import resident_tensors
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import Estimator, fake_model
+from memsave_recipes.estimation.estimate import Estimator
 from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.models.image_classifiers import MODELS, read_convnet
 from memsave_recipes.models.pretrained import LOADING_ERRORS
@@ -46,7 +47,7 @@ from memsave_recipes.models.saved import KINDS
 from memsave_recipes.planner.ahead import ahead
 from memsave_recipes.planner.budget import overheads_of_target, static_memory_of
 from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace, open_layouts
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload
+from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_planned_model, fake_workload
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
 from memsave_recipes.profiling.block_costs import Measurement
@@ -196,6 +197,7 @@ WITH_OFFLOADING = (*STRATEGIES, *OFFLOADING_STRATEGIES)
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
 ADAPTERS = ("--lora", "--dtype", "bfloat16")
+STREAMED = (*ADAPTERS, "--stream_frozen", "host")
 SAME_CURVE = ""
 
 
@@ -214,7 +216,7 @@ class Estimates:
     _refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.model: nn.Module = fake_model(self.task.planned_model)
+        self.model = fake_planned_model(self.task, self.launch.target)
         self._estimator = Estimator(self.model, self.launch.target, AUTOCAST_DTYPES[self.launch.mixed_precision])
 
     def of(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
@@ -354,11 +356,11 @@ class Setting:
     @property
     def least_bytes(self) -> int:
         """Weights, optimizer state and, where they exist at the same time, gradients."""
-        parameters = list(self.estimates.model.parameters())
-        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        state = static_memory_of(self.task.optim, self.estimates.model, self.layouts[0]).state_bytes
+        model = self.estimates.model
+        trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        state = static_memory_of(self.task.optim, model, self.layouts[0]).state_bytes
         gradients = 0 if self.task.optim.optimizer_in_backward else trained
-        return sum(parameter.nbytes for parameter in parameters) + state + gradients
+        return sum(tensor.nbytes for tensor in resident_tensors(model)) + state + gradients
 
     def _guess(self, loss: str | None) -> int:
         """The largest layout that would fit if activations and temporaries grew with the micro-batch; -1 for none.
@@ -450,14 +452,18 @@ def _ways(
         loss = other
         yield _way("loss in chunks", whole, partial(whole.plain, loss))
     in_backward = early(_in_backward(whole, read, loss))
-    adapted = early(_adapted(whole, read, loss) if takes_adapters else iter(()))
+    adapted = early(_adapted(whole, read, loss, "LoRA", ADAPTERS) if takes_adapters else iter(()))
     planned = whole.best(loss)
     yield _way("activation checkpointing", whole, lambda: planned)
     yield _offloading(whole, loss, planned)
     in_8_bit = _begun(_in_8_bit(whole, read, loss))
     yield in_backward
     yield in_8_bit
-    yield adapted
+    first = next(adapted, None)
+    if first is not None:
+        yield chain([first], adapted)
+        if not first.candidate.fits and whole.launch.target.device_type != "cpu":
+            yield _adapted(whole, read, loss, "LoRA, weights streamed", STREAMED)
 
 
 def _begun(rungs: Iterator[Rung]) -> Iterator[Rung]:
@@ -510,12 +516,14 @@ def _in_8_bit(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str |
         yield from _way("8-bit AdamW", smaller, partial(smaller.best, loss), EIGHT_BIT, "optimizer state")
 
 
-def _adapted(whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None) -> Iterator[Rung]:
+def _adapted(
+    whole: Setting, read: Callable[[Sequence[str]], Task], loss: str | None, name: str, flags: tuple[str, ...]
+) -> Iterator[Rung]:
     if whole.task.takes_adapters:
-        task = read(ADAPTERS)
+        task = read(flags)
         estimates = Estimates(task, whole.launch, whole.estimates.on_estimate)
         adapted = replace(whole, task=task, estimates=estimates, like=whole)
-        yield from _way("LoRA", adapted, partial(adapted.best, loss), ADAPTERS, "adapters train")
+        yield from _way(name, adapted, partial(adapted.best, loss), flags, "adapters train")
 
 
 def best_rung(rungs: Sequence[Rung]) -> Rung | None:

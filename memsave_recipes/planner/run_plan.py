@@ -191,6 +191,7 @@ class _Planning:
                 self.optim,
                 takes_adapters=self.task().takes_adapters,
                 mixed_precision=self.accelerator.mixed_precision,
+                device_type=self.accelerator.device.type,
             )
         if self.accelerator.is_main_process:
             self.show(choice)

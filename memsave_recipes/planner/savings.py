@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memsave_recipes.activations.streaming import streamable_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
 from memsave_recipes.planner.search import Candidate, host_memory_too_small
@@ -66,6 +67,7 @@ class Setup:
         flags: of the recipe with their values; a saving is only offered where its flag is among them.
         activations_bytes: at the peak, as far as they are known.
         freed_by_recomputation_bytes: ``ForwardMeter``'s.
+        device_type: of the run.
     """
 
     flags: dict[str, Any]
@@ -74,6 +76,7 @@ class Setup:
     mixed_precision: str = "no"
     activations_bytes: int | None = None
     freed_by_recomputation_bytes: int | None = None
+    device_type: str = "cpu"
 
     @property
     def trained(self) -> list[Tensor]:
@@ -181,6 +184,17 @@ def _adapters(setup: Setup) -> Iterator[Saving]:
         )
 
 
+def _streamed_weights(setup: Setup) -> Iterator[Saving]:
+    """Frozen weights of layers, but of the two that are on the device at a time."""
+    if (
+        setup.flags.get("stream_frozen") == "none"
+        and not setup.flags.get("load_in_4bit")
+        and setup.device_type != "cpu"
+    ):
+        of_layers = sorted(streamable_bytes(setup.model))
+        yield Saving(flags="--stream_frozen host", weights_bytes=sum(of_layers[:-2]))
+
+
 def _half_precision(setup: Setup) -> Iterator[Saving]:
     """Autocast's activations, or everything in 16 bits."""
     if setup.flags.get("dtype") != "float32":
@@ -205,6 +219,7 @@ ALL_RULES: tuple[Rule, ...] = (
     _optimizer_in_backward,
     _smaller_optimizers,
     _adapters,
+    _streamed_weights,
     _half_precision,
 )
 
@@ -216,6 +231,7 @@ def budget_too_small(
     *,
     takes_adapters: bool,
     mixed_precision: str = "no",
+    device_type: str = "cpu",
 ) -> InputError:
     """The error for a budget that nothing fits in: the smallest that works, what takes it, and what would need less.
 
@@ -223,12 +239,16 @@ def budget_too_small(
         smallest: the candidate that needs least.
         model: that it trains.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
-        mixed_precision: of the launch.
+        mixed_precision, device_type: of the launch.
     """
     if not smallest.fits_host:
         return host_memory_too_small(smallest)
     setup = Setup(
-        flags=_flags_of(optim, takes_adapters), layout=smallest.layout, model=model, mixed_precision=mixed_precision
+        flags=_flags_of(optim, takes_adapters),
+        layout=smallest.layout,
+        model=model,
+        mixed_precision=mixed_precision,
+        device_type=device_type,
     )
     largest, num_bytes = max(smallest.parts.items(), key=lambda part: part[1])
     is_divisible = any(_smaller_micro_batches(setup))
@@ -250,7 +270,7 @@ def _flags_of(optim: OptimizerArguments, takes_adapters: bool) -> dict[str, Any]
 
 def beyond_the_plan(candidate: Candidate, setup: Setup) -> list[Saving]:
     """Savings that leave the activations as they are: fewer gradients, state and trained weights, more devices."""
-    rules = (_optimizer_in_backward, _smaller_optimizers, _adapters)
+    rules = (_optimizer_in_backward, _smaller_optimizers, _adapters, _streamed_weights)
     return [*savings_of(setup, rules), *_sharding(candidate, setup)]
 
 

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
+from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
 from memsave_recipes.estimation.targets import Target, find_target, target_of
 from memsave_recipes.planner.budget import (
     least_memory,
@@ -62,6 +63,7 @@ class Task:
         loss_of: the summed loss of a micro-batch under ``trained``'s module.
         micro_batch: a micro-batch of so many samples with the largest shapes of the data; its values are not read.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
+        stream_frozen: whether the frozen weights of layers wait on the host.
         losses: the values of ``--loss`` to compare; ``(None,)`` for a recipe with one loss.
         assumed: assumptions made in place of data, for people.
     """
@@ -74,6 +76,7 @@ class Task:
     loss_of: Callable[[nn.Module, Batch], Tensor]
     micro_batch: Callable[[int], Batch]
     takes_adapters: bool = False
+    stream_frozen: bool = False
     losses: tuple[str | None, ...] = (None,)
     assumed: tuple[str, ...] = ()
 
@@ -84,6 +87,18 @@ class Task:
         if self.run.batchnorm == "global":
             global_batchnorm(model)
         return model
+
+
+def fake_planned_model(task: Task, target: Target) -> nn.Module:
+    """The model of a task as it is planned for a device, of fake tensors.
+
+    Raises:
+        InputError: no weights of its layers can be streamed, where they are to be.
+    """
+    model = fake_model(task.planned_model)
+    if task.stream_frozen and target.device_type != "cpu":
+        stream_on_target(model)
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +218,7 @@ def choose_for_target(
     Raises:
         InputError: flags that contradict each other, or a model without blocks for the strategy.
     """
-    model = fake_model(task.planned_model)
+    model = fake_planned_model(task, launch.target)
     layouts = open_layouts(task.run, task.optim, launch.num_processes)
     strategy = str(task.run.activation_checkpointing)
     estimator = Estimator(model, launch.target, AUTOCAST_DTYPES[launch.mixed_precision])
@@ -242,6 +257,7 @@ def fake_workload(task: Task, launch: Launch, model: nn.Module, micro_batch_size
         batch=[part for part in batch.values() if isinstance(part, Tensor)],
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),
+        host_bytes=host_bytes(model),
     )
 
 

@@ -157,6 +157,7 @@ class Chain:
         micro_batch_size, mlp_tile_tokens: likewise of ``IN_MICRO_BATCHES`` and ``TILED`` actions.
         noise_s: of the seconds of all blocks together; rule 10 of the NOTE. Less than the sum over the blocks, whose
             errors differ.
+        host_bytes: pinned all the time: frozen weights that are streamed from there.
 
     Raises:
         ValueError: no blocks, a negative figure, or a stack whose blocks are not neighbours.
@@ -172,6 +173,7 @@ class Chain:
     micro_batch_size: int | None = None
     mlp_tile_tokens: int | None = None
     noise_s: float = 0.0
+    host_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes", "beside_bytes", "noise_s")

@@ -135,7 +135,7 @@ def host_bytes(chain: Chain, plan: Plan) -> int:
             copied |= states[span.start]
         if in_sublayers and not is_last:
             copied[f"inside {span.start}"] = chain.blocks[span.start].output_bytes
-    return with_pinning(_total(copied))
+    return chain.host_bytes + with_pinning(_total(copied))
 
 
 def with_pinning(num_bytes: int) -> int:

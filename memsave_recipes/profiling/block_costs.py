@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.activations.streaming import StreamedLayer, ahead_bytes, nothing_ahead, resident_tensors
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.chain import Chain
@@ -62,6 +63,7 @@ class Workload:
         batch: its input tensors, on the device.
         device: of the model.
         stacks: the names of its blocks, stack by stack.
+        host_bytes: that the model's weights will take on the host, where they are not there yet.
     """
 
     model: nn.Module
@@ -69,16 +71,17 @@ class Workload:
     batch: Sequence[Tensor]
     device: torch.device
     stacks: Sequence[Sequence[str]]
+    host_bytes: int = 0
 
     @cached_property
     def weights_bytes(self) -> int:
-        """Of the model's parameters and buffers."""
-        return _bytes_of([*self.model.parameters(), *self.model.buffers()])
+        """Of the model's parameters and buffers on the device, and of those that are copied ahead."""
+        return _bytes_of(resident_tensors(self.model)) + ahead_bytes(self.model)
 
     @cached_property
     def resident_bytes(self) -> int:
         """With the batch: live all the time."""
-        return _bytes_of([*self.model.parameters(), *self.model.buffers(), *self.batch])
+        return _bytes_of([*resident_tensors(self.model), *self.batch]) + ahead_bytes(self.model)
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,12 @@ class Measurement:
         )
         sizes = (plan.micro_batch_size for plan, _ in self.traces if plan.micro_batch_size is not None)
         of_tiles = (plan.mlp_tile_tokens for plan, _ in self.traces if plan.mlp_tile_tokens is not None)
-        return replace(chain, micro_batch_size=next(sizes, None), mlp_tile_tokens=next(of_tiles, None))
+        return replace(
+            chain,
+            micro_batch_size=next(sizes, None),
+            mlp_tile_tokens=next(of_tiles, None),
+            host_bytes=self.workload.host_bytes,
+        )
 
     def chain_under(self, plan: Plan) -> Chain:
         """The chain with the actions of ``plan``.
@@ -273,6 +281,8 @@ def _comparable(value: Any) -> Hashable:
     if isinstance(value, dict):
         own = {name: one for name, one in value.items() if name not in LABELS}
         return tuple((name, _comparable(one)) for name, one in own.items() if not isinstance(one, nn.Module | Tensor))
+    if isinstance(value, StreamedLayer):
+        return StreamedLayer, value.names
     if isinstance(value, partial):
         return value.func, _comparable(value.args), _comparable(value.keywords)
     return _form(value) if isinstance(value, Tensor) else id(value)
@@ -303,7 +313,7 @@ class _Run:
         """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile."""
         if self.instruments.repetitions:
             self.timed()
-        with self._tracer(counting=True) as tracer:
+        with nothing_ahead(self.workload.model), self._tracer(counting=True) as tracer:
             memory = list(tracer.at_boundaries(self.instruments.read_memory(partial(self._step, tracer))))
         self.on_run()
         seconds = [reading.seconds for reading in memory[1:] if reading.seconds is not None]

@@ -35,6 +35,8 @@ from torch import Tensor, nn
 from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from memsave_recipes.activations.streaming import resident_tensors
+
 # Kineto announces every start and stop on stderr; this is the level above its loudest message.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -192,7 +194,7 @@ def break_down_peak(model: nn.Module, optimizer: torch.optim.Optimizer, device: 
 def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Label]:
     """The storages that outlive a step, as far as they are there now."""
     return [
-        Label(Use.PARAMETERS, storages_of([*model.parameters(), *model.buffers()])),
+        Label(Use.PARAMETERS, storages_of(resident_tensors(model))),
         Label(Use.GRADIENTS, storages_of(_gradients(model))),
         Label(Use.OPTIMIZER_STATE, storages_of(_state(optimizer))),
     ]

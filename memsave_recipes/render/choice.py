@@ -315,6 +315,7 @@ def heading() -> str:
 def row(rung: "Rung", first: "Rung") -> str:
     """A rung; its time as a multiple of the first one's."""
     candidate = rung.candidate
+    on_host = f"{format_bytes(candidate.host_bytes)} on the host" if candidate.host_bytes else ""
     cells = (
         rung.name,
         layout_text(candidate.layout),
@@ -324,7 +325,7 @@ def row(rung: "Rung", first: "Rung") -> str:
         format_seconds(candidate.step_s),
         f"x{candidate.step_s / first.candidate.step_s:.2f}",
         fits_text(candidate),
-        rung.changes or (f"{format_bytes(candidate.host_bytes)} on the host" if candidate.host_bytes else ""),
+        ", ".join(filter(None, (rung.changes, on_host))),
     )
     return _line(cells)
 

@@ -279,6 +279,7 @@ class Failure:
                 mixed_precision=self.accelerator.mixed_precision,
                 activations_bytes=activations or None,  # 0: it ended before anything was saved
                 freed_by_recomputation_bytes=meter.freed_by_recomputation_bytes,
+                device_type=self.accelerator.device.type,
             )
         )
 

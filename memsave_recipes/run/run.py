@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
+from memsave_recipes.activations.streaming import leave_to_this_rank, stream_of
 from memsave_recipes.checkpoints import Checkpoints, Resumed, RunLock, TrainState, locked_run_folder
 from memsave_recipes.checkpoints.resume import (
     check_same_environment,
@@ -221,7 +222,12 @@ class Run:
         optimizer = make_optimizer(self.args, model, seed=self.args.seed)
         self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
         self._bare = model
-        self._model, self._optimizer = self.accelerator.prepare(model if trained is None else trained, optimizer)
+        trained = model if trained is None else trained
+        is_streamed = stream_of(model) is not None
+        if is_streamed:
+            leave_to_this_rank(trained)
+        placement = [not is_streamed, True]
+        self._model, self._optimizer = self.accelerator.prepare(trained, optimizer, device_placement=placement)
         return self._model, self._optimizer, self._scheduler
 
     def apply_plan(self, task: Task) -> None:

@@ -8,6 +8,7 @@ from memsave_recipes.planner.savings import SAME_CURVE, Setup, savings_of
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.optimizers import make_optimizer, state_bytes
+from tests.decoders import causal_model, layers_of
 
 WEIGHT = 64 * 128  # numbers
 IMAGE_FLAGS = {"activation_checkpointing": "none", "optimizer": "adamw", "momentum": 0.9, "dtype": "float32"}
@@ -45,6 +46,18 @@ def test_an_image_recipe():
         "--optimizer muon": 4 * WEIGHT,  # the last layer is the head, which AdamW steps
         "accelerate launch --mixed_precision bf16": None,
     }
+
+
+def test_frozen_weights_of_layers_wait_on_the_host():
+    network = causal_model("llama")
+    flags = {**TEXT_FLAGS, "lora": True, "stream_frozen": "none"}
+    assert "--stream_frozen host" not in freed(flags, network=network, device_type="cuda")  # none is frozen
+    for parameter in network.model.parameters():
+        parameter.requires_grad_(False)
+    of_layer = sum(parameter.nbytes for parameter in layers_of(network)[0].parameters())
+    assert freed(flags, network=network, device_type="cuda")["--stream_frozen host"] == of_layer  # of three
+    assert "--stream_frozen host" not in freed(flags, network=network)
+    assert "--stream_frozen host" not in freed(flags | {"stream_frozen": "host"}, network=network, device_type="cuda")
 
 
 def test_the_same_curve_comes_first():
