@@ -98,11 +98,15 @@ BY_NAME = {"VGG16": "vgg16", "DenseNet-201": "densenet201"}
 MODELS = (*CONFIGS, *BY_NAME)
 
 
-def write(name: str, folder: Path) -> str:
-    """The word that ``memsave fit`` takes for a model: its folder below ``folder``, or its name."""
+def write(name: str, folder: Path, **changes: Any) -> str:
+    """The word that ``memsave fit`` takes for a model: its folder below ``folder``, or its name.
+
+    Args:
+        changes: entries of its configuration.
+    """
     if name in BY_NAME:
         return BY_NAME[name]
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIGS[name], indent=1), encoding="utf-8")
+    (path / "config.json").write_text(json.dumps(CONFIGS[name] | changes, indent=1), encoding="utf-8")
     return str(path)

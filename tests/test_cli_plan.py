@@ -287,6 +287,42 @@ def test_the_largest_batch_that_fits(name: str, tmp_path: Path) -> None:
     assert main(["plan", *flags, "--global_batch_size", "64", "--micro_batch_size", str(size + 1)]) == 2
 
 
+def test_memory_over_the_length_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*LLAMA[:-2], "--global_batch_size", "1"]
+    flags[flags.index("--config_overrides") + 1] += ",max_position_embeddings=9000"
+    found = planned(["frontier", *flags, "--over", "block_size"], tmp_path)
+    curves = {curve["strategy"]: curve for curve in found["curves"]}
+    assert {"none", "full", "full_offload", "full_tiled", "full_tiled_offload"} <= curves.keys()
+    assert [point["block_size"] for point in curves["full_tiled"]["points"]] == [2048, 4096, 8192, 9000]
+    lengths = {name: curve["longest"] or 0 for name, curve in curves.items()}
+    assert 0 < lengths["none"] < lengths["full"] <= lengths["full_tiled"]
+    assert not curves["none"]["points"][-1]["fits"]
+    one = next(point for point in curves["none"]["points"] if point["block_size"] == 1024)
+    same = planned(["plan", *LLAMA[:-1], "none", "--global_batch_size", "1"], tmp_path)["candidates"][0]
+    assert (one["needed_bytes"], one["host_bytes"]) == (same["needed_bytes"], same["host_bytes"])
+    for curve in curves.values():
+        assert all(point["fits"] for point in curve["points"][:-1])
+        if not curve["points"][-1]["fits"]:
+            longest = [*LLAMA[:-1], curve["strategy"], "--global_batch_size", "1", "--largest", "block_size"]
+            longest[longest.index("--config_overrides") + 1] += ",max_position_embeddings=9000"
+            exact = planned(["plan", *longest], tmp_path)["largest"]["value"]
+            assert curve["longest"] == pytest.approx(exact, rel=0.1)
+    out = capsys.readouterr().out
+    assert "the longest rows that fit" in out
+    assert f"{lengths['full']:,}" in out
+
+
+def test_curves_are_drawn_and_other_charts_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["frontier", *LLAMA, "--global_batch_size", "1", "--over", "block_size"]
+    assert main([*words, "--png", str(tmp_path / "curves.png")]) == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert main([*words, "--measure"]) == 2
+    assert "--measure" in capsys.readouterr().err
+    assert main(["frontier", *SMALL, "--over", "block_size"]) == 2
+    assert "--over block_size: image_classification has no such flag: leave it out" in capsys.readouterr().err
+
+
 def test_a_largest_value_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     cases = {
         ("block_size", *SMALL): "--largest block_size: image_classification has no such flag",

@@ -109,7 +109,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _take_largest(arguments: argparse.Namespace) -> int:
     """The largest value of ``--largest`` that fits, now among the recipe's flags."""
-    from memsave_recipes.cli.request import with_largest
+    from memsave_recipes.cli.largest import with_largest
 
     arguments.flags, value = with_largest(arguments)
     return value
@@ -120,6 +120,7 @@ def add_frontier(parser: argparse.ArgumentParser) -> None:
     add_recipe_flags(parser)
     parser.add_argument("--all", action="store_true", help="every point, not only the Pareto-optimal")
     parser.add_argument("--measure", action="store_true", help="measurements of the points on this machine's device")
+    parser.add_argument("--over", choices=["block_size"], help="memory against the length of rows, up to what fits")
     parser.add_argument("--png", type=Path, metavar="FILE", help="file for the chart; no table is printed")
     parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and chart")
     parser.add_argument(
@@ -140,6 +141,9 @@ def _frontier(arguments: argparse.Namespace) -> None:
     from memsave_recipes.planner.task import choose_for_target, every_strategy, points_of
     from memsave_recipes.render.frontier import frontier_page, show_points
 
+    if arguments.over:
+        _over_lengths(arguments)
+        return
     request = read_request(arguments)
     if arguments.measure:
         check_device(request)
@@ -161,6 +165,28 @@ def _frontier(arguments: argparse.Namespace) -> None:
         write_text("--html", arguments.html, page)
     if arguments.png:
         _draw(arguments.png, request, points)
+
+
+def _over_lengths(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.cli.largest import curves_over_lengths, record_of_curves
+    from memsave_recipes.cli.request import read_request, record_of, to_json
+    from memsave_recipes.render.frontier import show_curves
+
+    for flag in ("measure", "html", "all"):
+        require(not getattr(arguments, flag), f"--{flag}", "", "left out beside --over, which has no throughput")
+    request, found = read_request(arguments), curves_over_lengths(arguments)
+    if arguments.png is None and str(arguments.json) != STDOUT:
+        show_curves(found, request.remarks, request.budget_bytes)
+    if arguments.json:
+        record = record_of(request, [], **record_of_curves(found, request.budget_bytes))
+        write_text("--json", arguments.json, to_json(record))
+    if arguments.png:
+        with packages_of("plots", "pictures"):
+            from memsave_recipes.render.plot import write_curves_png
+        with writing(f"--png {arguments.png}"):
+            lines = {curve.strategy: [(one.needed_bytes, length) for length, one in curve.points] for curve in found}
+            card = {request.launch.target.name: request.budget_bytes}
+            write_curves_png(lines, arguments.png, f"{request.title} on {request.place}", card)
 
 
 def _draw(path: Path, request: "PlanRequest", points: "list[FrontierPoint]") -> None:

@@ -9,6 +9,7 @@ from html import escape
 
 from rich.table import Table
 
+from memsave_recipes.planner.lengths import Curve, lengths_of
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.planner.task import FrontierPoint
 from memsave_recipes.render import new_console, new_table, print_lines
@@ -79,6 +80,29 @@ def _table(points: Sequence[FrontierPoint]) -> Table:
             style="" if one.fits else "dim",
         )
     return table
+
+
+def show_curves(found: Sequence[Curve], remarks: Sequence[str], budget_bytes: int) -> None:
+    """Print what a step needs by the length of its rows, strategy by strategy; then the sources of the figures."""
+    table = new_table()
+    table.add_column("tokens", justify="right", no_wrap=True)
+    for curve in found:
+        table.add_column(curve.strategy, justify="right", no_wrap=True)
+    for length in lengths_of(found):
+        of_length = [dict(curve.points).get(length) for curve in found]
+        cells = ["" if one is None else _need(one) for one in of_length]
+        table.add_row(f"{length:,}", *cells)
+    longest = [curve.longest(budget_bytes) for curve in found]
+    table.add_section()
+    table.add_row("about", *("-" if length is None else f"{length:,}" for length in longest))
+    console = new_console()
+    console.print(table)
+    ending = f"about: the longest rows that fit in {format_bytes(budget_bytes)}, between two lengths in proportion"
+    print_lines(console, [ending, *remarks])
+
+
+def _need(one: Candidate) -> str:
+    return format_bytes(one.needed_bytes) if one.fits else f"[dim]{format_bytes(one.needed_bytes)}[/dim]"
 
 
 def _measured_cells(point: FrontierPoint) -> list[str]:

@@ -1,9 +1,9 @@
-"""Plots as PNG: of a comparison, up to three charts for each model, and of a frontier.
+"""Plots as PNG: of a comparison, up to three charts for each model, of a frontier, and of rows against memory.
 
 matplotlib is optional and imported in no other module.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from memsave_recipes.render.charts import (
     memory_unit,
     pareto_fronts,
 )
-from memsave_recipes.text import spaced
+from memsave_recipes.text import GIB, spaced
 
 NUM_COLORS = 10  # of matplotlib's cycle
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -71,6 +71,45 @@ def write_frontier_png(points: Sequence[ChartPoint], path: Path, title: str, bud
             axis.set_major_formatter("{x:,g}")
             axis.set_minor_formatter(NullFormatter())
     _name_points(axes, [point for point in points if point.is_optimal], size)
+    axes.legend(fontsize=9)
+    figure.savefig(path, format="png")
+
+
+def write_curves_png(
+    curves: Mapping[str, Sequence[tuple[int, int]]],
+    path: Path,
+    title: str,
+    cards: Mapping[str, int],
+    marks: Mapping[str, tuple[int, int]] | None = None,
+) -> None:
+    """Draws the length of rows against memory: a line for each strategy, dotted ones for the memory of cards.
+
+    Args:
+        curves: by name, (bytes, tokens).
+        cards: by name, usable bytes.
+        marks: figures of others by name, (bytes, tokens).
+    """
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for index, (name, points) in enumerate(curves.items()):
+        needed, tokens = [num_bytes / GIB for num_bytes, _ in points], [length for _, length in points]
+        style = LINE_STYLES[index // NUM_COLORS % len(LINE_STYLES)]
+        axes.plot(needed, tokens, marker="o", markersize=4, linestyle=style, label=_plain(name))
+    for name, num_bytes in cards.items():
+        axes.axvline(num_bytes / GIB, color="0.6", linestyle=":")
+        place = (num_bytes / GIB, 0.02)
+        axes.annotate(_plain(name), place, xycoords=("data", "axes fraction"), rotation=90, ha="right", va="bottom")
+    for name, (num_bytes, length) in (marks or {}).items():
+        place = (num_bytes / GIB, length)
+        axes.scatter(*place, marker="*", s=140, color="0.2", zorder=3)
+        axes.annotate(_plain(name), place, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=9)
+    axes.set(title=_plain(title), xlabel="memory needed, GiB", ylabel="tokens of a row")
+    axes.set_xscale("log")
+    axes.set_yscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(fontsize=9)
     figure.savefig(path, format="png")
 

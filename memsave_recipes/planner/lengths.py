@@ -1,0 +1,88 @@
+"""Memory against the length of rows: what a step needs under each strategy, and the longest rows that fit.
+
+NOTE [ lengths ]
+1. Lengths double from ``FIRST_LENGTH`` tokens on, up to the first at which nothing fits, or the positions that a model
+   has. A strategy that no longer fits has that length as its last point.
+2. Between two lengths the bytes of a step grow with the tokens, in proportion, so the longest rows are interpolated;
+   ``memsave plan --largest block_size`` asks for every length.
+3. The strategies are those whose costs ``memsave plan`` looks at for a budget: offloading on a GPU, MLPs in tiles from
+   the second tile on. The solver's plan, a mixture of them, uses what memory there is, so it has no curve.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from memsave_recipes.planner.search import Candidate, Choice, SearchSpace
+from memsave_recipes.plans import BUDGET_WORDS
+from memsave_recipes.profiling.block_costs import Measurement
+from memsave_recipes.training.batch_layout import BatchLayout
+
+FIRST_LENGTH = 1024
+TOKENS_APART = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The candidates of a strategy by the length of their rows, short ones first."""
+
+    strategy: str
+    points: tuple[tuple[int, Candidate], ...]
+
+    def longest(self, budget_bytes: int) -> int | None:
+        """The longest rows that fit in a budget, in multiples of ``TOKENS_APART``; ``None`` where the first do not.
+
+        Those of the last point where all fit.
+        """
+        fitting = [(length, one.needed_bytes) for length, one in self.points if one.needed_bytes <= budget_bytes]
+        if not fitting:
+            return None
+        length, needed_bytes = fitting[-1]
+        if len(fitting) == len(self.points):
+            return length
+        beyond, too_many = self.points[len(fitting)][0], self.points[len(fitting)][1].needed_bytes
+        more = (beyond - length) * (budget_bytes - needed_bytes) // (too_many - needed_bytes)
+        return (length + more) // TOKENS_APART * TOKENS_APART
+
+
+def under_each(space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None) -> list[Candidate]:
+    """The candidate of each strategy, for ``choose_for_target``; where the flags name one, its candidate alone."""
+    if space.strategy not in BUDGET_WORDS:
+        return space.candidates(measurement, layout, loss)
+    strategies = dict.fromkeys(("none", "full", *(plan.strategy for plan, _ in measurement.traces)))
+    return [one for name in strategies for one in replace(space, strategy=name).candidates(measurement, layout, loss)]
+
+
+def lengths(most: int) -> Iterator[int]:
+    """Rule 1 of NOTE [ lengths ]; the last one is ``most`` itself."""
+    length = min(FIRST_LENGTH, most)
+    while length < most:
+        yield length
+        length *= 2
+    yield most
+
+
+def curves(choose: Callable[[int], Choice], most: int) -> list[Curve]:
+    """The curve of every strategy.
+
+    Args:
+        choose: the candidates for a length.
+        most: the longest rows that make sense.
+
+    Raises:
+        InputError: as ``choose``.
+    """
+    found: dict[str, list[tuple[int, Candidate]]] = {}
+    for length in lengths(most):
+        candidates = choose(length).candidates
+        for one in candidates:
+            points = found.setdefault(one.strategy, [])
+            if not points or points[-1][1].fits:
+                points.append((length, one))
+        if not any(one.fits for one in candidates):
+            break
+    return [Curve(strategy=strategy, points=tuple(points)) for strategy, points in found.items()]
+
+
+def lengths_of(curves: Sequence[Curve]) -> list[int]:
+    """All lengths of which a curve has a point."""
+    return sorted({length for curve in curves for length, _ in curve.points})
