@@ -40,7 +40,8 @@ def measure(model: str, memory: str, folder: Path) -> dict[str, Any]:
     seconds, after = perf_counter() - begin, os.times()
     if code not in (0, NO_FIT):
         raise RuntimeError(f"{model} at {memory} ended with exit code {code}")
-    record = json.loads(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8").replace(f"{harness.ROOT}/", "").replace(f"{folder}/", "")
+    record = json.loads(text)
     cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     best = None if record["best"] is None else record["rungs"][record["best"]]
     fitting = [rung["name"] for rung in record["rungs"] if rung["fits"]]
