@@ -37,6 +37,8 @@ from memsave_recipes.activations.offload import Copies, SideStream
 from memsave_recipes.activations.tiles import Caller
 from memsave_recipes.errors import InputError
 
+STREAMED = "_streamed"
+"""Attribute of a layer whose frozen weights are streamed; a plan on top replaces its forward, and leaves this."""
 LEFT_TO_HOST = 0.25
 """Of the memory that a host has available, not pinned."""
 
@@ -74,6 +76,11 @@ class WeightStream:
         if self.looks_ahead and following is not None:
             self._ahead = copied if following is layer else self._copy(following)
         return copied.weights
+
+    def forget(self) -> None:
+        """Let go of what was copied ahead."""
+        copied, self._ahead = self._ahead, None
+        self._wait(copied)
 
     def _copy(self, layer: "StreamedLayer") -> _Copied:
         sources = {name: layer.module.get_parameter(name).data for name in layer.names}
@@ -147,8 +154,9 @@ def stream_frozen_weights(model: nn.Module, stream: WeightStream) -> None:
             f"--stream_frozen host: {type(model).__name__} has no layers with frozen weights of their own: leave it out"
         )
     for layer, names in found:
-        method = getattr(layer.module, layer.method)
-        setattr(layer.module, layer.method, StreamedLayer(layer.module, method, names, stream))
+        streamed = StreamedLayer(layer.module, getattr(layer.module, layer.method), names, stream)
+        setattr(layer.module, layer.method, streamed)
+        setattr(layer.module, STREAMED, streamed)
 
 
 def _streamable(model: nn.Module) -> list[tuple[Layer, tuple[str, ...]]]:
@@ -172,12 +180,11 @@ def streamable_bytes(model: nn.Module) -> list[int]:
 
 def is_streamed(module: nn.Module) -> bool:
     """Whether the frozen weights of a layer wait on the host."""
-    return any(isinstance(value, StreamedLayer) for value in vars(module).values())
+    return STREAMED in vars(module)
 
 
 def _streamed_layers(model: nn.Module) -> list[StreamedLayer]:
-    values = (value for module in model.modules() for value in vars(module).values())
-    return [value for value in values if isinstance(value, StreamedLayer)]
+    return [vars(module)[STREAMED] for module in model.modules() if is_streamed(module)]
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
@@ -243,6 +250,7 @@ def nothing_ahead(model: nn.Module) -> Iterator[None]:
         yield
         return
     before, stream.looks_ahead = stream.looks_ahead, False
+    stream.forget()
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from memsave_recipes.activations.streaming import (
     ahead_bytes,
     host_bytes,
     leave_to_this_rank,
+    nothing_ahead,
     place,
     resident_tensors,
     stream_frozen_weights,
@@ -103,7 +104,7 @@ def test_two_steps_give_the_same_bits(monkeypatch, model_type, plan):
     stream = streamed(model)
     for _ in range(2):
         assert_same_bits(record(model, plan), expected)
-    stream._wait(stream._ahead)
+    stream.forget()
     assert not stream.copies.pending
 
 
@@ -156,7 +157,7 @@ def test_a_layer_that_does_not_come_is_waited_for():
     assert torch.equal(record(model, "full")[0]["loss"], record(model, "none")[0]["loss"])
     with torch.no_grad():
         assert torch.equal(model(input_ids=TOKENS).logits, expected)
-    stream._wait(stream._ahead)
+    stream.forget()
     assert not stream.copies.pending
 
 
@@ -181,6 +182,30 @@ def test_what_stays_on_the_device():
     others = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) - sum(of_layers)
     assert sum(tensor.nbytes for tensor in resident_tensors(model)) == others
     assert host_bytes(model) >= sum(of_layers)
+
+
+def test_a_plan_on_top_changes_nothing_of_that():
+    model = adapted("llama")
+    streamed(model)
+    resident, ahead = resident_tensors(model), ahead_bytes(model)
+    for plan in STRATEGIES:
+        with apply_plan(model, plan_blocks(model, plan)):
+            assert list(map(id, resident_tensors(model))) == list(map(id, resident))
+            assert ahead_bytes(model) == ahead > 0
+            assert stream_of(model) is not None
+
+
+def test_nothing_is_ahead_while_bytes_are_read():
+    model = adapted("llama")
+    stream = streamed(model)
+    for _ in range(2):
+        record(model, "full")
+    assert stream.copies.layers_alive() == 1
+    with nothing_ahead(model):
+        assert stream.copies.layers_alive() == 0
+        record(model, "full")
+        assert stream.copies.layers_alive() == 0
+    assert not stream.copies.pending
 
 
 def test_weights_that_others_use_stay():
