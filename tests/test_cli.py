@@ -1,6 +1,7 @@
 """``memsave`` reads folders of runs, names what it leaves out, and answers a mistake with one line and 2."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,14 @@ def test_it_runs_as_a_module(runs: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "segments:2" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["recipes", "compare"])
+def test_a_reader_that_has_gone_ends_it_in_silence(command: str, runs: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [command, str(runs)] if command == "compare" else [command]
+    with os.fdopen(writing, "wb") as out:
+        called = [sys.executable, "-m", "memsave_recipes.cli", *words]
+        done = subprocess.run(called, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "")

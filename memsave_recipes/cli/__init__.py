@@ -1,6 +1,7 @@
 """The ``memsave`` command: plans runs, compares them and predicts with their models; it never trains."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -11,7 +12,7 @@ from memsave_recipes.errors import InputError, check_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, or 2 for an ``InputError``."""
+    """Runs one command and returns its exit code: 0, 2 for an ``InputError``, 1 where nobody reads on (``| head``)."""
     parser = _parser()
     try:
         check_words(sys.argv[1:] if argv is None else argv)
@@ -20,9 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(others)}")
         arguments.flags = others
         arguments.command(arguments)
+        sys.stdout.flush()
     except InputError as error:
         print(f"error: {error.one_line}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again as it ends
+        return 1
     return 0
 
 
