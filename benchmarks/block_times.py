@@ -13,7 +13,8 @@ NOTE [ figures ]
 4. *noise* is what the planner states of its own prediction, the largest of the three; *error* is the standard error of
    *time*, from the spread of its rounds. Two budgets are told apart only by more than the noise
    and the error of both together.
-5. Every plan takes turns in ``--rounds`` rounds. Those whose *error* is above 0.8 % go on, up to five times as many.
+5. Every plan takes turns in ``--rounds`` rounds, in an order drawn anew each round. Those whose *error* is above 0.8 %
+   go on, up to five times as many; where the three plans of a budget are not one and the same, up to twenty times.
 """
 
 import json
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import pi, sqrt
 from operator import itemgetter
+from random import Random
 from statistics import median, stdev
 from typing import Any
 
@@ -39,7 +41,7 @@ MODELS = ("resnet50", "densenet121", "vit", "llama")
 NUM_BUDGETS, QUICK_BUDGETS = 20, 4
 NUM_PLANNINGS = 3
 MOST_SPREAD_PCT = 3
-KNOWN_PCT, MOST_ROUNDS = 0.8, 5
+KNOWN_PCT, TIMES_AS_MANY, TIMES_AS_MANY_OF_SEVERAL = 0.8, 5, 20
 ERROR_OF_MEDIAN = (pi / 2) ** 0.5
 """As a multiple of the standard error of the mean, for normal errors of many rounds."""
 
@@ -51,8 +53,15 @@ class Timed:
     """A plan, the seconds of its latest step, and the ratios to plain's round by round."""
 
     plan: Plan
+    times_as_many: int = 0
     latest_s: float = 0.0
     ratios: list[float] = field(default_factory=list)
+
+    def goes_on(self, rounds: int) -> bool:
+        """Rule 5 of the NOTE."""
+        if len(self.ratios) < rounds:
+            return True
+        return len(self.ratios) < rounds * self.times_as_many and 100 * error_of_median(self.ratios) > KNOWN_PCT
 
 
 @dataclass(frozen=True)
@@ -93,24 +102,31 @@ def budgets_of(measured: Measurement, count: int) -> list[int]:
     return [reserve_bytes(chain) + least + (most - least) * n // (count - 1) for n in range(count)]
 
 
-def time_all(trained: Trained, plans: Sequence[Plan], rounds: int) -> dict[Any, list[float]]:
-    """The time of every plan as a multiple of plain's, round by round, by its spans; the first is plain.
-
-    Rule 5 of the NOTE.
-    """
-    timed = {plan.spans: Timed(plan) for plan in plans}
-    plain, *others = timed.values()
-    for one in timed.values():
+def time_all(trained: Trained, plain: Plan, found: Sequence[Sequence[Forecast]], rounds: int) -> dict[Any, list[float]]:
+    """The time of every plan as a multiple of plain's, round by round, by its spans; rule 5 of the NOTE."""
+    baseline, timed = Timed(plain), timed_plans(found)
+    timed.pop(plain.spans, None)
+    for one in (baseline, *timed.values()):
         trained.seconds_of(one.plan)  # to warm up
-    for number in range(MOST_ROUNDS * rounds):
-        unknown = [one for one in others if number < rounds or 100 * error_of_median(one.ratios) > KNOWN_PCT]
-        if not unknown:
-            break
-        for one in harness.turns([plain, *unknown], 1):
+    order = Random(0)
+    while unknown := [one for one in timed.values() if one.goes_on(rounds)]:
+        for one in order.sample([baseline, *unknown], 1 + len(unknown)):
             one.latest_s = trained.seconds_of(one.plan)
         for one in unknown:
-            one.ratios.append(one.latest_s / plain.latest_s)
-    return {plain.plan.spans: [1.0] * rounds, **{one.plan.spans: one.ratios for one in others}}
+            one.ratios.append(one.latest_s / baseline.latest_s)
+    return {plain.spans: [1.0] * rounds, **{spans: one.ratios for spans, one in timed.items()}}
+
+
+def timed_plans(found: Sequence[Sequence[Forecast]]) -> dict[Any, Timed]:
+    """Each plan once, by its spans."""
+    timed: dict[Any, Timed] = {}
+    for forecasts in found:
+        plans = {one.plan.spans: one.plan for one in forecasts}
+        times_as_many = TIMES_AS_MANY_OF_SEVERAL if len(plans) > 1 else TIMES_AS_MANY
+        for spans, plan in plans.items():
+            one = timed.setdefault(spans, Timed(plan))
+            one.times_as_many = max(one.times_as_many, times_as_many)
+    return timed
 
 
 def rows_of(
@@ -154,8 +170,7 @@ def measure_model(name: str, size: str, rounds: int, num_budgets: int) -> list[d
     found = []
     for budget_bytes in tqdm(budgets, desc=TITLES[name], unit="budget", leave=False):
         found.append([forecast(trained.measured(), budget_bytes, STATIC) for _ in range(NUM_PLANNINGS)])
-    plans = [keep_all(first.chain()), *(one.plan for forecasts in found for one in forecasts)]
-    return rows_of(TITLES[name], budgets, found, time_all(trained, plans, rounds))
+    return rows_of(TITLES[name], budgets, found, time_all(trained, keep_all(first.chain()), found, rounds))
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, int]:

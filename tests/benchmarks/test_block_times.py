@@ -1,5 +1,6 @@
 """The verdict on budgets: no slower than with less memory, and the same time when planned again."""
 
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -31,3 +32,13 @@ def test_times_whose_rounds_differ_are_told_apart_by_more(load):
     assert [row["error_pct"] for row in rows] == pytest.approx([0, 0.906], abs=0.001)  # 1.2533 * 0.01633 / 2 / 1.13
     assert [row["least_told_pct"] for row in rows] == pytest.approx([2, 2.906], abs=0.001)
     assert block_times.verdict(rows)["no_slower"] == 2
+
+
+@pytest.mark.parametrize(("wild", "turns"), [(0.0, [2, 2, 2]), (1.0, [10, 40, 40])])
+def test_unknown_times_take_more_turns_and_those_of_a_budget_with_several_plans_most(load, wild, turns):
+    rng = Random(0)
+    trained = SimpleNamespace(seconds_of=lambda plan: 1 + wild * rng.random())
+    found = [[planned("a")] * 3, [planned("b"), planned("c"), planned("c")], [planned("plain")] * 3]
+    ratios = load("block_times").time_all(trained, SimpleNamespace(spans="plain"), found, 2)
+    assert [len(ratios[plan]) for plan in "abc"] == turns
+    assert ratios["plain"] == [1.0, 1.0]
