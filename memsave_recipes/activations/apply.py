@@ -20,6 +20,7 @@ from memsave_recipes.activations.blocks import (
     begins_in_place,
     block_names,
     find_bottlenecks,
+    find_parts,
     find_stacks,
     named_stack,
 )
@@ -29,6 +30,7 @@ from memsave_recipes.activations.recompute import BlockRuns, modules_that_share
 from memsave_recipes.activations.spans import (
     JointLayers,
     LayerInSpan,
+    NestedPart,
     SpannedBlocks,
     SpannedLayer,
     SpannedSequence,
@@ -39,7 +41,7 @@ from memsave_recipes.activations.sublayers import AttentionBlock, MlpBlock, Norm
 from memsave_recipes.activations.tiles import Mlp, TiledForward, find_mlps, is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
-from memsave_recipes.plans.plan import IN_SUBLAYERS, TILED, as_they_run
+from memsave_recipes.plans.plan import IN_SUBLAYERS, JOINT, TILED, as_they_run
 
 
 def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None = None) -> Plan:
@@ -47,7 +49,7 @@ def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None =
 
     Args:
         model: anything in which ``find_stacks`` finds blocks.
-        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``bottleneck`` (DenseNets), another one of
+        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``nested:K``, ``bottleneck`` (DenseNets), another of
             ``plan_for``, or the path of a ``plan.json``.
         running: the names of the blocks that run, in order, if known. A stack without any (the tower for images of a
             model that is given text) is left out, and the others are taken in the order in which they run.
@@ -146,7 +148,7 @@ class PlanHandle:
 
 
 _ABSENT = object()
-STARTS_AGAIN = (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOAD, *TILED, Action.IN_MICRO_BATCHES)
+STARTS_AGAIN = (*JOINT, Action.RECOMPUTE_OFFLOAD, *TILED, Action.IN_MICRO_BATCHES)
 """Actions under which the second run of a block starts from the very storage of its input."""
 
 
@@ -204,7 +206,7 @@ def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, r
 def _runs(spans: list[Span]) -> Iterator[Span]:
     """Spans that recompute as a whole; of all others, each block by itself."""
     for span in spans:
-        step = span.stop - span.start if span.action is Action.RECOMPUTE else 1
+        step = span.stop - span.start if span.action in JOINT else 1
         for start in range(span.start, span.stop, step):
             yield Span(start=start, stop=start + step, action=span.action)
 
@@ -227,8 +229,12 @@ def _install_sequence(
         if action in TILED:
             _tile_mlps([module for block in blocks for module in block.modules], handle)
         # A span that begins in place would overwrite the very input it has to start from again.
-        if action in STARTS_AGAIN and begins_in_place(blocks[0].modules[0]):
-            handle.replace(blocks[0].modules[0], "inplace", False)
+        starting = blocks if action is Action.RECOMPUTE_NESTED else blocks[:1]
+        for first in (block.modules[0] for block in starting):
+            if action in STARTS_AGAIN and begins_in_place(first):
+                handle.replace(first, "inplace", False)
+        if action is Action.RECOMPUTE_NESTED:
+            _nest_parts([module for block in blocks for module in block.modules], handle)
         if action is Action.SELECT_OPS:
             _set_out_of_place([module for block in blocks for module in block.modules], handle)
     spans = [
@@ -247,11 +253,13 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
         action = Action.KEEP
     elif action in TILED:
         _tile_mlps([layer.module for layer in layers], handle)
+    elif action is Action.RECOMPUTE_NESTED:
+        _nest_parts([layer.module for layer in layers], handle)
     span = JointLayers([layer.module for layer in layers])
     for position, layer in enumerate(layers):
         method = getattr(layer.module, layer.method)
-        if len(layers) > 1 and action is Action.RECOMPUTE:
-            forward: Any = LayerInSpan(layer.name, layer.module, method, span, position, handle.runs, watch)
+        if len(layers) > 1 and action in JOINT:
+            forward: Any = LayerInSpan(layer.name, layer.module, method, span, position, handle.runs, action, watch)
         else:
             options = _options(handle.plan, action)
             forward = SpannedLayer(layer.name, action, layer.module, method, handle.runs, watch, options)
@@ -275,6 +283,12 @@ def _install_sublayers(layer: Layer, parts: SubLayers, action: Action, handle: P
     block = AttentionBlock(layer.name, attention, attention.forward, handle.runs, action, tile)
     handle.replace(attention, "forward", block)
     handle.replace(mlp, "forward", MlpBlock(mlp, mlp.forward, tile))
+
+
+def _nest_parts(blocks: list[nn.Module], handle: PlanHandle) -> None:
+    """Give the parts of blocks forwards that recompute by themselves."""
+    for part in (part for block in blocks for part in find_parts(block)):
+        handle.replace(part.module, part.method, NestedPart(part.module, getattr(part.module, part.method)))
 
 
 def _tile_mlps(layers: list[nn.Module], handle: PlanHandle) -> None:

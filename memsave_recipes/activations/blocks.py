@@ -21,6 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 """They have no forward: whoever holds them calls their children."""
@@ -99,6 +100,34 @@ def find_bottlenecks(model: nn.Module) -> list[Stack]:
     """
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "bottleneck")]
     return [CalledLayers((Layer(f"{name}.bottleneck", module, "bottleneck"),)) for name, module in layers]
+
+
+def find_parts(block: nn.Module) -> list[Layer]:
+    """Parts of a block of a CNN: the normalised input of a dense layer, or convolutions with their norms.
+
+    The latter are the smallest modules inside ``block`` that hold a convolution and a BatchNorm each, if there are
+    several, as in a residual block. Those that begin by writing on their input are left out, as they could not start
+    from it again. Names are those inside the block.
+    """
+    modules = list(block.named_modules())
+    normalized = [Layer(name, module, "normalized") for name, module in modules if hasattr(module, "normalized")]
+    smallest = [
+        Layer(name, module)
+        for name, module in modules[1:]
+        if _has_both(module) and not any(_has_both(child) for child in module.children())
+    ]
+    starting = [part for part in smallest if not begins_in_place(_first_leaf(part.module))]
+    return normalized or (starting if len(smallest) > 1 else [])
+
+
+def _has_both(module: nn.Module) -> bool:
+    return all(any(isinstance(part, kind) for part in module.modules()) for kind in (_ConvNd, _BatchNorm))
+
+
+def _first_leaf(module: nn.Module) -> nn.Module:
+    while children := list(module.children()):
+        module = children[0]
+    return module
 
 
 def block_names(stacks: list[Stack]) -> list[list[str]]:

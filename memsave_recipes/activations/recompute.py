@@ -104,11 +104,15 @@ def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Callable
     try:
         return checkpoint(function, *inputs, use_reentrant=False, context_fn=context_fn)
     except BaseException as error:
-        for frame, _ in walk_tb(error.__traceback__):
-            generator = frame.f_locals.get("gen")
-            if frame.f_code.co_name == checkpoint.__name__ and isinstance(generator, Generator):
-                generator.close()
+        _end_hooks(error)
         raise
+
+
+def _end_hooks(error: BaseException) -> None:
+    """Reads the locals of torch's frame alone: those that are read of a frame stay there, and ours hold the error."""
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code.co_name == checkpoint.__name__ and isinstance(frame.f_locals.get("gen"), Generator):
+            frame.f_locals["gen"].close()
 
 
 def check_buffers(function: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:

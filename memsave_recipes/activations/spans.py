@@ -10,6 +10,11 @@ NOTE [ caches ]
 2. Caches of states that a layer computes with, as those of Mamba, are refused by name: with one the same layer takes
    another path, which rounds otherwise.
 
+NOTE [ nested spans ]
+A span under ``RECOMPUTE_NESTED`` keeps its input. Its second run keeps no more than the input of each block, and a
+third one rebuilds block after block; where a block has parts (``find_parts``), part after part. torch's checkpoints
+nest; BatchNorm counts in the first run alone, as every recomputation freezes its statistics.
+
 NOTE [ one checkpoint for several calls ]
 1. torch's checkpoint takes one function. Here it is given one that does nothing in its first run, and the hooks that it
    puts around it, which keep a place in line instead of a tensor, are put around every layer of the span in turn. In
@@ -256,10 +261,11 @@ RUN: dict[Action, Callable[..., Any]] = {
     Action.IN_MICRO_BATCHES: in_micro_batches,
     Action.RECOMPUTE_TILED: recompute,
     Action.RECOMPUTE_TILED_OFFLOAD: recompute_offloaded,
+    Action.RECOMPUTE_NESTED: recompute,
 }
 """How each action runs a function: ``RUN[action](function, *inputs, modules=..., **options)``, with the options of the
-plan: ``micro_batch_size`` for ``IN_MICRO_BATCHES``. ``COMPILE`` compiled it before, and ``TILED`` actions gave its MLPs
-other forwards."""
+plan: ``micro_batch_size`` for ``IN_MICRO_BATCHES``. ``COMPILE`` compiled it before, ``TILED`` actions gave its MLPs
+other forwards, and ``RECOMPUTE_NESTED`` its parts."""
 
 
 @dataclass
@@ -289,8 +295,9 @@ class SpannedBlocks:
 
     def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
         """The blocks, one after the other."""
+        nests = self.action is Action.RECOMPUTE_NESTED and len(self.blocks) > 1
         for block in self.blocks:
-            state = block.run(*state)
+            state = recompute(block.run, *state, modules=block.modules) if nests else block.run(*state)
         return state
 
 
@@ -310,6 +317,21 @@ class SpannedSequence:
         for span in self.spans:
             state = span(*state)
         return state[0]
+
+
+@dataclass
+class NestedPart:
+    """A method of a part of a block, which recomputes by itself when the block does."""
+
+    module: nn.Module
+    method: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the part's own method."""
+        if not torch.is_grad_enabled():
+            return self.method(*args, **kwargs)
+        call, state = split_call(self.module, self.method, args, kwargs)
+        return recompute(call, *state, modules=[self.module])
 
 
 @dataclass
@@ -358,6 +380,7 @@ class LayerInSpan:
     span: JointLayers
     position: int
     runs: BlockRuns
+    action: Action
     watch: Watch | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -365,7 +388,9 @@ class LayerInSpan:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        recorded = self.runs.recorded(call, self.name, action=Action.RECOMPUTE, modules=[self.module])
+        recorded = self.runs.recorded(call, self.name, action=self.action, modules=[self.module])
+        if self.action is Action.RECOMPUTE_NESTED:
+            recorded = partial(recompute, recorded, modules=[self.module])
         run = partial(self.span.run, self.position, recorded)
         if self.watch is None:
             return run(*state)

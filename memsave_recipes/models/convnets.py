@@ -133,8 +133,13 @@ class DenseLayer(nn.Module):
 
     def bottleneck(self, features: list[Tensor]) -> Tensor:
         """The memory-hungry half: concatenate, normalise, squeeze to (B, 4 * growth_rate, H, W)."""
-        squeezed: Tensor = self.conv1(self.relu1(self.norm1(torch.cat(features, dim=1))))
+        squeezed: Tensor = self.conv1(self.relu1(self.normalized(features)))
         return squeezed
+
+    def normalized(self, features: list[Tensor]) -> Tensor:
+        """All feature maps in one tensor, (B, in_channels, H, W), normalised."""
+        normalized: Tensor = self.norm1(torch.cat(features, dim=1))
+        return normalized
 
     def forward(self, features: list[Tensor]) -> Tensor:
         """Feature maps, each (B, c_i, H, W), to one of (B, growth_rate, H, W)."""

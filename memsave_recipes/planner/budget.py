@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memsave_recipes.activations import find_stacks
-from memsave_recipes.activations.blocks import CalledLayers
+from memsave_recipes.activations.blocks import CalledLayers, find_parts
 from memsave_recipes.activations.compiled import check_compiler
 from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
 from memsave_recipes.activations.tiles import find_mlps
@@ -26,7 +26,14 @@ from memsave_recipes.estimation.targets import Target
 from memsave_recipes.models.packed_attention import attends_by_document
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.plan import MLP_TILE_TOKENS, OFFLOADING_STRATEGIES, TILED, TILED_STRATEGIES, offloads
+from memsave_recipes.plans.plan import (
+    MLP_TILE_TOKENS,
+    OFFLOADING_STRATEGIES,
+    TILED,
+    TILED_STRATEGIES,
+    count_blocks,
+    offloads,
+)
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
@@ -285,10 +292,18 @@ def plans_to_measure(
             strategies += [name for name in TILED_STRATEGIES if to_host or not offloads(name)]
     elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, *TILED_STRATEGIES, "compiled"):
         strategies.append(strategy)
+    if (strategy in BUDGET_WORDS or strategy.startswith("nested")) and _has_parts(workload):
+        strategies.append(f"nested:{count_blocks(workload.stacks)}")
     plans = [plan_for(one, workload.stacks) for one in strategies]
     if micro_batch_size is not None and strategy not in ("none", "budget:bitwise"):
         plans.append(plan_for("full", workload.stacks).in_micro_batches(micro_batch_size))
     return plans
+
+
+def _has_parts(workload: Workload) -> bool:
+    """Whether blocks are made of parts that could recompute by themselves."""
+    modules = dict(workload.model.named_modules())
+    return any(find_parts(modules[name]) for names in workload.stacks for name in names if name in modules)
 
 
 def _has_tiles(workload: Workload) -> bool:
@@ -341,6 +356,8 @@ def forecast(
     best: Forecast | None = None
     errors: dict[int, InputError] = {}  # by the smallest budget that works
     for chain in (static.added_to(chain) for chain in _chains(measurement)):
+        if chain.nested and best is not None and not best.host_bytes:
+            continue
         reserved = _with_reserve(chain, missed_bytes)
         try:
             found = Forecast(plan=solve(reserved, budget_bytes), chain=chain)
@@ -370,7 +387,7 @@ def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:
     """The costs of all bitwise actions without offloading and with it, both with tiles, and with each ratio that none
-    dominates.
+    dominates; and those of nested spans, which are for where nothing else fits without the host.
 
     Offloading sets memory aside: little for the inputs of blocks that recompute, more for all that a block saves.
     """
@@ -386,6 +403,7 @@ def _chains(measurement: Measurement) -> Iterator[Chain]:
         if plan.compiled_memory_ratio is not None:
             compiled.append(measurement.chain(ratio=plan.compiled_memory_ratio))
     yield from _undominated(compiled)
+    yield replace(measurement.chain(), nested=True)
 
 
 def _undominated(compiled: Sequence[Chain]) -> Iterator[Chain]:

@@ -144,9 +144,9 @@ def make_plan(
         batch: one micro-batch on that device: a mapping for ``model(**batch)``, a sequence for ``model(*batch)``, or
             anything else for ``model(batch)``. ``budget`` needs it; other strategies leave out blocks that it does not
             reach. Call ``make_plan`` under the autocast of the training, if there is one.
-        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``selective``, ``offload``, ``full_offload``,
-            ``compiled[:RATIO]``, ``bottleneck``, the path of a ``plan.json``, ``budget``, or ``budget:bitwise``, which
-            never compiles.
+        strategy: ``none``, ``full``, ``every:K``, ``segments:K``, ``nested:K``, ``selective``, ``offload``,
+            ``full_offload``, ``compiled[:RATIO]``, ``bottleneck``, the path of a ``plan.json``, ``budget``, or
+            ``budget:bitwise``, which never compiles.
         budget_gib: for ``budget``: device memory of a training step, in GiB.
         loss_fn: from the model's output to the loss, a scalar. Default: the output's ``loss``, or the sum of its
             first tensor, which may need less memory than the loss of the training.

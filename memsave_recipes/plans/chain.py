@@ -32,14 +32,17 @@ NOTE [ the figures of a chain ]
 10. Measured seconds have a noise: the standard error of the figure, 0 where seconds are computed. The solver adds it to
    the seconds that a plan adds, block by block, as if all of them were too low. So a plan is chosen where it is surely
    no slower than another one; keeping everything, which adds nothing, wins every tie.
+11. The option ``RECOMPUTE_NESTED`` of a block is that of one by itself, of which the second run goes part by part where
+   it has parts. In a span of several blocks each of them has these costs in its last run.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from memsave_recipes.plans.plan import TILED, Action
 
-TWICE = (Action.RECOMPUTE, Action.SELECT_OPS, Action.RECOMPUTE_OFFLOAD, *TILED)
+TWICE = (Action.RECOMPUTE, Action.SELECT_OPS, Action.RECOMPUTE_OFFLOAD, *TILED, Action.RECOMPUTE_NESTED)
 """Actions under which a block runs again in the backward, wholly or in part."""
 
 
@@ -158,6 +161,7 @@ class Chain:
         noise_s: of the seconds of all blocks together; rule 10 of the NOTE. Less than the sum over the blocks, whose
             errors differ.
         host_bytes: pinned all the time: frozen weights that are streamed from there.
+        nested: whether spans may recompute block by block in their second run.
 
     Raises:
         ValueError: no blocks, a negative figure, or a stack whose blocks are not neighbours.
@@ -174,6 +178,7 @@ class Chain:
     mlp_tile_tokens: int | None = None
     noise_s: float = 0.0
     host_bytes: int = 0
+    nested: bool = False
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes", "beside_bytes", "noise_s")
@@ -206,6 +211,27 @@ class Chain:
         if self.gradients_resident:
             return sum(block.tied_gradient_bytes for block in blocks)
         return sum(block.gradient_bytes for block in blocks)
+
+    def nested_option(self, position: int) -> BlockOption:
+        """Of a block in a nested span: as it was measured, else that of a block which recomputes by itself."""
+        block = self.blocks[position]
+        keep = block.option(Action.KEEP)
+        with suppress(ValueError):
+            return block.option(Action.RECOMPUTE_NESTED)
+        rebuilt_bytes = keep.saved_bytes + (block.output_bytes if keep.saves_output else 0)
+        return BlockOption(
+            action=Action.RECOMPUTE_NESTED,
+            added_s=block.forward_s,
+            noise_s=block.forward_noise_s,
+            saved_bytes=self.span_bytes,
+            saves_input=True,
+            saves_output=False,
+            forward_transient_bytes=keep.forward_transient_bytes,
+            backward_transient_bytes=max(
+                block.last_of_span_bytes + block.untracked_bytes + self.span_bytes,
+                rebuilt_bytes + keep.backward_transient_bytes,
+            ),
+        )
 
     @property
     def all_gradients_bytes(self) -> int:

@@ -33,7 +33,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from memsave_recipes.plans.chain import TWICE, BlockOption, Chain
-from memsave_recipes.plans.plan import Action
+from memsave_recipes.plans.plan import JOINT, Action
 
 HELD, WITH_STATE = 0, 1
 """Indices of ``Resources``."""
@@ -80,8 +80,11 @@ Edges: TypeAlias = list[list[Edge]]
 def edges_of(chain: Chain) -> Edges:
     """Every edge of every plan: O(blocks^2) of them. Their peaks are above ``chain.beside_bytes``."""
     sizes = _Sizes(chain)
+    nested = _nested if chain.nested else lambda sizes, position: []
     return [
-        [_single_block(sizes, position, option) for option in block.options] + _recomputations(sizes, position)
+        [_single_block(sizes, position, option) for option in block.options if option.action not in JOINT]
+        + _recomputations(sizes, position)
+        + nested(sizes, position)
         for position, block in enumerate(chain.blocks)
     ]
 
@@ -109,6 +112,7 @@ class _Sizes:
 
     def __init__(self, chain: Chain) -> None:
         self.blocks = chain.blocks
+        self.nested_option = chain.nested_option
         self.span_bytes = chain.span_bytes
         self.tick_s = tick_s(chain)
         self.states = [0]  # of the input of every block, and of the last output; the batch is resident
@@ -180,6 +184,46 @@ def _recomputations(sizes: _Sizes, start: int) -> list[Edge]:
             )
         )
         second_run = whole
+    return edges
+
+
+def _nested(sizes: _Sizes, start: int) -> list[Edge]:
+    """Spans from ``start`` on whose second run keeps the inputs of their blocks, which then recompute one by one."""
+    edges: list[Edge] = []
+    stack = sizes.blocks[start].stack
+    passed = sizes.states[start]
+    rebuilt = EMPTY  # by the second run, besides the span's input
+    second_run = backward = 0
+    cost = last_cost = 0
+    held = sizes.span_bytes
+    for position in range(start, len(sizes.blocks)):
+        block = sizes.blocks[position]
+        if stack is None or block.stack != stack:
+            break
+        option = sizes.nested_option(position)
+        reached = rebuilt[WITH_STATE]
+        held += option.saved_bytes
+        rebuilt = _single_block(sizes, position, option).extend(rebuilt)
+        cost += last_cost + sizes.ticks(option.added_s + option.noise_s)
+        last_cost = sizes.ticks(block.forward_s + block.forward_noise_s)
+        passed = passed if block.passes_input else 0
+        state = sizes.states[position + 1]
+        backward = max(backward, rebuilt[HELD] + state + option.backward_transient_bytes + sizes.gradients[position])
+        beside = state + block.untracked_bytes + sizes.span_bytes + sizes.gradients[position]
+        edges.append(
+            Edge(
+                stop=position + 1,
+                action=Action.RECOMPUTE_NESTED,
+                cost=cost,
+                held_from=WITH_STATE,
+                held_bytes=held,
+                with_state_from=WITH_STATE,
+                with_state_bytes=held + state - passed,
+                peak_over_held_bytes=0,
+                peak_over_state_bytes=held + max(backward, second_run + beside if position > start else 0),
+            )
+        )
+        second_run = max(second_run, reached + option.forward_transient_bytes)
     return edges
 
 

@@ -2,8 +2,9 @@
 
 Blocks stand in the order of the forward. A *span* is a run of neighbouring blocks with one action: the blocks of a
 ``RECOMPUTE`` span keep only the input of the span and run again, together, in the backward (Chen et al. 2016,
-"Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). A plan never touches a model:
-``memsave_recipes.activations.apply_plan`` does.
+"Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). Those of a ``RECOMPUTE_NESTED``
+span keep no more in that second run than the input of each block, and run a third time, one by one (section 4.3 of the
+same paper, with two levels). A plan never touches a model: ``memsave_recipes.activations.apply_plan`` does.
 
 The strategies of ``--activation_checkpointing`` that need no measurement are here, too. ``segments:K`` is the method of
 ``torch.utils.checkpoint.checkpoint_sequential`` (https://pytorch.org/docs/stable/checkpoint.html): every segment but
@@ -15,7 +16,7 @@ segment takes the whole remainder; here sizes differ by at most one block.
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -45,7 +46,11 @@ class Action(StrEnum):
     IN_MICRO_BATCHES = "in_micro_batches"
     RECOMPUTE_TILED = "recompute_tiled"
     RECOMPUTE_TILED_OFFLOAD = "recompute_tiled_offload"
+    RECOMPUTE_NESTED = "recompute_nested"
 
+
+JOINT = (Action.RECOMPUTE, Action.RECOMPUTE_NESTED)
+"""Actions under which the blocks of a span run again together, from the input of the first."""
 
 INPUT_OFFLOADING = (Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED_OFFLOAD)
 """Actions under which the input of a block waits in host memory."""
@@ -75,6 +80,7 @@ IN_WORDS = {
         "recomputed in tiles of {tile} tokens, attention and MLP each from an input on the host (equal to plain within "
         "rounding, not bitwise)"
     ),
+    Action.RECOMPUTE_NESTED: "recomputed in spans, and once more block by block",
 }
 """The words of ``Plan.describe`` for blocks under an action; ``{size}`` is the plan's ``micro_batch_size``, ``{tile}``
 its ``mlp_tile_tokens``."""
@@ -299,15 +305,22 @@ def all_under(stacks: Stacks, action: Action) -> tuple[Span, ...]:
 
 def segments(stacks: Stacks, count: int) -> tuple[Span, ...]:
     """``count`` segments of nearly equal numbers of blocks; a segment is cut where a stack ends."""
-    num_blocks = count_blocks(stacks)
-    boundaries = [num_blocks * k // count for k in range(count + 1)]
-    stack_ends = accumulate(len(stack) for stack in stacks)
-    cuts = sorted({*boundaries, *stack_ends})
-    last_segment = boundaries[-2]
+    last_segment = count_blocks(stacks) * (count - 1) // count
     return tuple(
         Span(start=start, stop=stop, action=Action.KEEP if start >= last_segment else Action.RECOMPUTE)
-        for start, stop in pairwise(cuts)
+        for start, stop in _cut(stacks, count)
     )
+
+
+def nested(stacks: Stacks, count: int) -> tuple[Span, ...]:
+    """The same segments, all of which recompute, and in the second run each of their blocks again."""
+    spans = _cut(stacks, count)
+    return tuple(Span(start=start, stop=stop, action=Action.RECOMPUTE_NESTED) for start, stop in spans)
+
+
+def _cut(stacks: Stacks, count: int) -> Iterator[tuple[int, int]]:
+    boundaries = (count_blocks(stacks) * k // count for k in range(count + 1))
+    return pairwise(sorted({*boundaries, *accumulate(len(stack) for stack in stacks)}))
 
 
 PLAIN_STRATEGIES: dict[str, Callable[[Stacks], tuple[Span, ...]]] = {
@@ -319,14 +332,14 @@ PLAIN_STRATEGIES: dict[str, Callable[[Stacks], tuple[Span, ...]]] = {
 }
 OFFLOADING_STRATEGIES = ("offload", "full_offload")
 TILED_STRATEGIES = {"full_tiled": Action.RECOMPUTE_TILED, "full_tiled_offload": Action.RECOMPUTE_TILED_OFFLOAD}
-COUNTED_STRATEGIES = {"every": every, "segments": segments}
+COUNTED_STRATEGIES = {"every": every, "segments": segments, "nested": nested}
 BUDGET_WORDS = ("budget", "budget:bitwise")  # solved from measured costs, by memsave_recipes.planner
 COMPILED_MEMORY_RATIO = 0.3
 MLP_TILE_TOKENS = 1024
 """By default; products of fewer rows keep a GPU waiting."""
 MAX_DIGITS = 10
 KNOWN = (
-    "none, full, every:K, segments:K, selective, offload, full_offload, full_tiled[:TOKENS], "
+    "none, full, every:K, segments:K, nested:K, selective, offload, full_offload, full_tiled[:TOKENS], "
     "full_tiled_offload[:TOKENS], compiled[:RATIO], bottleneck, budget, budget:bitwise or the path of a plan.json"
 )
 
@@ -341,9 +354,9 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
     """The plan that ``strategy`` makes for the blocks in ``stacks``.
 
     Args:
-        strategy: ``none``, ``full``, ``selective``, ``offload``, ``full_offload``, ``every:K`` or ``segments:K`` with
-            K from 1 to the number of blocks, ``full_tiled`` and ``full_tiled_offload`` or these with ``:TOKENS``,
-            ``compiled`` or ``compiled:RATIO`` with a ratio from 0 to 1.
+        strategy: ``none``, ``full``, ``selective``, ``offload``, ``full_offload``, ``every:K``, ``segments:K`` or
+            ``nested:K`` with K from 1 to the number of blocks, ``full_tiled`` and ``full_tiled_offload`` or these with
+            ``:TOKENS``, ``compiled`` or ``compiled:RATIO`` with a ratio from 0 to 1.
         stacks: names of the blocks, in the order of the forward.
 
     Raises:

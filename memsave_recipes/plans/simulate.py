@@ -9,7 +9,8 @@ NOTE [ the memory of one forward and backward ]
    the ``beside_bytes`` of all are held from the first forward to the last backward.
 2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again; the gradient of its
    output, its untracked bytes and ``span_bytes`` more are live then. Now every block of it holds its saved tensors; the
-   input of the span stays until the span is done.
+   input of the span stays until the span is done. In the second run of a ``RECOMPUTE_NESTED`` span each block but the
+   last, which is not reached, runs and holds its input; then each recomputes by itself, as its option says.
 3. In the backward of a block, everything held before it, its own saved tensors and the gradient of its output are live.
    The saved tensors are freed with it; the gradients of its parameters stay.
 4. At last the optimizer's update runs with all gradients live; no plan changes that.
@@ -32,7 +33,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from memsave_recipes.plans.chain import TWICE, BlockOption, Chain
-from memsave_recipes.plans.plan import IN_SUBLAYERS, INPUT_OFFLOADING, OFFLOADING, Action, Plan, Span
+from memsave_recipes.plans.plan import IN_SUBLAYERS, INPUT_OFFLOADING, JOINT, OFFLOADING, Action, Plan, Span
 from memsave_recipes.text import format_bytes
 
 PINNING = 8  # pinning wastes at most one part in so many
@@ -153,7 +154,7 @@ def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
     states = _states(chain)
     held: Storages = {}
     for span in _spans(chain, plan):
-        if span.action is Action.RECOMPUTE:
+        if span.action in JOINT:
             now = held | _held_by_span(chain, span, states)
         else:
             now = held | _saved(chain, span.start, chain.blocks[span.start].option(span.action), states)
@@ -170,7 +171,7 @@ def _spans(chain: Chain, plan: Plan) -> list[Span]:
     spans = [Span(start=i, stop=i + 1, action=Action.KEEP) for i, b in enumerate(chain.blocks) if b.stack is None]
     for span in plan.spans:
         positions = chain.decided[span.start : span.stop]
-        if span.action is Action.RECOMPUTE:
+        if span.action in JOINT:
             if len({chain.blocks[position].stack for position in positions}) > 1:
                 raise ValueError(f"the span {span.start}..{span.stop} of the plan leaves its stack")
             spans.append(Span(start=positions[0], stop=positions[-1] + 1, action=span.action))
@@ -183,6 +184,9 @@ def _added_s(chain: Chain, span: Span) -> float:
     blocks = chain.blocks[span.start : span.stop]
     if span.action is Action.RECOMPUTE:
         return sum(block.forward_s for block in blocks)
+    if span.action is Action.RECOMPUTE_NESTED:
+        again = sum(chain.nested_option(position).added_s for position in range(span.start, span.stop))
+        return sum(block.forward_s for block in blocks[:-1]) + again
     return blocks[0].option(span.action).added_s
 
 
@@ -190,6 +194,9 @@ def _noise_s(chain: Chain, span: Span) -> float:
     blocks = chain.blocks[span.start : span.stop]
     if span.action is Action.RECOMPUTE:
         return sum(block.forward_noise_s for block in blocks)
+    if span.action is Action.RECOMPUTE_NESTED:
+        again = sum(chain.nested_option(position).noise_s for position in range(span.start, span.stop))
+        return sum(block.forward_noise_s for block in blocks[:-1]) + again
     return blocks[0].option(span.action).noise_s
 
 
@@ -205,7 +212,7 @@ def timeline(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
     beside = held = _held_beside(chain, plan)
     for span in spans:
         held_before.append(held)
-        if span.action is Action.RECOMPUTE:
+        if span.action in JOINT:
             # Its forward is never the peak: it saves nothing, and more is live when it runs again.
             held = held | _held_by_span(chain, span, states)
         else:
@@ -225,14 +232,13 @@ def _backward(
     chain: Chain, span: Span, held: Storages, gradients_bytes: int, states: list[Storages]
 ) -> Iterator[TimelinePoint]:
     own: list[Storages] = []  # live in the span when the backward of its first, second ... block begins
-    rebuilt = _held_by_span(chain, span, states) if span.action is Action.RECOMPUTE else {}
-    option_action = Action.KEEP if span.action is Action.RECOMPUTE else span.action
+    rebuilt = _held_by_span(chain, span, states) if span.action in JOINT else {}
+    options = [_option_in_backward(chain, span.action, position) for position in range(span.start, span.stop)]
     beside_bytes = _total(states[span.stop]) + chain.blocks[span.stop - 1].untracked_bytes + chain.span_bytes
-    for position in range(span.start, span.stop):
-        option = chain.blocks[position].option(option_action)
-        if span.action is Action.RECOMPUTE:
+    for position, option in enumerate(options, start=span.start):
+        is_last = position == span.stop - 1
+        if span.action is Action.RECOMPUTE or (span.action is Action.RECOMPUTE_NESTED and not is_last):
             block = chain.blocks[position]
-            is_last = position == span.stop - 1
             second_run_bytes = block.last_of_span_bytes if is_last else option.forward_transient_bytes
             transient_bytes = beside_bytes + second_run_bytes
             alive = rebuilt | states[position]
@@ -241,9 +247,17 @@ def _backward(
         own.append(rebuilt)
     for position in reversed(range(span.start, span.stop)):
         block = chain.blocks[position]
-        transient_bytes = _total(states[position + 1]) + block.option(option_action).backward_transient_bytes
+        backward_bytes = options[position - span.start].backward_transient_bytes
+        transient_bytes = _total(states[position + 1]) + backward_bytes
         yield _point(chain, "backward", position, held, gradients_bytes, own[position - span.start], transient_bytes)
         gradients_bytes += chain.new_gradients_bytes(block)
+
+
+def _option_in_backward(chain: Chain, action: Action, position: int) -> BlockOption:
+    """By which a block of a span under ``action`` goes through its backward."""
+    if action is Action.RECOMPUTE_NESTED:
+        return chain.nested_option(position)
+    return chain.blocks[position].option(Action.KEEP if action is Action.RECOMPUTE else action)
 
 
 def _states(chain: Chain) -> list[Storages]:
@@ -268,7 +282,11 @@ def _with_beside(chain: Chain, position: int, states: list[Storages]) -> Storage
 
 def _held_by_span(chain: Chain, span: Span, states: list[Storages]) -> Storages:
     """Held by a span that recomputes between its forward and its backward."""
-    return {**states[span.start], f"span from {span.start}": chain.span_bytes}
+    held = {**states[span.start], f"span from {span.start}": chain.span_bytes}
+    if span.action is Action.RECOMPUTE_NESTED:
+        for position in range(span.start, span.stop):
+            held[f"span inside {position}"] = chain.nested_option(position).saved_bytes
+    return held
 
 
 def _saved(chain: Chain, position: int, option: BlockOption, states: list[Storages]) -> Storages:

@@ -3,18 +3,18 @@
 The problem. Recomputing runs of blocks from their input is Chen et al. 2016, "Training Deep Nets with Sublinear Memory
 Cost" (https://arxiv.org/abs/1604.06174); choosing the runs for blocks of unequal time and size by dynamic programming
 is Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous chains"
-(https://arxiv.org/abs/1911.13214). Theirs recomputes within recomputations and rounds bytes to slots. Ours stays with
-the plans that ``apply_plan`` can apply, and rounds no bytes.
+(https://arxiv.org/abs/1911.13214). Theirs recomputes within recomputations to any depth and rounds bytes to slots. Ours
+stays with the plans that ``apply_plan`` can apply, and rounds no bytes.
 
 The guarantee. Of all plans (every split of the stacks into spans, every action per block that the chain has costs for)
 none whose simulated peak fits adds less time than ``solve``'s, with the noise of these seconds counted in: plans are
 paths by NOTE [ resources ], and ``shortest_path`` proves its path optimal, or bounds the gap. Peaks are those of
 ``simulate``, so the plan is as good as the costs are.
 
-One level. A recomputation keeps all that it rebuilds until its backward is through. Recomputing again inside of it goes
-lower: measured, the nested optimum is the same as this one down to 35 % of the baseline's activations on ResNet-50 and
-20 % on DenseNet-121; below that it alone goes on, to 29 % at x1.36 of the baseline's time and to 12 % at x1.57. A
-smaller micro-batch goes further and costs less, so nested plans are left out.
+Two levels. A recomputation keeps all that it rebuilds until its backward is through. Recomputing again inside of it
+goes lower, and costs another forward: measured, the nested optimum is the same as that of one level down to 35 % of the
+baseline's activations on ResNet-50 and 20 % on DenseNet-121. So nested spans are among the plans (``Chain.nested``)
+where no other fits without the host.
 
 NOTE [ label setting ]
 1. Paths grow block by block as *labels* (cost, resources). A label that another one at its block dominates is dropped.

@@ -40,7 +40,7 @@ from memsave_recipes.activations.streaming import StreamedLayer, ahead_bytes, no
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.chain import Chain
-from memsave_recipes.plans.plan import as_they_run
+from memsave_recipes.plans.plan import JOINT, as_they_run
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, StepTracer
@@ -142,7 +142,7 @@ class Measurement:
         Raises:
             InputError: the model could not run under one of them.
         """
-        measured = {Action.RECOMPUTE, *(action_of(one) for one, _ in self.traces)}
+        measured = {*JOINT, *(action_of(one) for one, _ in self.traces)}
         if not {span.action for span in plan.spans} <= measured:
             raise InputError(f"strategy {plan.strategy}: the blocks of this model cannot run under it; use full")
         return self.chain(

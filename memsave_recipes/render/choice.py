@@ -13,7 +13,7 @@ from rich.text import Text
 
 from memsave_recipes.planner.budget import ROUNDING, WORKSPACES, Forecast
 from memsave_recipes.planner.search import Candidate, Choice, host_line
-from memsave_recipes.plans.plan import Action, Plan, Span
+from memsave_recipes.plans.plan import JOINT, Action, Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
 from memsave_recipes.render import new_console, new_table, print_lines
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
@@ -52,6 +52,7 @@ ACTION_NAMES = {
     Action.IN_MICRO_BATCHES: "recompute in micro-batches",
     Action.RECOMPUTE_TILED: "recompute, MLP in tiles",
     Action.RECOMPUTE_TILED_OFFLOAD: "recompute in tiles, inputs of attention and MLP on the host",
+    Action.RECOMPUTE_NESTED: "recompute, and again block by block",
 }
 
 
@@ -290,7 +291,7 @@ def _block_names(plan: Plan, start: int, stop: int) -> str:
 
 def _action_name(span: Span, count: int) -> str:
     name, together = ACTION_NAMES[span.action], span.stop - span.start
-    if span.action is Action.RECOMPUTE and together > 1:
+    if span.action in JOINT and together > 1:
         name += f" {together} together" if count == 1 else f", {together} together"
     return name
 

@@ -92,8 +92,9 @@ class RunArguments(TrackerArguments):
         default=None,
         metadata={
             "help": "strategy: none (default; full with --batchnorm global and a --micro_batch_size), full, every:K, "
-            "segments:K, selective, offload, full_offload, full_tiled[:TOKENS], full_tiled_offload[:TOKENS], "
-            "compiled[:RATIO], bottleneck, budget or budget:bitwise; or the path of a plan.json"
+            "segments:K, nested:K, selective, offload, full_offload, full_tiled[:TOKENS], "
+            "full_tiled_offload[:TOKENS], compiled[:RATIO], bottleneck, budget or budget:bitwise; or the path of a "
+            "plan.json"
         },
     )
     memory_budget_gib: float | None = field(

@@ -34,7 +34,7 @@ class Case:
     loss_of: Any
 
 
-LARGE_STRATEGIES = ["full", "every:2", "every:3", "segments:1", "segments:2", "segments:5", "segments:8"]
+LARGE_STRATEGIES = ["full", "every:2", "every:3", "segments:1", "segments:2", "segments:5", "segments:8", "nested:6"]
 SMALL_MODELS = ["vgg_small", "densenet_small", "vit", "gpt2"]
 LARGE_MODELS = ["vgg16", "vgg16_bn", "densenet121", "resnet50", "gpt2_124m"]
 
@@ -63,7 +63,7 @@ def planned_step(case, strategy, *, bf16):
 
 def all_strategies(case):
     num_blocks = sum(len(names) for names in block_names(find_stacks(case.model)))
-    return ["full", *(f"{name}:{k}" for name in ("every", "segments") for k in range(1, num_blocks + 1))]
+    return ["full", *(f"{name}:{k}" for name in ("every", "segments", "nested") for k in range(1, num_blocks + 1))]
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])

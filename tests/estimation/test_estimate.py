@@ -373,20 +373,21 @@ def test_what_offloads_is_not_held():
     assert chain.blocks[3].option(Action.OFFLOAD).saved_bytes == 0
 
 
-def test_a_budget_below_all_recomputation_puts_inputs_on_the_host():
+@pytest.mark.parametrize("host_budget_bytes", [None, 0])
+def test_below_all_recomputation_inputs_go_to_the_host_or_spans_are_nested(host_budget_bytes):
     model = fake_model(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(24))))
     batch = fake_batch(model, {"x": torch.empty(4096, 512)})
     workload = workload_of(model, batch, lambda model, batch: model(batch["x"]).sum())
     measured = estimate_on_target(workload, plans_to_measure("budget:bitwise", workload, device_type="cuda"), A100)
-    least = least_memory(measured, StaticMemory())
-    without = smallest_feasible(measured.chain())
-    assert least.peak.total_bytes < 0.9 * without
-    found = forecast(measured, int(0.95 * without), StaticMemory())
-    assert found.plan.blocks_under(Action.RECOMPUTE_OFFLOAD)
-    assert found.peak.total_bytes <= 0.95 * without
-    assert found.host_bytes > 0
+    one_level = smallest_feasible(measured.chain())
+    least = least_memory(measured, StaticMemory(), host_budget_bytes)
+    assert least.peak.total_bytes < 0.9 * one_level
+    assert bool(least.host_bytes) == (host_budget_bytes is None)
+    found = forecast(measured, int(0.95 * one_level), StaticMemory(), host_budget_bytes=host_budget_bytes)
+    assert found.peak.total_bytes <= 0.95 * one_level
+    assert found.plan.blocks_under(Action.RECOMPUTE_NESTED) or found.host_bytes > 0
     with pytest.raises(InputError, match="too small for any plan"):
-        forecast(measured, int(0.95 * without), StaticMemory(), host_budget_bytes=0)
+        forecast(measured, int(0.5 * least.peak.total_bytes), StaticMemory(), host_budget_bytes=host_budget_bytes)
 
 
 def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_host():

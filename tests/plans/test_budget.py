@@ -3,13 +3,14 @@
 import math
 import random
 import time
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import TILED, Action, Plan, Span
+from memsave_recipes.plans.plan import JOINT, TILED, Action, Plan, Span
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.plans.solver import smallest_feasible, solve, solve_with_gap
 from memsave_recipes.text import GIB
@@ -36,6 +37,7 @@ def random_chain(rng, num_blocks, *, options_share):
     """Stacks of random lengths with undecided blocks between some of them; integers, so that ties are real ties."""
     blocks = []
     beside = rng.choice([0, 0, 4, 10])
+    nested = rng.random() < 0.4
     stack = 0
     for number in range(num_blocks):
         stack += rng.random() < 0.2
@@ -49,6 +51,8 @@ def random_chain(rng, num_blocks, *, options_share):
         ):
             if decided and rng.random() < options_share:
                 options.append(random_option(rng, action, float(rng.randint(-2, 6)), noise_s=float(number % 3)))
+        if decided and nested and rng.random() < 0.3:
+            options.append(replace(random_option(rng, Action.RECOMPUTE_NESTED, 9.0), saves_input=True))
         blocks.append(
             BlockCosts(
                 name=f"block{number}",
@@ -74,6 +78,7 @@ def random_chain(rng, num_blocks, *, options_share):
         span_bytes=rng.randint(0, 3),
         beside_bytes=2 * beside,
         mlp_tile_tokens=TILE,
+        nested=nested,
     )
 
 
@@ -85,10 +90,12 @@ def all_plans(chain):
     def tails(start):
         if start == len(blocks):
             return [()]
-        spans = [Span(start=start, stop=start + 1, action=option.action) for option in blocks[start].options]
+        actions = {option.action for option in blocks[start].options} - {*JOINT}
+        spans = [Span(start=start, stop=start + 1, action=action) for action in sorted(actions)]
         for stop in range(start + 1, len(blocks) + 1):
             if blocks[stop - 1].stack == blocks[start].stack:
-                spans.append(Span(start=start, stop=stop, action=Action.RECOMPUTE))
+                joint = JOINT if chain.nested else JOINT[:1]
+                spans += [Span(start=start, stop=stop, action=action) for action in joint]
         return [(span, *tail) for span in spans for tail in tails(span.stop)]
 
     def plan(spans):

@@ -54,7 +54,7 @@ ODD_SHAPES += ("activation_function=x", "hidden_act=x", "hidden_dropout_prob=2",
 ODD_SHAPES += ("num_labels=0", "image_size=3", "num_channels=1", "id2label=3", "n_embd=4000000", "hidden_size=4000000")
 
 PLANS = Values(
-    good=("none", "full", "every:1", "every:2", "segments:1", "segments:2", "offload", "full_offload"),
+    good=("none", "full", "every:1", "every:2", "segments:1", "segments:2", "nested:1", "offload", "full_offload"),
     bad=(
         *(None, "", " ", "all", "full:2", "none:", "segments", "segments:", "segments:0", "segments:x", "segments:-1"),
         *("segments:999", "segments:1.5", "segments:²", "segments:" + "9" * 5000, "every:0", "every:999", "compiled:2"),
