@@ -77,7 +77,7 @@ HEADINGS = (*TEXTS, *(column.title for column in COLUMNS), MADE_WITH)
 
 def results_markdown(rows: Sequence[ResultRow]) -> str:
     """The page as Markdown: a table for each model."""
-    parts = [f"# {TITLE}", f"Made by `make results` from the files in [{FOLDER}]({FOLDER}); do not edit."]
+    parts = [f"# {TITLE}", f"Made by `make results` from the files in `{FOLDER}`; do not edit."]
     for model, of_model in groupby(_sorted(rows), _model):
         lines = [HEADINGS, ["---"] * len(TEXTS) + ["---:"] * len(COLUMNS) + ["---"]]
         lines += [_markdown_cells(row, rows) for row in of_model]
