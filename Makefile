@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-all results results-run site clean
+.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-all results results-run article site clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,10 @@ ONLY ?= gpt2
 results-run: install  ## measure ONLY=gpt2 on this machine and add its rows
 	$(BIN)/python benchmarks/results_table.py $(ONLY) $(if $(BUSY),--without_times)
 	$(MAKE) results
+
+article: install  ## run docs/article.ipynb and keep what it prints (3 minutes)
+	$(BIN)/python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.coalesce_streams=True \
+		--ExecutePreprocessor.record_timing=False docs/article.ipynb
 
 # The variable silences what the theme prints about a later mkdocs, which it does not take.
 site: install  ## the documentation with the API reference in out/site, which needs no server
