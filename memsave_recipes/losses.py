@@ -26,7 +26,7 @@ NOTE [ tied weights ]
     2. A lookup that the hidden states do not depend on has no backward: then the loss gives its gradient to autograd.
 
 The first idea is in Liger Kernel's fused linear cross-entropy (https://arxiv.org/abs/2410.10989), there with Triton
-kernels. Limits: no second derivative; the head is one whole tensor, neither quantized nor sharded.
+kernels. Limits: no second derivative; the head is one whole tensor, not quantized, and gathered where it is in shards.
 """
 
 from collections.abc import Callable, Iterator

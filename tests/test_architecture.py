@@ -27,18 +27,19 @@ TABLE = {
     ),
     "inference": ({"data", "models"}, {"torch", "transformers", "PIL", "tqdm"}),
     "activations": ({"plans"}, {"psutil", "torch", "transformers"}),
-    "profiling": ({"activations", "plans"}, {"torch", "numpy", "psutil"}),
+    "sharding": ({"activations", "plans"}, {"accelerate", "torch"}),
+    "profiling": ({"activations", "plans", "sharding"}, {"torch", "numpy", "psutil"}),
     "estimation": ({"activations", "plans", "profiling"}, {"torch"}),
-    "equivalence": ({"activations", "plans", "profiling"}, {"torch"}),
+    "equivalence": ({"activations", "plans", "profiling", "sharding"}, {"torch"}),
     "training": (
-        {"activations", "losses", "plans", "processes"},
+        {"activations", "losses", "plans", "processes", "sharding"},
         {
             *("torch", "accelerate", "transformers", "tqdm", "yaml", "psutil", "bitsandbytes"),
             *("datasets", "evaluate", "sklearn"),
         },
     ),
     "checkpoints": (
-        {"distributed", "fingerprint", "processes", "training"},
+        {"distributed", "fingerprint", "processes", "sharding", "training"},
         {"torch", "accelerate", "safetensors", "filelock"},
     ),
     "planner": (
@@ -53,7 +54,7 @@ TABLE = {
     "run": (
         {
             *("activations", "checkpoints", "compare", "distributed", "fingerprint", "planner", "processes"),
-            *("profiling", "render", "training", "equivalence"),
+            *("profiling", "render", "sharding", "training", "equivalence"),
         },
         {"torch", "accelerate", "tqdm", "wandb", "trackio", "huggingface_hub"},
     ),
@@ -88,7 +89,7 @@ ONLY_IN = {
 }
 IN_ACTIVATIONS_ONLY_IN_BLOCKS = "transformers"
 MAX_MODULES = 12  # of a package, beside its __init__.py
-MAX_FILES = 122
+MAX_FILES = 128
 
 
 def imports_of(path):

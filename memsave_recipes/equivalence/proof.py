@@ -76,6 +76,7 @@ from memsave_recipes.profiling.preserve_state import (
     preserve_state,
     read_rng,
 )
+from memsave_recipes.sharding.tensors import local
 
 
 @contextmanager
@@ -257,10 +258,10 @@ def verify(model: nn.Module, plan: Plan | PlanHandle, step: Step) -> Verdict:
 
 
 def capture(model: nn.Module, loss: Tensor, state: SavedState) -> Outcome:
-    """The results of a step, without copies."""
+    """The results of a step, without copies; of gradients in shards, those of this rank."""
     inner = without_wrapper(model)
     tensors: dict[Key, Tensor] = {("loss", ""): loss.detach()}
-    tensors |= {("gradient", name): p.grad for name, p in inner.named_parameters() if p.grad is not None}
+    tensors |= {("gradient", name): local(p.grad) for name, p in inner.named_parameters() if p.grad is not None}
     tensors |= {("buffer", name): buffer for name, buffer in inner.named_buffers()}
     tensors |= {("parameter", name): parameter for name, parameter in state.changed_parameters()}
     tensors |= {("RNG", name): rng for name, rng in read_rng(state.device).items()}

@@ -5,8 +5,8 @@ parts: the decoder, and the head that turns hidden states into logits. Models di
 scale, a soft cap), so the reading of the configuration is tried on a few tokens before it is trusted.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import Parameter, signature
@@ -134,9 +134,16 @@ class Head:
     ) -> Tensor:
         """The summed loss of (N, D) hidden states against (N,) targets, without the (N, V) logits.
 
+        The layer itself is called for it, so that its hooks run: where weights are in shards, they gather its own.
+
         Args:
             tied: of the ``tied_gradient`` that ``hidden`` was made in.
         """
+        with _forward_of(self.linear, lambda states: self._loss(states, targets, chunk_bytes, tied)):
+            loss: Tensor = self.linear(hidden)
+        return loss
+
+    def _loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None, tied: TiedGradient | None) -> Tensor:
         return linear_cross_entropy(
             hidden,
             self.linear.weight,
@@ -147,6 +154,18 @@ class Head:
             chunk_bytes=chunk_bytes,
             tied=tied,
         )
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, ``module`` runs ``forward`` in place of its own."""
+    own = dict(vars(module))
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        vars(module).update({name: value for name, value in own.items() if name == "forward"})
 
 
 def pays(targets: Tensor, head: Head, chunk_bytes: int | None = None) -> bool:
@@ -172,10 +191,8 @@ def with_liger(head: Head) -> Head:
 class LigerHead(Head):
     """The same logits, another way to their loss."""
 
-    def loss(
-        self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None, tied: TiedGradient | None = None
-    ) -> Tensor:
-        """As ``Head.loss``; its kernels choose their own chunks, and give autograd their own gradients."""
+    def _loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None, tied: TiedGradient | None) -> Tensor:
+        """As of ``Head``; its kernels choose their own chunks, and give autograd their own gradients."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # optional, and needs CUDA
 
         fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", softcap=self.softcap)

@@ -8,11 +8,11 @@ of timings.
 The uses are those of ``torch.distributed._tools.mem_tracker``, with the scratch buffers inside kernels, which it does
 not see, among the temporaries:
 
-* *parameters*: buffers included;
+* *parameters*: buffers included, and weights in shards that a forward has gathered;
 * *gradients*: of parameters, and the buckets that DDP keeps them in;
 * *optimizer state*;
 * *activations*: all that forwards make, also those that run again in the backward, and the batch on the device;
-* *temporaries*: of the backward, the clipping of gradients and the optimizer.
+* *temporaries*: of the backward, also weights that it gathers, of the clipping of gradients and of the optimizer.
 
 The five add up to the peak. On a CPU, which has no allocator statistics, that is the sum of the tensors known before
 the step and of its own allocations. Elsewhere it is the allocator's, and anything else that it held before the step
@@ -36,6 +36,8 @@ from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from memsave_recipes.activations.streaming import resident_tensors
+from memsave_recipes.sharding.shards import noting_gathered
+from memsave_recipes.sharding.tensors import locals_of
 
 # Kineto announces every start and stop on stderr; this is the level above its loudest message.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -119,8 +121,8 @@ def _only_errors_of_c10() -> Iterator[None]:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address and bytes of the storages behind ``tensors``, each storage once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    """Address and bytes of the storages behind ``tensors``, each storage once; in shards, those of this rank."""
+    storages = (tensor.untyped_storage() for tensor in locals_of(tensors))
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
@@ -210,7 +212,7 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 @contextmanager
 def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Labels) -> Iterator[None]:
-    """Label gradients when they have been accumulated, and the optimizer's state after its step.
+    """Label gradients when they have been accumulated, the optimizer's state after its step, weights when gathered.
 
     An optimizer that steps inside the backward frees a gradient before any later hook sees it, so gradients are also
     labelled when it begins.
@@ -230,7 +232,8 @@ def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Label
     handles = [parameter.register_post_accumulate_grad_hook(label_gradient) for parameter in trained]
     handles += [optimizer.register_step_pre_hook(label_gradients), optimizer.register_step_post_hook(label_state)]
     try:
-        yield
+        with noting_gathered(model, lambda weights: labels.add(Use.PARAMETERS, weights)):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -27,6 +27,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from memsave_recipes.activations.lockstep import parts_of
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.profiling.breakdown import persistent_tensors
+from memsave_recipes.sharding.shards import noting_gathered
+from memsave_recipes.sharding.tensors import locals_of
 
 MESSAGES = (
     "out of memory",  # torch's allocators, the driver (pinned memory too), Triton, NCCL
@@ -138,7 +140,8 @@ class SavedTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._model = model
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in locals_of(model.parameters())}
         self.storages: dict[int, int] = {}  # identity -> bytes
         self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -154,7 +157,15 @@ class SavedTensors:
         # Detached: a saved output that came back as itself would keep its own graph alive if no backward follows.
         return tensor.detach()
 
+    def _leave_out(self, weights: Iterable[Tensor]) -> None:
+        """Those of parameters in shards, which are gathered again for the backward."""
+        gathered = {weight.untyped_storage()._cdata for weight in weights}
+        self._parameters |= gathered
+        self.storages = {storage: size for storage, size in self.storages.items() if storage not in gathered}
+
     def __enter__(self) -> "SavedTensors":
+        self._gathering = noting_gathered(self._model, self._leave_out)
+        self._gathering.__enter__()
         self._hooks.__enter__()
         self._selective = kept_by_policy()
         self._kept = self._selective.__enter__()
@@ -164,6 +175,7 @@ class SavedTensors:
         self._selective.__exit__(*exception)
         self._hooks.__exit__(*exception)
         self.storages |= self._kept
+        self._gathering.__exit__(*exception)
 
 
 class ForwardMeter:

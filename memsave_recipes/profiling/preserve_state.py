@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from memsave_recipes.sharding.tensors import local
+
 
 @contextmanager
 def preserve_state(
@@ -56,7 +58,7 @@ class SavedState:
         modules = list(model.modules())
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad] if everything else []
         self.device = device
-        self._parameters = {name: (parameter, _copy(parameter)) for name, parameter in trained}
+        self._parameters = {name: (local(p.detach()), _copy(local(p))) for name, p in trained}
         self._buffers = [
             (module, name, buffer, _copy(buffer))
             for module in modules

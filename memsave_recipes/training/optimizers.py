@@ -39,6 +39,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.sharding.tensors import is_sharded, whole
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch
@@ -59,7 +60,8 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
     AdamW (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101), the same with its state in 8 bits (Dettmers et
     al. 2021, https://arxiv.org/abs/2110.02861), Muon (NOTE [ Muon ]), Adafactor (Shazeer & Stern 2018,
     https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a step, without the temporary copies
-    of the unfused ones. ``bf16_stochastic_round``: NOTE [ stochastic rounding ], with ``seed``.
+    of the unfused ones; of weights in shards SGD is not fused. ``bf16_stochastic_round``: NOTE [ stochastic rounding ],
+    with ``seed``.
 
     Raises:
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
@@ -71,8 +73,11 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
         case "adamw_bf16":
             optimizer = StochasticAdamW(parameters, lr=lr, weight_decay=weight_decay, seed=seed)
         case "sgd":
-            optimizer = SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=optim.momentum, fused=True)
-            optimizer.register_step_pre_hook(_begin_momentum)
+            in_shards = is_sharded(model)  # for which torch has no fused SGD
+            how: dict[str, Any] = {"foreach": in_shards or None, "fused": not in_shards}
+            optimizer = SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=optim.momentum, **how)
+            if not in_shards:
+                optimizer.register_step_pre_hook(_begin_momentum)
         case "adafactor":
             optimizer = Adafactor(parameters, lr=lr, weight_decay=weight_decay)
         case "adamw_8bit":
@@ -144,7 +149,7 @@ def clip_gradients(optim: OptimizerArguments, accelerator: Accelerator, model: n
     if optim.optimizer_in_backward:
         return None
     norm: Tensor = accelerator.clip_grad_norm_(model.parameters(), optim.max_grad_norm or float("inf"))
-    return norm
+    return whole(norm)
 
 
 def check_in_backward(

@@ -1,0 +1,146 @@
+"""Cut a model up over the ranks, in place: ``shard(trained, model, plan, groups, device)``.
+
+NOTE [ as under DDP ]
+1. All ranks begin with the weights of rank 0, whatever each has built.
+2. Buffers are not cut up, and each rank's forward moves its own (BatchNorm's statistics). Before the first forward of a
+   step they become those of rank 0; ``no_sync``, by which Accelerate tells a model that a step goes on, puts it off.
+3. Without gradients a forward leaves nothing gathered behind, so that ``parameters()`` are shards between two calls.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import Plan
+from memsave_recipes.sharding.groups import ShardGroups
+from memsave_recipes.sharding.units import units_of
+
+
+def shard(
+    trained: nn.Module, model: nn.Module, plan: Plan, groups: ShardGroups, device: torch.device, flag: str = "full"
+) -> None:
+    """Replace the parameters of ``trained`` by shards (``DTensor``) that are gathered unit by unit as it runs.
+
+    Find heads, blocks and layers for adapters before: ``fully_shard`` gives modules other classes. Make the optimizer
+    after.
+
+    Args:
+        trained: the root, as it is called in training.
+        model: inside of it, with the blocks; the same one where it is trained by itself.
+        plan: that will be applied; it joins blocks into units.
+        flag: the value of ``--shard``, for errors.
+
+    Raises:
+        InputError: as ``units_of``, or a parameter cannot be cut up.
+    """
+    units = units_of(model, plan, flag)
+    _check_parameters(trained, flag)
+    trained.to(device)
+    _send_from_rank_0([parameter.detach() for parameter in trained.parameters()])
+    mesh = groups.mesh(device)
+    for unit in units:
+        modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
+        fully_shard(modules, mesh=mesh, reshard_after_forward=not unit.stays)
+    fully_shard(trained, mesh=mesh)
+    buffers = _BuffersOfRank0(list(trained.buffers()))
+    trained.register_forward_pre_hook(buffers.before_forward)
+    trained.register_forward_hook(_free_without_gradients)
+    vars(trained)["no_sync"] = buffers.no_sync
+
+
+@contextmanager
+def callable_in_parts(trained: nn.Module) -> Iterator[None]:
+    """Inside, modules of ``trained`` may be called without it, by all ranks alike and without gradients."""
+    if isinstance(trained, FSDPModule):
+        trained.unshard()
+    try:
+        yield
+    finally:
+        free_gathered(trained)
+
+
+def free_gathered(trained: nn.Module) -> None:
+    """Free every gathered weight: ``parameters()`` are shards again."""
+    for unit in _units(trained):
+        unit.reshard()
+
+
+@contextmanager
+def noting_gathered(trained: nn.Module, note: Callable[[list[Tensor]], object]) -> Iterator[None]:
+    """Inside, ``note`` is given the whole weights of each unit when a forward has gathered them, and at the end."""
+    units: list[Any] = _units(trained)
+
+    def note_those_of(unit: nn.Module, *_: object) -> None:
+        note([parameter for parameter in unit.parameters() if not isinstance(parameter, DTensor)])
+
+    hooks = [unit.register_forward_pre_hook(note_those_of) for unit in units]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if units:
+            note_those_of(trained)
+
+
+def _units(trained: nn.Module) -> list[FSDPModule]:
+    return [module for module in trained.modules() if isinstance(module, FSDPModule)]
+
+
+def _check_parameters(trained: nn.Module, flag: str) -> None:
+    for name, parameter in trained.named_parameters():
+        if parameter.ndim == 0 or not parameter.is_contiguous():
+            what = "a single number" if parameter.ndim == 0 else "not contiguous"
+            raise InputError(f"--shard {flag}: {name} is {what}, which torch does not cut up: leave it out")
+
+
+def _free_without_gradients(trained: nn.Module, *_: object) -> None:
+    """Rule 3."""
+    if not torch.is_grad_enabled():
+        free_gathered(trained)
+
+
+@torch.no_grad()
+def _send_from_rank_0(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        dist.broadcast(tensor, 0)
+
+
+@dataclass(eq=False)
+class _BuffersOfRank0:
+    """Rule 2."""
+
+    buffers: list[Tensor]
+    are_due: bool = True
+    ends_step: bool = True
+
+    def before_forward(self, *_: object) -> None:
+        if self.are_due and self.buffers:
+            self._send()
+        self.are_due = self.ends_step and torch.is_grad_enabled()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, a step goes on after the forward."""
+        self.ends_step = False
+        try:
+            yield
+        finally:
+            self.ends_step = True
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        """As bytes, in one message: they are small, and of several dtypes."""
+        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in self.buffers]
+        message = torch.cat(parts)
+        dist.broadcast(message, 0)
+        for buffer, part in zip(self.buffers, message.split([len(part) for part in parts]), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # where its bytes are aligned

@@ -1,0 +1,56 @@
+"""Shards change no curve: 20 steps in float64 on several ranks give the weights of one rank."""
+
+from functools import cache, partial
+
+import pytest
+from small_runs import all_equal, largest_difference, trained_weights
+
+TOLERANCE = 1e-12
+"""Relative to the largest value of each tensor; the ranks add the same numbers in another order."""
+GLOBAL_BATCH = {"resnet": 8}  # whose micro-batches, by which BatchNorm normalises, are the same on 1, 2 and 4 ranks
+FEW = [("llama", 2, "full"), ("resnet", 4, "2")]
+ALL = [(kind, *how) for kind in ("llama", "gpt2", "vit", "resnet") for how in ((2, "full"), (4, "full"), (4, "2"))]
+CASES = [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.slow]) for case in ALL]
+
+
+def run(run_on_ranks, kind, num_ranks, flag, **options):
+    options = {"global_batch_size": GLOBAL_BATCH.get(kind, 10), **options}
+    return run_on_ranks(partial(trained_weights, kind, flag, **options), num_ranks, timeout_s=200)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(run_on_ranks):
+    return cache(lambda kind: run(run_on_ranks, kind, 1, "none")[0])
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "flag"), CASES)
+def test_the_weights_of_one_rank(run_on_ranks, on_one_rank, kind, num_ranks, flag):
+    weights, norms, _ = on_one_rank(kind)
+    ranks = run(run_on_ranks, kind, num_ranks, flag)
+    found, norms_found, _ = ranks[0]
+    assert largest_difference(found, weights) < TOLERANCE
+    assert norms_found == pytest.approx(norms, rel=TOLERANCE)
+    assert min(norms) > 0
+    assert all(all_equal(other, found) for other, _, _ in ranks)
+
+
+def test_a_step_that_is_left_out_on_no_rank_would_be_seen(on_one_rank):
+    """The tolerance is far below what a step does."""
+    weights, _, _ = on_one_rank("llama")
+    before = {name: 0 * tensor for name, tensor in weights.items()}
+    assert largest_difference(weights, before) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["resnet"])
+def test_statistics_of_batchnorm_are_those_of_rank_0_as_under_ddp(run_on_ranks, kind):
+    """After a step that ended, each rank's next forward begins with rank 0's: they differ by its own micro-batches."""
+    of_shards = run(run_on_ranks, kind, 2, "full", num_steps=4)
+    of_ddp = run(run_on_ranks, kind, 2, "none", num_steps=4)
+    assert not all_equal(of_ddp[0][2], of_ddp[1][2])
+    for (_, _, ours), (_, _, theirs) in zip(of_shards, of_ddp, strict=True):
+        assert largest_difference(as_floats(ours), as_floats(theirs)) < TOLERANCE
+
+
+def as_floats(buffers):
+    return {name: buffer.double() for name, buffer in buffers.items()}
