@@ -13,6 +13,9 @@ NOTE [ the commit ]
 4. Only now are older folders given up: each is renamed to ``.trash-NAME`` first, so that one half deleted is never
    taken for a checkpoint, and then deleted.
 5. A save that fails clears its sibling and touches nothing else.
+6. Of weights in shards every rank writes its own file into the sibling, brings it to the disk and makes its digest.
+   Rank 0 begins before the first of them and finishes after the last one, with their digests in the manifest. Where a
+   rank fails, all do, and rule 5 holds.
 
 The protocol is OLMo-core's (``train/checkpoint.py``), with digests. Not covered: a disk that lies about fsync, and file
 systems on which a rename is not atomic.
@@ -24,7 +27,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,22 +84,40 @@ def commit(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 def make_whole(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
     """Let ``write(temporary)`` fill a folder and make it ``folder/name``: rules 1 to 3 and 5 of NOTE [ the commit ]."""
-    temporary, target = folder / f"{TEMPORARY}{name}", folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in (temporary, _trash_of(target)):
-        delete(leftover)
-    temporary.mkdir()
+    temporary = begin(folder, name)
     try:
         write(temporary)
-        _let_others_read(temporary)
-        write_manifest(temporary)
-        if target.exists():  # it was damaged, or it would not be written again
-            discard(target)
-        os.rename(temporary, target)
-        sync(folder)
+        return finish(temporary, folder / name)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def begin(folder: Path, name: str) -> Path:
+    """Make the empty sibling of ``folder/name``: rule 1 of NOTE [ the commit ]."""
+    temporary = folder / f"{TEMPORARY}{name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in (temporary, _trash_of(folder / name)):
+        delete(leftover)
+    temporary.mkdir()
+    return temporary
+
+
+def finish(temporary: Path, target: Path, of_others: Sequence[Entry] = ()) -> Path:
+    """Make the filled sibling ``target``: rules 2 and 3 of NOTE [ the commit ].
+
+    Args:
+        of_others: files that other ranks have written, synced and hashed: rule 6.
+
+    Raises:
+        InputError: one of these is not there.
+    """
+    _let_others_read(temporary)
+    write_manifest(temporary, of_others)
+    if target.exists():  # it was damaged, or it would not be written again
+        discard(target)
+    os.rename(temporary, target)
+    sync(target.parent)
     return target
 
 
@@ -176,22 +197,41 @@ def _number_of(error: Exception) -> int:
     return int(in_text[1]) if in_text else 0
 
 
-def write_manifest(folder: Path) -> None:
+def write_manifest(folder: Path, of_others: Sequence[Entry] = ()) -> None:
     """Bring every file of ``folder`` to the disk, then write its manifest and bring that to the disk.
 
     The digests are computed while the disk is writing, several at a time: none of that holds Python's lock.
+
+    Args:
+        of_others: the entries of files that other ranks have brought to the disk.
+
+    Raises:
+        InputError: one of these is not there.
     """
+    known = {folder / entry["path"] for entry in of_others}
+    for path in known:
+        if not path.is_file():
+            raise InputError(
+                f"--output_dir {folder.parent.parent}: rank 0 does not see {path.name}, which another rank has written "
+                "there: put it on a disk that all machines share"
+            )
     with ThreadPoolExecutor(max_workers=HASHING_THREADS) as beside:
-        digests = {path: beside.submit(sha256_of_file, path) for path in _files(folder)}
+        digests = {path: beside.submit(sha256_of_file, path) for path in _files(folder) if path not in known}
         for path in digests:
             sync(path)
-        entries = [_entry(folder, path, digest.result()) for path, digest in digests.items()]
+        entries = [*of_others, *(_entry(folder, path, digest.result()) for path, digest in digests.items())]
     manifest = folder / MANIFEST
     manifest.write_text(_text(entries), encoding="utf-8")
     sync(manifest)
     for path in sorted(folder.rglob("*/")):
         sync(path)
     sync(folder)
+
+
+def settle(folder: Path, path: Path) -> Entry:
+    """Bring a file of ``folder`` to the disk; returns its entry in the manifest."""
+    sync(path)
+    return _entry(folder, path, sha256_of_file(path))
 
 
 def verify_manifest(folder: Path) -> None:

@@ -11,6 +11,7 @@ checkpoints.delete_last_step()                      # deletes that of the last s
 """
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,9 +20,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 
-from memsave_recipes.checkpoints.commit import check_space, clear_leftovers, commit, discard, disk_errors_as_input_error
+from memsave_recipes.checkpoints.commit import (
+    Entry,
+    begin,
+    check_space,
+    clear_leftovers,
+    commit,
+    discard,
+    disk_errors_as_input_error,
+    finish,
+    settle,
+)
 from memsave_recipes.checkpoints.resume import (
     BEST,
     STEP,
@@ -295,7 +307,7 @@ class Checkpoints:
             InputError: it could not be saved; the one before is as it was.
             NotFinite: the weights are not; the one before is as it was.
         """
-        if step != self.last_saved and not on_main_process(self.accelerator, lambda: self._write(step, state)):
+        if step != self.last_saved and not self._written(step, state):
             last = f"the last checkpoint is of step {self.last_saved}" if self.last_saved else "there is no checkpoint"
             raise NotFinite(
                 f"the weights are not finite after step {step}, although its loss was: they are not saved, {last}; "
@@ -337,18 +349,66 @@ class Checkpoints:
         """The number of the signal that this rank has received, 0 for none."""
         return self.signals.received if self.signals is not None else 0
 
-    def _write(self, step: int, state: Record) -> bool:
+    def _written(self, step: int, state: Record) -> bool:
         """Whether it was saved: the weights must be finite."""
+        if self.training.is_sharded:
+            return self._write_by_all(step, state)
+        return on_main_process(self.accelerator, lambda: self._write(step, state))
+
+    def _write(self, step: int, state: Record) -> bool:
+        """By rank 0, which has all of it."""
         if self.lock is not None:
             self.lock.keep()
         if not self.training.is_finite():
             return False
-        clear_leftovers(self.folder)
-        check_space(self.folder.parent, self.training.num_bytes())
-        record = {"step": step, "run": describe_run(self.order, self.layout, self.data), "state": state}
+        self._make_room()
+        record = self._record(step, state)
         commit(self.folder, f"{STEP}-{step}", lambda folder: self.training.write(folder, record))
         prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         return True
+
+    def _write_by_all(self, step: int, state: Record) -> bool:
+        """By every rank its parts: rule 6 of NOTE [ the commit ]."""
+        if not all(gather_object([self.training.is_finite()])):
+            return False
+        name, rank = f"{STEP}-{step}", self.accelerator.process_index
+        temporary = on_main_process(self.accelerator, lambda: self._begin(name))
+
+        def write_mine() -> Entry | None:
+            with disk_errors_as_input_error(self.folder, name):
+                path = self.training.write_parts(temporary, rank)
+                return None if path is None else settle(temporary, path)
+
+        def write_rest() -> None:
+            with disk_errors_as_input_error(self.folder, name):
+                self.training.write(temporary, self._record(step, state))
+                finish(temporary, self.folder / name, entries)
+            prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
+
+        try:
+            mine = on_all_processes(self.accelerator, write_mine)
+            entries = [entry for entry in gather_object([mine]) if entry is not None]
+            on_main_process(self.accelerator, write_rest)
+        except BaseException:
+            if self.accelerator.is_main_process:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return True
+
+    def _begin(self, name: str) -> Path:
+        """The folder that all ranks fill."""
+        if self.lock is not None:
+            self.lock.keep()
+        self._make_room()
+        with disk_errors_as_input_error(self.folder, name):
+            return begin(self.folder, name)
+
+    def _make_room(self) -> None:
+        clear_leftovers(self.folder)
+        check_space(self.folder.parent, self.training.num_bytes())
+
+    def _record(self, step: int, state: Record) -> Record:
+        return {"step": step, "run": describe_run(self.order, self.layout, self.data), "state": state}
 
     def _write_best(self, step: int, write: Callable[[Path], None]) -> None:
         commit(self.folder, f"{BEST}-{step}", write)

@@ -9,13 +9,16 @@ Not Accelerate's ``save_state``: it writes every rank's random state as a pickle
 DDP around it (so that they fit one kind of world), leaves out a schedule that it has not prepared, and keeps the
 optimizer in a pickle. Randomness needs no saving, see NOTE [ the exact global batch ].
 
+Where weights are in shards, every rank writes its parts of all tensors to one file (``shard_files.py``), and rank 0 the
+JSON. Both kinds are read by whole weights and by shards on any number of ranks.
+
 Frozen parameters are those that the run began with, so their digest is kept instead of their bytes: the checkpoint of
 an adapter is as small as the adapter.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from memsave_recipes.checkpoints.shard_files import NAME, read_parts, write_parts
 from memsave_recipes.errors import InputError
+from memsave_recipes.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
 from memsave_recipes.text import MIB
 from memsave_recipes.training.optimizers import parameters_by_optimizer, state_bytes
 
@@ -62,7 +67,10 @@ class TrainState:
         if accelerator.scaler is not None:
             self.parts["scaler"] = accelerator.scaler
         self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
+        self.is_sharded = is_sharded(self.model)
         self._frozen_digest: str | None = None
+        if self.is_sharded:
+            self._digest_of_frozen()  # here, where all ranks are
 
     def num_bytes(self) -> int:
         """Of the tensors of a checkpoint."""
@@ -81,17 +89,28 @@ class TrainState:
 
     @torch.no_grad()
     def is_finite(self) -> bool:
-        """Whether all weights that are trained are finite; makes no copy of any, and waits for the device once."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad and parameter.numel()]
-        extremes = [extreme.isfinite() for parameter in trained for extreme in parameter.aminmax()]  # NaN is extreme
-        return bool(torch.stack(extremes).all())
+        """Whether all weights that are trained are finite; makes no copy of any, and waits for the device once.
+
+        In shards, those of this rank.
+        """
+        trained = locals_of(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        found = [part.aminmax() for part in trained if part.numel()]
+        extremes = [extreme.isfinite() for pair in found for extreme in pair]  # NaN is extreme
+        return not extremes or bool(torch.stack(extremes).all())
 
     def write(self, folder: Path, record: Record) -> None:
-        """Write everything to ``folder``, with ``record`` beside it. For one rank."""
+        """Write everything to ``folder``, with ``record`` beside it; in shards all but the tensors. For one rank."""
         for stem, tree in self._trees().items():
-            write_pytree(folder, stem, tree)
+            write_pytree(folder, stem, tree, without_tensors=self.is_sharded)
         write_pytree(folder, FROZEN, self._digest_of_frozen())
         write_pytree(folder, RECORD, record)
+
+    def write_parts(self, folder: Path, rank: int) -> Path | None:
+        """Write this rank's parts of the tensors in shards, if it has any; returns the file. For every rank."""
+        tensors: dict[str, Tensor] = {}
+        for stem, tree in self._trees().items():
+            _pack(tree, stem, tensors, {})
+        return write_parts(folder, rank, tensors)
 
     def read(self, folder: Path) -> None:
         """Restore everything from ``folder``. For every rank.
@@ -102,8 +121,10 @@ class TrainState:
         try:
             if read_pytree(folder, FROZEN) != self._digest_of_frozen():
                 raise ValueError("the frozen weights are others than those it was trained with")
-            trees = {stem: read_pytree(folder, stem, mapped=not self._on_cpu) for stem in self.parts}
-            self._load_model(read_pytree(folder, "model", mapped=True))
+            parts = read_parts(folder, self._owners()) if is_in_parts(folder) else None
+            trees = {stem: read_pytree(folder, stem, mapped=not self._on_cpu, parts=parts) for stem in self.parts}
+            self._cut_up_state(trees["optimizer"])
+            self._load_model(read_pytree(folder, "model", mapped=True, parts=parts))
             _check_groups(trees["optimizer"], self.parts["optimizer"].state_dict())
             for stem, tree in trees.items():
                 _check_numbers(tree, self.parts[stem].state_dict(), stem)
@@ -113,6 +134,33 @@ class TrainState:
             raise
         except (Unreadable, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise InputError(_misfit(folder, error)) from error
+
+    def _owners(self) -> Callable[[str], Tensor | None]:
+        """The weight that a tensor of a checkpoint belongs to, and whose shards it has, by the tensor's name."""
+        weights, stepped = self.model.state_dict(), self._stepped
+
+        def owner(name: str) -> Tensor | None:
+            stem, _, key = name.partition(".")
+            match [stem, *key.split(".")]:
+                case ["optimizer", "state", number, _]:
+                    return stepped[int(number)]
+            return weights.get(key) if stem == "model" else None
+
+        return owner
+
+    @property
+    def _stepped(self) -> list[Tensor]:
+        """The parameters of the optimizer, in the order in which it numbers them."""
+        return [parameter for group in self.parts["optimizer"].param_groups for parameter in group["params"]]
+
+    def _cut_up_state(self, saved: PyTree) -> None:
+        """Whole state of an optimizer becomes shards, where its parameters are."""
+        stepped = self._stepped
+        for number, entry in saved["state"].items() if self.is_sharded else ():
+            parameter = stepped[number]
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    entry[key] = cut_like(value, parameter)
 
     def _trees(self) -> dict[str, PyTree]:
         frozen = self._frozen()
@@ -134,6 +182,8 @@ class TrainState:
         return self._frozen_digest
 
     def _load_model(self, weights: dict[str, Tensor]) -> None:
+        here = self.model.state_dict()
+        weights = {name: cut_like(tensor, here.get(name)) for name, tensor in weights.items()}
         outcome = self.model.load_state_dict(weights, strict=False)
         wrong = [*outcome.unexpected_keys, *(set(outcome.missing_keys) - self._frozen().keys())]
         if wrong:
@@ -145,8 +195,9 @@ def _belongs(key: str, name: str) -> bool:
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
+    """Of whole tensors, so a collective where they are in shards."""
     digest = hashlib.sha256()
-    for name, tensor in tensors.items():
+    for name, tensor in ((name, whole(tensor)) for name, tensor in tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -209,25 +260,35 @@ def _misfit(folder: Path, error: Exception) -> str:
     return f"--resume: {folder} does not fit this run ({reason[:300]}): give the flags that it was started with"
 
 
-def write_pytree(folder: Path, stem: str, tree: PyTree) -> None:
+def write_pytree(folder: Path, stem: str, tree: PyTree, *, without_tensors: bool = False) -> None:
     """Write ``tree`` to ``folder``.
+
+    Args:
+        without_tensors: other ranks write them as well.
 
     Raises:
         TypeError: something in it is of no known kind.
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _pack(tree, stem, tensors, {})
-    content = json.dumps({"parts": len(_parts(tensors)), "tree": skeleton})
+    parts = [] if without_tensors else _parts(tensors)
+    content = json.dumps({"parts": None if without_tensors else len(parts), "tree": skeleton})
     (folder / f"{stem}.json").write_text(content, encoding="utf-8")
-    for index, part in enumerate(_parts(tensors)):
+    for index, part in enumerate(parts):
         path = folder / _name(stem, index)
         save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, path)
 
 
-def read_pytree(folder: Path, stem: str, *, mapped: bool = False) -> PyTree:
+def is_in_parts(folder: Path) -> bool:
+    """Whether the tensors of a checkpoint were written in shards."""
+    return any(folder.glob(NAME.format(1)))
+
+
+def read_pytree(folder: Path, stem: str, *, mapped: bool = False, parts: dict[str, Tensor] | None = None) -> PyTree:
     """Read the pytree that ``write_pytree`` wrote, with every tensor on the CPU.
 
     Args:
+        parts: the tensors of a checkpoint in shards, which have been read.
         mapped: leave the tensors in the file, for a reader who copies them: they take no memory, on however many ranks.
 
     Raises:
@@ -237,10 +298,12 @@ def read_pytree(folder: Path, stem: str, *, mapped: bool = False) -> PyTree:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         tensors: dict[str, Tensor] = {}
-        for index in range(content["parts"]):
+        for index in range(content["parts"] or 0):
             path = folder / _name(stem, index)
             tensors |= load_file(path)
-        if not mapped:
+        if content["parts"] is None:
+            tensors = parts or {}
+        elif not mapped:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return _unpack(content["tree"], tensors)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -321,7 +384,10 @@ def _key(key: Any) -> str | int:
 
 
 def _identity(tensor: Tensor, path: str) -> Any:
-    """The same for tensors that are the same memory; empty ones have none."""
+    """The same for tensors that are the same memory; empty ones have none, nor a part that is empty on this rank."""
     if not tensor.numel() or tensor.device.type == "meta":
         return path
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    part = local(tensor)
+    if not part.numel():
+        return path
+    return part.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()

@@ -1,0 +1,25 @@
+"""Names of torch and Accelerate that are no public interface, and on which shards rest."""
+
+import inspect
+
+import torch.distributed.checkpoint._hf_utils as of_torch
+from accelerate.utils import launch
+
+from memsave_recipes.checkpoints import shard_files
+from memsave_recipes.sharding import groups
+
+
+def test_the_header_and_the_names_of_files_are_those_of_torch():
+    assert shard_files.OFFSETS == of_torch.CUSTOM_METADATA_KEY
+    assert of_torch.SAVED_OFFSETS_KEY == "saved_offsets"
+    assert of_torch._gen_file_name(1, 1, 3) == shard_files.NAME.format(3)
+
+
+def test_the_launcher_sets_the_variables_that_are_read():
+    source = inspect.getsource(launch)
+    for name in (groups.USES_FSDP, groups.USES_PARALLELISM, "FSDP_VERSION", "FSDP_RESHARD_AFTER_FORWARD"):
+        assert f'"{name}"' in source
+    for name in groups.REFUSED:
+        assert f'"{name}"' in source
+    for name in ("DP_REPLICATE", "DP_SHARD", *groups.OTHER_PARALLELISM):
+        assert f'prefix + "{name}_SIZE"' in source
