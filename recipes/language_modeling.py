@@ -137,9 +137,10 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
 
     figures = {"model": args.name, "num_trained_parameters": run.num_trained}
     results = run.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
-    if accelerator.is_main_process:
-        with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough
-            print("sample:", continue_text(bare, tokenizer, rows.prompt(args.prompt)))
+    with run.drawing_samples() as on_this_rank:
+        if on_this_rank:
+            with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough
+                accelerator.print("sample:", continue_text(bare, tokenizer, rows.prompt(args.prompt)))
     return results
 
 

@@ -9,6 +9,7 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 FOLDER = Path(__file__).parents[1] / "accelerate_configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
@@ -25,17 +26,19 @@ def resolve(path: Path, *flags: str) -> argparse.Namespace:
 def keys_without_comment(text: str) -> list[str]:
     """Keys that have a comment neither on their line nor on the line above."""
     lines = text.splitlines()
-    keys = {number: match[1] for number, line in enumerate(lines) if (match := re.match(r"(\w+):", line))}
+    keys = {number: match[1] for number, line in enumerate(lines) if (match := re.match(r" *(\w+):", line))}
     return [key for number, key in keys.items() if "# " not in lines[number] and not lines[number - 1].startswith("# ")]
 
 
 def test_the_files_are_those_of_the_design() -> None:
-    assert {path.stem for path in CONFIGS} >= {"cpu", "cpu_ddp", "single_gpu", "multi_gpu", "multi_node"}
+    of_whole_weights = {"cpu", "cpu_ddp", "single_gpu", "multi_gpu", "multi_node"}
+    assert {path.stem for path in CONFIGS} >= of_whole_weights | {"cpu_fsdp2", "fsdp2", "fsdp2_hsdp"}
 
 
 @each_config
 def test_loads_through_accelerates_own_class(path: Path) -> None:
-    expected = DistributedType.MULTI_GPU if load_config_from_file(str(path)).num_processes > 1 else DistributedType.NO
+    several = DistributedType.FSDP if "fsdp2" in path.stem else DistributedType.MULTI_GPU
+    expected = several if load_config_from_file(str(path)).num_processes > 1 else DistributedType.NO
     assert load_config_from_file(str(path)).distributed_type == expected
 
 
@@ -45,11 +48,23 @@ def test_every_key_reaches_the_launch(path: Path) -> None:
     written = yaml.safe_load(path.read_text())
     assert written.pop("compute_environment") == "LOCAL_MACHINE"
     arguments = resolve(path)
-    assert arguments.multi_gpu == (written.pop("distributed_type") == "MULTI_GPU")
+    kind = written.pop("distributed_type")
+    assert (arguments.multi_gpu, arguments.use_fsdp) == (kind == "MULTI_GPU", kind == "FSDP")
+    sizes = written.pop("parallelism_config", {})
+    assert arguments.use_parallelism_config == bool(sizes)
+    written |= sizes | written.pop("fsdp_config", {})
     assert {key: getattr(arguments, key) for key in written} == written
 
 
-@pytest.mark.parametrize("name", ["cpu_ddp", "multi_gpu", "multi_node"])
+def test_sizes_of_groups_reach_the_ranks() -> None:
+    environment = prepare_multi_gpu_env(resolve(FOLDER / "fsdp2_hsdp.yaml", "--main_process_port", "0"))
+    assert environment["ACCELERATE_USE_FSDP"] == environment["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    assert environment["FSDP_VERSION"] == "2"
+    assert environment["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] == "2"
+    assert environment["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "2"
+
+
+@pytest.mark.parametrize("name", ["cpu_ddp", "multi_gpu", "multi_node", "cpu_fsdp2", "fsdp2"])
 def test_num_processes_overrides_the_file(name: str) -> None:
     assert resolve(FOLDER / f"{name}.yaml", "--num_processes", "6").num_processes == 6
 

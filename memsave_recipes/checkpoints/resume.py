@@ -37,7 +37,7 @@ FREE = {
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
 }
 """The flags that change no weight, or no more than rounding does."""
-LATER = {"batchnorm": "local", "bitwise_topology": False, "packed_attention": "mask"}
+LATER = {"batchnorm": "local", "bitwise_topology": False, "packed_attention": "mask", "shard": "none"}
 """Flags that runs of an earlier version did not have, and how they were trained."""
 CHOSEN = ("packed_attention",)
 """Flags whose ``auto`` a run resolves when it begins, and writes down."""
@@ -194,6 +194,9 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
     notices = []
     for name in saved.keys() & now.keys() - free:
         if saved[name] == now[name] or (name in CHOSEN and now[name] == AUTO):
+            continue
+        if name == "shard":
+            notices.append(f"note: --shard was {saved[name]} and is {now[name]}: ranks add gradients in another order")
             continue
         if name not in PLACES:
             why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if name in LENGTH else ""

@@ -218,6 +218,8 @@ def choose_for_target(
     Raises:
         InputError: flags that contradict each other, or a model without blocks for the strategy.
     """
+    if task.run.in_shards:
+        raise InputError(f"--shard {task.run.shard}: memory is predicted for whole weights alone: leave it out here")
     model = fake_planned_model(task, launch.target)
     layouts = open_layouts(task.run, task.optim, launch.num_processes)
     strategy = str(task.run.activation_checkpointing)

@@ -50,6 +50,7 @@ from memsave_recipes.processes import (
 )
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
 from memsave_recipes.profiling.memory import ForwardMeter, is_out_of_memory, write_snapshot
+from memsave_recipes.sharding import is_sharded
 from memsave_recipes.text import format_bytes, spaced, to_gib
 from memsave_recipes.training.arguments import AUTO, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
@@ -242,7 +243,7 @@ class Failure:
                 f"  {str(self.error).strip().splitlines()[0]}",
                 f"what filled it, {when}:",
                 *_table(rows, width),
-                "what to change, how much it can free at the peak of a step, and the loss curve then:",
+                self.headline_of_advice,
                 *_table(advice, width),
                 self.write_snapshot(),
             ]
@@ -267,8 +268,25 @@ class Failure:
         return {**parts, "activations and temporaries": max(0, peak - sum(parts.values()))}
 
     @property
+    def headline_of_advice(self) -> str:
+        """The line before the table of ``savings``, or in place of it."""
+        if self.is_sharded:
+            return (
+                "what to change: a smaller --micro_batch_size, --activation_checkpointing full, or more ranks; how "
+                "much that frees is not computed for weights in shards"
+            )
+        return "what to change, how much it can free at the peak of a step, and the loss curve then:"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the weights."""
+        return is_sharded(self.model)
+
+    @property
     def savings(self) -> list[Saving]:
-        """Flags that would help."""
+        """Flags that would help, where that can be computed."""
+        if self.is_sharded:
+            return []
         measured, meter = self.breakdown, self.forward_meter
         activations = meter.num_bytes if measured is None else measured.activations_bytes
         return savings_of(

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
 
 from memsave_recipes.checkpoints import (
     Checkpoints,
@@ -37,6 +38,7 @@ from memsave_recipes.run.failures import LOG, RunSettings, write_log
 from memsave_recipes.run.report import check_state
 from memsave_recipes.run.trackers import NAME as METRICS
 from memsave_recipes.run.trackers import cut_back, start_trackers
+from memsave_recipes.sharding import gathered, is_sharded
 from memsave_recipes.text import printable
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.launch import (
@@ -262,13 +264,32 @@ def _write_whole(path: Path, text: str) -> None:
 GO_ON = "then go on with --resume"
 
 
-def save_model(accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
-    """Write the weights as safetensors, for a model of transformers or peft in its ``save_pretrained`` layout."""
+def weights_on_rank_0(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor] | None:
+    """Weights in shards, gathered on the host of rank 0 for ``save_model``; ``None`` where each rank has all of them.
+
+    For all ranks. Of adapters the weights that are trained.
+    """
+    bare = accelerator.unwrap_model(model)
+    if not is_sharded(bare):
+        return None
+    return gathered(bare, wanted=accelerator.is_main_process, only_trained=hasattr(bare, "peft_config"))
+
+
+def save_model(
+    accelerator: Accelerator, model: nn.Module, folder: Path, *, weights: dict[str, Tensor] | None = None
+) -> None:
+    """Write the weights as safetensors, for a model of transformers or peft in its ``save_pretrained`` layout.
+
+    Args:
+        weights: in place of the model's own, where these are in shards.
+    """
     bare = accelerator.unwrap_model(model)
     if hasattr(bare, "save_pretrained"):
-        bare.save_pretrained(folder, is_main_process=accelerator.is_main_process)
-    else:
+        bare.save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=weights)
+    elif weights is None:
         accelerator.save_model(bare, folder)
+    else:
+        save_torch_state_dict(weights, folder)
 
 
 def save_final(accelerator: Accelerator, folder: Path, *writers: Callable[[Path], Any], way_out: str = GO_ON) -> None:

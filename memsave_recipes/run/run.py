@@ -14,7 +14,7 @@ NOTE [ the order of a run ]
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
 
-from memsave_recipes.activations import apply_plan
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.activations.streaming import leave_to_this_rank, stream_of
 from memsave_recipes.checkpoints import Checkpoints, Resumed, RunLock, TrainState, locked_run_folder
@@ -60,10 +60,15 @@ from memsave_recipes.run.folder import (
     print_lines,
     save_final,
     save_model,
+    weights_on_rank_0,
     write_results,
 )
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.sharding import ShardGroups, launched_shard, shard
+from memsave_recipes.sharding.groups import NONE
+from memsave_recipes.sharding.shards import callable_in_parts
+from memsave_recipes.sharding.units import joint_blocks
 from memsave_recipes.training.arguments import AUTO, RecipeArguments
 from memsave_recipes.training.batch_layout import IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
@@ -129,6 +134,9 @@ class Run:
         self.num_workers = num_workers(args.dataloader_num_workers, accelerator)
         self.step = 0
         self.results: dict[str, Any] | None = None
+        self._groups = ShardGroups.of(args.shard, accelerator.num_processes)
+        if self._groups is not None and accelerator.mixed_precision == "fp16":
+            raise InputError(f"--shard {args.shard}: the scaler of fp16 has not been tried with it: take bf16")
         layout = self.args.layout(accelerator.num_processes)
         check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
 
@@ -145,11 +153,12 @@ class Run:
                 is not the one of the flags.
         """
         path = check_run_folder(args.output_dir, overwrite=args.overwrite, resume=args.resume)
-        earlier = read_earlier(path / CONFIG, path / CHECKPOINTS) if args.resume else None
-        notices = check_same_flags(earlier, flag_values((args,))) if earlier else []
         limit_s = 60 * args.collective_timeout_minutes
         with ExitStack() as stack:
             stack.enter_context(recorded())
+            args = _with_shard(args, stack.enter_context(launched_shard()))
+            earlier = read_earlier(path / CONFIG, path / CHECKPOINTS) if args.resume else None
+            notices = check_same_flags(earlier, flag_values((args,))) if earlier else []
             stack.enter_context(deterministic_kernels(args.full_determinism, later=args.verify != "off"))
             stack.enter_context(matmul_precision(args.matmul_precision))
             use_expandable_segments()
@@ -219,16 +228,30 @@ class Run:
             global_batchnorm(model)
         elif self.args.bitwise_topology:
             check_no_batchnorm(model)
-        optimizer = make_optimizer(self.args, model, seed=self.args.seed)
-        self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
         self._bare = model
         trained = model if trained is None else trained
+        if self._groups is not None:
+            self._shard(trained, model, self._groups)
+        optimizer = make_optimizer(self.args, model, seed=self.args.seed)
+        self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
+        if self._groups is not None:  # as for evaluation: with autocast, and without a DDP around the shards
+            self._model = self.accelerator.prepare_model(trained, device_placement=False, evaluation_mode=True)
+            self._optimizer = self.accelerator.prepare_optimizer(optimizer)
+            return self._model, self._optimizer, self._scheduler
         is_streamed = stream_of(model) is not None
         if is_streamed:
             leave_to_this_rank(trained)
         placement = [not is_streamed, True]
         self._model, self._optimizer = self.accelerator.prepare(trained, optimizer, device_placement=placement)
         return self._model, self._optimizer, self._scheduler
+
+    def _shard(self, trained: nn.Module, model: nn.Module, groups: ShardGroups) -> None:
+        """Cut the weights up, in units of the plan that the flags name."""
+        args = self.args
+        plan = plan_blocks(model, args.activation_checkpointing)
+        shard(trained, model, plan, groups, self.accelerator.device, args.shard)
+        self._joint_blocks = joint_blocks(plan)
+        self.accelerator.print(groups.describe())
 
     def apply_plan(self, task: Task) -> None:
         """Apply the activation plan that the flags name, or the fastest that fits ``--memory_budget_gib``; verify it.
@@ -252,6 +275,11 @@ class Run:
             raise InputError(
                 f"--bitwise_topology: the plan of --activation_checkpointing {args.activation_checkpointing} {does}: "
                 "take a plan that does not"
+            )
+        if self._groups is not None and joint_blocks(self.planned.plan) != self._joint_blocks:
+            raise InputError(
+                f"--shard {args.shard}: not all blocks of --activation_checkpointing {args.activation_checkpointing} "
+                "run, so its spans are others than the units of the weights: take full"
             )
         self._handle = apply_plan(self._bare, self.planned.plan)
         self._equivalence = verify_plan(args.verify, accelerator, model, self._handle, batches, loss_of)
@@ -370,7 +398,7 @@ class Run:
             )
             figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._report.state_dict))
             if self._report.log_evaluation(self.step, figures) and self.args.save_best:
-                self._checkpoints.save_best(self.step, partial(save_model, self.accelerator, self._saved))
+                self._checkpoints.save_best(self.step, self._writer_of(self._saved))
 
     def save_if_due(self) -> None:
         """Save a checkpoint if it is time, or a signal asks for it.
@@ -380,6 +408,12 @@ class Run:
         """
         with self._report.clock.paused():
             self._checkpoints.after_step(self.step, self._report.state_dict)
+
+    @contextmanager
+    def drawing_samples(self) -> Iterator[bool]:
+        """Inside, this rank may run the model outside of a step, if it is told so; in shards all ranks have to."""
+        with callable_in_parts(self._model):
+            yield self.accelerator.is_main_process or self._groups is not None
 
     def finish(
         self,
@@ -411,11 +445,15 @@ class Run:
         }
         if not self.args.eval_only or self.flags.get("lora_merge"):
             card = partial(write_model_card, facts=self._card(trained, known))
-            weights = partial(save_model, self.accelerator, trained)
-            save_final(self.accelerator, self.folder.path, weights, *writers, card)
+            save_final(self.accelerator, self.folder.path, self._writer_of(trained), *writers, card)
         self.results = {**known, **self._equivalence, **self._report.results()}
         write_results(self.accelerator, self.folder.path, self.results, self._checkpoints)
         return self.results
+
+    def _writer_of(self, model: nn.Module) -> Callable[[Path], None]:
+        """Writes the weights of ``model`` on rank 0; make it on all ranks."""
+        weights = weights_on_rank_0(self.accelerator, model)
+        return partial(save_model, self.accelerator, model, weights=weights)
 
     def _make_checkpoints(self, train_state: TrainState, data: Fingerprint) -> Checkpoints:
         if not self.args.eval_only:
@@ -467,3 +505,14 @@ class Run:
         elif self.accelerator.is_main_process:
             show(compare([read_run(self.folder.path)]))
         finish_trackers(self.accelerator, self.results)
+
+
+def _with_shard(args: Any, launched: str | None) -> Any:
+    """The flags with the ``--shard`` that the launch file implies.
+
+    Raises:
+        InputError: the flag says another one.
+    """
+    if launched is not None and args.shard not in (None, launched):
+        raise InputError(f"--shard {args.shard}: the launch file says {launched}: leave one of them out")
+    return replace(args, shard=args.shard or launched or NONE)

@@ -9,6 +9,8 @@ import torch
 
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.plans import BUDGET_WORDS
+from memsave_recipes.plans.plan import offloads
+from memsave_recipes.sharding.groups import FULL, NONE
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 
 # Schedules that need no argument beyond the number of steps.
@@ -85,6 +87,13 @@ class RunArguments(TrackerArguments):
         metadata={
             "help": "the same weights and losses, bit for bit, on any number of ranks: micro-batches of one "
             "--micro_batch_size, whose gradients are added in a fixed order"
+        },
+    )
+    shard: str | None = field(
+        default=None,
+        metadata={
+            "help": "weights, gradients and optimizer state in shards (FSDP2): full, over all ranks; or a number, over "
+            "groups of so many ranks that replicate one another; default: as the launch file says, else none"
         },
     )
     drop_last: bool = field(default=False, metadata={"help": "leave out the last step of an epoch if it is short"})
@@ -168,6 +177,7 @@ class RunArguments(TrackerArguments):
         self._check_batchnorm()
         self._check_budget()
         self._check_topology()
+        self._check_shards()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
         require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "above 0 and at most 1e6")
         require(self.max_steps is None or self.max_steps >= 1, "--max_steps", self.max_steps, "at least 1")
@@ -263,6 +273,39 @@ class RunArguments(TrackerArguments):
                 f"--bitwise_topology and --batchnorm global: --activation_checkpointing {strategy} is not measured for "
                 "micro-batches in lockstep: take full, none, or another plan by its name"
             )
+
+    def _check_shards(self) -> None:
+        """``--shard`` goes without flags that need whole weights, or whole gradients, on a rank."""
+        size = self.shard
+        is_number = str(size).isascii() and str(size).isdigit()
+        in_range = size in (None, NONE, FULL) or (is_number and int(str(size)) >= 2)
+        require(in_range, "--shard", size, "none, full, or how many ranks share the weights, from 2")
+        if not self.in_shards:
+            return
+        strategy = str(self.activation_checkpointing)
+        searched = f"--activation_checkpointing {strategy}" if self.solves else "--micro_batch_size auto"
+        reasons = {
+            "--bitwise_topology adds up whole gradients in one order": self.bitwise_topology,
+            "--batchnorm global joins the micro-batches of ranks that gather weights at other times": self.batchnorm
+            == "global",
+            "--sync_batchnorm has not been tried with it": self.sync_batchnorm,
+            f"{searched} would be measured on whole weights: name a plan and a number": self.searches,
+            f"--activation_checkpointing {strategy} moves gathered weights to the host, too: take full": offloads(
+                strategy
+            ),
+        }
+        self._refuse_beside_shards(reasons)
+
+    def _refuse_beside_shards(self, reasons: dict[str, bool]) -> None:
+        for reason, holds in reasons.items():
+            if holds:
+                way_out = "" if ": " in reason else ": leave one of them out"
+                raise InputError(f"--shard {self.shard}: {reason}{way_out}")
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether a rank holds a part of the weights."""
+        return self.shard not in (None, NONE)
 
     @property
     def solves(self) -> bool:
@@ -397,8 +440,27 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
                 f"--bf16_stochastic_round is for weights in bfloat16, and these are {self.dtype}: add --dtype bfloat16 "
                 "or leave it out"
             )
+        if self.in_shards:
+            self._check_parts_of_shards()
         if self.eval_only and self.resume:
             raise InputError("--eval_only trains nothing, so --resume has nothing to go on with: leave it out")
+
+    def _check_parts_of_shards(self) -> None:
+        """``--shard`` goes without what a recipe or an optimizer does to whole weights."""
+        flags = vars(self)
+        reasons = {
+            "--optimizer muon orthogonalises whole matrices: take adamw": self.optimizer == "muon",
+            "--optimizer adafactor has means over whole rows and columns: take adamw": self.optimizer == "adafactor",
+            "--optimizer adamw_8bit has blocks of whole weights, which shards would move: take adamw": self.optimizer
+            == "adamw_8bit",
+            "--bf16_stochastic_round draws its numbers for whole weights": self.bf16_stochastic_round,
+            "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
+            "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
+            "--stream_frozen keeps whole weights on the host": flags.get("stream_frozen", "none") != "none",
+            "--lora_merge adds to whole weights: merge afterwards with --model_name_or_path FOLDER --lora_merge "
+            "--eval_only": bool(flags.get("lora_merge")),
+        }
+        self._refuse_beside_shards(reasons)
 
 
 def _is_label(name: str, longest: int) -> bool:

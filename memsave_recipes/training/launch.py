@@ -18,8 +18,9 @@ NOTE [ silent launches ], as of Accelerate 1.15
    either (only a single process gets ``ACCELERATE_USE_CPU``): on a machine with GPUs they would take those.
 3. Processes are shared out as ``num_processes // num_machines``: 5 over 2 machines are 4.
 4. More processes than GPUs share a GPU: NCCL fails late, with an error that does not say so.
-5. ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` in the environment divides every gradient, and
-   FSDP, DeepSpeed and Megatron cut up the weights that our checkpoints and figures take for whole.
+5. ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS`` in the environment divides every gradient. DeepSpeed and Megatron cut up
+   the weights in ways of their own, and so does Accelerate for FSDP, where no run has taken that over
+   (``memsave_recipes/sharding/groups.py``).
 6. ``dynamo_backend`` of the user's own config file, which ``accelerate config`` has written, compiles the whole model:
    other bits than those of a plan, and other memory than the planner has measured.
 
@@ -165,8 +166,8 @@ def _check_whole_weights() -> None:
     for name, variable in SHARDING.items():
         if parse_flag_from_env(variable):
             raise InputError(
-                f"{name} cuts up the weights, which the recipes do not: launch with "
-                "`--config_file accelerate_configs/multi_gpu.yaml`"
+                f"{name} cuts up the weights in a way of its own: launch with "
+                "`--config_file accelerate_configs/multi_gpu.yaml`, and pass a recipe --shard for FSDP2"
             )
 
 

@@ -171,6 +171,7 @@ def save_weights_that_are_not_finite(folder, accelerator):
     return None
 
 
+@pytest.mark.slow
 def test_weights_that_one_rank_has_not_finite_are_not_saved(run_on_ranks, tmp_path):
     assert run_on_ranks(partial(save_weights_that_are_not_finite, tmp_path / "none"), 2) == ["NotFinite"] * 2
     assert not (tmp_path / "none").exists()

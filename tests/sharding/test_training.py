@@ -12,9 +12,9 @@ ROUNDING = 1e-12
 
 
 def chunked_and_full(kinds, accelerator):
-    """The weights after three steps with all logits and without, by model and loss."""
+    """The weights after two steps with all logits and without, by model and loss."""
     return {
-        (kind, loss): trained_weights(kind, "full", accelerator, loss=loss, num_steps=3)[0]
+        (kind, loss): trained_weights(kind, "full", accelerator, loss=loss, num_steps=2)[0]
         for kind in kinds
         for loss in ("full", "chunked")
     }

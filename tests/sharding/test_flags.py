@@ -1,0 +1,34 @@
+"""``--shard`` beside flags that need whole weights ends in one line that names both."""
+
+import pytest
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.training.arguments import RecipeArguments
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"shard": "1"}, "--shard 1: must be none, full, or how many ranks share the weights, from 2"),
+        ({"shard": "half"}, "--shard half: must be none, full"),
+        ({"optimizer": "muon"}, "--shard full: --optimizer muon orthogonalises whole matrices: take adamw"),
+        ({"optimizer": "adafactor"}, "--shard full: --optimizer adafactor has means over whole rows"),
+        ({"optimizer": "adamw_8bit"}, "--shard full: --optimizer adamw_8bit has blocks of whole weights"),
+        ({"bf16_stochastic_round": True, "dtype": "bfloat16"}, "--shard full: --bf16_stochastic_round draws"),
+        ({"optimizer_in_backward": True}, "--shard full: --optimizer_in_backward steps on gradients before"),
+        ({"bitwise_topology": True, "micro_batch_size": 2}, "--shard full: --bitwise_topology adds up whole gradients"),
+        ({"batchnorm": "global"}, "--shard full: --batchnorm global joins the micro-batches"),
+        ({"sync_batchnorm": True}, "--shard full: --sync_batchnorm has not been tried with it: leave one of them out"),
+        (
+            {"activation_checkpointing": "budget", "memory_budget_gib": 1.0},
+            "--shard full: --activation_checkpointing budget would be measured on whole weights: name a plan",
+        ),
+        ({"micro_batch_size": "auto", "memory_budget_gib": 1.0}, "--shard full: --micro_batch_size auto would be"),
+        ({"activation_checkpointing": "offload"}, "--shard full: --activation_checkpointing offload moves"),
+    ],
+)
+def test_flags_that_need_whole_weights_are_refused(flags, line):
+    with pytest.raises(InputError) as refused:
+        RecipeArguments(output_dir="run", **{"shard": "full", **flags})
+    assert refused.value.one_line.startswith(line)
+    RecipeArguments(output_dir="run", **{**flags, "shard": "none"})

@@ -1,0 +1,172 @@
+"""A recipe launched with ``accelerate_configs/cpu_fsdp2.yaml``: a finished run with the curve of one process."""
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.run.run import Run
+from memsave_recipes.training.arguments import RecipeArguments
+
+ROOT = Path(__file__).parents[2]
+ACCELERATE = Path(sysconfig.get_path("scripts")) / "accelerate"
+RECIPE = ROOT / "recipes" / "language_modeling.py"
+TINY = "n_layer=3,n_head=2,n_embd=16"
+FLAGS = (
+    *("--model_type", "gpt2", "--config_overrides", TINY, "--vocab_size", "300", "--block_size", "16"),
+    *("--global_batch_size", "6", "--micro_batch_size", "2", "--max_steps", "4", "--eval_steps", "2"),
+    *("--logging_steps", "1", "--dtype", "float64", "--report_to", "none", "--max_eval_samples", "8"),
+)
+
+
+def train_here(*flags):
+    """On one rank with whole weights, in this process."""
+    specification = importlib.util.spec_from_file_location("language_modeling", RECIPE)
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["language_modeling"] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    module.main([str(flag) for flag in flags])
+
+
+def launch(config, *flags, num_processes=None, of_launch=()):
+    of_ranks = ["--num_processes", str(num_processes)] if num_processes else []
+    of_launch = ["--config_file", ROOT / "accelerate_configs" / config, *of_ranks, *of_launch]
+    return subprocess.run(
+        [ACCELERATE, "launch", *of_launch, RECIPE, *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    text = folder / "text.txt"
+    text.write_text(
+        "\n\n".join(f"Line {number} of a text, and {number * number} is its square." for number in range(300))
+    )
+    flags = [*FLAGS, "--train_file", text]
+    train_here(*flags, "--output_dir", folder / "one")
+    flags += ["--activation_checkpointing", "segments:2", "--verify", "--save_every", "2"]
+    done = launch("cpu_fsdp2.yaml", *flags, "--output_dir", folder / "two")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "two.out").write_text(done.stdout)
+    return folder
+
+
+def test_the_curve_of_one_process(runs):
+    assert losses(runs / "two") == pytest.approx(losses(runs / "one"), rel=1e-9)
+    one, two = (json.loads((runs / name / "results.json").read_text()) for name in ("one", "two"))
+    assert two["num_processes"] == 2
+    assert two["eval"]["loss"] == pytest.approx(one["eval"]["loss"], rel=1e-9)
+    assert two["equivalence"]["verdict"] == "identical"
+    assert json.loads((runs / "two" / "config.json").read_text())["shard"] == "full"
+
+
+def test_it_says_so_and_draws_a_sample(runs):
+    output = (runs / "two.out").read_text()
+    assert "weights, gradients and optimizer state in shards over 2 ranks" in output
+    assert output.count("sample: ") == 1
+
+
+def test_a_rank_holds_about_half_of_it(runs):
+    one, two = (
+        json.loads((runs / name / "results.json").read_text())["memory"]["breakdown"] for name in ("one", "two")
+    )
+    assert two["optimizer_state_gib"] < 0.55 * one["optimizer_state_gib"]
+
+
+def test_final_is_a_model_of_transformers_with_the_same_weights(runs):
+    one, two = (load_file(runs / name / "final" / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(((one[name] - two[name]).abs().max() <= 1e-9 * one[name].abs().max()) for name in one)
+    assert AutoModelForCausalLM.from_pretrained(runs / "two" / "final").config.architectures == ["GPT2LMHeadModel"]
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_whole_weights_on_one_process(runs, tmp_path):
+    """From the checkpoint of its second step, as if it had been stopped there."""
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    for name in ("config.json", "plan.json", "metrics.jsonl", "checkpoints/step-2"):
+        target = stopped / name
+        target.parent.mkdir(exist_ok=True)
+        source = runs / "two" / name
+        subprocess.run(["cp", "-r", source, target], check=True)
+    flags = [*FLAGS, "--train_file", runs / "text.txt", "--activation_checkpointing", "segments:2", "--save_every", "2"]
+    done = launch("cpu.yaml", *flags, "--resume", "--output_dir", stopped)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "note: --shard was full and is none" in done.stdout
+    assert losses(stopped) == pytest.approx(losses(runs / "one"), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_groups_that_replicate_one_another(runs, tmp_path):
+    """By the flag, and by the file for two machines, whose launchers run side by side here."""
+    flags = [*FLAGS, "--train_file", runs / "text.txt", "--output_dir"]
+    done = launch("cpu_ddp.yaml", *flags, tmp_path / "flag", "--shard", "2", num_processes=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "over 2 ranks, replicated 2 times" in done.stdout
+    assert losses(tmp_path / "flag") == pytest.approx(losses(runs / "one"), rel=1e-9)
+    port = ["--main_process_port", str(free_port())]
+    with ThreadPoolExecutor(2) as machines:
+        launched = [
+            machines.submit(
+                launch, "fsdp2_hsdp.yaml", *flags, tmp_path / "file", of_launch=[*port, "--machine_rank", rank]
+            )
+            for rank in ("0", "1")
+        ]
+    assert [machine.result().returncode for machine in launched] == [0, 0], launched[0].result().stderr[-3000:]
+    assert losses(tmp_path / "file") == losses(tmp_path / "flag")
+
+
+def test_a_run_asks_before_it_trains_whole_weights(monkeypatch, tmp_path):
+    args = RecipeArguments(output_dir=str(tmp_path / "run"), report_to=["none"], shard="full")
+    with pytest.raises(InputError, match="--shard full: there is one rank"), Run.open(args, recipe="one"):
+        pass
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    args = replace(args, shard="2")
+    with pytest.raises(InputError, match="--shard 2: the launch file says full"), Run.open(args, recipe="two"):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "num_processes", "flags", "line"),
+    [
+        ("cpu_fsdp2.yaml", 1, (), "error: --shard full: there is one rank"),
+        ("cpu_fsdp2.yaml", None, ("--shard", "none"), "error: --shard none: the launch file says full"),
+    ],
+)
+def test_asked_for_shards_and_got_none(tmp_path, config, num_processes, flags, line):
+    done = launch(config, *FLAGS, *flags, "--output_dir", tmp_path / "run", num_processes=num_processes)
+    assert next(found for found in done.stderr.splitlines() if found.startswith("error: ")).startswith(line)
+    assert not (tmp_path / "run").exists()
