@@ -222,7 +222,7 @@ class Run:
 
         Raises:
             InputError: ``--bitwise_topology`` and a model with BatchNorm that is local; ``--batchnorm global`` and one
-                without.
+                without; or, with ``--shard``, as ``shard``.
         """
         if self.args.batchnorm == "global":
             global_batchnorm(model)

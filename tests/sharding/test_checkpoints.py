@@ -1,6 +1,7 @@
 """Checkpoints in shards: saved on so many ranks, loaded on any other number, in any shards or whole, bit for bit."""
 
 import json
+import os
 import shutil
 from functools import partial
 from itertools import product
@@ -156,6 +157,22 @@ def test_a_full_disk_on_one_rank_ends_all_and_keeps_the_one_before(run_on_ranks,
     assert {kind for kind, _ in raised} == {"InputError"}
     assert all("step-4 cannot be written or deleted, the disk is full" in message for _, message in raised)
     assert [path.name for path in Path(tmp_path, "checkpoints").iterdir()] == ["step-3"]
+    assert find_newest(tmp_path / "checkpoints").step == SAVED
+
+
+def save_where_a_rank_dies(folder, accelerator):
+    training = Training(accelerator, "llama", "full", num_steps=STEPS).train(SAVED)
+    checkpoints = checkpoints_of(training, folder)
+    checkpoints.save(SAVED, RECORD)
+    if accelerator.process_index == 1:
+        checkpoints.training.write_parts = lambda *_: os._exit(9)
+    checkpoints.save(SAVED + 1, RECORD)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(run_on_ranks, tmp_path):
+    with pytest.raises(RuntimeError, match="rank 1: ended without a result"):
+        run_on_ranks(partial(save_where_a_rank_dies, tmp_path / "checkpoints"), 2)
     assert find_newest(tmp_path / "checkpoints").step == SAVED
 
 

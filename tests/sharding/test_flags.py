@@ -1,9 +1,19 @@
 """``--shard`` beside flags that need whole weights ends in one line that names both."""
 
+from dataclasses import dataclass
+
 import pytest
+import torch
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.models import adapters
+from memsave_recipes.models.adapters import LoraArguments
 from memsave_recipes.training.arguments import RecipeArguments
+
+
+@dataclass(kw_only=True)
+class WithAdapters(RecipeArguments, LoraArguments):
+    """The flags of a recipe for text."""
 
 
 @pytest.mark.parametrize(
@@ -32,3 +42,20 @@ def test_flags_that_need_whole_weights_are_refused(flags, line):
         RecipeArguments(output_dir="run", **{"shard": "full", **flags})
     assert refused.value.one_line.startswith(line)
     RecipeArguments(output_dir="run", **{**flags, "shard": "none"})
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "line"),
+    [
+        ("lora_merge", True, "--shard 2: --lora_merge adds to whole weights: merge afterwards with"),
+        ("stream_frozen", "host", "--shard 2: --stream_frozen keeps whole weights on the host: leave one of them out"),
+        ("load_in_4bit", True, "--shard 2: --load_in_4bit packs whole weights: leave one of them out"),
+    ],
+)
+def test_what_is_done_to_whole_frozen_weights_is_refused(monkeypatch, flag, value, line):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(adapters, "find_spec", lambda name: name)
+    with pytest.raises(InputError) as refused:
+        WithAdapters(output_dir="run", shard="2", lora=True, **{flag: value})
+    assert refused.value.one_line.startswith(line)
+    WithAdapters(output_dir="run", lora=True, **{flag: value})
