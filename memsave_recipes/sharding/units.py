@@ -19,8 +19,8 @@ from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import Block, CalledLayers, Layer, Stack
 from memsave_recipes.activations.tiles import is_norm_of_a_token
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans import Action, Plan
-from memsave_recipes.plans.plan import TILED
+from memsave_recipes.plans import Plan
+from memsave_recipes.plans.plan import JOINT, TILED
 
 LEAST = 2
 """Units, besides the root: one alone would be gathered for the whole step."""
@@ -79,7 +79,7 @@ def check_plan(plan: Plan, flag: str) -> None:
 
 def joint_blocks(plan: Plan) -> list[tuple[str, ...]]:
     """The blocks of each span of several that recompute together."""
-    joint = [span for span in plan.spans if span.action is Action.RECOMPUTE and span.stop - span.start > 1]
+    joint = [span for span in plan.spans if span.action in JOINT and span.stop - span.start > 1]
     return [plan.blocks[span.start : span.stop] for span in joint]
 
 

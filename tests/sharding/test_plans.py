@@ -7,8 +7,8 @@ import torch
 from small_runs import Training, all_equal, largest_difference
 from torch.distributed.fsdp import FSDPModule
 
-LAYERS = ("full", "every:2", "segments:2", "segments:3", "selective")
-SEQUENCES = ("full", "every:3", "segments:3", "selective")
+LAYERS = ("full", "every:2", "segments:2", "segments:3", "nested:2", "selective")
+SEQUENCES = ("full", "every:3", "segments:3", "nested:3", "selective")
 
 
 def gradients_under(kind, flag, strategies, accelerator):
