@@ -1,15 +1,17 @@
 """The longest row of tokens in a given memory: plain, Hugging Face's checkpointing, and plans with a chunked loss.
 
     python benchmarks/long_context.py --quick     # a tiny model: shows that it runs
-    python benchmarks/long_context.py             # half an hour on one core
+    python benchmarks/long_context.py             # two hours on one core
+    pip install deepspeed                         # before it, for the row of DeepSpeed's tiling
 
 A step is a forward, a backward and AdamW's update on one row that is one document, in float32: all that it allocates,
 with parameters and optimizer state. Bytes are those of the same step on fake tensors. At the lengths of ``--real`` the
 step really runs, its bytes stand beside these, and its time is compared with that of Hugging Face's checkpointing,
-round by round.
+round by round. At those of ``--long`` it runs once, for its bytes, in the ways that fit in 16 GiB and need no host.
 
 * *plain*: the model's own loss, without checkpointing.
 * *HF checkpointing*: the same with ``gradient_checkpointing_enable()``.
+* *DeepSpeed's tiling*: its tiled MLPs and tiled loss under Hugging Face's checkpointing, where it is installed.
 * *full*, *full_tiled* and *full_tiled_offload*: these strategies with ``CausalLMLoss(model, "chunked")``. Of the last
   one the bytes are those of a device with a host beside it, on fake tensors alone. Where it really runs, what would
   wait there is copied within the CPU's memory: its time has the copies, its bytes are not told.
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import deepspeed_tiling
 import harness
 import torch
 from torch import Tensor
@@ -52,10 +55,12 @@ SHAPE = {
 QUICK_SHAPE = {**SHAPE, "hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "vocab_size": 512}
 BUDGETS_GIB, QUICK_BUDGETS_GIB = (1.5, 2.0, 4.0), (0.02, 0.04)
 STEP_TOKENS = 512
-BASELINE = "HF checkpointing"
+BASELINE, PEER = "HF checkpointing", "DeepSpeed's tiling"
 IN_BACKWARD = ", in backward"
 TILED = ("full_tiled", "full_tiled_offload")
-WAYS = ("plain", BASELINE, "full", *TILED, *(f"{way}{IN_BACKWARD}" for way in TILED))
+PEERS = (PEER,) if deepspeed_tiling.IS_INSTALLED else ()
+WAYS = ("plain", BASELINE, *PEERS, "full", *TILED, *(f"{way}{IN_BACKWARD}" for way in TILED))
+LONG_WAYS = (BASELINE, *PEERS, "full", "full_tiled")
 HEADINGS = ("way", "longest row", "of HF's", "bytes a token")
 
 # Without transformers' masks, which it makes for fake tensors alone where a row is one document.
@@ -81,8 +86,10 @@ class Training:
                 set_packed_attention(model, "document")
             else:
                 model.set_attn_implementation(WITHOUT_MASK)
-            if way == BASELINE:
+            if way in (BASELINE, PEER):
                 model.gradient_checkpointing_enable({"use_reentrant": False})
+            if way == PEER:
+                deepspeed_tiling.tile_mlps(model)
             return model
 
         return cls(way, fake_model(build) if fake else build())
@@ -116,12 +123,15 @@ class Training:
         optimizer = self.optimizer
         strategy = self.way.removesuffix(IN_BACKWARD) if self.is_plans else "none"
         with apply_plan(self.model, plan_blocks(self.model, strategy)) if self.is_plans else nullcontext():
-            self._loss(tokens).backward()
+            self.loss_of(tokens).backward()
         if not self.way.endswith(IN_BACKWARD):
             optimizer.step()
             optimizer.zero_grad()
 
-    def _loss(self, tokens: Tensor) -> Tensor:
+    def loss_of(self, tokens: Tensor) -> Tensor:
+        """The mean over the tokens."""
+        if self.way == PEER:
+            return deepspeed_tiling.tiled_loss(self.model, tokens)
         if not self.is_plans:
             loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
             return loss
@@ -208,7 +218,6 @@ def rows_of(shape: dict[str, int], budgets_gib: Sequence[float]) -> Iterator[dic
 
 def real_rows(shape: dict[str, int], lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
     """A row for each way at each length: real bytes, where the CPU has them, beside those on paper, and the time."""
-    device = torch.device("cpu")
     trainings = {way: Training.of(way, shape, fake=False) for way in WAYS}
     for length in lengths:
         steps: dict[str, Callable[[], None]] = {
@@ -218,18 +227,26 @@ def real_rows(shape: dict[str, int], lengths: Sequence[int], rounds: int) -> Ite
             for step in steps.values():
                 step()
             seconds = harness.time_in_turns(steps, rounds)
-        peaks = {
-            way: trainings[way].resident_bytes + harness.peak_bytes(step, device)
-            for way, step in steps.items()
-            if not trainings[way].offloads
-        }
-        for way in trainings:
-            on_paper = fake_bytes(Training.of(way, shape, fake=True), length)
+        for way, training in trainings.items():
             middle, quartiles = harness.median_and_quartiles(harness.ratios(seconds[way], seconds[BASELINE]))
-            yield {
-                **{"way": way, "length": length, "time_ratio": middle, "quartiles": quartiles},
-                **{"real_bytes": peaks.get(way), "paper_bytes": on_paper},
-            }
+            yield {**measured_bytes(training, shape, length), "time_ratio": middle, "quartiles": quartiles}
+
+
+def long_rows(shape: dict[str, int], lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The same without times, after a short step that makes the optimizer's state."""
+    for length in lengths:
+        for way in LONG_WAYS:
+            training = Training.of(way, shape, fake=False)
+            training.step(training.tokens(STEP_TOKENS))
+            yield {**measured_bytes(training, shape, length), "time_ratio": None, "quartiles": []}
+
+
+def measured_bytes(training: Training, shape: dict[str, int], length: int) -> dict[str, Any]:
+    """Those of one step more, and those on paper."""
+    step = partial(training.step, training.tokens(length))
+    real = None if training.offloads else training.resident_bytes + harness.peak_bytes(step, torch.device("cpu"))
+    on_paper = fake_bytes(Training.of(training.way, shape, fake=True), length)
+    return {"way": training.way, "length": length, "real_bytes": real, "paper_bytes": on_paper}
 
 
 def to_markdown(results: dict[str, Any]) -> str:
@@ -252,7 +269,7 @@ def to_markdown(results: dict[str, Any]) -> str:
             row["way"],
             "" if row["real_bytes"] is None else f"{row['real_bytes'] / MIB:.1f} MiB",
             f"{row['paper_bytes'] / MIB:.1f} MiB",
-            f"x{row['time_ratio']:.2f}",
+            f"x{row['time_ratio']:.2f}" if row["time_ratio"] else "",
             " - ".join(f"x{end:.2f}" for end in row["quartiles"]),
         )
         for row in results["real"]
@@ -273,17 +290,18 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure as the flags say; returns the content of the JSON file."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("--real", type=int, nargs="*", default=[2048, 4096], help="lengths that really run")
+    parser.add_argument("--long", type=int, nargs="*", default=[32_768], help="lengths that run once, for their bytes")
     parser.add_argument("--rounds", type=int, default=5)
     flags = harness.read_flags(parser, args)
     shape, budgets_gib = (QUICK_SHAPE, QUICK_BUDGETS_GIB) if flags.quick else (SHAPE, BUDGETS_GIB)
     if flags.quick:
-        flags.real, flags.rounds = [512], 2
+        flags.real, flags.long, flags.rounds = [512], [1024], 2
     results = {
         "benchmark": "long_context",
-        "machine": harness.describe_machine(torch.device("cpu"), "transformers"),
+        "machine": harness.describe_machine(torch.device("cpu"), "transformers", "deepspeed"),
         "parameters": sum(p.numel() for p in Training.of("plain", shape, fake=True).model.parameters()),
         "rows": list(rows_of(shape, budgets_gib)),
-        "real": list(real_rows(shape, flags.real, flags.rounds)),
+        "real": [*real_rows(shape, flags.real, flags.rounds), *long_rows(shape, flags.long)],
     }
     page = to_markdown(results)
     harness.write_results(flags.output_dir, "long_context", results, page)

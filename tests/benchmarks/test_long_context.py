@@ -1,6 +1,7 @@
-"""Bytes on paper are those of the step that really runs, for every way of the benchmark."""
+"""Bytes on paper are those of the step that really runs, for every way of the benchmark; a peer trains the same."""
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +16,18 @@ SHAPE = {
 
 
 def test_real_bytes_are_those_on_paper(benchmark):
-    for row in benchmark.real_rows(SHAPE, [1536], rounds=2):
-        if row["real_bytes"] is not None:
+    for row in (*benchmark.real_rows(SHAPE, [1536], rounds=2), *benchmark.long_rows(SHAPE, [1536])):
+        if row["real_bytes"] is not None and row["way"] != benchmark.PEER:
             assert row["paper_bytes"] == pytest.approx(row["real_bytes"], rel=0.005), row["way"]
+
+
+def test_deepspeeds_tiling_trains_the_same(benchmark):
+    pytest.importorskip("deepspeed")
+    plain, peer = (benchmark.Training.of(way, SHAPE, fake=False) for way in ("plain", benchmark.PEER))
+    for training in (plain, peer):
+        training.loss_of(training.tokens(200)).backward()
+    for expected, actual in zip(plain.model.parameters(), peer.model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("way", "inputs"), [("full_tiled", 3), ("full_tiled_offload", 0)])
