@@ -2,19 +2,23 @@
 
     python benchmarks/block_times.py                    # about an hour; keep the machine idle
 
-At 20 budgets from the least that works to what plain needs, each model is measured and planned three times. All plans
-are then really run, taking turns, and timed against plain. Writes docs/results/block_times-DEVICE.json and .md.
+At 20 budgets from the least that works to what plain needs, each model is planned three times, by three measurements.
+All plans then really run, taking turns, and are timed beside plain. Writes docs/results/block_times-DEVICE.json and
+.md.
 
 NOTE [ figures ]
-1. *time* is the median over the three plans of a budget, as a multiple of plain's. A plan that is the same as another
-   one is run once for both, so it has the same time.
-2. *spread* is by how much the slowest of the three plans is slower than the fastest.
-3. *slower than with less* compares the time with the least one of all smaller budgets; 0 where there is no faster one.
-4. *noise* is what the planner states of its own prediction, the largest of the three; *error* is the standard error of
-   *time*, from the spread of its rounds. Two budgets are told apart only by more than the noise
-   and the error of both together.
-5. Every plan takes turns in ``--rounds`` rounds, in an order drawn anew each round. Those whose *error* is above 0.8 %
-   go on, up to five times as many; where the three plans of a budget are not one and the same, up to twenty times.
+1. A model is measured 15 times, in groups of three. The budgets take the groups in turns, so that no budget shares its
+   measurements with its neighbours.
+2. Before and after each step of a plan plain has one. *time* is the step's time as a multiple of the mean of these two,
+   the median over the rounds, and of a budget the median of its three plans. So what slows the machine for seconds
+   slows both. A plan that is the same as another one is run once for both, and has the same time.
+3. *spread* is by how much the slowest of the three plans is slower than the fastest.
+4. *slower than with less* compares the time with the least one of all smaller budgets; 0 where there is no faster one.
+5. *noise* is what the planner states of its own prediction, the largest of the three; *error* is the standard error of
+   *time*, from the spread of its rounds. Two budgets are told apart only by more than the noise and the error of both
+   together.
+6. Every plan takes turns in ``--rounds`` rounds, in an order drawn anew each round. Those whose *error* is above 0.8 %
+   go on, up to five times as many.
 """
 
 import json
@@ -39,9 +43,9 @@ from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 
 MODELS = ("resnet50", "densenet121", "vit", "llama")
 NUM_BUDGETS, QUICK_BUDGETS = 20, 4
-NUM_PLANNINGS = 3
+NUM_PLANNINGS, NUM_GROUPS, QUICK_GROUPS = 3, 5, 1
 MOST_SPREAD_PCT = 3
-KNOWN_PCT, TIMES_AS_MANY, TIMES_AS_MANY_OF_SEVERAL = 0.8, 5, 20
+KNOWN_PCT, TIMES_AS_MANY = 0.8, 5
 ERROR_OF_MEDIAN = (pi / 2) ** 0.5
 """As a multiple of the standard error of the mean, for normal errors of many rounds."""
 
@@ -50,18 +54,28 @@ STATIC = StaticMemory()
 
 @dataclass
 class Timed:
-    """A plan, the seconds of its latest step, and the ratios to plain's round by round."""
+    """A plan, and the time of its step in each round as a multiple of plain's."""
 
     plan: Plan
-    times_as_many: int = 0
-    latest_s: float = 0.0
     ratios: list[float] = field(default_factory=list)
 
+    @property
+    def time_ratio(self) -> float:
+        """Rule 2 of the NOTE; exactly 1 for plain, which is not run beside itself."""
+        return median(self.ratios or [1.0])
+
+    @property
+    def error(self) -> float:
+        """Of ``time_ratio``, as a part of it."""
+        if not self.ratios:
+            return 0.0
+        return ERROR_OF_MEDIAN * stdev(self.ratios) / sqrt(len(self.ratios)) / self.time_ratio
+
     def goes_on(self, rounds: int) -> bool:
-        """Rule 5 of the NOTE."""
+        """Rule 6 of the NOTE."""
         if len(self.ratios) < rounds:
             return True
-        return len(self.ratios) < rounds * self.times_as_many and 100 * error_of_median(self.ratios) > KNOWN_PCT
+        return len(self.ratios) < rounds * TIMES_AS_MANY and 100 * self.error > KNOWN_PCT
 
 
 @dataclass(frozen=True)
@@ -102,42 +116,34 @@ def budgets_of(measured: Measurement, count: int) -> list[int]:
     return [reserve_bytes(chain) + least + (most - least) * n // (count - 1) for n in range(count)]
 
 
-def time_all(trained: Trained, plain: Plan, found: Sequence[Sequence[Forecast]], rounds: int) -> dict[Any, list[float]]:
-    """The time of every plan as a multiple of plain's, round by round, by its spans; rule 5 of the NOTE."""
-    baseline, timed = Timed(plain), timed_plans(found)
-    timed.pop(plain.spans, None)
-    for one in (baseline, *timed.values()):
+def time_all(trained: Trained, plain: Plan, found: Sequence[Sequence[Forecast]], rounds: int) -> dict[Any, Timed]:
+    """Every plan once, and plain, by their spans: rules 2 and 6 of the NOTE."""
+    timed = {one.plan.spans: Timed(one.plan) for forecasts in found for one in forecasts} | {plain.spans: Timed(plain)}
+    others = [one for one in timed.values() if one.plan.spans != plain.spans]
+    for one in timed.values():
         trained.seconds_of(one.plan)  # to warm up
     order = Random(0)
-    while unknown := [one for one in timed.values() if one.goes_on(rounds)]:
-        for one in order.sample([baseline, *unknown], 1 + len(unknown)):
-            one.latest_s = trained.seconds_of(one.plan)
-        for one in unknown:
-            one.ratios.append(one.latest_s / baseline.latest_s)
-    return {plain.spans: [1.0] * rounds, **{spans: one.ratios for spans, one in timed.items()}}
-
-
-def timed_plans(found: Sequence[Sequence[Forecast]]) -> dict[Any, Timed]:
-    """Each plan once, by its spans."""
-    timed: dict[Any, Timed] = {}
-    for forecasts in found:
-        plans = {one.plan.spans: one.plan for one in forecasts}
-        times_as_many = TIMES_AS_MANY_OF_SEVERAL if len(plans) > 1 else TIMES_AS_MANY
-        for spans, plan in plans.items():
-            one = timed.setdefault(spans, Timed(plan))
-            one.times_as_many = max(one.times_as_many, times_as_many)
+    with tqdm(total=rounds * TIMES_AS_MANY, desc=f"{len(others)} plans", unit="round", leave=False) as bar:
+        while unknown := [one for one in others if one.goes_on(rounds)]:
+            before_s = trained.seconds_of(plain)
+            for one in order.sample(unknown, len(unknown)):
+                seconds, after_s = trained.seconds_of(one.plan), trained.seconds_of(plain)
+                one.ratios.append(2 * seconds / (before_s + after_s))
+                before_s = after_s
+            bar.update()
     return timed
 
 
 def rows_of(
-    name: str, budgets: Sequence[int], found: Sequence[Sequence[Forecast]], ratios: Any
+    name: str, budgets: Sequence[int], found: Sequence[Sequence[Forecast]], timed: dict[Any, Timed]
 ) -> list[dict[str, Any]]:
     """A row for each budget: the NOTE."""
     rows: list[dict[str, Any]] = []
     for budget_bytes, forecasts in zip(budgets, found, strict=True):
-        times = [median(ratios[one.plan.spans]) for one in forecasts]
+        found_times = [timed[one.plan.spans] for one in forecasts]
+        times = [one.time_ratio for one in found_times]
         noise = max(one.noise_s / one.micro_batch_s for one in forecasts)
-        error = max(error_of_median(ratios[one.plan.spans]) for one in forecasts)
+        error = max(one.error for one in found_times)
         own = {"time_ratio": median(times), "noise_pct": 100 * noise, "error_pct": 100 * error}
         fastest = min([*rows, own], key=itemgetter("time_ratio"))
         rows.append(
@@ -151,26 +157,26 @@ def rows_of(
                 "slower_pct": 100 * (median(times) / fastest["time_ratio"] - 1),
                 "least_told_pct": sum(one[name] for one in (own, fastest) for name in ("noise_pct", "error_pct")),
                 "num_plans": len({one.plan.spans for one in forecasts}),
+                "num_rounds": [len(one.ratios) for one in found_times],
             }
         )
     return rows
 
 
-def error_of_median(ratios: Sequence[float]) -> float:
-    """The standard error of the median, as a part of it."""
-    return ERROR_OF_MEDIAN * stdev(ratios) / sqrt(len(ratios)) / median(ratios)
-
-
-def measure_model(name: str, size: str, rounds: int, num_budgets: int) -> list[dict[str, Any]]:
+def measure_model(name: str, size: str, rounds: int, num_budgets: int, num_groups: int) -> list[dict[str, Any]]:
     """The rows of a model."""
     work = build_work(name, SIZES[size][name], harness.this_device())
     trained = Trained(work, work.copy())
-    first = trained.measured()
-    budgets = budgets_of(first, num_budgets)
-    found = []
-    for budget_bytes in tqdm(budgets, desc=TITLES[name], unit="budget", leave=False):
-        found.append([forecast(trained.measured(), budget_bytes, STATIC) for _ in range(NUM_PLANNINGS)])
-    return rows_of(TITLES[name], budgets, found, time_all(trained, keep_all(first.chain()), found, rounds))
+    bar = tqdm(range(num_groups * NUM_PLANNINGS), desc=TITLES[name], unit="measurement", leave=False)
+    measured = [trained.measured() for _ in bar]
+    groups = [measured[n : n + NUM_PLANNINGS] for n in range(0, len(measured), NUM_PLANNINGS)]
+    budgets = budgets_of(measured[0], num_budgets)
+    found = [
+        [forecast(one, budget_bytes, STATIC) for one in groups[n % num_groups]]
+        for n, budget_bytes in enumerate(budgets)
+    ]
+    plain = keep_all(measured[0].chain())
+    return rows_of(TITLES[name], budgets, found, time_all(trained, plain, found, rounds))
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -218,11 +224,11 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=9)
     flags = harness.read_flags(parser, args)
     device = harness.this_device()
-    size, rounds, num_budgets = ("tiny", 3, QUICK_BUDGETS) if flags.quick else ("cpu", flags.rounds, NUM_BUDGETS)
-    about = {**harness.describe_machine(device), "rounds": rounds}
+    counts = (3, QUICK_BUDGETS, QUICK_GROUPS) if flags.quick else (flags.rounds, NUM_BUDGETS, NUM_GROUPS)
+    about = {**harness.describe_machine(device), "rounds": counts[0]}
     rows: list[dict[str, Any]] = []
     for name in tqdm(flags.model or (["vit"] if flags.quick else MODELS), unit="model"):
-        rows += measure_model(name, size, rounds, num_budgets)
+        rows += measure_model(name, "tiny" if flags.quick else "cpu", *counts)
         results = {"benchmark": "block_times", **about, "rows": rows}
         harness.write_results(flags.output_dir, f"block_times-{device.type}", results, as_markdown(rows, about))
     print(json.dumps(verdict(rows)))
