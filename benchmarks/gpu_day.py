@@ -21,7 +21,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from memsave_recipes.text import format_bytes
 HOLDS, FAILS, FIGURE = "holds", "fails", "figure"
 OUT_OF_MEMORY = 3
 LIMIT_S = 300
+TEXT, IMAGES = "text", "images"
+SPEEDS = {"chunked loss": "--loss chunked", "full loss": "--loss full"}
 LLAMA = "hidden_size={0},intermediate_size={1},num_hidden_layers={2},num_attention_heads={3},num_key_value_heads={3}"
 
 
@@ -45,8 +49,13 @@ class Size:
 
     Args:
         precision: ``--mixed_precision`` of most of them; ``half`` where the loss is scaled.
+        strategies: that ``--verify`` proves for the Llama, and for the convolutional network.
+        offloads: strategies that are compared with recomputation.
+        speeds: flags whose speed is measured, by name.
+        kinds: of recipes that train in half precision, and that are killed and resumed.
         budgets: of plain's peak.
         cases: of the predictions.
+        jobs: steps at once.
     """
 
     llama: str
@@ -56,8 +65,14 @@ class Size:
     convnet: str
     digits: str
     too_large: str
+    strategies: tuple[str, ...]
+    convnet_strategies: tuple[str, ...]
+    offloads: tuple[str, ...]
+    speeds: dict[str, str]
+    kinds: tuple[str, ...]
     budgets: tuple[float, ...]
     cases: int
+    jobs: int = 1
     is_tiny: bool = False
 
 
@@ -69,6 +84,14 @@ ON_GPU = Size(
     convnet="--model densenet121 --image_size 128",
     digits="--global_batch_size 128",
     too_large="--model vgg16 --image_size 512 --global_batch_size 4096",
+    strategies=(
+        *("full", "segments:2", "selective", "full_tiled"),
+        *("offload", "full_offload", "full_tiled_offload", "compiled:0.5"),
+    ),
+    convnet_strategies=("full", "segments:2", "bottleneck"),
+    offloads=("offload", "full_offload", "full_tiled"),
+    speeds={**SPEEDS, "compiled": "--activation_checkpointing compiled:1", "liger": "--loss liger"},
+    kinds=(TEXT, IMAGES),
     budgets=(0.5, 0.3),
     cases=100,
 )
@@ -79,9 +102,15 @@ TINY = Size(
     half="bf16",
     convnet="--model densenet_small --image_size 16",
     digits="--global_batch_size 16",
-    too_large="--model vgg16 --image_size 512 --global_batch_size 4096",
+    too_large="",
+    strategies=("full", "full_tiled"),
+    convnet_strategies=("bottleneck",),
+    offloads=("full_offload",),
+    speeds=SPEEDS,
+    kinds=(TEXT,),
     budgets=(0.7,),
     cases=2,
+    jobs=2,
     is_tiny=True,
 )
 
@@ -198,14 +227,12 @@ def kernels(day: Day) -> Found:
 def proofs(day: Day) -> Found:
     """``--verify`` of every strategy."""
     steps = "--max_steps 2 --verify warn --eval_steps 2"
-    exact = ["full", "segments:2", "selective", "full_tiled"]
-    to_host = [] if day.size.is_tiny else ["offload", "full_offload", "full_tiled_offload", "compiled:0.5"]
-    for strategy in (*exact, *to_host):
+    for strategy in day.size.strategies:
         run = day.text(f"verify-{_word(strategy)}", f"--activation_checkpointing {strategy} {steps}")
         found = run.results["equivalence"]["verdict"]
         rounds = strategy.startswith(("full_tiled", "compiled"))
         yield f"Llama, {strategy}: the step of plain", found == "identical" or (rounds and "exact" in found), found
-    for strategy in ("full", "segments:2", "bottleneck"):
+    for strategy in day.size.convnet_strategies:
         run = day.images(f"verify-densenet-{_word(strategy)}", f"--activation_checkpointing {strategy} {steps}", "no")
         found = run.results["equivalence"]["verdict"]
         yield f"DenseNet, {strategy}: the step of plain", found == "identical", found
@@ -242,7 +269,7 @@ def offloading(day: Day) -> Found:
     """Time and memory beside recomputation."""
     length = "--max_steps 12 --logging_steps 4"
     plain, full = (day.text(name, f"--activation_checkpointing {name} {length}") for name in ("none", "full"))
-    for name in ("offload", "full_offload", "full_tiled"):
+    for name in day.size.offloads:
         run = day.text(name, f"--activation_checkpointing {name} {length}")
         ratios = f"x{run.step_s / plain.step_s:.3f} of plain's time, x{run.step_s / full.step_s:.3f} of full's"
         yield f"{name}: memory and time", None, f"{_gib(run.peak_gib)} (full {_gib(full.peak_gib)}), {ratios}"
@@ -262,8 +289,9 @@ def full_device(day: Day) -> Found:
 
 def half_precision(day: Day) -> Found:
     """A loss that is scaled."""
-    for name, train in (("text", day.text), ("images", day.images)):
-        run = train(f"half-{name}", "--max_steps 30 --logging_steps 10", day.size.half)
+    train = {TEXT: day.text, IMAGES: day.images}
+    for name in day.size.kinds:
+        run = train[name](f"half-{name}", "--max_steps 30 --logging_steps 10", day.size.half)
         losses = [row["train/loss"] for row in _rows(run.folder) if "train/loss" in row]
         falls = all(loss == loss for loss in losses) and losses[-1] < losses[0]
         yield f"{name} under {day.size.half}: the loss falls", falls, f"{losses[0]:.3f} to {losses[-1]:.3f}"
@@ -271,10 +299,12 @@ def half_precision(day: Day) -> Found:
 
 def resumed(day: Day) -> Found:
     """Killed after the first checkpoint, and gone on."""
-    for name, recipe, shape in (
-        ("text", "language_modeling", f"--model_type llama --config_overrides {day.size.llama} {day.size.rows}"),
-        ("images", "image_classification", f"{day.size.convnet} {day.size.digits}"),
-    ):
+    recipes = {
+        TEXT: ("language_modeling", f"--model_type llama --config_overrides {day.size.llama} {day.size.rows}"),
+        IMAGES: ("image_classification", f"{day.size.convnet} {day.size.digits}"),
+    }
+    for name in day.size.kinds:
+        recipe, shape = recipes[name]
         flags = f"{shape} --full_determinism --max_steps 40 --save_every 10"
         anew = f"{flags} --overwrite"
         straight = day.ended(f"straight-{name}", day.launch(f"straight-{name}", recipe, anew, day.size.precision))
@@ -297,10 +327,7 @@ def resumed(day: Day) -> Found:
 
 def throughput(day: Day) -> Found:
     """Tokens a second, and the share of the device's peak rate."""
-    ways = {"chunked loss": "--loss chunked", "full loss": "--loss full"}
-    if not day.size.is_tiny:
-        ways |= {"compiled": "--activation_checkpointing compiled:1", "liger": "--loss liger"}
-    for name, flags in ways.items():
+    for name, flags in day.size.speeds.items():
         run = day.text(f"speed-{_word(name)}", f"{flags} --max_steps 24 --logging_steps 4")
         perf = run.results["perf"]
         share = f", {perf['mfu_pct']:.1f} % of the peak rate" if perf.get("mfu_pct") else ""
@@ -336,6 +363,15 @@ STEPS: dict[str, Callable[[Day], Found]] = {
     "article": article,
 }
 """In order of value."""
+
+
+def run_step(step: str, day: Day) -> list[Verdict]:
+    """Its verdicts, each printed as it is found."""
+    verdicts = []
+    for one in verdicts_of(step, day):
+        verdicts.append(one)
+        print(f"{one.verdict:>6}  {one.claim}: {one.found}", flush=True)
+    return verdicts
 
 
 def verdicts_of(step: str, day: Day) -> Iterator[Verdict]:
@@ -398,14 +434,12 @@ def main(args: Sequence[str] | None = None) -> int:
     about = harness.describe_machine(torch.device("cpu") if flags.tiny else harness.this_device())
     file = folder / f"{name}.json"
     verdicts = [Verdict(**one) for one in json.loads(file.read_text())["verdicts"]] if file.exists() else []
-    for step in flags.only:
-        if step in {one.step for one in verdicts}:
-            continue
-        for verdict in verdicts_of(step, day):
-            verdicts.append(verdict)
-            print(f"{verdict.verdict:>6}  {verdict.claim}: {verdict.found}", flush=True)
-        results = {"benchmark": "gpu_day", **about, "verdicts": [asdict(one) for one in verdicts]}
-        harness.write_results(folder, name, results, as_markdown(verdicts, about))
+    steps = [step for step in flags.only if step not in {one.step for one in verdicts}]
+    with ThreadPoolExecutor(day.size.jobs) as pool:
+        for found in pool.map(partial(run_step, day=day), steps):
+            verdicts += found
+            results = {"benchmark": "gpu_day", **about, "verdicts": [asdict(one) for one in verdicts]}
+            harness.write_results(folder, name, results, as_markdown(verdicts, about))
     if day.runs:
         memsave(["results", "add", *map(str, dict.fromkeys(day.runs)), "--to", str(folder / "rows")])
     return int(any(one.verdict == FAILS for one in verdicts))
