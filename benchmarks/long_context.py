@@ -5,9 +5,10 @@
     pip install deepspeed                         # before it, for the row of DeepSpeed's tiling
 
 A step is a forward, a backward and AdamW's update on one row that is one document, in float32: all that it allocates,
-with parameters and optimizer state. Bytes are those of the same step on fake tensors. At the lengths of ``--real`` the
-step really runs, its bytes stand beside these, and its time is compared with that of Hugging Face's checkpointing,
-round by round. At those of ``--long`` it runs once, for its bytes, in the ways that fit in 16 GiB and need no host.
+with parameters and optimizer state. Bytes are those of the same step on fake tensors; those of one more token are the
+average between 32k and 128k tokens. At the lengths of ``--real`` the step really runs, its bytes stand beside these,
+and its time is compared with that of Hugging Face's checkpointing, round by round. At those of ``--long`` it runs once,
+for its bytes, in the ways that fit in 16 GiB and need no host.
 
 * *plain*: the model's own loss, without checkpointing.
 * *HF checkpointing*: the same with ``gradient_checkpointing_enable()``.
@@ -55,13 +56,14 @@ SHAPE = {
 QUICK_SHAPE = {**SHAPE, "hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 2, "vocab_size": 512}
 BUDGETS_GIB, QUICK_BUDGETS_GIB = (1.5, 2.0, 4.0), (0.02, 0.04)
 STEP_TOKENS = 512
+MARGINAL, QUICK_MARGINAL = (32 * 1024, 128 * 1024), (1024, 4096)
 BASELINE, PEER = "HF checkpointing", "DeepSpeed's tiling"
 IN_BACKWARD = ", in backward"
 TILED = ("full_tiled", "full_tiled_offload")
 PEERS = (PEER,) if deepspeed_tiling.IS_INSTALLED else ()
 WAYS = ("plain", BASELINE, *PEERS, "full", *TILED, *(f"{way}{IN_BACKWARD}" for way in TILED))
 LONG_WAYS = (BASELINE, *PEERS, "full", "full_tiled")
-HEADINGS = ("way", "longest row", "of HF's", "bytes a token")
+HEADINGS = ("way", "longest row", "of HF's", "one more token")
 
 # Without transformers' masks, which it makes for fake tensors alone where a row is one document.
 WITHOUT_MASK = "sdpa_without_mask"
@@ -187,8 +189,8 @@ def fake_bytes(training: Training, length: int) -> int:
         return training.resident_bytes + instruments.read_memory(step)[-1].peak_bytes
 
 
-def longest(training: Training, budget_bytes: int) -> tuple[int, float]:
-    """The longest row, in steps of ``STEP_TOKENS``, and the bytes of one more token, as bytes are linear in them."""
+def longest(training: Training, budget_bytes: int) -> int:
+    """The longest row, in steps of ``STEP_TOKENS``, as bytes are about linear in them."""
     known: dict[int, int] = {}
 
     def bytes_of(steps: int) -> int:
@@ -201,19 +203,25 @@ def longest(training: Training, budget_bytes: int) -> tuple[int, float]:
         slope = (bytes_of(high) - bytes_of(low)) / (high - low)
         guess = max(1, high + int((budget_bytes - bytes_of(high)) // slope))
         if bytes_of(guess) <= budget_bytes < bytes_of(guess + 1):
-            return guess * STEP_TOKENS, (bytes_of(guess + 1) - bytes_of(guess)) / STEP_TOKENS
+            return guess * STEP_TOKENS
         if guess == 1:
-            return 0, slope / STEP_TOKENS
+            return 0
         low, high = guess, guess + 1
 
 
-def rows_of(shape: dict[str, int], budgets_gib: Sequence[float]) -> Iterator[dict[str, Any]]:
+def bytes_a_token(training: Training, shorter: int, longer: int) -> float:
+    """Those of one token more, on average between two lengths."""
+    return (fake_bytes(training, longer) - fake_bytes(training, shorter)) / (longer - shorter)
+
+
+def rows_of(shape: dict[str, int], budgets_gib: Sequence[float], lengths: tuple[int, int]) -> Iterator[dict[str, Any]]:
     """A row for each way and memory."""
     for way in WAYS:
         training = Training.of(way, shape, fake=True)
+        one_more = bytes_a_token(training, *lengths)
         for budget in budgets_gib:
-            tokens, bytes_a_token = longest(training, int(budget * GIB))
-            yield {"way": way, "budget_gib": budget, "tokens": tokens, "bytes_a_token": bytes_a_token}
+            tokens = longest(training, int(budget * GIB))
+            yield {"way": way, "budget_gib": budget, "tokens": tokens, "bytes_a_token": one_more}
 
 
 def real_rows(shape: dict[str, int], lengths: Sequence[int], rounds: int) -> Iterator[dict[str, Any]]:
@@ -293,14 +301,15 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--long", type=int, nargs="*", default=[32_768], help="lengths that run once, for their bytes")
     parser.add_argument("--rounds", type=int, default=5)
     flags = harness.read_flags(parser, args)
-    shape, budgets_gib = (QUICK_SHAPE, QUICK_BUDGETS_GIB) if flags.quick else (SHAPE, BUDGETS_GIB)
+    shape, budgets_gib, lengths = SHAPE, BUDGETS_GIB, MARGINAL
     if flags.quick:
+        shape, budgets_gib, lengths = QUICK_SHAPE, QUICK_BUDGETS_GIB, QUICK_MARGINAL
         flags.real, flags.long, flags.rounds = [512], [1024], 2
     results = {
         "benchmark": "long_context",
         "machine": harness.describe_machine(torch.device("cpu"), "transformers", "deepspeed"),
         "parameters": sum(p.numel() for p in Training.of("plain", shape, fake=True).model.parameters()),
-        "rows": list(rows_of(shape, budgets_gib)),
+        "rows": list(rows_of(shape, budgets_gib, lengths)),
         "real": [*real_rows(shape, flags.real, flags.rounds), *long_rows(shape, flags.long)],
     }
     page = to_markdown(results)

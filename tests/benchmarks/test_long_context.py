@@ -44,8 +44,15 @@ def test_with_their_inputs_on_the_host_more_layers_hold_no_more_of_a_row(benchma
 def test_the_longest_row_fits_and_a_longer_one_does_not(benchmark):
     training = benchmark.Training.of("full", SHAPE, fake=True)
     budget = 6 * 2**20
-    tokens, bytes_a_token = benchmark.longest(training, budget)
+    tokens = benchmark.longest(training, budget)
     assert tokens % benchmark.STEP_TOKENS == 0
     assert benchmark.fake_bytes(training, tokens) <= budget < benchmark.fake_bytes(training, tokens + 512)
-    assert bytes_a_token > 0
-    assert benchmark.longest(training, training.resident_bytes)[0] == 0
+    assert benchmark.longest(training, training.resident_bytes) == 0
+
+
+def test_one_more_token_of_tiles_takes_less(benchmark):
+    one_more = {
+        way: benchmark.bytes_a_token(benchmark.Training.of(way, SHAPE, fake=True), 4096, 8192)
+        for way in ("full", "full_tiled", "full_tiled_offload")
+    }
+    assert one_more["full"] > one_more["full_tiled"] > one_more["full_tiled_offload"] > 0
