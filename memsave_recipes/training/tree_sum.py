@@ -151,6 +151,33 @@ def _add_slices(left: Tensor, right: Tensor) -> Tensor:
     return left.add_(right)
 
 
+def _pop(gradients: Gradients, parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """Those of ``parameters``; ``None`` for one without."""
+    return [gradients.pop(parameter, None) for parameter in parameters]
+
+
+def _add_where_there(views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add to each view its gradient, in place; rule 2."""
+    there = [(view, gradient) for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+    if there:
+        torch._foreach_add_([view for view, _ in there], [gradient for _, gradient in there])
+    for view, gradient in zip(views, gradients, strict=True):
+        if gradient is None:
+            view.add_(0.0)
+
+
+def _laid_out(buffer: Tensor, views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """Gradients as ``views`` lie in a bucket's ``buffer``, strides included; (n,) like it."""
+    flat = torch.empty_like(buffer)
+    for view, gradient in zip(views, gradients, strict=True):
+        place = flat.as_strided(view.shape, view.stride(), view.storage_offset() - buffer.storage_offset())
+        if gradient is None:
+            place.zero_()
+        else:
+            place.copy_(gradient)
+    return flat
+
+
 @dataclass
 class _Transfer:
     """A bucket under way.
@@ -253,27 +280,16 @@ class _Exchange:
 
     def _subtrees(self, bucket: GradBucket) -> list[Tensor]:
         """The sums of this rank's blocks in the order of the bucket, each (n,); the last one in its own buffer."""
-        buffer, parameters = bucket.buffer(), bucket.parameters()
+        buffer, parameters, views = bucket.buffer(), bucket.parameters(), bucket.gradients()
         if self.ends_in_padding:
-            return [self._laid_out(bucket, gradients) for _, gradients in self.stack]
+            return [_laid_out(buffer, views, _pop(gradients, parameters)) for _, gradients in self.stack]
         joined = 0
         while joined < len(self.stack) and self.stack[-1 - joined][0] == 1 << joined:
             joined += 1
         whole, partial = self.stack[: len(self.stack) - joined], self.stack[len(self.stack) - joined :]
         for _, gradients in reversed(partial):
-            for parameter, view in zip(parameters, bucket.gradients(), strict=True):
-                view.add_(gradients.pop(parameter, view.new_zeros(())))
-        return [*(self._laid_out(bucket, gradients) for _, gradients in whole), buffer]
-
-    def _laid_out(self, bucket: GradBucket, gradients: Gradients) -> Tensor:
-        """The gradients of a bucket's parameters as they lie in its buffer, strides included."""
-        buffer = bucket.buffer()
-        flat = torch.zeros_like(buffer)
-        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if (gradient := gradients.pop(parameter, None)) is not None:
-                place = view.storage_offset() - buffer.storage_offset()
-                flat.as_strided(view.shape, view.stride(), place).copy_(gradient)
-        return flat
+            _add_where_there(views, _pop(gradients, parameters))
+        return [*(_laid_out(buffer, views, _pop(gradients, parameters)) for _, gradients in whole), buffer]
 
     def _slices(self, buffer: Tensor) -> list[int]:
         """How many elements of a bucket each rank adds up."""
