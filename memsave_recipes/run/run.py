@@ -317,7 +317,8 @@ class Run:
         layout, order = self._batches.layout, self._batches.order
         cost = describe_cost(self._bare, layout) if isinstance(layout, IndexedLayout) else None
         lines = (layout.describe(), cost, self.planned.plan.describe(), *notices, order.notice)
-        batchnorm = batchnorm_notice(self._bare, layout) if self.args.batchnorm == "local" else None
+        is_local, in_shards = self.args.batchnorm == "local", self._groups is not None
+        batchnorm = batchnorm_notice(self._bare, layout, in_shards=in_shards) if is_local else None
         self.accelerator.print(*filter(None, (*lines, batchnorm)), sep="\n")
         self._guard = NonFiniteGuard(self.accelerator, self._model, self._optimizer, skips=self.args.skip_nonfinite)
         self._report = RunReport(self.accelerator, self._batches, self._model, self._optimizer, settings)

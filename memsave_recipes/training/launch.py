@@ -291,16 +291,17 @@ def drain_gloo() -> None:
         time.sleep(0.2)
 
 
-def batchnorm_notice(model: nn.Module, layout: BatchLayout) -> str | None:
+def batchnorm_notice(model: nn.Module, layout: BatchLayout, *, in_shards: bool = False) -> str | None:
     """In one line, where it applies: a model with local BatchNorm whose global batch is not normalised as one."""
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
     parts = layout.accumulation_steps * (1 if synchronised else layout.num_processes)
     if not layers or parts == 1:
         return None
+    way_out = "" if in_shards else "; --batchnorm global takes all of them together"
     return (
         f"note: {len(layers)} BatchNorm layers normalise each of {parts} micro-batches by itself, so other numbers of "
-        "ranks or accumulation steps give another curve; --batchnorm global takes all of them together"
+        f"ranks or accumulation steps give another curve{way_out}"
     )
 
 

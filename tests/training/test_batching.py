@@ -461,6 +461,13 @@ def test_batchnorm_says_what_is_not_the_same(layout: str, parts: int) -> None:
     )
 
 
+def test_batchnorm_in_shards_is_not_advised_to_be_global() -> None:
+    layer, layout = nn.BatchNorm1d(2), BatchLayout.of(GLOBAL_BATCH_SIZE, 12, 2)
+    said = batchnorm_notice(layer, layout, in_shards=True)
+    assert said is not None
+    assert said.endswith("give another curve")
+
+
 @pytest.mark.parametrize(
     ("layer", "layout"), [(nn.BatchNorm1d(2), "1x24"), (nn.SyncBatchNorm(2), "2x12"), (nn.LayerNorm(2), "2x3x4")]
 )
