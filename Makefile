@@ -46,7 +46,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 test: install  ## the tests (20 minutes on 2 cores)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
 # They wait for processes to end, so a core has time for more than one of them.
 test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (10 minutes on 2 cores)

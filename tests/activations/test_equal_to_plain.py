@@ -36,7 +36,10 @@ class Case:
 
 LARGE_STRATEGIES = ["full", "every:2", "every:3", "segments:1", "segments:2", "segments:5", "segments:8", "nested:6"]
 SMALL_MODELS = ["vgg_small", "densenet_small", "vit", "gpt2"]
-LARGE_MODELS = ["vgg16", "vgg16_bn", "densenet121", "resnet50", "gpt2_124m"]
+LARGE_MODELS = [
+    *("vgg16_bn", "densenet121", "resnet50"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "gpt2_124m")),
+]
 
 
 def train_step(case, *, bf16):
