@@ -1,0 +1,449 @@
+"""Every figure of the README and of the pages of docs/: where it comes from, and whether it still says so there.
+
+A figure is a number with a unit, a ratio (x1.07) or a number of four digits and more, outside of code. Each lies in a
+text of ``FIGURES``, whose numbers are computed again from a file of docs/results, or asserted by a test that is named,
+or not measured at all: a setting, a size, a target, arithmetic, or somebody else's.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+GENERATED = "docs/models.md"  # from docs/results/zoo.json: zoo/page.py writes it, and tests/zoo compares
+START = r"(?<![\w.,])(?<!\w-)"
+NUMBER = rf"{START}x?\d+(?:,\d{{3}})*(?:\.\d+)?(?!\w)"
+UNIT = r"\s?(?:%|[KMGT]iB\b|[KMG]B\b|ms\b|s\b|seconds\b|minutes\b|hours\b|times as\b|nats\b|thousand\b)"
+FIGURE = re.compile(rf"{NUMBER}(?={UNIT})|{START}x\d+(?:\.\d+)?(?!\w)|{START}\d{{1,3}}(?:,\d{{3}})+(?!\w)")
+CODE = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)|https?://\S+", re.S)
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The values of a text's numbers, in their order, from a file of docs/results."""
+
+    file: str
+    values: tuple[float, ...]
+    within_pct: float = 0.0
+
+    def says(self, shown: str, value: float) -> bool:
+        """Whether ``value`` is what is ``shown``, rounded to its digits."""
+        _, _, decimals = shown.partition(".")
+        number = float(shown.lstrip("x").replace(",", ""))
+        return abs(value - number) <= 0.5 * 10.0 ** -len(decimals) * (1 + 1e-9) + self.within_pct / 100 * number
+
+
+@dataclass(frozen=True)
+class Asserted:
+    """Asserted by a test."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Stated:
+    """Not measured, and why."""
+
+    reason: str
+
+
+@cache
+def results(file):
+    return json.loads((RESULTS / file).read_text(encoding="utf-8"))
+
+
+def one(file, where="rows", **named):
+    """The only row of a file with these values."""
+    found = [row for row in results(file)[where] if named.items() <= row.items()]
+    assert len(found) == 1, f"{len(found)} rows of {file} have {named}"
+    return found[0]
+
+
+def measured(file, *values, within_pct=0.0):
+    return Measured(file, values, within_pct)
+
+
+def frontier(model):
+    """The methods that were compared on a model, by name."""
+    return {row["method"]: row for row in one("frontier-cpu.json", "models", model=model)["rows"] if "share" in row}
+
+
+def least_share(model):
+    return 100 * min(row["share"] for row in frontier(model).values())
+
+
+def duels(*outcomes):
+    """How many points of other methods had these outcomes, over all models."""
+    models = results("frontier-cpu.json")["models"]
+    return sum(duel["outcome"] in outcomes for model in models for duel in model["verdict"]["duels"])
+
+
+def share_and_time(model, method):
+    row = frontier(model)[method]
+    return 100 * row["share"], row["time_ratio"]
+
+
+def peak_and_time(*methods):
+    """In per cent and times of the baseline's."""
+    rows = [one("techniques-cpu.json", method=method) for method in methods]
+    return measured("techniques-cpu.json", *(n for row in rows for n in (100 * row["peak_ratio"], row["time_ratio"])))
+
+
+def long_rows(way):
+    """The longest rows, and KiB for one more token."""
+    rows = [row for row in results("long_context.json")["rows"] if row["way"] == way]
+    by_budget = {row["budget_gib"]: row["tokens"] for row in rows}
+    (bytes_a_token,) = {row["bytes_a_token"] for row in rows}
+    return measured("long_context.json", *(by_budget[gib] for gib in (1.5, 2, 4)), bytes_a_token / KIB)
+
+
+def times_as_long(way):
+    """As Hugging Face's checkpointing, in the least and the most favourable of the budgets."""
+    ours, theirs = long_rows(way).values[:3], long_rows("HF checkpointing").values[:3]
+    ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+    return min(ratios), max(ratios)
+
+
+def real_row(way, length):
+    return one("long_context.json", "real", way=way, length=length)
+
+
+def cross_entropy(vocab_size, precision, way, key):
+    named = {"vocab_size": vocab_size, "precision": precision, "way": way}
+    return one("linear_cross_entropy-cpu.json", **named)[key]
+
+
+def streamed(way, key):
+    return one("streaming-cpu.json", way=way)[key]
+
+
+def longest_row(way, plan, gib):
+    """In thousands of tokens."""
+    return results("tokens_of_8b.json")["longest"][way][plan][f"{gib} GiB"] / 1000
+
+
+def estimator(name):
+    found = results("estimators-cpu.json")["summary"][name]
+    return measured(
+        "estimators-cpu.json",
+        *(found["answers"], found["mean_absolute_pct"], abs(found["worst_pct"]), found["too_low"]),
+    )
+
+
+def packed(plan, attention):
+    """MiB at the peak of a step on 2,048 tokens."""
+    row = one("packed_attention.json", tokens=2048, plan=plan, attention=attention)
+    return row["peak_mib"]
+
+
+def finished_run(plan, **workload):
+    """The only row of the results table with this plan and workload."""
+    rows = [json.loads(file.read_text(encoding="utf-8")) for file in (RESULTS / "rows").glob("*.json")]
+    found = [row for row in rows if row["plan"] == plan and workload.items() <= row["workload"].items()]
+    assert len(found) == 1, f"{len(found)} rows have {plan} and {workload}"
+    return found[0]
+
+
+def printed_in_the_article(words):
+    """The number that the notebook printed behind ``words``."""
+    cells = json.loads((ROOT / "docs" / "article.ipynb").read_text(encoding="utf-8"))["cells"]
+    outputs = "".join(line for cell in cells for out in cell.get("outputs", ()) for line in out.get("text", ()))
+    return float(re.search(rf"{words}\s+([\d,.]+)", outputs)[1].replace(",", ""))
+
+
+FIGURES = {
+    "README.md": {
+        "the peak falls from 48.8 to 24.6 MiB": measured(
+            "rows", *(finished_run(plan, model="densenet_small")["peak_bytes"] / MIB for plan in ("none", "budget"))
+        ),
+        "faster than 92 of 98 points": measured(
+            "frontier-cpu.json", duels("faster"), duels("faster", "as fast", "slower")
+        ),
+        "[1,000 random cases]": measured("prediction-cpu.json", results("prediction-cpu.json")["summary"]["cases"]),
+        "within 2 % of it in 966": measured(
+            "prediction-cpu.json", 2, results("prediction-cpu.json")["summary"]["within_2_pct"]
+        ),
+        "VGG16 stays at 96 %": measured("frontier-cpu.json", least_share("vgg16")),
+        "down to 41 %": measured("frontier-cpu.json", 100 * frontier("resnet50")["every block"]["share"]),
+    },
+    "docs/activation_plans.md": {
+        "within 1 % of the bytes": Asserted("tests/planner"),
+        "from 1 % below to 5 % above it": Asserted("tests/profiling"),
+        "keep 1 % of plain's activations in reserve": Stated("a setting"),
+        "ResNet-50 goes down to 25.0 % of plain's activations and DenseNet-121 to 12.8 %": Asserted(
+            "tests/activations/test_nested.py"
+        ),
+        "a row of 2,048 tokens peaks at 31 MiB with tiles of 256, at 47 MiB under `full` and at 116 MiB": Asserted(
+            "tests/activations/test_tiles.py"
+        ),
+        "on TOKENS (1,024) tokens at a time": Stated("a setting"),
+        "more than 1,024 tokens": Stated("a setting"),
+        "rows have 8,192 tokens or more": Stated("a setting"),
+    },
+    "docs/architecture.md": {"1,797 scanned digits": Stated("scikit-learn's")},
+    "docs/benchmarks.md": {
+        "cards of 24 to 80 GiB": Stated("sizes of cards"),
+        "25 minutes, no network": Stated("a target"),
+        "costs x1.010 of a hand-written torch loop's step time at 34 ms a step": measured(
+            "loop_overhead.json",
+            one("loop_overhead.json", "loops", loop="memsave_recipes")["ratio"],
+            one("loop_overhead.json", "loops", loop="torch, by hand")["step_ms"],
+        ),
+        "(Trainer x1.059, Lightning Fabric x1.031; a second torch loop x1.000)": measured(
+            "loop_overhead.json",
+            one("loop_overhead.json", "loops", loop="transformers Trainer")["ratio"],
+            one("loop_overhead.json", "loops", loop="Lightning Fabric")["ratio"],
+            one("loop_overhead.json", "loops", loop="the same again")["ratio"],
+        ),
+        "x1.05 at 13 ms": measured(
+            "loop_overhead_tiny.json",
+            one("loop_overhead_tiny.json", "loops", loop="memsave_recipes")["ratio"],
+            one("loop_overhead_tiny.json", "loops", loop="torch, by hand")["step_ms"],
+        ),
+    },
+    "docs/compare.md": {"more than 10,000 rows": Stated("a limit of W&B")},
+    "docs/data.md": {
+        "1,797 scanned digits": Stated("scikit-learn's"),
+        "at most 256 MiB (1,783 of 224 pixels)": Stated("a setting, and arithmetic"),
+    },
+    "docs/failures.md": {
+        "2,000 command lines": Asserted("tests/recipes/test_fuzz.py"),
+        "once, for 5 s": Stated("a setting"),
+    },
+    "docs/long_context.md": {
+        "8 layers, hidden 512, MLP 1,792": Stated("the model"),
+        "vocabulary 32,000": Stated("the model"),
+        "| longest row in | 1.5 GiB | 2 GiB | 4 GiB |": Stated("given"),
+        "| plain | 1,024 | 2,048 | 4,608 | 742 KiB |": long_rows("plain"),
+        "| Hugging Face's checkpointing | 2,560 | 3,584 | 9,216 | 398 KiB |": long_rows("HF checkpointing"),
+        "| DeepSpeed's tiled MLP and loss under it | 26,112 | 39,936 | 95,744 | 38 KiB |": long_rows(
+            "DeepSpeed's tiling"
+        ),
+        "| `full`, `--loss chunked` | 12,800 | 19,968 | 47,616 | 76 KiB |": long_rows("full"),
+        "| `full_tiled`, `--loss chunked` | 26,112 | 39,936 | 95,744 | 38 KiB |": long_rows("full_tiled"),
+        "| the same with the optimizer in the backward | 26,112 | 40,448 | 96,256 | 38 KiB |": long_rows(
+            "full_tiled, in backward"
+        ),
+        "| `full_tiled_offload`, `--loss chunked` | 76,800 | 122,368 | 304,640 | 11.5 KiB |": long_rows(
+            "full_tiled_offload"
+        ),
+        "| the same with the optimizer in the backward | 84,480 | 130,048 | 312,320 | 11.5 KiB |": long_rows(
+            "full_tiled_offload, in backward"
+        ),
+        "takes rows 10 to 11 times as long as": measured("long_context.json", *times_as_long("full_tiled")),
+        "30 to 34 times as long with the host's memory": measured(
+            "long_context.json", *times_as_long("full_tiled_offload")
+        ),
+        "where 30 KiB a token wait": Stated("arithmetic: 2 KiB of each attention and MLP but the first"),
+        "at 2,048 and 4,096 tokens the step really ran": measured(
+            "long_context.json", real_row("full", 2048)["length"], real_row("full", 4096)["length"]
+        ),
+        "took x0.86 of the time of Hugging Face's checkpointing under `full_tiled`": measured(
+            "long_context.json", real_row("full_tiled", 4096)["time_ratio"]
+        ),
+        "x0.88 and x0.89 under `full_tiled_offload`": measured(
+            "long_context.json",
+            *sorted(real_row("full_tiled_offload", length)["time_ratio"] for length in (2048, 4096)),
+        ),
+        "x0.98 of that time at 2,048 tokens": measured(
+            "long_context.json", real_row("DeepSpeed's tiling", 2048)["time_ratio"], 2048
+        ),
+        "A row of 32,768 tokens under `full_tiled` took 1,774 MiB": measured(
+            "long_context.json", 32768, real_row("full_tiled", 32768)["real_bytes"] / MIB
+        ),
+        "what a block starts from, 2 KiB a token here": Stated("arithmetic: hidden 512 in float32"),
+        "on cards of 24 to 80 GiB": Stated("sizes of cards"),
+        "at 95 % of a card's memory": Stated("a setting"),
+        "a card of 24 GiB takes rows of about 70 thousand tokens instead of 35": measured(
+            "tokens_of_8b.json",
+            *(24, longest_row("LoRA, weights streamed", "full_tiled_offload", 24)),
+            longest_row("LoRA", "full_tiled_offload", 24),
+            within_pct=2,
+        ),
+        "on one H100, 500 thousand": Stated("ALST's figure"),
+        "about 320 thousand there": measured(
+            "tokens_of_8b.json", longest_row("LoRA", "full_tiled_offload", 80), within_pct=2
+        ),
+    },
+    "docs/measuring.md": {
+        "within 1 % for transformers and up to 5 % above it for convolutions": Asserted("tests/profiling"),
+        "it is within 1 % for all": Asserted("tests/profiling"),
+        "The target is 0.5 % of the step time": Stated("a target"),
+    },
+    "docs/planner.md": {
+        "default: 95 % of a GPU's": Stated("a setting"),
+        "Defaults: 2,048 tokens": Stated("a setting"),
+        "at 1,024 tokens, 2,048 and so on": Stated("lengths that are tried"),
+        "within 1 % of the fastest": Stated("a setting"),
+        "at most 1 % (none is added after 10 s of them": Stated("settings"),
+        "the noise of the measurement (±1.3 %)": Stated("an example of a line"),
+        "assumed to be 500 MiB": Stated("an assumption"),
+        "a reserve of 1 % of the baseline's activations": Stated("a setting"),
+        "14 | 0.00 % | +0.01 % | 0 |": estimator("memsave_recipes"),
+        "14 | 11.1 % | +38.1 % | 3 |": estimator("torch-preflight"),
+        "7 | 25.3 % | +60.6 % | 3 |": estimator("torch-kitsune"),
+        "7 | 116 % | +211 % | 1 |": estimator("vram-check"),
+        "8 | 9.97 % | -23.4 % | 8 |": estimator("accelerate estimate-memory"),
+        "leaves 5 % of a GPU": Stated("an assumption"),
+        "needs 6.42 GiB": measured("../article.ipynb", printed_in_the_article("predicted in all") / 1024),
+        "read 14,222 MB": Stated("the article's figure"),
+    },
+    "docs/recipes.md": {
+        "from 7.62 to": Stated("arithmetic: the logarithm of 2,048"),
+        "5.04, 5.10 and 5.12 nats": measured(
+            "rows",
+            *sorted(finished_run("none", data="docstring-chats", seed=seed)["evaluation"]["loss"] for seed in "012"),
+        ),
+        "Llama-3.1-8B by LoRA in 24 GiB": Stated("a target"),
+        "at x1.25 of its time, where segments take x1.40 and more": measured(
+            "frontier-cpu.json",
+            share_and_time("densenet121", "budget 75 MiB")[1],
+            min(
+                row["time_ratio"]
+                for method, row in frontier("densenet121").items()
+                if method.startswith(("segments", "checkpoint_sequential")) and row["share"] < 0.34
+            ),
+        ),
+        "goes down to 16 %, lower than any": measured("frontier-cpu.json", least_share("densenet121")),
+        "take 13 % and 9 % of it at x0.89 and x0.87": measured(
+            "frontier-cpu.json",
+            *(share_and_time(*point)[0] for point in (("gpt2", "budget 90.7 MiB"), ("llama", "budget 105 MiB"))),
+            *(share_and_time(*point)[1] for point in (("gpt2", "budget 90.7 MiB"), ("llama", "budget 105 MiB"))),
+        ),
+        "takes x0.97 and x0.96 at about": measured(
+            "frontier-cpu.json",
+            share_and_time("gpt2", "budget:bitwise 90.7 MiB")[1],
+            share_and_time("llama", "budget:bitwise 105 MiB")[1],
+        ),
+        "on ResNet-50 (41 % of the baseline)": measured(
+            "frontier-cpu.json", 100 * frontier("resnet50")["every block"]["share"]
+        ),
+        "2,000 command lines": Asserted("tests/recipes/test_fuzz.py"),
+    },
+    "docs/techniques.md": {
+        "vocabulary 8,192": Stated("the model"),
+        "(504 MiB)": measured("techniques-cpu.json", 1024 * one("techniques-cpu.json", method="plain")["peak_gib"]),
+        "read x1.17": measured("techniques-cpu.json", one("techniques-cpu.json", method="no clipping")["time_ratio"]),
+        "**Peak 36 %, time x0.92**": peak_and_time("accumulation, 4 x 4"),
+        "Every block: peak 51 %, time x1.15; every second block: 75 %, x1.07.": peak_and_time(
+            "checkpoint every block", "checkpoint every 2nd block"
+        ),
+        "**Peak 70 %, time x0.90.**": peak_and_time("loss without logits"),
+        "33 MiB instead of 318 at a vocabulary of 32k (x0.91), 32 instead of 511 at 128k (x1.08)": measured(
+            "linear_cross_entropy-cpu.json",
+            cross_entropy(32768, "float32", "memsave_recipes", "peak_bytes") / MIB,
+            cross_entropy(32768, "float32", "full logits", "peak_bytes") / MIB,
+            cross_entropy(32768, "float32", "memsave_recipes", "time_ratio"),
+            cross_entropy(131072, "float32", "memsave_recipes", "peak_bytes") / MIB,
+            cross_entropy(131072, "float32", "full logits", "peak_bytes") / MIB,
+            cross_entropy(131072, "float32", "memsave_recipes", "time_ratio"),
+        ),
+        "it saves 60 to 77 %": measured(
+            "linear_cross_entropy-cpu.json",
+            100 - 100 * cross_entropy(131072, "bfloat16", "memsave_recipes", "peak_ratio"),
+            100 - 100 * cross_entropy(32768, "bfloat16", "memsave_recipes", "peak_ratio"),
+        ),
+        "chunk: 32 MiB on a CPU, 512 MiB elsewhere": Stated("settings"),
+        "**Peak 94 %, time x0.89** here": peak_and_time("LoRA"),
+        "by arithmetic 45 GiB": Stated("arithmetic: 6 bytes of 8 billion weights"),
+        "30 % of `full`'s, time x1.07**": measured(
+            "streaming-cpu.json",
+            100 * streamed("full, streamed", "peak_bytes") / streamed("full", "peak_bytes"),
+            streamed("full, streamed", "time_ratio"),
+        ),
+        "40 MiB instead of 133, and 201 without checkpointing": measured(
+            "streaming-cpu.json", *(streamed(way, "peak_bytes") / MIB for way in ("full, streamed", "full", "LoRA"))
+        ),
+        "**peak 93 %, time x1.02**": peak_and_time("Adafactor"),
+        "**95 %, x1.27** on a CPU": peak_and_time("8-bit AdamW"),
+        "**Peak 100 %** here": measured(
+            "techniques-cpu.json", 100 * one("techniques-cpu.json", method="optimizer in backward")["peak_ratio"]
+        ),
+        "**peak 78 %, time x0.86**": peak_and_time("bf16 autocast"),
+        "on 4 documents in 2,048 tokens peaks at 75.4 MiB instead of 140.2 above its weights": measured(
+            "packed_attention.json", 4, 2048, packed("none", "by document"), packed("none", "masks")
+        ),
+        "at 26.5 instead of 46.5 with": measured(
+            "packed_attention.json", packed("full", "by document"), packed("full", "masks")
+        ),
+        "**peak 12 %, time x1.30**": peak_and_time("together"),
+    },
+}
+
+
+def text_of(page):
+    """Its text in one line."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def figures_of(text):
+    """Where its figures begin and end; code has none."""
+    blank = CODE.sub(lambda code: " " * len(code[0]), text)
+    return [found.span() for found in FIGURE.finditer(blank)]
+
+
+def numbers_of(text):
+    return re.findall(NUMBER, CODE.sub(" ", text))
+
+
+SOURCES = [(page, text, source) for page, texts in FIGURES.items() for text, source in texts.items()]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != GENERATED])
+def test_every_figure_has_a_source(page):
+    text = text_of(page)
+    covered = [(begin, begin + len(part)) for part in FIGURES.get(page, {}) if (begin := text.find(part)) >= 0]
+    missing = [
+        text[max(0, begin - 60) : end + 20]
+        for begin, end in figures_of(text)
+        if not any(first <= begin and end <= last for first, last in covered)
+    ]
+    assert missing == [], f"{page}: name their source in FIGURES"
+
+
+@pytest.mark.parametrize(("page", "text", "source"), SOURCES, ids=[f"{page}: {text}" for page, text, _ in SOURCES])
+def test_it_is_what_its_source_says(page, text, source):
+    assert text_of(page).count(text) == 1, "the page says something else"
+    if isinstance(source, Measured):
+        shown = numbers_of(text)
+        assert len(shown) == len(source.values), shown
+        wrong = [(one, value) for one, value in zip(shown, source.values, strict=True) if not source.says(one, value)]
+        assert wrong == [], f"{source.file} has other values"
+    elif isinstance(source, Asserted):
+        assert (ROOT / source.path).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("takes x1.07 of it", ["x1.07"]),
+        ("12 % and 3.5 MiB", ["12", "3.5"]),
+        ("rows of 2,048 tokens", ["2,048"]),
+        ("`--memory_budget_gib 24 GiB` and DenseNet-121", []),
+        ("[6 GiB](results/x-24 MiB.md) at 30 s", ["6", "30"]),
+    ],
+)
+def test_what_a_figure_is(text, found):
+    assert [text[begin:end] for begin, end in figures_of(text)] == found
+
+
+@pytest.mark.parametrize(
+    ("shown", "value", "is_said"),
+    [
+        ("x1.07", 1.0687, True),
+        ("x1.07", 1.064, False),
+        ("96", 96.4, True),
+        ("96", 96.6, False),
+        ("1,774", 1774.1, True),
+    ],
+)
+def test_rounded_to_its_digits(shown, value, is_said):
+    assert measured("a file", value).says(shown, value) is is_said
