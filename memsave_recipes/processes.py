@@ -62,6 +62,10 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 END_OF_LAUNCHER = signal.SIGUSR1
 """It asks to save and to stop; unlike a second SIGTERM, it never ends a rank in the middle of that."""
 TORCHRUN = {"torchrun", "torch.distributed.run", "torch.distributed.launch"}
+LAUNCHERS = {"accelerate", "accelerate.commands.accelerate_cli", "memsave", "memsave_recipes.cli"}
+"""Programs that launch by their command ``launch``."""
+RESTARTED = "MEMSAVE_RESTARTED"
+"""In the environment of ranks that come after others of the same launch."""
 
 MAX_DEFAULT_WORKERS = 4
 KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)")
@@ -199,8 +203,8 @@ def exit_code_of_another_rank() -> int | None:
 def end_with_launcher() -> None:
     """Have a rank stop, as a signal stops it, when the launcher that started it is gone.
 
-    A launcher is ``accelerate launch`` or torchrun, by the command line of the parent process. The end of any other
-    parent, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
+    A launcher is ``accelerate launch``, ``memsave launch`` or torchrun, by the command line of the parent process. The
+    end of any other parent, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
     """
     try:
         parent = psutil.Process().parent()
@@ -223,19 +227,24 @@ def signal_at_end_of_parent(number: signal.Signals, parent: int) -> None:
 
 
 def is_launcher(command: list[str]) -> bool:
-    """Whether a command line is that of ``accelerate launch`` or torchrun."""
+    """Whether a command line is that of ``accelerate launch``, ``memsave launch`` or torchrun."""
     return launch_arguments(command) is not None or any(TORCHRUN & {word, Path(word).stem} for word in command)
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:
-    """The arguments after ``accelerate launch`` in a command line; ``None`` where that is not in it."""
+    """The arguments after ``accelerate launch`` or ``memsave launch`` in a command line; ``None`` where neither is."""
     for position, word in enumerate(command):
         names, rest = {word, Path(word).stem}, command[position + 1 :]
         if names & {"accelerate-launch", "accelerate.commands.launch"}:
             return rest
-        if names & {"accelerate", "accelerate.commands.accelerate_cli"} and rest[:1] == ["launch"]:
+        if names & LAUNCHERS and rest[:1] == ["launch"]:
             return rest[1:]
     return None
+
+
+def is_restarted() -> bool:
+    """Whether the launcher has started ranks of this launch before: ``memsave launch`` says so, torchrun counts."""
+    return RESTARTED in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def num_workers(asked: int | None, accelerator: Accelerator) -> int:

@@ -50,13 +50,15 @@ from memsave_recipes.checkpoints.state import Record, TrainState, fitting, read_
 from memsave_recipes.distributed import RankPoll, on_all_processes, on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
-from memsave_recipes.processes import StoppedBySignal, StopSignals
+from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.training.arguments import CheckpointArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import NotFinite
 
 LOCK = "run.lock"
+GIVEN_BACK_S = 120.0
+"""A lost rank may yet have to end, and a disk of several machines keeps the lock of one that is gone for 90 s (NFS)."""
 
 
 class RunLock:
@@ -71,6 +73,8 @@ class RunLock:
     def acquire(self) -> list[Path]:
         """Returns the folders that had to be made, the innermost first.
 
+        Ranks that come after others of their launch wait ``GIVEN_BACK_S`` for it.
+
         Raises:
             InputError: another run holds it, or it cannot be written.
         """
@@ -78,7 +82,7 @@ class RunLock:
             made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock.acquire(blocking=False)
+                self._lock.acquire(timeout=GIVEN_BACK_S if is_restarted() else 0)
                 self._file = self.path.stat()
             except Timeout as error:
                 raise InputError(

@@ -1,4 +1,4 @@
-"""The ``memsave`` command: plans runs, compares them and predicts with their models; it never trains."""
+"""The ``memsave`` command: plans and launches runs, compares them and predicts with their models."""
 
 import argparse
 import os
@@ -39,17 +39,32 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="memsave", description="Plan runs of the recipes, compare them, and use their models.")
+    words = "Plan runs of the recipes, launch them, compare them, and use their models."
+    parser = _OneLineParser(prog="memsave", description=words)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, add_flags, summary in COMMANDS:
         add_flags(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
     return parser
 
 
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    """Declares none: all words go to the parser of ``accelerate launch``."""
+    parser.prefix_chars = ""
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.set_defaults(command=_launch)
+
+
+def _launch(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.training.elastic import launch
+
+    sys.exit(launch(arguments.words))
+
+
 COMMANDS = (
     ("recipes", add_recipes, "the folder of the recipes, with their names and presets"),
     ("fit", add_fit, "ways to train a model on a card, from its configuration alone, with memory and time of each"),
     ("plan", add_plan, "fastest run of a recipe that fits in memory, found before anything is launched"),
+    ("launch", _add_launch, "accelerate launch that starts again from the newest checkpoint where a rank is lost"),
     ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
     ("predict", add_predict, "classes of images and texts, or continued prompts, by the model of a run"),
     ("compare", add_compare, "runs side by side: memory, throughput, accuracy, loss curves"),

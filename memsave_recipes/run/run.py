@@ -12,6 +12,7 @@ NOTE [ the order of a run ]
 5. ``finish`` writes ``final/`` and ``results.json``; the end of ``open`` prints the summary and closes the trackers.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.task import Task
-from memsave_recipes.processes import StoppedBySignal, StopSignals, num_workers
+from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted, num_workers
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.render.comparison import show
 from memsave_recipes.run.failures import recorded
@@ -145,6 +146,8 @@ class Run:
     def open(cls, args: RecipeArguments, *, recipe: str) -> Iterator["Run"]:
         """Start Accelerate, seed, and keep the run's folder and the signals that ask to stop until the block ends.
 
+        Where the launcher has lost ranks of this run and started these in their place, ``--resume`` is implied.
+
         Args:
             recipe: its name, such as ``image_classification``.
 
@@ -152,6 +155,7 @@ class Run:
             InputError: the folder holds another run, is in use, cannot be written or cannot be resumed; or the launch
                 is not the one of the flags.
         """
+        args = _with_resume(args)
         path = check_run_folder(args.output_dir, overwrite=args.overwrite, resume=args.resume)
         limit_s = 60 * args.collective_timeout_minutes
         with ExitStack() as stack:
@@ -508,12 +512,18 @@ class Run:
         finish_trackers(self.accelerator, self.results)
 
 
+def _with_resume(args: Any) -> Any:
+    """The flags of ranks that come after others of their launch: they go on, also where those began by overwriting."""
+    return replace(args, resume=True, overwrite=False) if is_restarted() and not args.eval_only else args
+
+
 def _with_shard(args: Any, launched: str | None) -> Any:
-    """The flags with the ``--shard`` that the launch file implies.
+    """The flags with the ``--shard`` that the launch file implies; the last rank of a launch has whole weights.
 
     Raises:
         InputError: the flag says another one.
     """
     if launched is not None and args.shard not in (None, launched):
         raise InputError(f"--shard {args.shard}: the launch file says {launched}: leave one of them out")
-    return replace(args, shard=args.shard or launched or NONE)
+    is_last = is_restarted() and os.environ.get("WORLD_SIZE", "1") == "1"
+    return replace(args, shard=NONE if is_last else args.shard or launched or NONE)

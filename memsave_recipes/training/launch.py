@@ -36,6 +36,7 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -129,8 +130,20 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
     return accelerator
 
 
+def launch_parser() -> ArgumentParser:
+    """The parser of ``accelerate launch``, with the flag that only ``memsave launch`` has."""
+    parser: ArgumentParser = launch_command_parser()
+    several = parser.add_argument_group("Resource Selection Arguments", "Of memsave launch alone.")
+    several.add_argument(
+        "--nnodes",
+        metavar="MIN:MAX",
+        help="machines, or a range within which they may come and go; --num_processes is that of MAX machines",
+    )
+    return parser
+
+
 def read_launch_request() -> LaunchRequest:
-    """Read the request from the parent process; empty where that is not ``accelerate launch`` or cannot be read."""
+    """Read the request from the parent process; empty where that is no launcher of ours or cannot be read."""
     try:
         parent = psutil.Process().parent()
         arguments = launch_arguments(parent.cmdline()) if parent else None
@@ -142,11 +155,18 @@ def read_launch_request() -> LaunchRequest:
 def parse_launch_request(arguments: list[str], directory: str) -> LaunchRequest:
     """Parse the arguments of ``accelerate launch`` as it does: flags first, then the config file they name.
 
+    A range of machines asks for no number of processes.
+
     Args:
-        arguments: those after ``accelerate launch``.
+        arguments: those after ``accelerate launch`` or ``memsave launch``.
         directory: where it was started; a relative ``--config_file`` counts from there.
     """
-    flags = launch_command_parser().parse_args(arguments)
+    flags = launch_parser().parse_args(arguments)
+    request = _request_of(flags, directory)
+    return request if flags.nnodes is None else LaunchRequest(use_cpu=request.use_cpu)
+
+
+def _request_of(flags: Namespace, directory: str) -> LaunchRequest:
     if flags.config_file is not None:
         config_file = str(Path(directory, flags.config_file))
     elif os.path.isfile(default_config_file) and not flags.cpu:

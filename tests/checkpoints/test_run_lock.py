@@ -1,9 +1,13 @@
 """A run keeps its folder to itself, also where somebody deletes the file that says so."""
 
+import fcntl
+from threading import Timer
+
 import pytest
 
-from memsave_recipes.checkpoints import RunLock
+from memsave_recipes.checkpoints import RunLock, saver
 from memsave_recipes.errors import InputError
+from memsave_recipes.processes import RESTARTED
 
 
 @pytest.fixture
@@ -34,3 +38,16 @@ def test_a_run_whose_folder_another_has_taken_ends(held):
     assert other.path.exists()
     other.release(made)
     assert not other.path.exists()
+
+
+def test_ranks_that_take_the_place_of_lost_ones_wait_for_these_to_end(tmp_path, monkeypatch):
+    monkeypatch.setenv(RESTARTED, "1")
+    lock = RunLock(tmp_path)
+    lost = lock.path.open("w")
+    fcntl.flock(lost, fcntl.LOCK_EX)
+    Timer(0.3, lost.close).start()
+    made = lock.acquire()
+    monkeypatch.setattr(saver, "GIVEN_BACK_S", 0.1)
+    with pytest.raises(InputError, match="belongs to a run that has not ended"):
+        RunLock(tmp_path).acquire()
+    lock.release(made)

@@ -83,6 +83,8 @@ def test_a_parent_that_has_ended_already_is_noticed(monkeypatch):
         (["python", "/venv/bin/torchrun", "recipe.py"], True),
         (["python", "-m", "torch.distributed.run", "recipe.py"], True),
         (["python", "/venv/bin/accelerate", "launch", "recipe.py"], True),
+        (["python", "/venv/bin/memsave", "launch", "recipe.py"], True),
+        (["python", "/venv/bin/memsave", "plan", "recipe.py"], False),
         (["bash", "-c", "torchrun recipe.py"], False),
         (["slurmstepd: [7.0]"], False),
         (["python", "-m", "ipykernel_launcher"], False),

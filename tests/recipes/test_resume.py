@@ -61,6 +61,21 @@ def test_with_stochastic_rounding(train, kill_after, tmp_path):
     assert_the_same_run(tmp_path / "run", tmp_path / "straight")
 
 
+@pytest.mark.parametrize("variable", ["MEMSAVE_RESTARTED", "TORCHELASTIC_RESTART_COUNT"])
+def test_ranks_that_their_launcher_starts_again_resume(train, straight, kill_after, tmp_path, monkeypatch, variable):
+    """By the same command line, which may overwrite an earlier run."""
+    flags = [*IMAGES, "--save_every", "3", "--overwrite"]
+    with kill_after(2):
+        train(*flags)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with kill_after(7):
+        train(*flags)
+    monkeypatch.setenv(variable, "1")
+    train(*flags)
+    assert "going on after 6 steps" in (tmp_path / "run" / "run.log").read_text()
+    assert_the_same_run(tmp_path / "run", straight)
+
+
 def test_ended_twice(train, straight, kill_after, tmp_path):
     for step in (4, 8):
         with kill_after(step):

@@ -203,6 +203,8 @@ class TestRealLaunches:
         ["python", "/venv/bin/accelerate-launch", "--cpu", "recipe.py"],
         ["python", "-m", "accelerate.commands.launch", "--cpu", "recipe.py"],
         ["python", "-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "recipe.py"],
+        ["python", "/venv/bin/memsave", "launch", "--cpu", "recipe.py"],
+        ["python", "-m", "memsave_recipes.cli", "launch", "--cpu", "recipe.py"],
     ],
 )
 def test_finds_the_arguments_of_every_way_to_call_the_launcher(command: list[str]) -> None:
@@ -241,6 +243,10 @@ class TestParseLaunchRequest:
     def test_flags_of_the_recipe_are_not_the_launchers(self) -> None:
         arguments = ["--num_processes", "2", "recipe.py", "--num_processes", "7", "--cpu"]
         assert parse_launch_request(arguments, "/") == LaunchRequest(num_processes=2)
+
+    def test_a_range_of_machines_asks_for_no_number_of_processes(self) -> None:
+        arguments = ["--config_file", "cpu_ddp.yaml", "--nnodes", "1:2", "--num_processes", "4", "recipe.py"]
+        assert parse_launch_request(arguments, str(CONFIGS)) == LaunchRequest(use_cpu=True)
 
     def test_nothing_asked_for(self) -> None:
         assert parse_launch_request(["recipe.py"], "/") == LaunchRequest()

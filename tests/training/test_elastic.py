@@ -1,0 +1,151 @@
+"""``memsave launch`` starts a script again where a rank is lost, and never where another start would end alike."""
+
+import os
+import signal
+import sys
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from memsave_recipes.cli import main
+from memsave_recipes.errors import InputError
+from memsave_recipes.processes import EXIT_CODES, LOST
+from memsave_recipes.training import elastic
+from memsave_recipes.training.elastic import launch
+
+# Of each start, rank 1 ends as its word says: a code, or minus the number of a signal to itself. Rank 0 waits.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+folder, *ends = sys.argv[1:]
+rank = os.environ.get("RANK", "1")
+number = len(list(Path(folder).glob(f"start-*-{rank}")))
+seen = ("MEMSAVE_RESTARTED" in os.environ, os.environ.get("MASTER_PORT"), os.environ.get("GLOO_SOCKET_IFNAME"))
+Path(folder, f"start-{number}-{rank}").write_text(repr(seen))
+end = int(ends[number])
+while "RANK" in os.environ and not Path(folder, f"start-{number}-0").exists():
+    time.sleep(0.01)
+if rank == "0" and end:
+    time.sleep(60)
+if end < 0:
+    os.kill(os.getpid(), -end)
+sys.exit(end)
+"""
+
+
+def launched(folder, flags, ends, num_processes=2):
+    """The exit code, what is printed, and what the ranks of each start have seen."""
+    script, printed = folder / "script.py", folder / "printed"
+    script.write_text(SCRIPT)
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    kind = ["--multi_gpu"] if num_processes > 1 else ["--cpu"]
+    words = [*kind, "--num_processes", num_processes, "--num_machines", 1, "--num_cpu_threads_per_process", 1]
+    words += ["--mixed_precision", "no", "--dynamo_backend", "no", *flags]
+    code = launch([str(word) for word in [*words, script, folder, *ends]])
+    sys.stdout.flush()
+    starts = {path.name: eval(path.read_text()) for path in folder.glob("start-*")}
+    return code, printed.read_text().splitlines(), starts
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 5, *sorted(set(EXIT_CODES.values()))])
+def test_an_end_that_would_come_again_is_the_end_of_the_launch(run_trial, tmp_path, code):
+    """Without a word of its own: the rank has spoken."""
+    found, printed, starts = run_trial(launched, tmp_path, ["--max_restarts", 3], [code, 0])
+    assert (found, printed) == (code, [])
+    assert sorted(starts) == ["start-0-0", "start-0-1"]
+
+
+@pytest.mark.parametrize(
+    ("end", "how"), [(-signal.SIGKILL, "was ended by signal 9"), (1, "ended with code 1"), (LOST, "ended with code 6")]
+)
+def test_a_lost_rank_starts_all_of_them_again(run_trial, tmp_path, end, how):
+    code, printed, starts = run_trial(launched, tmp_path, ["--max_restarts", 3], [end, end, 0])
+    assert code == 0
+    assert printed == [
+        f"memsave launch: rank 1 {how}: restart {number} of 3, from the newest checkpoint" for number in (1, 2)
+    ]
+    assert len(starts) == 6
+    restarted, ports, interfaces = zip(*(starts[f"start-{number}-0"] for number in range(3)), strict=True)
+    assert restarted == (False, True, True)
+    assert len(set(ports)) == 3  # a store each
+    assert {name[:2] for name in interfaces} == {"lo"}
+
+
+@pytest.mark.parametrize(("end", "code"), [(-signal.SIGKILL, LOST), (1, 1)])
+def test_no_restart_is_left(run_trial, tmp_path, end, code):
+    """A rank that was killed could not speak; one that ended with 1 has left its traceback."""
+    found, printed, _ = run_trial(launched, tmp_path, ["--max_restarts", 1], [end, end])
+    assert found == code
+    told = ["error: rank 1 was ended by signal 9, and no restart is left of --max_restarts 1: go on with --resume"]
+    assert printed[1:] == (told if end < 0 else [])
+
+
+def test_a_single_process_too(run_trial, tmp_path):
+    code, printed, starts = run_trial(launched, tmp_path, ["--max_restarts", 2], [-signal.SIGKILL, 1, 2], 1)
+    assert code == 2
+    assert [line.partition(": restart ")[0] for line in printed] == [
+        "memsave launch: the process was ended by signal 9",
+        "memsave launch: the process ended with code 1",
+    ]
+    assert [starts[f"start-{number}-1"] for number in range(3)] == [
+        (False, None, None),
+        (True, None, None),
+        (True, None, None),
+    ]
+
+
+def listening_and_answer():
+    """The addresses where this process listens, and what a client finds in the store."""
+    info = elastic._OneMachine().next_rendezvous()
+    info.store.set("key", "value")
+    place = info.bootstrap_store_info
+    client = TCPStore(place.master_addr, place.master_port, is_master=False)
+    listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    return {one.laddr.ip for one in listening if one.pid == os.getpid()}, client.get("key")
+
+
+def test_the_store_of_one_machine_listens_on_loopback_alone(run_trial):
+    assert run_trial(listening_and_answer) == ({"127.0.0.1"}, b"value")
+
+
+SEVERAL = ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "the following arguments are required: training_script"),
+        (["--wat", "script.py"], "unrecognized arguments: --wat"),
+        (["--config_file", "nowhere.yaml", "script.py"], "nowhere.yaml"),
+        ([*SEVERAL, "2", "--max_restarts", "-1", "script.py"], "--max_restarts -1: must be at least 0"),
+        ([*SEVERAL, "2", "--nnodes", "2:1", "script.py"], "--nnodes 2:1: must be a number of machines, or a range"),
+        ([*SEVERAL, "2", "--nnodes", "all", "script.py"], "--nnodes all: must be a number of machines, or a range"),
+        ([*SEVERAL, "3", "--nnodes", "1:2", "script.py"], "--num_processes 3 counts those of all 2 machines"),
+        ([*SEVERAL, "2", "--nnodes", "1:2", "script.py"], "--main_process_ip and --main_process_port None:None"),
+        (["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", "script.py"], "no DeepSpeed"),
+    ],
+    ids=" ".join,
+)
+def test_words_that_make_no_launch_are_one_line_and_exit_code_2(words, line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", *words]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert line in errors[0]
+
+
+def test_the_way_to_the_meeting_place_decides_the_address():
+    assert elastic._address_towards("127.0.0.1", 29500) == "127.0.0.1"
+    with pytest.raises(InputError, match=r"--main_process_ip nowhere\.invalid cannot be reached"):
+        elastic._address_towards("nowhere.invalid", 29500)
+
+
+def test_help_is_that_of_accelerate_with_the_range_of_machines(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--help"])
+    assert ended.value.code == 0
+    found = capsys.readouterr().out
+    assert all(flag in found for flag in ("--config_file", "--max_restarts", "--nnodes MIN:MAX"))
