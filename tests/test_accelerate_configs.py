@@ -1,7 +1,9 @@
 """Every launch file is accepted by Accelerate, short, explained key by key, and has no key without effect."""
 
 import argparse
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from memsave_recipes.training.launch import launch_parser
+
 FOLDER = Path(__file__).parents[1] / "accelerate_configs"
+SLURM = FOLDER / "slurm.sbatch"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
@@ -90,3 +95,39 @@ def test_header_says_how_to_launch_and_what_to_change(path: Path) -> None:
     header = path.read_text().split("\n\n")[0]
     assert f"accelerate launch --config_file accelerate_configs/{path.name} " in header
     assert "# To change: " in header
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> Path:
+    """A folder of programs in place of SLURM's, and of ``memsave``, which notes its words and ends with CODE."""
+    programs = {
+        "scontrol": f'if [ "$1" = show ]; then printf "one\\ntwo\\n"; else echo "$@" >> {tmp_path}/asked; fi',
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "memsave": f'printf "%s\\n" "$@" > {tmp_path}/words; exit $CODE',
+    }
+    for name, script in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize("code", [0, 2, 6, 143])
+def test_the_script_for_slurm_launches_and_asks_for_its_place_in_the_queue(stand_ins: Path, code: int) -> None:
+    environment = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "CODE": str(code), "SCRATCH": "/scratch"}
+    environment |= {"SLURM_JOB_ID": "70001", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "[one-two]"}
+    done = subprocess.run(["bash", SLURM], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    asked = stand_ins / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 70001\n" if code == 143 else "")
+    command, *words = (stand_ins / "words").read_text().splitlines()
+    flags = launch_parser().parse_args(words)
+    assert (command, flags.nnodes, flags.num_processes, flags.max_restarts) == ("launch", "1:2", 16, 3)
+    assert (flags.main_process_ip, flags.main_process_port) == ("one", 30001)
+    assert (FOLDER.parent / flags.config_file).is_file()
+    assert (FOLDER.parent / flags.training_script).is_file()
+    assert flags.training_script_args[-3:] == ["--output_dir", "/scratch/my-run", "--resume"]
+
+
+def test_the_script_for_slurm_has_all_that_a_requeued_job_needs() -> None:
+    asked = set(re.findall(r"^#SBATCH (--[a-z-]+)", SLURM.read_text(), re.M))
+    assert asked >= {"--signal", "--requeue", "--no-kill", "--open-mode"}
