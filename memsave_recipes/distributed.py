@@ -4,8 +4,9 @@ Work of rank 0 alone may take an hour, and a collective has a limit. So the othe
 process group, and all meet in the collective that sends the result. Ranks that never come end the run, by name.
 
 NOTE [ missing ranks ]
-1. A thread of each rank reports to the store of the process group, which the launcher keeps: how often it has reported,
-   and how many collectives the rank has begun. The group itself counts these, so nothing is called in a step.
+1. A thread of each rank reports to the store of the process group, which the launcher keeps (between machines under
+   ``memsave launch`` rank 0): how often it has reported, and how many collectives the rank has begun. The group itself
+   counts these, so nothing is called in a step.
 2. A rank is missing that for longer than the limit has not reported, since its process is stopped or its machine gone,
    or is behind the furthest rank and begins nothing, since it sleeps, loads, writes or hangs, and the others wait.
 3. While ranks wait for rank 0 (``on_main_process``) they are in no collective and nobody is behind, so that may take

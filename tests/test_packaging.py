@@ -80,6 +80,7 @@ def test_types_and_recipes_are_shipped(everything):
     assert (everything.site / "memsave_recipes" / "py.typed").is_file()
     printed = everything.run("memsave", "recipes").stdout.splitlines()
     assert printed[0] == str(everything.recipes)
+    assert (everything.recipes.parent / "accelerate_configs" / "slurm.sbatch").is_file()
     of_tree = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "recipes").glob("configs/*.yaml")]
     assert printed[1:] == sorted(f"  {path.relative_to(ROOT / 'recipes')}" for path in of_tree)
 

@@ -40,8 +40,9 @@ from memsave_recipes.recipe import run_recipe
 after_step = Checkpoints.after_step
 noted = Path({folder!r}, {listening!r})
 rank, launcher = os.getpid(), os.getppid()
-ends = {{"rank": (1, rank, signal.SIGKILL), "stopped": (1, rank, signal.SIGSTOP),
-        "launcher": (1, launcher, signal.SIGKILL), "first": (0, launcher, signal.SIGKILL), "": (None, None, None)}}
+ends = {{"rank_0": (0, rank, signal.SIGKILL), "rank_1": (1, rank, signal.SIGKILL),
+        "stopped": (1, rank, signal.SIGSTOP), "launcher": (1, launcher, signal.SIGKILL),
+        "first": (0, launcher, signal.SIGKILL), "": (None, None, None)}}
 of_rank, lost, by = ends[{lost!r}]
 
 def and_then_lose_one(self, step, state):
@@ -159,12 +160,13 @@ def losses(folder):
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
-@pytest.mark.parametrize("config", ["cpu_fsdp2.yaml", "cpu_ddp.yaml"])
-def test_a_rank_is_killed_and_the_bits_are_those_of_the_straight_run(launch, straight, tmp_path, config):
-    launched = launch(tmp_path / "run", config, "--max_restarts", 2, lost="rank")
+@pytest.mark.parametrize(("config", "rank"), [("cpu_fsdp2.yaml", 1), ("cpu_ddp.yaml", 0)])
+def test_a_rank_is_killed_and_the_bits_are_those_of_the_straight_run(launch, straight, tmp_path, config, rank):
+    """Rank 0 holds ``run.lock``."""
+    launched = launch(tmp_path / "run", config, "--max_restarts", 2, lost=f"rank_{rank}")
     code, output = launched.wait()
     assert code == 0, output
-    assert "memsave launch: rank 1 was ended by signal 9: restart 1 of 2, from the newest checkpoint" in output
+    assert f"memsave launch: rank {rank} was ended by signal 9: restart 1 of 2, from the newest checkpoint" in output
     assert output.count("going on after 3 steps") == 1
     assert output.count("memsave launch: ") == 1
     assert "ChildFailedError" not in output
