@@ -39,6 +39,7 @@ from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
+from memsave_recipes.models.slices import slices_of
 from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
 from memsave_recipes.training.evaluation import sum_over_ranks
 from memsave_recipes.training.launch import deterministic_kernels
@@ -102,7 +103,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     # Model with its loss, and optimizer
     tokenizer = rows.tokenizer
     task = describe(args, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
-    bare = task.build_model(with_weights=True)
+    bare = task.build_model(with_weights=True, slices_on=run.slices_on)
     saved = task.adapt(bare)
     place(bare, accelerator.device, stream_frozen=task.stream_frozen)
     with accelerator.autocast():  # flash attention refuses float32
@@ -112,12 +113,13 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     stop_at(bare, rows.end_of_turn)
     with accelerator.autocast():
         model = CausalLMLoss(bare, args.loss)
-    model, optimizer, scheduler = run.prepare(bare, model)
+    weights = slices_of(bare)
+    model, optimizer, scheduler = run.prepare(bare, model, unread=weights.unread)
 
     # The activation plan: the one that the flags name, or the fastest that fits the memory
     run.apply_plan(task)
     work = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok"
-    run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice, line))
+    run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice, line, weights.line))
 
     evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
     validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, exact=args.bitwise_topology)

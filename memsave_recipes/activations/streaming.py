@@ -132,7 +132,7 @@ def place(model: nn.Module, device: torch.device, *, stream_frozen: bool = False
     if stream_frozen and device.type == "cpu":
         warnings.warn("stream_frozen: the model runs on a CPU, so its weights stay where they are", stacklevel=2)
     if not stream_frozen or device.type == "cpu":
-        model.to(device)
+        model.to("cpu" if device.type == "cpu" else device)  # torch copies what is there already to a "cpu:0"
         return
     stream_frozen_weights(model, WeightStream(device, SideStream(device)))
     if host_bytes(model) <= (1 - LEFT_TO_HOST) * psutil.virtual_memory().available:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import INVALID_CONFIGURATION, ask_hub_for, reason
+from memsave_recipes.models.slices import ON_META, LoadWhole, leave_in_files, loaded_whole
 from memsave_recipes.text import read_json, sanitized
 
 LOADING_ERRORS = (
@@ -176,6 +178,7 @@ def build_transformer(
     dtype: torch.dtype,
     in_4bit: bool = False,
     with_weights: bool = True,
+    slices_on: torch.device | None = None,
     **config_changes: Any,
 ) -> PreTrainedModel:
     """The model that the flags name, ready to train: ``from_pretrained`` alone leaves dropout off.
@@ -184,6 +187,8 @@ def build_transformer(
         auto_class: such as ``AutoModelForCausalLM``.
         dtype: of the parameters.
         with_weights: else a pretrained model is only made by its configuration, and no weights are read.
+        slices_on: where each rank is to have a part of the weights, its device: those of a folder then stay in their
+            files where they can, as ``slices_of`` the model tells.
         in_4bit: pack the linear layers' weights on the current CUDA device; they cannot train.
         **config_changes: entries of its configuration, such as ``id2label``; those of a tokenizer
             (``vocab_size``, ``*_token_id``) only count for a model from scratch.
@@ -194,7 +199,9 @@ def build_transformer(
     if flags.model_name_or_path is None and in_4bit:
         raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
     if flags.model_name_or_path is not None and with_weights:
-        model = _naming_the_model(flags, lambda: _from_pretrained(auto_class, flags, dtype, in_4bit, config_changes))
+        load = partial(_from_pretrained, auto_class, flags, dtype, in_4bit, config_changes)
+        source = Path(str(flags.base_name_or_path))
+        model = _naming_the_model(flags, load if slices_on is None else partial(_in_slices, load, source, slices_on))
     else:
         make = _from_scratch if flags.model_name_or_path is None else _from_configuration
         model = _naming_the_model(flags, lambda: make(auto_class, flags, config_changes))
@@ -313,12 +320,16 @@ def _pretrained_config(flags: TransformerArguments, config_changes: dict[str, An
 
 
 def _from_pretrained(
-    auto_class: Any, flags: TransformerArguments, dtype: torch.dtype, in_4bit: bool, config_changes: dict[str, Any]
+    auto_class: Any,
+    flags: TransformerArguments,
+    dtype: torch.dtype,
+    in_4bit: bool,
+    config_changes: dict[str, Any],
+    **options: Any,
 ) -> PreTrainedModel:
     config = _pretrained_config(flags, config_changes)
-    packing: dict[str, Any] = {}
     if in_4bit:
-        packing = {"quantization_config": nf4(), "device_map": {"": torch.cuda.current_device()}}
+        options = {"quantization_config": nf4(), "device_map": {"": torch.cuda.current_device()}}
     model: PreTrainedModel = auto_class.from_pretrained(
         flags.base_name_or_path,
         config=config,
@@ -327,9 +338,20 @@ def _from_pretrained(
         use_safetensors=True,
         ignore_mismatched_sizes="id2label" in config_changes,  # a head for other classes is a new head
         trust_remote_code=flags.trust_remote_code,
-        **packing,
+        **options,
     )
     return model
+
+
+def _in_slices(load: Callable[..., PreTrainedModel], source: Path, device: torch.device) -> PreTrainedModel:
+    """The model that ``load()`` gives, its weights left in ``source`` where they can be."""
+    try:
+        return leave_in_files(load(device_map=ON_META), source, device)
+    except LoadWhole as error:
+        why = str(error)
+    except (*LOADING_ERRORS, RuntimeError) as error:
+        why = f"without them the model cannot be made ({reason(error)})"
+    return loaded_whole(load(), why)
 
 
 def image_processor_config(name_or_path: str) -> dict[str, Any]:

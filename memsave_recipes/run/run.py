@@ -13,7 +13,7 @@ NOTE [ the order of a run ]
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.sharding import ShardGroups, launched_shard, shard
 from memsave_recipes.sharding.groups import NONE
-from memsave_recipes.sharding.shards import callable_in_parts
+from memsave_recipes.sharding.shards import Rows, callable_in_parts
 from memsave_recipes.sharding.units import joint_blocks
 from memsave_recipes.training.arguments import AUTO, RecipeArguments
 from memsave_recipes.training.batch_layout import IndexedLayout, SampleOrder
@@ -215,7 +216,18 @@ class Run:
             **options,
         )
 
-    def prepare(self, model: nn.Module, trained: nn.Module | None = None) -> tuple[nn.Module, Optimizer, LRScheduler]:
+    @property
+    def slices_on(self) -> torch.device | None:
+        """The device for slices of pretrained weights, where a rank is to have a part of them; else ``None``."""
+        return None if self._groups is None else self.accelerator.device
+
+    def prepare(
+        self,
+        model: nn.Module,
+        trained: nn.Module | None = None,
+        *,
+        unread: Mapping[nn.Parameter, Rows] | None = None,
+    ) -> tuple[nn.Module, Optimizer, LRScheduler]:
         """The model as Accelerate prepares it, with the optimizer and the schedule of the flags.
 
         The schedule is not prepared: Accelerate's would move it once for every rank.
@@ -223,6 +235,7 @@ class Run:
         Args:
             model: the one with the blocks; all its parameters that require gradients are trained.
             trained: the module around it that is trained, where that is another one.
+            unread: with ``--shard``, the parameters that stand for tensors of files, as ``shard`` takes them.
 
         Raises:
             InputError: ``--bitwise_topology`` and a model with BatchNorm that is local; ``--batchnorm global`` and one
@@ -235,7 +248,7 @@ class Run:
         self._bare = model
         trained = model if trained is None else trained
         if self._groups is not None:
-            self._shard(trained, model, self._groups)
+            self._shard(trained, model, self._groups, unread)
         optimizer = make_optimizer(self.args, model, seed=self.args.seed)
         self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
         if self._groups is not None:  # as for evaluation: with autocast, and without a DDP around the shards
@@ -249,11 +262,13 @@ class Run:
         self._model, self._optimizer = self.accelerator.prepare(trained, optimizer, device_placement=placement)
         return self._model, self._optimizer, self._scheduler
 
-    def _shard(self, trained: nn.Module, model: nn.Module, groups: ShardGroups) -> None:
+    def _shard(
+        self, trained: nn.Module, model: nn.Module, groups: ShardGroups, unread: Mapping[nn.Parameter, Rows] | None
+    ) -> None:
         """Cut the weights up, in units of the plan that the flags name."""
         args = self.args
         plan = plan_blocks(model, args.activation_checkpointing)
-        shard(trained, model, plan, groups, self.accelerator.device, args.shard)
+        shard(trained, model, plan, groups, self.accelerator.device, args.shard, unread)
         self._joint_blocks = joint_blocks(plan)
         self.accelerator.print(groups.describe())
 

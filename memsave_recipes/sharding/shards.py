@@ -5,9 +5,15 @@ NOTE [ as under DDP ]
 2. Buffers are not cut up, and each rank's forward moves its own (BatchNorm's statistics). Before the first forward of a
    step they become those of rank 0; ``no_sync``, by which Accelerate tells a model that a step goes on, puts it off.
 3. Without gradients a forward leaves nothing gathered behind, so that ``parameters()`` are shards between two calls.
+
+NOTE [ weights that are not there yet ]
+1. A parameter can stand for a tensor that is in a file, which all machines see alike. Then it is never whole on a rank:
+   it goes to the meta device, ``fully_shard`` cuts up its size, and this rank's part gets memory and is read.
+2. One unit after the other, so that what was read and the pages of files that it was read from are no more than the
+   parts of this rank and the tensors of one unit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +27,21 @@ from torch.distributed.tensor import DTensor
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Plan
 from memsave_recipes.sharding.groups import ShardGroups
+from memsave_recipes.sharding.tensors import first_row, local
 from memsave_recipes.sharding.units import units_of
+
+Rows = Callable[[int, int], Tensor]
+"""``rows(begin, end)`` of a tensor that is in a file."""
 
 
 def shard(
-    trained: nn.Module, model: nn.Module, plan: Plan, groups: ShardGroups, device: torch.device, flag: str = "full"
+    trained: nn.Module,
+    model: nn.Module,
+    plan: Plan,
+    groups: ShardGroups,
+    device: torch.device,
+    flag: str = "full",
+    unread: Mapping[nn.Parameter, Rows] | None = None,
 ) -> None:
     """Replace the parameters of ``trained`` by shards (``DTensor``) that are gathered unit by unit as it runs.
 
@@ -37,19 +53,25 @@ def shard(
         model: inside of it, with the blocks; the same one where it is trained by itself.
         plan: that will be applied; it joins blocks into units.
         flag: the value of ``--shard``, for errors.
+        unread: the parameters, on ``device``, that stand for tensors of files: NOTE [ weights that are not there yet ].
 
     Raises:
         InputError: as ``units_of``, or a parameter cannot be cut up.
     """
     units = units_of(model, plan, flag)
-    _check_parameters(trained, flag)
+    unread = unread or {}
+    _check_parameters(trained, flag, unread)
+    device = torch.device("cpu") if device.type == "cpu" else device  # torch copies what is there to a "cpu:0"
     trained.to(device)
-    _send_from_rank_0([parameter.detach() for parameter in trained.parameters()])
+    absent = _on_meta(trained, unread)
+    _send_from_rank_0([parameter.detach() for parameter in trained.parameters() if not parameter.is_meta])
     mesh = groups.mesh(device)
     for unit in units:
         modules: Any = list(unit.modules) if len(unit.modules) > 1 else unit.modules[0]
         fully_shard(modules, mesh=mesh, reshard_after_forward=not unit.stays)
+        _read(unit.modules, absent, device)
     fully_shard(trained, mesh=mesh)
+    _read((trained,), absent, device)
     buffers = _BuffersOfRank0(list(trained.buffers()))
     trained.register_forward_pre_hook(buffers.before_forward)
     trained.register_forward_hook(_free_without_gradients)
@@ -95,9 +117,9 @@ def _units(trained: nn.Module) -> list[FSDPModule]:
     return [module for module in trained.modules() if isinstance(module, FSDPModule)]
 
 
-def _check_parameters(trained: nn.Module, flag: str) -> None:
+def _check_parameters(trained: nn.Module, flag: str, unread: Mapping[nn.Parameter, Rows]) -> None:
     for name, parameter in trained.named_parameters():
-        if parameter.ndim == 0 or not parameter.is_contiguous():
+        if parameter.ndim == 0 or not (parameter.is_contiguous() or parameter in unread):
             what = "a single number" if parameter.ndim == 0 else "not contiguous"
             raise InputError(f"--shard {flag}: {name} is {what}, which torch does not cut up: leave it out")
 
@@ -106,6 +128,50 @@ def _free_without_gradients(trained: nn.Module, *_: object) -> None:
     """Rule 3."""
     if not torch.is_grad_enabled():
         free_gathered(trained)
+
+
+@dataclass(frozen=True, eq=False)
+class _Absent:
+    """A parameter that is in a file, by a module that has it."""
+
+    module: nn.Module
+    name: str
+    rows: Rows
+
+    @property
+    def parameter(self) -> Any:
+        """As it is in the module now: whole, then in shards."""
+        return self.module.get_parameter(self.name)
+
+
+def _on_meta(trained: nn.Module, unread: Mapping[nn.Parameter, Rows]) -> list[_Absent]:
+    """Replace the parameters that are ``unread`` by others without memory; each of them once, also where it is tied."""
+    bare: dict[nn.Parameter, nn.Parameter] = {}
+    absent = []
+    for module in trained.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in unread:
+                continue
+            if parameter not in bare:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                bare[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                absent.append(_Absent(module, name, unread[parameter]))
+            setattr(module, name, bare[parameter])
+    return absent
+
+
+@torch.no_grad()
+def _read(modules: Iterable[nn.Module], absent: list[_Absent], device: torch.device) -> None:
+    """Give memory to this rank's parts of the ``absent`` parameters in ``modules`` that have none, and read them."""
+    inside = {part for module in modules for part in module.modules()}
+    here = [one for one in absent if one.module in inside and one.parameter.is_meta]
+    for module in modules if here else ():
+        # As ``to_empty``, by which torch gives memory to shards on the meta device; that one empties all others, too.
+        module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    for one in here:
+        part, begin = local(one.parameter), first_row(one.parameter)
+        if part.numel():
+            part.copy_(one.rows(begin, begin + len(part)))
 
 
 @torch.no_grad()

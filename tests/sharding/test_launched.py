@@ -128,6 +128,19 @@ def test_it_goes_on_with_whole_weights_on_one_process(runs, tmp_path):
 
 
 @pytest.mark.slow
+def test_each_rank_reads_its_slices_of_a_folder(runs, tmp_path):
+    folder = runs / "two" / "final"
+    flags = ["--model_name_or_path", folder, *FLAGS[FLAGS.index("--block_size") :], "--train_file", runs / "text.txt"]
+    train_here(*flags, "--output_dir", tmp_path / "one")
+    done = launch("cpu_fsdp2.yaml", *flags, "--output_dir", tmp_path / "two")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"weights: each rank reads its slices of {folder}" in done.stdout
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+    files = [tmp_path / name / "final" / "generation_config.json" for name in ("one", "two")]
+    assert files[0].read_text() == files[1].read_text()
+
+
+@pytest.mark.slow
 def test_groups_that_replicate_one_another(runs, tmp_path):
     """By the flag, and by the file for two machines, whose launchers run side by side here."""
     flags = [*FLAGS, "--train_file", runs / "text.txt", "--output_dir"]

@@ -1,0 +1,185 @@
+"""Pretrained weights that stay in their files, until each rank reads the rows that it is to have.
+
+NOTE [ stand-ins ]
+1. transformers builds the model on the meta device and loads a folder onto it: the parameters then have their dtypes,
+   and are tied, as those of any loaded model, and no weight has been read.
+2. Each parameter becomes a *stand-in*: random numbers in the memory of about a row and a column, seen as a tensor of
+   its size whose diagonals are constant (a Hankel matrix). So the model runs, and what is tried on a few tokens before
+   the training finds what it finds with any weights: whether it sees later tokens, where its head is. Adapters are
+   made on top as on weights that are there.
+3. Buffers are there: those of the files are read, the others computed, by transformers' own rules.
+4. Whoever cuts the model up reads rows of its parameters by ``slices_of(model)``. A copy of the model has none.
+5. A parameter has to be one tensor of the files, of the same shape. Where transformers would rename, join or split
+   tensors, or leave a parameter to be initialised, all weights are loaded whole.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from memsave_recipes.text import read_json
+
+ON_META = {"": "meta"}
+"""The ``device_map`` of ``from_pretrained`` with which it reads no weight."""
+SPREAD = 0.02
+"""Of the numbers of stand-ins: as most models of transformers begin."""
+INITIALIZED = "_is_hf_initialized"
+"""The attribute by which transformers leaves a tensor, or a module, as it is."""
+Rows = Callable[[int, int], Tensor]
+"""``rows(begin, end)`` of a tensor, on the host and in the dtype of its file."""
+
+
+class LoadWhole(Exception):
+    """The weights of a model cannot be read in slices; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """Where the weights of a model are.
+
+    Args:
+        unread: its parameters that are stand-ins, and what reads rows of each.
+        line: says so to people; ``None`` where nobody asked for slices.
+    """
+
+    unread: Mapping[nn.Parameter, Rows] = field(default_factory=dict)
+    line: str | None = None
+
+
+_OF_MODELS: WeakKeyDictionary[nn.Module, Slices] = WeakKeyDictionary()
+
+
+def slices_of(model: nn.Module) -> Slices:
+    """Where the weights of ``model`` are that are not in it."""
+    return _OF_MODELS.get(model, Slices())
+
+
+def leave_in_files(model: PreTrainedModel, folder: Path, device: torch.device) -> PreTrainedModel:
+    """``model``, loaded onto the meta device from ``folder``, with stand-ins on ``device``: NOTE [ stand-ins ].
+
+    Raises:
+        LoadWhole: by rule 5.
+    """
+    stored = _stored(folder)
+    rows = _rows_of(model, stored)
+    _make_buffers(model, stored)
+    generator = torch.Generator().manual_seed(0)
+    stand_ins = {
+        parameter: nn.Parameter(_stand_in(parameter, generator, device), requires_grad=parameter.requires_grad)
+        for parameter in rows
+    }
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(module, name, stand_ins[parameter])
+    unread = {stand_ins[parameter]: read for parameter, read in rows.items()}
+    _OF_MODELS[model] = Slices(unread, f"weights: each rank reads its slices of {folder}")
+    return model
+
+
+def loaded_whole(model: PreTrainedModel, why: str) -> PreTrainedModel:
+    """``model``, of which slices were asked for and all weights are there."""
+    _OF_MODELS[model] = Slices(line=f"weights: every rank loads all of them first, because {why}")
+    return model
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a safetensors file."""
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Pages of the file, which are read when they are copied."""
+        with safe_open(self.path, framework="pt") as file:
+            part: Tensor = file.get_slice(self.key)[begin:end]
+        return part
+
+    def whole(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.key)
+        return tensor
+
+
+def _stored(folder: Path) -> dict[str, _Stored]:
+    """The tensors of a folder, by name."""
+    found = {}
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            for key in file.offset_keys():
+                found[key] = _Stored(path, key, tuple(file.get_slice(key).get_shape()))
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """In the order in which transformers looks for them."""
+    one, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
+    if one.is_file():
+        return [one]
+    if not index.is_file():
+        raise LoadWhole(f"{folder} is no folder with {SAFE_WEIGHTS_NAME}")
+    files = read_json(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(files))]
+
+
+def _rows_of(model: PreTrainedModel, stored: dict[str, _Stored]) -> dict[nn.Parameter, Rows]:
+    """Rule 5."""
+    if getattr(model, "_weight_conversions", None):
+        raise LoadWhole(f"{type(model).__name__} has other names or shapes than its files")
+    for pair in model.all_tied_weights_keys.items():
+        if all(_find(name, model, stored) for name in pair):
+            raise LoadWhole(f"{' and '.join(pair)} are one weight, and both in its files")
+    rows: dict[nn.Parameter, Rows] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tensor = _find(name, model, stored)
+        if tensor is not None and tensor.shape == tuple(parameter.shape):
+            rows[parameter] = tensor.rows
+    for name, parameter in model.named_parameters():
+        if parameter not in rows:
+            raise LoadWhole(f"{name} is not in its files, or of another size there")
+    return rows
+
+
+def _find(name: str, model: PreTrainedModel, stored: dict[str, _Stored]) -> _Stored | None:
+    """The tensor of that name; files of a model without its head have no prefix."""
+    return stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
+
+
+def _stand_in(parameter: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+    """Rule 2; of a vector, numbers about 1, as the weights of norms are."""
+    num_diagonals = sum(size - 1 for size in parameter.shape) + 1
+    numbers = torch.randn(num_diagonals, generator=generator).mul_(SPREAD).add_(1.0 if parameter.ndim == 1 else 0.0)
+    return numbers.to(device, parameter.dtype).as_strided(parameter.shape, (1,) * parameter.ndim)
+
+
+@torch.no_grad()
+def _make_buffers(model: PreTrainedModel, stored: dict[str, _Stored]) -> None:
+    """Rule 3: parameters and what has been read are left alone, because they say that they are initialised."""
+    saved = model.state_dict().keys()
+    made: dict[Tensor, Tensor] = {}
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if buffer not in made:
+            is_saved = name in saved
+            made[buffer] = _read(name, buffer, model, stored) if is_saved else torch.empty_like(buffer, device="cpu")
+        parent, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(parent), own_name, made[buffer])
+    for module in model.modules():
+        vars(module).pop(INITIALIZED, None)
+    model.initialize_weights()
+
+
+def _read(name: str, buffer: Tensor, model: PreTrainedModel, stored: dict[str, _Stored]) -> Tensor:
+    tensor = _find(name, model, stored)
+    if tensor is None or tensor.shape != tuple(buffer.shape):
+        raise LoadWhole(f"{name} is not in its files, or of another size there")
+    value = tensor.whole().to(buffer.dtype, copy=True)
+    setattr(value, INITIALIZED, True)
+    return value

@@ -1,0 +1,298 @@
+"""Pretrained weights that each rank reads in slices: the bits of weights that were loaded whole, in less memory."""
+
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_runs import VOCABULARY, all_equal, build_model
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from memsave_recipes.activations import plan_blocks
+from memsave_recipes.activations.streaming import place
+from memsave_recipes.data.text.packing import keeps_documents_apart
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.adapters import LoraArguments, add_lora
+from memsave_recipes.models.causal_lm import CausalLMLoss, check_causal, find_head
+from memsave_recipes.models.packed_attention import attend_by_document
+from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.models.slices import INITIALIZED, slices_of
+from memsave_recipes.profiling.breakdown import record_allocations
+from memsave_recipes.profiling.memory import rss_bytes
+from memsave_recipes.sharding import ShardGroups, local, shard
+from memsave_recipes.sharding.units import units_of
+from memsave_recipes.text import MIB
+
+CPU = torch.device("cpu")
+SMALL_FILES = {"max_shard_size": "20KB"}
+TINY = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """A folder, and how its model is cut up over the ranks."""
+
+    folder: Path
+    dtype: torch.dtype = torch.float32
+    shard: str = "full"
+    lora: bool = False
+
+
+def build(loading, device):
+    """The folder's model; with a ``device`` in slices."""
+    flags = TransformerArguments(model_name_or_path=str(loading.folder))
+    return build_transformer(AutoModelForCausalLM, flags, dtype=loading.dtype, slices_on=device)
+
+
+def cut_up(loading, in_slices, accelerator):
+    """As the recipe makes it; its model with the loss, in shards, and the units of these."""
+    torch.manual_seed(1)  # of adapters
+    model = build(loading, accelerator.device if in_slices else None)
+    slices = slices_of(model)
+    if loading.lora:
+        add_lora(model, LoraArguments(lora=True, lora_rank=3), task_type="CAUSAL_LM")
+    place(model, accelerator.device)
+    trained = CausalLMLoss(model, "chunked", chunk_bytes=4 * VOCABULARY * 8)
+    plan = plan_blocks(model, "none")
+    units = [sum(p.nbytes for part in unit.modules for p in part.parameters()) for unit in units_of(model, plan, "")]
+    groups = ShardGroups.of(loading.shard, accelerator.num_processes)
+    shard(trained, model, plan, groups, accelerator.device, loading.shard, slices.unread)
+    return trained, units
+
+
+def a_step(loading, in_slices, accelerator):
+    """What a rank has before a step and after its backward, and the random numbers that come next."""
+    trained, _ = cut_up(loading, in_slices, accelerator)
+    found = {name: local(p.detach()).clone() for name, p in trained.named_parameters(remove_duplicate=False)}
+    found |= {name: buffer.clone() for name, buffer in trained.named_buffers()}
+    found["random numbers"] = torch.rand(3)
+    tokens = torch.arange(32).view(2, 16) % VOCABULARY
+    loss = trained(input_ids=tokens, labels=tokens)
+    loss.backward()
+    gradients = {name: p.grad for name, p in trained.named_parameters() if p.grad is not None}
+    found |= {f"gradient of {name}": local(gradient).clone() for name, gradient in gradients.items()}
+    return found | {"loss": loss.detach()}, slices_of(trained.model).line
+
+
+def steps(kind, loading, accelerator):
+    return a_step(loading, True, accelerator), a_step(loading, False, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "how", "of_files"),
+    [
+        ("llama", 2, {"dtype": torch.bfloat16, "lora": True}, SMALL_FILES),
+        ("gpt2", 3, {}, {}),
+        pytest.param("llama", 3, {"dtype": torch.float64}, {}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {"shard": "2"}, {}, marks=pytest.mark.slow),
+        pytest.param("tied_llama", 2, {}, SMALL_FILES, marks=pytest.mark.slow),
+        pytest.param("gpt2", 2, {"dtype": torch.bfloat16, "lora": True}, SMALL_FILES, marks=pytest.mark.slow),
+    ],
+)
+def test_every_weight_is_the_one_that_is_loaded_whole(run_on_ranks, tmp_path, kind, num_ranks, how, of_files):
+    """Also adapters, buffers, gradients and the random numbers after it."""
+    build_model(kind, torch.float32).save_pretrained(tmp_path, **of_files)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not of_files
+    loading = Loading(folder=tmp_path, **how)
+    for (in_slices, line), (whole, _) in run_on_ranks(partial(steps, kind, loading), num_ranks):
+        assert line == f"weights: each rank reads its slices of {tmp_path}"
+        assert any(name.startswith("gradient of ") for name in whole)
+        assert all_equal(in_slices, whole)
+
+
+def test_files_in_half_precision_train_in_another(run_on_ranks, tmp_path):
+    build_model("llama", torch.bfloat16).save_pretrained(tmp_path)
+    loading = Loading(folder=tmp_path)
+    for (in_slices, _), (whole, _) in run_on_ranks(partial(steps, "llama", loading), 2):
+        assert all_equal(in_slices, whole)
+
+
+def state_of(model):
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+def test_a_stand_in_takes_next_to_no_memory_and_answers_as_weights_do(tmp_path):
+    build_model("llama", torch.float32).save_pretrained(tmp_path)
+    stand_in, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
+    for parameter, same in zip(stand_in.parameters(), whole.parameters(), strict=True):
+        assert (parameter.shape, parameter.dtype, parameter.requires_grad) == (same.shape, same.dtype, True)
+        assert parameter.untyped_storage().nbytes() <= 4 * sum(parameter.shape)
+    check_causal(stand_in, "llama")
+    assert find_head(stand_in).scale == find_head(whole).scale == 1
+    assert keeps_documents_apart(stand_in)
+    assert attend_by_document(stand_in) is attend_by_document(whole) is None
+
+
+def test_buffers_are_those_of_a_loaded_model_and_a_model_that_sees_later_tokens_is_found(tmp_path):
+    BertLMHeadModel(BertConfig(**TINY, intermediate_size=24)).save_pretrained(tmp_path)
+    stand_in, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
+    assert slices_of(stand_in).unread
+    assert all_equal(dict(stand_in.named_buffers()), dict(whole.named_buffers()))
+    with pytest.raises(InputError, match="sees the tokens that it is to predict"):
+        check_causal(stand_in, "bert")
+
+
+def test_files_of_a_model_without_its_head_have_no_prefix(tmp_path):
+    GPT2Model(GPT2Config(vocab_size=VOCABULARY, n_layer=2, n_head=2, n_embd=16)).save_pretrained(tmp_path)
+    model, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
+    unread = slices_of(model).unread
+    read = {name: unread[p](0, len(p)) for name, p in model.named_parameters()}
+    assert all_equal(read, dict(whole.named_parameters()))
+
+
+def change(folder, edit):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def lose_a_norm(tensors):
+    tensors["model.norm.scale"] = tensors.pop("model.norm.weight")
+
+
+def add_the_tied_head(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "edit", "reason"),
+    [
+        ("llama", lose_a_norm, "model.norm.weight is not in its files, or of another size there"),
+        ("tied_llama", add_the_tied_head, "lm_head.weight and model.embed_tokens.weight are one weight, and both in"),
+    ],
+)
+def test_files_that_do_not_match_are_loaded_whole(tmp_path, kind, edit, reason):
+    build_model(kind, torch.float32).save_pretrained(tmp_path)
+    change(tmp_path, edit)
+    model, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
+    slices = slices_of(model)
+    assert not slices.unread
+    assert slices.line.startswith(f"weights: every rank loads all of them first, because {reason}")
+    assert all_equal(state_of(model), state_of(whole))
+
+
+def test_tensors_that_transformers_joins_are_loaded_whole(tmp_path):
+    config = MixtralConfig(**TINY, intermediate_size=24, num_key_value_heads=1, num_local_experts=2)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    model, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
+    assert "MixtralForCausalLM has other names or shapes than its files" in slices_of(model).line
+    assert all_equal(state_of(model), state_of(whole))
+
+
+def test_a_folder_that_is_missing_ends_as_without_slices(tmp_path):
+    lines = []
+    for device in (CPU, None):
+        with pytest.raises(InputError) as refused:
+            build(Loading(folder=tmp_path / "none"), device)
+        lines.append(refused.value.one_line)
+    assert lines[0] == lines[1]
+
+
+def test_stand_ins_whose_slices_nobody_reads_are_refused(tmp_path):
+    build_model("llama", torch.float32).save_pretrained(tmp_path)
+    model = build(Loading(folder=tmp_path), CPU)
+    groups = ShardGroups(size=2, num_ranks=2)
+    with pytest.raises(InputError, match="not contiguous"):
+        shard(model, model, plan_blocks(model, "none"), groups, CPU)
+
+
+def test_the_private_names_of_transformers(tmp_path):
+    build_model("llama", torch.float32).save_pretrained(tmp_path)
+    model = build(Loading(folder=tmp_path), None)
+    assert model._weight_conversions == []
+    assert all(getattr(parameter, INITIALIZED) for parameter in model.parameters())
+
+
+# Memory
+
+ALLOWED = MIB
+"""Beside the share of a rank and a unit: buffers, the few tokens on which the model is tried."""
+ALLOWED_BY_SYSTEM = 32 * MIB
+"""The same, and code and libraries that run for the first time."""
+
+
+def llama_8b(divisor, num_layers=32, vocab_size=128256):
+    """The shape of Llama 3 8B, all widths divided."""
+    return LlamaConfig(
+        hidden_size=4096 // divisor,
+        intermediate_size=14336 // divisor,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=vocab_size,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def share_of(trained):
+    return sum(local(parameter).nbytes for parameter in trained.parameters())
+
+
+def allocated_while_loading(loading, in_slices, accelerator):
+    """The most that torch had allocated at once, without mapped files; a rank's share, and the largest unit; bytes."""
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # allocations of other threads are not recorded
+    with record_allocations() as events:
+        trained, units = cut_up(loading, in_slices, accelerator)
+    files = {path.stat().st_size for path in loading.folder.glob("*.safetensors")}
+    held = accumulate(event.num_bytes for event in events if abs(event.num_bytes) not in files)
+    return max(held), share_of(trained), max(units)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_torch_never_allocates_more_than_the_share_and_a_unit(run_on_ranks, tmp_path, num_ranks):
+    """Of weights in another precision than that of their files, which are else pages of a file where they are whole."""
+    LlamaForCausalLM(llama_8b(32, num_layers=16, vocab_size=2048)).save_pretrained(tmp_path)
+    loading = Loading(folder=tmp_path, dtype=torch.float64)
+    for peak, share, unit in run_on_ranks(partial(allocated_while_loading, loading, True), num_ranks):
+        print(f"{num_ranks} ranks: at most {peak:,} bytes, share {share:,}, largest unit {unit:,}")
+        assert share < peak <= share + unit + ALLOWED
+    for peak, share, unit in run_on_ranks(partial(allocated_while_loading, loading, False), num_ranks):
+        assert peak > share + unit + ALLOWED
+
+
+def resident_while_loading(loading, in_slices, accelerator):
+    """As above, by what the system counts as resident, with pages of files; ``None`` where it does not let us begin."""
+    cut_up(Loading(folder=loading.folder / "small"), in_slices, accelerator)  # for code that runs for the first time
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak falls to the present figure
+    except OSError:
+        return None
+    before = rss_bytes()
+    trained, units = cut_up(loading, in_slices, accelerator)
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(peak[1]) * 1024 - before, share_of(trained), max(units)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_system_counts_no_more_than_the_share_and_a_unit(run_on_ranks, tmp_path, num_ranks):
+    """Of a model shaped like Llama 3 8B, its widths a sixteenth, in 32 layers and with all tokens."""
+    LlamaForCausalLM(llama_8b(16)).save_pretrained(tmp_path)
+    LlamaForCausalLM(llama_8b(64, num_layers=2, vocab_size=64)).save_pretrained(tmp_path / "small")
+    loading = Loading(folder=tmp_path)
+    for in_slices in (True, False):
+        found = run_on_ranks(partial(resident_while_loading, loading, in_slices), num_ranks, timeout_s=250)
+        if None in found:
+            pytest.skip("the peak of resident memory cannot be set back")
+        for peak, share, unit in found:
+            print(f"{num_ranks} ranks, slices {in_slices}: {peak:,} bytes, share {share:,}, largest unit {unit:,}")
+            assert (peak <= share + unit + ALLOWED_BY_SYSTEM) is in_slices
