@@ -5,6 +5,8 @@ from trials.killing import kill_trials
 from trials.run import Run
 
 FEW, ALL = range(8), pytest.param(range(10, 175), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+FEW_SAVES = range(600, 603)
+ALL_SAVES = pytest.param(range(610, 670), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 FEW_OF_THE_RECIPE = range(400, 402)
 ALL_OF_THE_RECIPE = pytest.param(range(410, 445), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
@@ -14,6 +16,7 @@ def kill(run_trial, run, seeds):
     print(f"{outcome['kills']} kills in {len(seeds)} trials of {run.world} process(es)")
     assert outcome["problems"] == {}
     assert outcome["kills"] >= len(seeds)
+    return outcome["kills"]
 
 
 @pytest.mark.parametrize("seeds", [FEW, ALL], ids=lambda seeds: f"{len(seeds)} trials")
@@ -21,6 +24,13 @@ def kill(run_trial, run, seeds):
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(run_trial, tmp_path, world, seeds):
     """Half of the kills at named points inside step, save and resume; of one rank or all; up to three a trial."""
     kill(run_trial, Run(folder=tmp_path, world=world), seeds)
+
+
+@pytest.mark.parametrize("seeds", [FEW_SAVES, ALL_SAVES], ids=lambda seeds: f"{len(seeds)} trials")
+def test_so_does_one_in_shards_that_is_killed_while_it_saves(run_trial, tmp_path, seeds):
+    """At random times within saves, to which every rank writes its part; a hundred kills in all."""
+    kills = kill(run_trial, Run(folder=tmp_path, world=2, shard="full", every_steps=1), seeds)
+    assert kills >= 100 or seeds == FEW_SAVES
 
 
 @pytest.mark.parametrize("seeds", [FEW_OF_THE_RECIPE, ALL_OF_THE_RECIPE], ids=lambda seeds: f"{len(seeds)} trials")

@@ -1,9 +1,13 @@
-"""Kill a run again and again, at random times and at named points, and say what is not as it would have been."""
+"""Kill a run again and again, at random times and at named points, and say what is not as it would have been.
+
+A run in shards is killed while it saves: at a random time in one of its saves.
+"""
 
 import os
 import random
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,6 +52,10 @@ POINTS: dict[str, tuple[Any, str, int]] = {
 }
 OF_RANK_0 = POINTS.keys() - {"loss", "backward", "clip", "optimizer", "schedule", "poll", "read"}
 MAX_KILLS = 3
+SAVES_OF_A_LIFE = 4
+"""At most, of a run in shards that is killed: so that each of its lives comes to a save."""
+FIRST_SAVE_S = 0.05
+"""About as long as the first save of a life takes; for a later one, the one before says it."""
 
 
 def reference(run: Run) -> tuple[dict[str, Any], float]:
@@ -93,6 +101,9 @@ def kill_and_finish(run: Run, chance: random.Random, seconds: float) -> int:
 def killed_life(run: Run, chance: random.Random, seconds: float) -> list[int | None]:
     """A life with a kill, at a named point or at a random time, of one rank or of all."""
     victims = chance.choice([[rank] for rank in range(run.world)] + [list(range(run.world))])
+    if run.shard != "none":
+        nth, share = chance.randint(1, SAVES_OF_A_LIFE), chance.random()
+        return Life(run, partial(prepare_to_die_saving, victims, nth, share)).end()
     if chance.random() < 0.5:
         point = chance.choice(list(POINTS))
         rank = 0 if point in OF_RANK_0 else victims[0]
@@ -110,6 +121,28 @@ def prepare(broken: str, strike: tuple[int, bool, str, bool, int] | None, rank: 
         BREAK[broken]()
     if strike is not None and strike[0] == rank:
         arm(*strike[1:])
+
+
+def prepare_to_die_saving(victims: list[int], nth: int, share: float, rank: int) -> None:
+    """Let the first victim end itself, or its whole group, in its n-th save, when a share of that has passed."""
+    if rank != victims[0]:
+        return
+    write = CHECKPOINTS.saver.Checkpoints._write_by_all
+    seconds, calls = FIRST_SAVE_S, 0
+
+    def write_and_die(*args: Any, **options: Any) -> bool:
+        nonlocal seconds, calls
+        calls += 1
+        began = time.monotonic()
+        if calls == nth:
+            threading.Timer(share * seconds, _die, [len(victims) > 1]).start()
+        written = write(*args, **options)
+        if calls == nth:  # it was done sooner than the one before
+            _die(len(victims) > 1)
+        seconds = time.monotonic() - began
+        return written
+
+    CHECKPOINTS.saver.Checkpoints._write_by_all = write_and_die
 
 
 def arm(everyone: bool, point: str, before: bool, nth: int) -> None:

@@ -1,6 +1,7 @@
 """The training under trial: small, and with everything that can go wrong in a resume.
 
 Dropout, BatchNorm, tied weights, augmentation, accumulation, a short last step of each epoch, a warm-up and a schedule.
+In shards, layers of their own weights, whose rows the ranks do not divide.
 What it does goes to a log a rank, a line at a time: every life's resumed step, every step's samples and loss, every
 commit.
 """
@@ -10,6 +11,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import get_scheduler
 
+from memsave_recipes.activations import plan_blocks
 from memsave_recipes.checkpoints import Checkpoints, StopSignals, TrainState
+from memsave_recipes.sharding import ShardGroups, shard, whole
 from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder, seed_for
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 
@@ -34,12 +38,14 @@ class Run:
     Args:
         folder: its output folder; the checkpoints are in ``checkpoints/`` there.
         recipe: whether the image recipe trains, and not the loop of this module.
+        shard: as the flag.
         broken: the defect that it has, see ``trials/broken.py``.
         step_s: sleeps so long in each step.
     """
 
     folder: Path
     recipe: bool = False
+    shard: str = "none"
     world: int = 1
     workers: int = 0
     every_steps: int | None = 2
@@ -86,6 +92,19 @@ class Net(nn.Module):
         return self.head(F.relu(self.second(hidden))).mean(dim=1)
 
 
+class Layers(nn.Module):
+    """A network of several units, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [6, 7, 9, 5]
+        self.layers = nn.Sequential(*(nn.Linear(*ends) for ends in pairwise(widths)))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 4, 6) -> (B, 3)
+        return self.head(F.dropout(F.relu(self.layers(x)), 0.3, self.training)).mean(dim=1)
+
+
 class Log:
     """Lines that outlive the process."""
 
@@ -102,10 +121,7 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
     torch.manual_seed(SEED)
     order = SampleOrder(num_samples=NUM_SAMPLES, global_batch_size=run.global_batch_size, seed=SEED)
     layout = BatchLayout.of(run.global_batch_size, 2, accelerator.num_processes)
-    bare = Net()
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=0.02, weight_decay=0.1, fused=True)
-    scheduler = get_scheduler("cosine", optimizer, 3, NUM_STEPS)
-    model, optimizer = accelerator.prepare(bare, optimizer)
+    bare, model, optimizer, scheduler = prepare(run, accelerator)
     checkpoints = Checkpoints(
         accelerator,
         run.folder / "checkpoints",
@@ -144,6 +160,20 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
     return {"weights": digest(weights), "optimizer": digest(state), **seen}
 
 
+def prepare(run: Run, accelerator: Accelerator) -> tuple[nn.Module, nn.Module, Any, Any]:
+    """The model bare and prepared, the optimizer and the schedule."""
+    groups = ShardGroups.of(run.shard, accelerator.num_processes)
+    bare = Net() if groups is None else Layers()
+    if groups is not None:
+        shard(bare, bare, plan_blocks(bare, "none"), groups, accelerator.device)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=0.02, weight_decay=0.1, fused=True)
+    scheduler = get_scheduler("cosine", optimizer, 3, NUM_STEPS)
+    if groups is None:
+        return bare, *accelerator.prepare(bare, optimizer), scheduler
+    model = accelerator.prepare_model(bare, device_placement=False, evaluation_mode=True)
+    return bare, model, accelerator.prepare_optimizer(optimizer), scheduler
+
+
 def train_step(accelerator: Accelerator, model: nn.Module, optimizer: Any, scheduler: Any, batch: GlobalBatch) -> None:
     for micro_batch in batch.forwards(model):
         logits = model(micro_batch["x"])
@@ -155,7 +185,7 @@ def train_step(accelerator: Accelerator, model: nn.Module, optimizer: Any, sched
 
 
 def digest(tree: Any) -> str:
-    """Of every bit in a tree of tensors and values."""
+    """Of every bit in a tree of tensors and values; for all ranks where tensors are in shards."""
     result = hashlib.sha256()
     _digest_into(result, tree)
     return result.hexdigest()
@@ -163,6 +193,7 @@ def digest(tree: Any) -> str:
 
 def _digest_into(result: Any, tree: Any) -> None:
     if isinstance(tree, Tensor):
+        tree = whole(tree)
         result.update(f"{tree.dtype}{tuple(tree.shape)}".encode())
         result.update(tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(tree, dict):
