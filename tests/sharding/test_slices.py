@@ -223,8 +223,6 @@ def test_the_private_names_of_transformers(tmp_path):
 
 ALLOWED = MIB
 """Beside the share of a rank and a unit: buffers, the few tokens on which the model is tried."""
-ALLOWED_BY_SYSTEM = 32 * MIB
-"""The same, and code and libraries that run for the first time."""
 
 
 def llama_8b(divisor, num_layers=32, vocab_size=128256):
@@ -295,4 +293,4 @@ def test_the_system_counts_no_more_than_the_share_and_a_unit(run_on_ranks, tmp_p
             pytest.skip("the peak of resident memory cannot be set back")
         for peak, share, unit in found:
             print(f"{num_ranks} ranks, slices {in_slices}: {peak:,} bytes, share {share:,}, largest unit {unit:,}")
-            assert (peak <= share + unit + ALLOWED_BY_SYSTEM) is in_slices
+            assert (peak <= share + unit) is in_slices
