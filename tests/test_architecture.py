@@ -43,7 +43,10 @@ TABLE = {
         {"torch", "accelerate", "safetensors", "filelock"},
     ),
     "planner": (
-        {"activations", "distributed", "estimation", "hub", "models", "plans", "processes", "profiling", "training"},
+        {
+            *("activations", "distributed", "estimation", "hub", "models", "plans", "processes", "profiling"),
+            *("sharding", "training"),
+        },
         {"torch", "accelerate", "tqdm", "psutil", "transformers"},
     ),
     "integrations": ({"activations", "planner", "plans", "profiling"}, {"torch", "transformers", "lightning", "tqdm"}),

@@ -8,7 +8,7 @@ one ratio, and twice with offloading, which sets memory aside.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,9 +34,11 @@ from memsave_recipes.plans.plan import (
     count_blocks,
     offloads,
 )
+from memsave_recipes.plans.shards import Shards, communication_s, peak_in_shards
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
+from memsave_recipes.sharding.units import largest_shards, shards_bytes
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.optimizers import (
@@ -80,12 +82,14 @@ class StaticMemory:
     Args:
         state_bytes: the optimizer's state.
         buckets_bytes: DDP's gradient buckets.
-        sums_bytes: of ``--bitwise_topology``, sums of earlier gradients that are there when a micro-batch begins.
+        sums_bytes: sums of earlier gradients that are there when a micro-batch begins: of ``--bitwise_topology``, and
+            of accumulation where weights are in shards.
         exchange_bytes: of the same, buckets on their way between ranks.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
             bucket of DDP, or used by an optimizer in the backward, does not.
         optimizer_bytes: temporaries of the optimizer's update.
+        elsewhere_bytes: of the weights, those that other ranks hold.
     """
 
     state_bytes: int = 0
@@ -95,6 +99,7 @@ class StaticMemory:
     gradients_resident: bool = False
     gradients_stay: bool = True
     optimizer_bytes: int = 0
+    elsewhere_bytes: int = 0
 
     @property
     def communication_bytes(self) -> int:
@@ -104,10 +109,11 @@ class StaticMemory:
     def added_to(self, chain: Chain) -> Chain:
         """``chain`` with this memory in it."""
         blocks = chain.blocks if self.gradients_stay else [replace(block, gradient_bytes=0) for block in chain.blocks]
+        added_bytes = self.state_bytes + self.communication_bytes + self.sums_bytes
         return replace(
             chain,
             blocks=tuple(blocks),
-            resident_bytes=chain.resident_bytes + self.state_bytes + self.communication_bytes + self.sums_bytes,
+            resident_bytes=chain.resident_bytes - self.elsewhere_bytes + added_bytes,
             gradients_resident=self.gradients_resident or not self.gradients_stay,
             optimizer_bytes=self.optimizer_bytes,
         )
@@ -142,6 +148,29 @@ def static_memory_of(
         ),
     )
     return _with_tree_sum(static, trained, layout) if isinstance(layout, IndexedLayout) else static
+
+
+def static_memory_in_shards(
+    optim: OptimizerArguments, model: nn.Module, layout: BatchLayout, *, num_ranks: int, device_type: str = "cpu"
+) -> StaticMemory:
+    """The static memory of the first rank of a run whose weights are in shards over ``num_ranks``.
+
+    Each micro-batch is reduced by itself, so gradients of earlier ones are shards, too. SGD, which is not fused for
+    shards, adds the decay of the weights to a copy of their gradients.
+    """
+    weights = list(model.parameters())
+    trained = largest_shards([weight for weight in weights if weight.requires_grad], num_ranks)
+    name = optim.update_rule
+    decayed = trained if name == "sgd" and optim.weight_decay else []
+    return StaticMemory(
+        state_bytes=state_bytes(name, trained, momentum=optim.momentum) + counters_bytes(name, len(trained)),
+        sums_bytes=sum(shard.nbytes for shard in trained) if layout.accumulation_steps > 1 else 0,
+        optimizer_bytes=max(
+            clipping_bytes(trained),
+            update_bytes(name, trained, on_cpu=device_type == "cpu") + sum(shard.nbytes for shard in decayed),
+        ),
+        elsewhere_bytes=sum(weight.nbytes for weight in weights) - shards_bytes(weights, num_ranks),
+    )
 
 
 def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: IndexedLayout) -> StaticMemory:
@@ -209,11 +238,29 @@ def workspaces_of_device(device: torch.device, known_bytes: int) -> dict[str, in
 
 
 @dataclass(frozen=True, kw_only=True)
+class InShards:
+    """How weights are cut up over ranks.
+
+    Args:
+        of_plan: the shards, in the units of a plan.
+        bytes_per_s: that a rank sends to the others.
+    """
+
+    of_plan: Callable[[Plan], Shards]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A plan with its predicted memory and time."""
+    """A plan with its predicted memory and time.
+
+    Args:
+        in_shards: where weights are; the chain is then that of one rank, for ``timeline_in_shards``.
+    """
 
     plan: Plan
     chain: Chain
+    in_shards: InShards | None = None
 
     @property
     def peak(self) -> TimelinePoint:
@@ -233,7 +280,7 @@ class Forecast:
     @property
     def baseline_peak_bytes(self) -> int:
         """The peak without checkpointing."""
-        return simulate(self.chain, keep_all(self.chain)).peak_bytes
+        return replace(self, plan=keep_all(self.chain)).peak.total_bytes
 
     @property
     def baseline_s(self) -> float:
@@ -252,8 +299,15 @@ class Forecast:
 
     @property
     def micro_batch_s(self) -> float:
-        """Seconds of one forward and backward under the plan."""
-        return self.baseline_s + self.added_s
+        """Seconds of one forward and backward under the plan, with those of the traffic that nothing hides."""
+        return self.baseline_s + self.added_s + self.communication_s[1]
+
+    @cached_property
+    def communication_s(self) -> tuple[float, float]:
+        """Seconds that weights and gradients travel between ranks, and those of them that nothing hides."""
+        if self.in_shards is None:
+            return 0.0, 0.0
+        return communication_s(self.chain, self.in_shards.of_plan(self.plan), self.in_shards.bytes_per_s)
 
     @property
     def noise_s(self) -> float:
@@ -262,7 +316,10 @@ class Forecast:
 
     @cached_property
     def _simulated(self) -> Simulation:
-        return simulate(self.chain, self.plan)
+        simulated = simulate(self.chain, self.plan)
+        if self.in_shards is None:
+            return simulated
+        return replace(simulated, peak=peak_in_shards(self.chain, self.plan, self.in_shards.of_plan(self.plan)))
 
 
 def plans_to_measure(
@@ -273,6 +330,7 @@ def plans_to_measure(
     compiles: bool = True,
     ratios: Sequence[float] = COMPILED_RATIOS,
     micro_batch_size: int | None = None,
+    in_shards: bool = False,
 ) -> list[Plan]:
     """The plans to measure for a strategy; the first is the baseline.
 
@@ -281,15 +339,17 @@ def plans_to_measure(
         compiles: whether there is a device to compile for.
         ratios: of compiled memory, for a budget.
         micro_batch_size: of the blocks that run in micro-batches, where some may.
+        in_shards: whether weights are, which rules out the host and tiles.
     """
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
-        strategies += ["selective"] if device_type == "cpu" else ["selective", *OFFLOADING_STRATEGIES]
+        to_host = device_type != "cpu" and not in_shards
+        strategies += ["selective", *(OFFLOADING_STRATEGIES if to_host else ())]
         if compiles and strategy == "budget" and _can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]
-        if strategy == "budget" and _has_tiles(workload):
-            to_host = device_type != "cpu" and max(tokens.shape[-1] for tokens in _tokens(workload)) >= LONG_ROW
-            strategies += [name for name in TILED_STRATEGIES if to_host or not offloads(name)]
+        if strategy == "budget" and not in_shards and _has_tiles(workload):
+            is_long = to_host and max(tokens.shape[-1] for tokens in _tokens(workload)) >= LONG_ROW
+            strategies += [name for name in TILED_STRATEGIES if is_long or not offloads(name)]
     elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, *TILED_STRATEGIES, "compiled"):
         strategies.append(strategy)
     if (strategy in BUDGET_WORDS or strategy.startswith("nested")) and _has_parts(workload):

@@ -27,6 +27,7 @@ NOTE [ the figures of a chain ]
    gradient of the earlier use, even where the gradients of an earlier micro-batch are there already.
 8. ``untracked_bytes``: the live bytes when its backward begins that rule 6 does not name: the loss, the gradient of an
    argument that all layers share. They are in the transient of its backward, and live while its span runs again.
+   ``variables_bytes``: likewise when its forward begins, what variables of the model hold.
 9. A storage that several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and
    in no other's.
 10. Measured seconds have a noise: the standard error of the figure, 0 where seconds are computed. The solver adds it to
@@ -91,7 +92,7 @@ class BlockCosts:
         output_bytes, passes_input: rule 3 of the NOTE.
         gradient_bytes, tied_gradient_bytes: rule 7 of the NOTE.
         beside_bytes, until_saved_bytes: rule 5 of the NOTE; without the second, all of its forward.
-        untracked_bytes: rule 8 of the NOTE.
+        untracked_bytes, variables_bytes: rule 8 of the NOTE.
         options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
 
     Raises:
@@ -111,11 +112,13 @@ class BlockCosts:
     beside_bytes: int = 0
     until_saved_bytes: int | None = None
     untracked_bytes: int = 0
+    variables_bytes: int = 0
     options: tuple[BlockOption, ...]
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "forward_s", "backward_s", "output_bytes", "gradient_bytes", "tied_gradient_bytes")
         _check_not_negative(self, "forward_noise_s", "backward_noise_s", "beside_bytes", "untracked_bytes")
+        _check_not_negative(self, "variables_bytes")
         if self.until_saved_bytes is not None:
             _check_not_negative(self, "until_saved_bytes")
         actions = [option.action for option in self.options]

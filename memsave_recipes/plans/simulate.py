@@ -47,21 +47,24 @@ class TimelinePoint:
 
     ``resident_bytes`` are those of the chain; ``gradients_bytes`` the parameter gradients made so far;
     ``held_bytes`` are held by other blocks until their backward; ``own_bytes`` are live for this block, of which
-    ``temporary_bytes`` are neither its input nor its output nor saved by it.
+    ``temporary_bytes`` are neither its input nor its output nor saved by it. ``traffic_bytes`` are weights that are
+    gathered and gradients on their way, where these are in shards (``shards.py``).
     """
 
-    phase: str  # forward, recomputation, backward, optimizer
+    phase: str  # forward, recomputation, backward, optimizer; in shards also gathering and reduction
     block: str  # its name; of the optimizer, empty
+    position: int | None = None  # of the block in the chain
     resident_bytes: int
     gradients_bytes: int
     held_bytes: int
     own_bytes: int
     temporary_bytes: int
+    traffic_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All of them."""
-        return self.resident_bytes + self.gradients_bytes + self.held_bytes + self.own_bytes
+        return self.resident_bytes + self.gradients_bytes + self.held_bytes + self.own_bytes + self.traffic_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +203,12 @@ def _noise_s(chain: Chain, span: Span) -> float:
     return blocks[0].option(span.action).noise_s
 
 
-def timeline(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
+def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterator[TimelinePoint]:
     """The live bytes of a step under ``plan``, in order: every block's forward and backward, then the optimizer.
+
+    Args:
+        every_forward: also those of blocks that recompute, at most: as if all that is saved in a block were there until
+            its end. They are never the peak where weights are whole.
 
     Raises:
         ValueError: as ``simulate``.
@@ -214,6 +221,8 @@ def timeline(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
         held_before.append(held)
         if span.action in JOINT:
             # Its forward is never the peak: it saves nothing, and more is live when it runs again.
+            if every_forward:
+                yield from _forwards(chain, span, held, states)
             held = held | _held_by_span(chain, span, states)
         else:
             option = chain.blocks[span.start].option(span.action)
@@ -226,6 +235,15 @@ def timeline(chain: Chain, plan: Plan) -> Iterator[TimelinePoint]:
         gradients_bytes += chain.new_gradients_bytes(*chain.blocks[span.start : span.stop])
     made_bytes = 0 if chain.gradients_resident else gradients_bytes
     yield _point(chain, "optimizer", None, {}, made_bytes, {}, chain.optimizer_bytes)
+
+
+def _forwards(chain: Chain, span: Span, held: Storages, states: list[Storages]) -> Iterator[TimelinePoint]:
+    """The first run of the blocks of a span that recomputes."""
+    alive, begun_bytes = states[span.start], chain.span_bytes
+    for position in range(span.start, span.stop):
+        transient_bytes = begun_bytes + chain.blocks[position].option(Action.KEEP).forward_transient_bytes
+        yield _point(chain, "forward", position, held, 0, alive | states[position], transient_bytes)
+        alive, begun_bytes = alive | {f"span from {span.start}": chain.span_bytes}, 0
 
 
 def _backward(
@@ -312,6 +330,7 @@ def _point(
     return TimelinePoint(
         phase=phase,
         block="" if position is None else chain.blocks[position].name,
+        position=position,
         resident_bytes=chain.static_bytes,
         gradients_bytes=gradients_bytes,
         held_bytes=held_bytes,

@@ -64,6 +64,7 @@ class Workload:
         device: of the model.
         stacks: the names of its blocks, stack by stack.
         host_bytes: that the model's weights will take on the host, where they are not there yet.
+        apart: the names of modules outside of all blocks that are parts of the chain (NOTE [ the parts of a step ]).
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class Workload:
     device: torch.device
     stacks: Sequence[Sequence[str]]
     host_bytes: int = 0
+    apart: Sequence[str] = ()
 
     @cached_property
     def weights_bytes(self) -> int:
@@ -334,7 +336,8 @@ class _Run:
 
     @contextmanager
     def _tracer(self, *, counting: bool) -> Iterator[StepTracer]:
-        tracer = StepTracer(self.workload.model, self.workload.batch, counting=counting)
+        workload = self.workload
+        tracer = StepTracer(workload.model, workload.batch, counting=counting, apart=workload.apart)
         with apply_plan(self.workload.model, self.plan, watch=tracer.watch):
             yield tracer
 

@@ -40,7 +40,7 @@ MIN_RUNS = 3  # to tell a noise from
 class StepTrace:
     """A step under one action: its parts, the bytes at its boundaries, and the seconds between them, run by run.
 
-    ``variables_bytes`` are those of rule 5 of NOTE [ the parts of a step ].
+    ``variables_bytes`` are those of rule 6 of NOTE [ the parts of a step ].
     """
 
     parts: list[Part]
@@ -284,14 +284,15 @@ def _between_blocks_before(parts: Sequence[Part], position: int) -> int:
 
 
 def _names(parts: Sequence[Part]) -> Iterator[str]:
-    blocks = [part.block for part in parts]
-    for position, name in enumerate(blocks):
+    names = [part.name for part in parts]
+    for position, name in enumerate(names):
+        following = next(filter(None, names[position + 1 :]), None)
         if name is not None:
             yield name
-        elif position + 1 < len(blocks):
-            yield f"the part before {blocks[position + 1]}"
+        elif following is not None:
+            yield f"the part before {following}"
         else:
-            yield f"the part after {blocks[position - 1]}" if position else "the model"
+            yield f"the part after {names[position - 1]}" if position else "the model"
 
 
 def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | None]:
@@ -322,14 +323,21 @@ def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
         max(0, trace.memory[moment[0]].live_bytes - there) if moment else 0
         for moment, there in zip(_backwards(trace), reversed(simulated[num_parts:-1]), strict=True)
     ]
+    variables = [
+        max(0, trace.memory[start].live_bytes - there)
+        for (start, _), there in zip(_forwards(trace), simulated[:num_parts], strict=True)
+    ]
     blocks = [
         replace(
             b,
             untracked_bytes=beside,
+            variables_bytes=of_model,
             until_saved_bytes=until,
             options=(replace(b.options[0], forward_transient_bytes=up, backward_transient_bytes=down),),
         )
-        for b, up, down, beside, until in zip(chain.blocks, forward, backward, untracked, until_saved, strict=True)
+        for b, up, down, beside, until, of_model in zip(
+            chain.blocks, forward, backward, untracked, until_saved, variables, strict=True
+        )
     ]
     return replace(chain, blocks=tuple(blocks))
 

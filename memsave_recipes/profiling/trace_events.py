@@ -16,15 +16,18 @@ NOTE [ the parts of a step ]
    come at other times.
 4. Storages are told apart by weak references, which keep an address from being used again: fake tensors, too, have
    them.
-5. A model's variable may hold the input of a block until all have run, though nothing saves it: normalized images, of
+5. A module outside of all blocks may be a part of its own: one whose weights are gathered by themselves where they are
+   in shards. Its forward is then a part, and so is what stands before and behind it.
+6. A model's variable may hold the input of a block until all have run, though nothing saves it: normalized images, of
    which a convolution under autocast saves a cast. These are the variables' bytes, of the forward alone.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -175,7 +178,8 @@ Storages = dict[int, int]
 class Part:
     """See NOTE [ the parts of a step ]; ``block`` is the name of its block, ``None`` between blocks.
 
-    ``forward`` and ``backward`` are the numbers of the boundaries where these begin.
+    ``apart`` is the name of the module that it is by rule 5. ``forward`` and ``backward`` are the numbers of the
+    boundaries where these begin.
     """
 
     block: str | None
@@ -189,6 +193,12 @@ class Part:
     backward: int | None = None
     gradient_bytes: int = 0  # of the parameters that get theirs in its backward
     tied_gradient_bytes: int = 0  # those of them that wait for an earlier use of the parameter
+    apart: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Of its block or module; ``None`` between them."""
+        return self.block or self.apart
 
 
 class Ends(NamedTuple):
@@ -205,11 +215,13 @@ class StepTracer:
         model: with a plan applied whose watch is ``self.watch``.
         batch: the input of the forward; with the parameters and buffers it is resident.
         counting: storages too; else only the boundaries, which costs the step next to nothing.
+        apart: the names of modules outside of all blocks that are parts of their own.
     """
 
-    def __init__(self, model: nn.Module, batch: Iterable[Tensor], *, counting: bool) -> None:
+    def __init__(self, model: nn.Module, batch: Iterable[Tensor], *, counting: bool, apart: Sequence[str] = ()) -> None:
         self.model = model
         self.counting = counting
+        self.apart = apart
         self.parts: list[Part] = []
         self.ends = Ends(0, 0)
         self._references: list[StorageWeakRef] = []
@@ -226,7 +238,10 @@ class StepTracer:
         """``forward()``, a loss, and its backward."""
         self._meter = meter
         self.parts = [Part(None, {}, self._boundary())]
-        with saved_tensors_hooks(self._pack, lambda tensor: tensor) if self.counting else nullcontext():
+        with (
+            saved_tensors_hooks(self._pack, lambda tensor: tensor) if self.counting else nullcontext(),
+            self._watching_apart(),
+        ):
             loss = forward()
         self.parts[-1].outputs = self._storages([loss])
         forward_end = self._boundary()
@@ -247,12 +262,35 @@ class StepTracer:
         self._begin(Part(None, self._storages(given)), given)
         return outputs
 
+    @contextmanager
+    def _watching_apart(self) -> Iterator[None]:
+        """Inside, each of ``apart`` is a part when it runs."""
+
+        def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            taken = _tensors((args, kwargs))
+            self._begin(Part(None, self._storages(taken), apart=name), taken)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            given = _tensors(output)
+            self._begin(Part(None, self._storages(given)), given)
+
+        modules = {name: self.model.get_submodule(name) for name in self.apart}
+        handles = [
+            *(one.register_forward_pre_hook(partial(begin, name), with_kwargs=True) for name, one in modules.items()),
+            *(one.register_forward_hook(end) for one in modules.values()),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _begin(self, part: Part, flowing: list[Tensor]) -> None:
         """End the current part with ``flowing`` as its output, and begin ``part``, whose input that is."""
         current = self.parts[-1]
         new = [tensor for tensor in flowing if not any(tensor is known() for known in self._flowing)]
         part.forward = self._boundary()
-        if current.block is None and not current.saved and not new:
+        if current.name is None and not current.saved and not new:
             self.parts[-1] = part  # nothing stands between two blocks, or before the first
         else:
             current.outputs = part.inputs
@@ -263,10 +301,10 @@ class StepTracer:
         self._flowing = [weakref.ref(tensor) for tensor in flowing]
 
     def _follow(self, part: Part, current: Part, flowing: list[Tensor]) -> None:
-        """Find out which inputs of earlier blocks are still there: rule 5 of the NOTE."""
+        """Find out which inputs of earlier blocks are still there: rule 6 of the NOTE."""
         if part.block is not None and current.block is None:
             self._before_blocks += [StorageWeakRef(tensor.untyped_storage()) for tensor in flowing]
-        elif part.block is None:
+        elif part.block is None and current.block is not None:
             self._outlive = {ref.cdata for ref in self._before_blocks if not ref.expired()} - current.inputs.keys()
 
     @property
@@ -290,13 +328,14 @@ class StepTracer:
     def _counting_gradients(self) -> Iterator[None]:
         def count(parameter: Tensor) -> None:
             # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
-            part = self.parts[-1] if parameter in tied else self._in_backward
+            part = latest if parameter in tied else self._in_backward
             if part is not None and parameter.grad is not None:
                 num_bytes = parameter.grad.untyped_storage().nbytes()
                 part.gradient_bytes += num_bytes
                 part.tied_gradient_bytes += num_bytes if parameter in tied else 0
 
         tied = _tied_parameters(self.model)
+        latest = next((part for part in reversed(self.parts) if part.apart), self.parts[-1])
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
         try:

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Plan
 from memsave_recipes.sharding.groups import ShardGroups
 from memsave_recipes.sharding.tensors import first_row, local
-from memsave_recipes.sharding.units import units_of
+from memsave_recipes.sharding.units import check_parameters, units_of
 
 Rows = Callable[[int, int], Tensor]
 """``rows(begin, end)`` of a tensor that is in a file."""
@@ -60,7 +59,7 @@ def shard(
     """
     units = units_of(model, plan, flag)
     unread = unread or {}
-    _check_parameters(trained, flag, unread)
+    check_parameters(trained, flag, unread)
     device = torch.device("cpu") if device.type == "cpu" else device  # torch copies what is there to a "cpu:0"
     trained.to(device)
     absent = _on_meta(trained, unread)
@@ -115,13 +114,6 @@ def noting_gathered(trained: nn.Module, note: Callable[[list[Tensor]], object]) 
 
 def _units(trained: nn.Module) -> list[FSDPModule]:
     return [module for module in trained.modules() if isinstance(module, FSDPModule)]
-
-
-def _check_parameters(trained: nn.Module, flag: str, unread: Mapping[nn.Parameter, Rows]) -> None:
-    for name, parameter in trained.named_parameters():
-        if parameter.ndim == 0 or not (parameter.is_contiguous() or parameter in unread):
-            what = "a single number" if parameter.ndim == 0 else "not contiguous"
-            raise InputError(f"--shard {flag}: {name} is {what}, which torch does not cut up: leave it out")
 
 
 def _free_without_gradients(trained: nn.Module, *_: object) -> None:

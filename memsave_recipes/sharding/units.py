@@ -10,10 +10,12 @@ NOTE [ units ]
    backward: class tokens, a pooler, the head of a classifier.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
+from math import ceil
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import Block, CalledLayers, Layer, Stack
@@ -21,6 +23,7 @@ from memsave_recipes.activations.tiles import is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import JOINT, TILED
+from memsave_recipes.plans.shards import ShardedUnit
 
 LEAST = 2
 """Units, besides the root: one alone would be gathered for the whole step."""
@@ -51,15 +54,81 @@ def units_of(model: nn.Module, plan: Plan, flag: str) -> list[Unit]:
             f"--shard {flag}: {type(model).__name__} has {len(units)} blocks with weights, so whole weights would be "
             "on every rank for the whole step: leave it out, or take a model of layers"
         )
-    inside = {module for unit in units for part in unit.modules for module in part.modules()}
-    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in inside]
-    tail = _tail(model, stacks, inside)
-    tied = [embedding for embedding in embeddings if _share([embedding], tail)]
-    own = tuple(embedding for embedding in embeddings if embedding not in tied)
-    units += [Unit(own)] if own else []
-    units += [Unit((*tied, *tail), stays=True)] if tail else []
+    units += _units_outside(model, stacks, units)
     _check_no_weight_is_in_two(model, units, flag)
     return units
+
+
+def modules_outside_blocks(model: nn.Module) -> list[str]:
+    """The names of modules that are units, or parts of one, and no blocks: rule 2 of NOTE [ units ]."""
+    stacks = find_stacks(model)
+    blocks = [Unit(_modules(block)) for stack in stacks for block in stack.blocks]
+    names = _names_of(model)
+    return [names[module] for unit in _units_outside(model, stacks, blocks) for module in unit.modules]
+
+
+def sharded_units(
+    model: nn.Module,
+    plan: Plan,
+    num_ranks: int,
+    flag: str,
+    *,
+    on_cpu: bool,
+    ends: tuple[str, str] | None = None,
+) -> tuple[ShardedUnit, ...]:
+    """The bytes of ``units_of`` and of the root, in the order in which ``model`` registers them, the root first.
+
+    Args:
+        num_ranks: that hold the weights together.
+        flag: the value of ``--shard``, for errors.
+        on_cpu: where gradients that the ranks do not divide are copied before they are reduced.
+        ends: of a chain in which ``modules_outside_blocks`` are no parts, its first and last part, to which embeddings
+            and all else then belong.
+
+    Raises:
+        InputError: as ``units_of``, or a parameter cannot be cut up.
+    """
+    check_parameters(model, flag)
+    order = {module: number for number, module in enumerate(model.modules())}
+    units = sorted(units_of(model, plan, flag), key=lambda unit: min(order[module] for module in unit.modules))
+    names, blocks = _names_of(model), _blocks_of(model)
+    if ends is not None:
+        names = {module: ends[0] if isinstance(module, nn.Embedding) else ends[1] for module in names}
+    own = {weight for unit in units for weight in _weights(unit.modules)}
+    root = [weight for weight in model.parameters() if weight not in own]
+    found = [_in_bytes(root, num_ranks, on_cpu=on_cpu)] if root else []
+    for unit in units:
+        parts = {blocks.get(module, names[module]) for module in unit.modules}
+        found.append(_in_bytes(_weights(unit.modules), num_ranks, parts, stays=unit.stays, on_cpu=on_cpu))
+    return tuple(found)
+
+
+def _in_bytes(
+    weights: Iterable[nn.Parameter], num_ranks: int, parts: Iterable[str] = (), *, stays: bool = False, on_cpu: bool
+) -> ShardedUnit:
+    weights = list(weights)
+    trained = [weight for weight in weights if weight.requires_grad]
+    uneven = [weight for weight in trained if weight.shape[0] % num_ranks]
+    return ShardedUnit(
+        parts=frozenset(parts),
+        gathered_bytes=num_ranks * shards_bytes(weights, num_ranks),
+        reduced_bytes=num_ranks * shards_bytes(trained, num_ranks),
+        copied_bytes=num_ranks * shards_bytes(uneven, num_ranks) if on_cpu else 0,
+        stays=stays,
+    )
+
+
+def shards_bytes(weights: Iterable[Tensor], num_ranks: int) -> int:
+    """Of the largest shards of ``weights``, those of the first rank."""
+    return sum(shard.nbytes for shard in largest_shards(weights, num_ranks))
+
+
+def largest_shards(weights: Iterable[Tensor], num_ranks: int) -> list[Tensor]:
+    """Tensors of the shapes of the first rank's shards, without their memory."""
+    return [
+        torch.empty((ceil(weight.shape[0] / num_ranks), *weight.shape[1:]), dtype=weight.dtype, device="meta")
+        for weight in weights
+    ]
 
 
 def check_plan(plan: Plan, flag: str) -> None:
@@ -75,6 +144,21 @@ def check_plan(plan: Plan, flag: str) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise InputError(f"--shard {flag}: plan {plan.strategy} {reason}: take full, or selective")
+
+
+def check_parameters(trained: nn.Module, flag: str, unread: Container[nn.Parameter] = ()) -> None:
+    """Refuse parameters that torch does not cut up.
+
+    Args:
+        unread: those that stand for tensors of files.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name, parameter in trained.named_parameters():
+        if parameter.ndim == 0 or not (parameter.is_contiguous() or parameter in unread):
+            what = "a single number" if parameter.ndim == 0 else "not contiguous"
+            raise InputError(f"--shard {flag}: {name} is {what}, which torch does not cut up: leave it out")
 
 
 def joint_blocks(plan: Plan) -> list[tuple[str, ...]]:
@@ -102,7 +186,26 @@ def _with_weights(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
     return tuple(module for module in dict.fromkeys(modules) if any(True for _ in module.parameters()))
 
 
-def _tail(model: nn.Module, stacks: list[Stack], inside: set[nn.Module]) -> list[nn.Module]:
+def _units_outside(model: nn.Module, stacks: list[Stack], units: Iterable[Unit]) -> list[Unit]:
+    """Rule 2, beside the ``units`` that are made of blocks."""
+    inside = {module for unit in units for part in unit.modules for module in part.modules()}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding) and module not in inside]
+    tail = _tail(model, stacks, inside)
+    tied = [embedding for embedding in embeddings if _share([embedding], tail)]
+    own = tuple(embedding for embedding in embeddings if embedding not in tied)
+    return [*([Unit(own)] if own else []), *([Unit((*tied, *tail), stays=True)] if tail else [])]
+
+
+def _names_of(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
+
+
+def _blocks_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The name of the block that a module is, or is a part of."""
+    return {module: block.name for stack in find_stacks(model) for block in stack.blocks for module in _modules(block)}
+
+
+def _tail(model: nn.Module, stacks: list[Stack], inside: Collection[nn.Module]) -> list[nn.Module]:
     """The output layer of a language model, and the norm before it; nothing for other models."""
     find_output = getattr(model, "get_output_embeddings", None)
     head = find_output() if find_output is not None else None

@@ -1,6 +1,6 @@
-"""The trainings of this folder are in ``small_runs.py``, where forked ranks find them by name."""
+"""The trainings of this folder, where forked ranks find them by name: ``small_runs.py`` and ``fake_ranks.py``."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``small_runs``
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import them

@@ -1,0 +1,312 @@
+"""The memory and the traffic of a rank that holds weights in shards: ``simulate`` for ZeRO's third stage.
+
+A *unit* is weights that are gathered together (``sharding/units.py``). Of W ranks each has ``ceil(rows / W)`` rows of
+every weight, the last ones less; what travels is padded to W times as many. All bytes are those of the first rank,
+which has most.
+
+NOTE [ a step in shards ], as of torch 2.13 (``torch/distributed/fsdp/_fully_shard``)
+1. Forward. When the first module of a unit is called, its shards are gathered into one buffer, and copied from there
+   into its weights. These are freed when the last of its modules has run, unless they stay; the buffer when the next
+   unit has been gathered, or the forward ends.
+2. Backward. When the gradient of its output is there, its weights are gathered again: the buffer was filled while the
+   unit behind it had its backward. It is freed at once, and that of the unit before is filled.
+3. When the gradient of its input is there, its weights are freed, and the buffer of the gradients that were reduced
+   before. Its own gradients are copied into such a buffer, on a CPU those that W does not divide through a padded copy;
+   then they are freed. What is reduced of them becomes the gradient of the shard, and the buffer stays.
+4. So it is with every unit whose input needs a gradient. The others are reduced when the backward has ended, in the
+   order in which the model registers them: embeddings, what is behind frozen ones, and the root, whose weights stay
+   from the first forward on.
+5. Of accumulated micro-batches each is reduced by itself, so those before have left gradients of shards alone. Where
+   groups replicate one another, what was reduced in this backward stays besides them until its end.
+Bounds: a unit of which modules run at several places counts as gathered from the first to the last of them. The first
+run of blocks that recompute counts as if all that they save were there until their end, and variables of the model
+count as they are under no plan.
+
+NOTE [ traffic ]
+A unit is gathered twice a micro-batch, once where its weights stay, and its gradients are reduced once; of its bytes
+each rank sends (W - 1) / W, and between replicas twice that part of a shard. Such seconds are an estimate: they pass at
+the rate of the link, and behind the unit's own forward and backward as far as these take as long.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from memsave_recipes.plans.chain import BlockCosts, Chain
+from memsave_recipes.plans.plan import Action, Plan
+from memsave_recipes.plans.simulate import TimelinePoint, timeline
+
+ROOT = "the root"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedUnit:
+    """Weights that are gathered together, in bytes of all ranks, padding included.
+
+    Args:
+        parts: the names of the blocks of a chain, and of its parts between them, whose modules they belong to; the root
+            has none.
+        gathered_bytes: of the weights.
+        reduced_bytes: of the gradients of those that train.
+        copied_bytes: of padded copies of gradients while they are reduced.
+        stays: whether the weights stay between their forward and their backward.
+    """
+
+    parts: frozenset[str]
+    gathered_bytes: int
+    reduced_bytes: int
+    copied_bytes: int = 0
+    stays: bool = False
+
+    @property
+    def is_root(self) -> bool:
+        """Whether these are the weights of no other unit."""
+        return not self.parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """The units of a model, in the order in which it registers them, the root first.
+
+    Args:
+        num_ranks: that hold the weights together.
+        num_replicas: groups of so many ranks that replicate one another.
+        accumulates: whether there are gradients of earlier micro-batches; they are in the chain's ``resident_bytes``.
+    """
+
+    units: tuple[ShardedUnit, ...]
+    num_ranks: int
+    num_replicas: int = 1
+    accumulates: bool = False
+
+
+def timeline_in_shards(chain: Chain, plan: Plan, shards: Shards) -> Iterator[TimelinePoint]:
+    """The live bytes of a rank in a step under ``plan``, in order: NOTE [ a step in shards ].
+
+    Args:
+        chain: ``resident_bytes`` are those of the rank, with shards in place of weights and state; the
+            ``gradient_bytes`` of its blocks are those of whole weights, and none are resident.
+        shards: their units are those of ``plan``.
+
+    Raises:
+        ValueError: as ``simulate``, or gradients are resident.
+    """
+    if chain.gradients_resident:
+        raise ValueError("whole gradients are never resident where weights are in shards")
+    return _Step(chain, shards).points(list(timeline(chain, plan, every_forward=True)))
+
+
+def peak_in_shards(chain: Chain, plan: Plan, shards: Shards) -> TimelinePoint:
+    """The point of ``timeline_in_shards`` at which most is live."""
+    return max(timeline_in_shards(chain, plan, shards), key=lambda point: point.total_bytes)
+
+
+class _Step:
+    """A forward and backward of ``chain``, with what torch keeps besides shards."""
+
+    def __init__(self, chain: Chain, shards: Shards) -> None:
+        self.chain = chain
+        self.shards = shards
+        positions = {
+            unit: [at for at, block in enumerate(chain.blocks) if block.name in unit.parts] for unit in shards.units
+        }
+        self.first = {unit: found[0] for unit, found in positions.items() if found}
+        self.last = {unit: found[-1] for unit, found in positions.items() if found}
+        self.unit_at = {at: unit for unit, found in positions.items() for at in found}
+        self.root = next((unit for unit in shards.units if unit.is_root), None)
+        self.trains = [self._trains(at) for at in range(len(chain.blocks))]
+        self.states = _states_bytes(chain)
+        self.whole: set[ShardedUnit] = set()
+        self.incoming: set[ShardedUnit] = set()  # in their buffers
+        self.behind: ShardedUnit | None = None  # the last one of the forward, in its buffer
+        self.leaving: ShardedUnit | None = None  # the last one that was reduced, in its buffer
+        self.order: list[ShardedUnit] = []  # of their forwards
+        self.gradients: Counter[ShardedUnit | None] = Counter()  # whole, of those that are not reduced yet
+        self.reduced: set[ShardedUnit] = set()
+
+    def points(self, points: list[TimelinePoint]) -> Iterator[TimelinePoint]:
+        """``points`` of whole weights, as they are in shards, and the moments at which weights and gradients travel."""
+        yield from self._forward([point for point in points if point.phase == "forward"])
+        yield from self._backward(list(_turns(points)))
+        yield self._now(points[-1])
+
+    def _trains(self, position: int) -> bool:
+        unit = self.unit_at.get(position)
+        return self.chain.blocks[position].gradient_bytes > 0 or (unit is not None and unit.reduced_bytes > 0)
+
+    def _now(self, point: TimelinePoint, extra_bytes: int = 0) -> TimelinePoint:
+        """``point`` with the gradients and the traffic of this moment."""
+        buffers = [*self.whole, *self.incoming, *([self.behind] if self.behind else [])]
+        gathered_bytes = sum(unit.gathered_bytes for unit in buffers)
+        reduced_bytes = self.leaving.reduced_bytes if self.leaving else 0
+        return replace(
+            point,
+            gradients_bytes=sum(self.gradients.values()) + self._shards_of_gradients(),
+            traffic_bytes=gathered_bytes + reduced_bytes + extra_bytes,
+        )
+
+    def _shards_of_gradients(self) -> int:
+        """Of this micro-batch, by rule 5."""
+        if self.shards.accumulates and self.shards.num_replicas == 1:
+            return 0
+        return sum(unit.reduced_bytes for unit in self.reduced) // self.shards.num_ranks
+
+    def _forward(self, points: list[TimelinePoint]) -> Iterator[TimelinePoint]:
+        """Rule 1."""
+        if self.root is not None:
+            yield from self._gather(self.root, points[0])
+        for point in points:
+            for unit in [unit for unit, first in self.first.items() if first == point.position]:
+                yield from self._gather(unit, point)
+            yield self._now(point)
+            for unit in [unit for unit, last in self.last.items() if last == point.position]:
+                self.order.append(unit)
+                if not unit.stays:
+                    self.whole.discard(unit)
+        if self.root is not None:
+            self.order.append(self.root)
+        self.behind = None
+
+    def _gather(self, unit: ShardedUnit, point: TimelinePoint) -> Iterator[TimelinePoint]:
+        """Before the forward of ``point``."""
+        self.incoming.add(unit)
+        self.whole.add(unit)
+        variables_bytes = 0 if point.position is None else self.chain.blocks[point.position].variables_bytes
+        yield self._now(_before(point, point.own_bytes - point.temporary_bytes + variables_bytes, "gathering"))
+        self.incoming.discard(unit)
+        self.behind = unit
+
+    def _backward(self, turns: list[list[TimelinePoint]]) -> Iterator[TimelinePoint]:
+        """Rules 2 to 4, block by block."""
+        begins = [*map(self._begin, turns), self._end(turns[-1][-1])]
+        if self.root is not None:
+            self._fill_before(self.root)
+        done: set[ShardedUnit] = set()
+        for number, turn in enumerate(turns):
+            position = _position(turn)
+            unit = self.unit_at.get(position)
+            if unit is not None and self.last[unit] == position and any(self.trains[: position + 1]):
+                yield from self._gather_again(unit, begins[number])
+            for point in turn:
+                yield from self._run(point)
+            self.gradients[self.unit_at.get(position, self.root)] += self.chain.blocks[position].gradient_bytes
+            if unit is not None and self.first[unit] == position and any(self.trains[:position]):
+                yield from self._reduce(unit, begins[number + 1])
+                done.add(unit)
+        for unit in self.shards.units:
+            if unit not in done:
+                yield from self._reduce(unit, begins[-1])
+            self.incoming.discard(unit)
+        self.leaving = None
+        if self.shards.accumulates:
+            self.reduced.clear()
+
+    def _run(self, point: TimelinePoint) -> Iterator[TimelinePoint]:
+        """A point of the backward; blocks of a sequence that recompute together are gathered one by one."""
+        unit = None if point.position is None else self.unit_at.get(point.position)
+        if point.phase == "recomputation" and unit is not None and unit not in self.whole:
+            self.incoming.discard(unit)
+            self.whole.add(unit)
+            self.behind = unit
+        yield self._now(point)
+        self.behind = None
+
+    def _gather_again(self, unit: ShardedUnit, begin: TimelinePoint) -> Iterator[TimelinePoint]:
+        """Rule 2."""
+        if unit not in self.whole:
+            self.incoming.add(unit)
+            self.whole.add(unit)
+            yield self._now(begin)
+            self.incoming.discard(unit)
+        self._fill_before(unit)
+
+    def _fill_before(self, unit: ShardedUnit) -> None:
+        """The buffer of the unit before it in the forward."""
+        at = self.order.index(unit)
+        if at > 0 and self.order[at - 1] not in self.whole:
+            self.incoming.add(self.order[at - 1])
+
+    def _reduce(self, unit: ShardedUnit, then: TimelinePoint) -> Iterator[TimelinePoint]:
+        """Rule 3; ``then`` is the moment."""
+        self.whole.discard(unit)
+        self.leaving = None
+        if unit.reduced_bytes and (unit.is_root or unit in self.first):
+            block = ROOT if unit.is_root else self.chain.blocks[self.first[unit]].name
+            moment = replace(then, phase="reduction", block=block)
+            yield self._now(moment, unit.reduced_bytes + unit.copied_bytes)
+            self.gradients.pop(unit, None)
+            self.reduced.add(unit)
+            self.leaving = unit
+
+    def _begin(self, turn: list[TimelinePoint]) -> TimelinePoint:
+        """The backward of a block, or its second run, begins."""
+        first, position = turn[0], _position(turn)
+        beside_bytes = self.states[position + 1] + self._untracked_bytes(position)
+        return _before(first, first.own_bytes - first.temporary_bytes + beside_bytes, "gathering")
+
+    def _end(self, point: TimelinePoint) -> TimelinePoint:
+        """The backward has ended; what no block accounts for counts as there still."""
+        return replace(_before(point, self._untracked_bytes(0), "reduction"), held_bytes=0)
+
+    def _untracked_bytes(self, position: int) -> int:
+        """The loss and the like; of a part without a backward of its own, those of the next one that has one."""
+        having = (block.untracked_bytes for block in self.chain.blocks[position:] if _has_backward(block))
+        return next(having, 0)
+
+
+def _has_backward(block: BlockCosts) -> bool:
+    return block.untracked_bytes > 0 or block.option(Action.KEEP).backward_transient_bytes > 0
+
+
+def _position(turn: list[TimelinePoint]) -> int:
+    """Of the block whose backward it is."""
+    position = turn[-1].position
+    assert position is not None, "of the optimizer alone"
+    return position
+
+
+def _before(point: TimelinePoint, own_bytes: int, phase: str) -> TimelinePoint:
+    return replace(point, phase=phase, own_bytes=own_bytes, temporary_bytes=0)
+
+
+def _turns(points: list[TimelinePoint]) -> Iterator[list[TimelinePoint]]:
+    """Of every block the points of its backward, after those of the second run that it begins with."""
+    turn: list[TimelinePoint] = []
+    for point in points:
+        if point.phase in ("recomputation", "backward"):
+            turn.append(point)
+        if point.phase == "backward":
+            yield turn
+            turn = []
+
+
+def _states_bytes(chain: Chain) -> list[int]:
+    """Of the input of every block, and of the last output."""
+    states = [0]
+    for block in chain.blocks:
+        states.append(block.output_bytes + (states[-1] if block.passes_input else 0))
+    return states
+
+
+def communication_s(chain: Chain, shards: Shards, bytes_per_s: float) -> tuple[float, float]:
+    """Seconds that weights and gradients of a micro-batch travel, and those of them that nothing hides.
+
+    Args:
+        bytes_per_s: that a rank sends.
+
+    Source: NOTE [ traffic ].
+    """
+    sent = hidden = 0.0
+    for unit in shards.units:
+        seconds = _sent_bytes(unit, shards) / bytes_per_s
+        own_s = sum(block.forward_s + block.backward_s for block in chain.blocks if block.name in unit.parts)
+        sent += seconds
+        hidden += min(seconds, own_s)
+    return sent, sent - hidden
+
+
+def _sent_bytes(unit: ShardedUnit, shards: Shards) -> float:
+    gathered_bytes = unit.gathered_bytes * (1 if unit.stays or unit.is_root else 2)
+    within = (gathered_bytes + unit.reduced_bytes) * (shards.num_ranks - 1) / shards.num_ranks
+    between = 2 * unit.reduced_bytes / shards.num_ranks * (shards.num_replicas - 1) / shards.num_replicas
+    return within + between

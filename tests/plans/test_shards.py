@@ -1,0 +1,144 @@
+"""Gathered weights and reduced gradients of a rank in shards, moment by moment, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
+from memsave_recipes.plans.plan import Action, plan_for
+from memsave_recipes.plans.shards import ShardedUnit, Shards, communication_s, peak_in_shards, timeline_in_shards
+from memsave_recipes.plans.simulate import keep_all
+
+KEEP = BlockOption(
+    action=Action.KEEP,
+    saved_bytes=100,
+    saves_input=False,
+    saves_output=False,
+    forward_transient_bytes=110,
+    backward_transient_bytes=50,
+)
+RESIDENT = 1000
+UNITS = {"a": 40, "b": 60, "head": 20}
+
+
+def block(name, stack=0):
+    return BlockCosts(
+        name=name,
+        stack=stack,
+        forward_s=1.0,
+        backward_s=2.0,
+        output_bytes=10,
+        gradient_bytes=UNITS[name],
+        options=(KEEP,),
+    )
+
+
+CHAIN = Chain(blocks=(block("a"), block("b"), block("head", None)), resident_bytes=RESIDENT)
+PLAN = keep_all(CHAIN)
+
+
+def unit(name, **changes):
+    size = UNITS.get(name, 8)
+    parts = frozenset({name} & UNITS.keys())
+    return replace(ShardedUnit(parts=parts, gathered_bytes=size, reduced_bytes=size), **changes)
+
+
+SHARDS = Shards(units=(unit("a"), unit("b"), unit("head", stays=True)), num_ranks=2)
+
+
+def moments(shards=SHARDS, plan=PLAN):
+    points = timeline_in_shards(CHAIN, plan, shards)
+    return [(point.phase, point.block, point.gradients_bytes, point.traffic_bytes) for point in points]
+
+
+def test_every_moment_of_a_step():
+    assert moments() == [
+        ("gathering", "a", 0, 80),
+        ("forward", "a", 0, 80),  # the buffer, and its weights
+        ("gathering", "b", 0, 40 + 120),  # the buffer of a is freed behind it
+        ("forward", "b", 0, 120),
+        ("gathering", "head", 0, 60 + 40),
+        ("forward", "head", 0, 40),
+        ("backward", "head", 0, 20 + 60),  # it has stayed, and b is ahead
+        ("reduction", "head", 20, 60 + 20),
+        ("gathering", "b", 10, 60 + 60 + 20),
+        ("backward", "b", 10, 60 + 40 + 20),
+        ("reduction", "b", 10 + 60, 40 + 60),
+        ("gathering", "a", 10 + 30, 40 + 40 + 60),
+        ("backward", "a", 10 + 30, 40 + 60),
+        ("reduction", "a", 10 + 30 + 40, 40),  # its input needs no gradient, so at the end
+        ("optimizer", "", 10 + 30 + 20, 0),
+    ]
+
+
+def test_what_else_is_live_when_weights_and_gradients_travel():
+    live = {
+        (point.phase, point.block): point.total_bytes - RESIDENT - point.gradients_bytes - point.traffic_bytes
+        for point in timeline_in_shards(CHAIN, PLAN, SHARDS)
+    }
+    assert live["gathering", "head"] == 200 + 10  # saved by a and b, and its input
+    assert live["reduction", "head"] == 200 + 10  # with the gradient of its input
+    assert live["reduction", "b"] == 100 + 10
+    assert live["reduction", "a"] == 0
+
+
+def test_the_root_stays_and_is_reduced_last():
+    found = moments(replace(SHARDS, units=(unit("root"), *SHARDS.units)))
+    assert found[0] == ("gathering", "a", 0, 16)
+    assert found[1] == ("gathering", "a", 0, 2 * 8 + 80)
+    assert ("backward", "b", 10, 60 + 40 + 20 + 8) in found
+    assert found[-3:-1] == [("reduction", "the root", 40 + 40, 8 + 40), ("reduction", "a", 40 + 40 + 4, 40)]
+
+
+def test_frozen_weights_are_gathered_and_not_reduced():
+    frozen = replace(unit("b"), reduced_bytes=0)
+    found = moments(replace(SHARDS, units=(SHARDS.units[0], frozen, SHARDS.units[2])))
+    assert ("reduction", "b") not in {one[:2] for one in found}
+    assert ("gathering", "a", 10 + 60, 40 + 40) in found  # the chain says that it has a gradient of 60
+
+
+def test_a_copy_of_gradients_that_the_ranks_do_not_divide():
+    uneven = replace(unit("b"), copied_bytes=64)
+    found = moments(replace(SHARDS, units=(SHARDS.units[0], uneven, SHARDS.units[2])))
+    assert ("reduction", "b", 10 + 60, 40 + 60 + 64) in found
+
+
+def test_accumulated_shards_are_resident_but_for_those_of_replicas():
+    assert moments(replace(SHARDS, accumulates=True))[-2:] == [("reduction", "a", 40, 40), ("optimizer", "", 0, 0)]
+    of_groups = moments(replace(SHARDS, accumulates=True, num_replicas=2))
+    assert of_groups[-2:] == [("reduction", "a", 10 + 30 + 40, 40), ("optimizer", "", 0, 0)]
+
+
+def test_layers_that_recompute_together_are_gathered_once():
+    plan = plan_for("segments:2", [["a", "b"]])
+    both = ShardedUnit(parts=frozenset("ab"), gathered_bytes=100, reduced_bytes=100)
+    joint = replace(plan, spans=(replace(plan.spans[0], stop=2, action=Action.RECOMPUTE),))
+    found = moments(replace(SHARDS, units=(both, SHARDS.units[2])), joint)
+    assert [one for one in found if one[0] in ("recomputation", "backward")][1:] == [
+        ("recomputation", "a", 10, 100 + 20),
+        ("recomputation", "b", 10, 100 + 20),
+        ("backward", "b", 10, 100 + 20),
+        ("backward", "a", 10 + 60, 100 + 20),
+    ]
+    assert ("gathering", "a", 10, 200 + 20) in found
+    assert found[-2] == ("reduction", "a", 10 + 100, 100)
+
+
+def test_the_peak_is_the_largest_moment():
+    peak = peak_in_shards(CHAIN, PLAN, SHARDS)
+    assert peak.total_bytes == max(point.total_bytes for point in timeline_in_shards(CHAIN, PLAN, SHARDS))
+    assert (peak.phase, peak.block) == ("backward", "head")
+
+
+def test_whole_gradients_are_not_resident():
+    with pytest.raises(ValueError, match="never resident"):
+        timeline_in_shards(replace(CHAIN, gradients_resident=True), PLAN, SHARDS)
+
+
+def test_traffic_hides_behind_the_own_seconds_of_a_unit():
+    sent, exposed = communication_s(CHAIN, SHARDS, 10.0)
+    halves = {"a": 120 / 2, "b": 180 / 2, "head": 40 / 2}  # gathered twice and reduced; the head has stayed
+    assert sent == pytest.approx(sum(halves.values()) / 10)
+    assert exposed == pytest.approx(sum(max(0, size / 10 - 3) for size in halves.values()))
+    with_replicas, _ = communication_s(CHAIN, replace(SHARDS, num_replicas=2), 10.0)
+    assert with_replicas == pytest.approx(sent + 2 * (120 / 2) * (1 / 2) / 10)

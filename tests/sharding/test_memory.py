@@ -1,0 +1,57 @@
+"""The peak of a rank in shards is predicted: never too low, and within 1 % of what its allocations add up to."""
+
+from itertools import product
+
+import pytest
+from fake_ranks import CLASSIFIERS, LANGUAGE_MODELS, Shape, measured_bytes, predicted
+
+BATCHES = ((1, 16), (1, 48), (4, 64))
+STRATEGIES = ("none", "full", "every:2", "segments:2")
+
+
+def shapes():
+    """All kinds of models and strategies on 2, 4 and 8 ranks, other settings in turns; and groups that replicate."""
+    for number, (kind, num_ranks, strategy) in enumerate(product(LANGUAGE_MODELS, (2, 4, 8), STRATEGIES)):
+        rows, length = BATCHES[number % len(BATCHES)]
+        yield Shape(
+            kind=kind,
+            num_ranks=num_ranks,
+            strategy=strategy,
+            rows=rows,
+            length=length,
+            bf16=number % 5 == 1,
+            loss="chunked" if number % 7 == 2 else "full",
+            num_micro_batches=1 + (number + number // 4) % 2,
+            optimizer="sgd" if number % 11 == 3 else "adamw",
+        )
+    of_groups = product(LANGUAGE_MODELS, ((4, "2"), (8, "2"), (8, "4")))
+    for number, (kind, (num_ranks, flag)) in enumerate(of_groups):
+        strategy = ("selective", "full", "segments:3", "none")[number % 4]
+        yield Shape(
+            kind=kind, num_ranks=num_ranks, flag=flag, strategy=strategy, num_micro_batches=1 + (number % 3 == 1)
+        )
+
+
+SHAPES = list(shapes())
+OTHERS = [
+    Shape(kind=kind, num_ranks=num_ranks, strategy=strategy, rows=rows)
+    for kind, (num_ranks, rows), strategy in product(CLASSIFIERS, ((2, 1), (8, 4)), ("none", "full", "segments:2"))
+]
+OFTEN = [*SHAPES[::5], *OTHERS[8::12]]
+
+
+def test_there_are_sixty():
+    assert len(set(SHAPES)) == len(SHAPES) == 60
+    assert {shape.num_ranks for shape in OFTEN} == {2, 4, 8}
+    assert {shape.kind for shape in OFTEN} == {*LANGUAGE_MODELS, "vit", "densenet"}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, marks=() if shape in OFTEN else pytest.mark.slow) for shape in SHAPES + OTHERS],
+    ids=str,
+)
+def test_a_rank_takes_what_is_predicted(shape):
+    there, peak = measured_bytes(shape), predicted(shape)
+    error = f"{peak.total_bytes / there - 1:+.3%}, in the {peak.phase} of {peak.block}"
+    assert there <= peak.total_bytes <= 1.01 * there, error
