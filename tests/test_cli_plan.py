@@ -137,6 +137,62 @@ def test_the_loss_is_decided_where_there_is_a_choice(tmp_path: Path) -> None:
     assert value(flags_of(found["launch"]), "--loss") == found["candidates"][found["chosen"]]["loss"]
 
 
+SHARDS = ["plan", *LANGUAGE, "--target", "a100", "--num_processes", "4", "--loss", "full"]
+NAMED = ["--micro_batch_size", "1", "--activation_checkpointing", "full"]
+
+
+def test_a_rank_in_shards_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (whole,) = planned([*SHARDS, *NAMED], tmp_path)["candidates"]
+    capsys.readouterr()
+    found = planned([*SHARDS, *NAMED, "--shard", "full", "--interconnect", "0.01"], tmp_path)
+    out = capsys.readouterr().out
+    (rank,) = found["candidates"]
+    assert (found["shard"], found["interconnect_bytes_per_s"]) == ("full", 1e7)
+    assert sum(rank["parts"].values()) == rank["needed_bytes"] < whole["needed_bytes"]
+    for part in ("parameters", "optimizer state"):
+        assert rank["parts"][part] == pytest.approx(whole["parts"][part] / 4, rel=0.02)
+    assert rank["step_s"] == pytest.approx(whole["step_s"] + rank["exposed_communication_s"])
+    assert 0 < rank["exposed_communication_s"] <= rank["communication_s"]
+    assert "weights, gradients and optimizer state in shards over 4 ranks" in out
+    assert "traffic is assumed to pass at 0.01 GB/s (--interconnect)" in out
+    assert "traffic of a step" in out
+    assert flags_of(found["launch"])[2:6] == [
+        *("--config_file", str(ROOT / "accelerate_configs" / "multi_gpu.yaml"), "--num_processes", "4")
+    ]
+    assert value(flags_of(found["launch"]), "--shard") == "full"
+
+
+def test_groups_of_ranks_that_replicate_one_another_hold_more(tmp_path: Path) -> None:
+    full, halves = (planned([*SHARDS, *NAMED, "--shard", flag], tmp_path)["candidates"][0] for flag in ("full", "2"))
+    assert halves["parts"]["parameters"] == pytest.approx(2 * full["parts"]["parameters"], rel=0.02)
+
+
+def test_a_budget_in_shards_names_a_plan_that_a_run_takes(tmp_path: Path) -> None:
+    words = [*SHARDS, "--shard", "full", "--micro_batch_size", "1"]
+    found = planned([*words, "--memory_budget_gib", "1"], tmp_path)
+    needed = {one["strategy"]: one["needed_bytes"] for one in found["candidates"]}
+    assert {"none", "full", "selective"} <= needed.keys() <= {"none", "full", "selective"}
+    assert value(flags_of(found["launch"]), "--activation_checkpointing") == "none"
+    assert "--memory_budget_gib" not in found["launch"]
+    gib = (needed["none"] - 1) / 2**30
+    found = planned([*words, "--memory_budget_gib", repr(gib)], tmp_path)
+    chosen = found["candidates"][found["chosen"]]
+    assert chosen["strategy"] in ("full", "selective")
+    assert chosen["needed_bytes"] <= found["budget_bytes"]
+
+
+def test_a_plan_of_the_solver_in_shards_is_taken_from_a_file(tmp_path: Path) -> None:
+    words = [*SHARDS, "--shard", "full", "--micro_batch_size", "1"]
+    needed = {one["strategy"]: one["needed_bytes"] for one in planned(words, tmp_path)["candidates"]}
+    file = tmp_path / "plan-of-layers.json"
+    for part in range(4):
+        budget = needed["full"] + (needed["none"] - needed["full"]) * part // 4
+        found = planned([*words, "--memory_budget_gib", repr(budget / 2**30), "--plan", str(file)], tmp_path)
+        chosen = found["candidates"][found["chosen"]]
+        assert chosen["needed_bytes"] <= found["budget_bytes"]
+        assert value(flags_of(found["launch"]), "--activation_checkpointing") == str(file)
+
+
 def test_json_to_the_terminal_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, "--micro_batch_size", "8", "--target", "a100", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["version"] == 1
@@ -170,6 +226,17 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
         ([str(ROOT / "recipes" / "nothing.py"), "--target", "a100"], "is no file"),
         ([str(ROOT / "recipes" / "ddp_equals_accumulation.py"), "--target", "a100"], "has no function task(args)"),
         ([*SMALL, "--target", "a100", "--json", "nowhere/plan.json"], "--json nowhere/plan.json cannot be written"),
+        ([*SHARDS[1:], "--shard", "3"], "--shard 3: 4 ranks cannot be divided into groups of 3"),
+        ([*SHARDS[1:], "--shard", "full", "--num_processes", "1"], "--shard full: there is one rank"),
+        ([*SHARDS[1:], "--shard", "full", "--mixed_precision", "fp16"], "--shard full: the scaler of fp16"),
+        ([*SHARDS[1:], "--shard", "full", "--optimizer", "muon"], "--shard full: --optimizer muon orthogonalises"),
+        ([*SHARDS[1:], "--shard", "full", "--memory_budget_gib", "0.01"], "shards over more ranks need less"),
+        ([*SHARDS[1:], "--interconnect", "100"], "--interconnect 100: nothing but shards is gathered"),
+        ([*SHARDS[1:], "--shard", "full", "--interconnect", "0"], "--interconnect 0.0: must be GB/s from above 0"),
+        (
+            [*SHARDS[1:], "--shard", "full", "--activation_checkpointing", "full_tiled", "--micro_batch_size", "1"],
+            "--shard full: plan full_tiled tries MLPs before their weights are gathered",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -184,6 +251,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_other_commands_take_no_flags_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--model", "vgg_small"]) == 2
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_frontier_is_of_whole_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["frontier", *LANGUAGE, "--target", "a100", "--num_processes", "2", "--shard", "full"]
+    for more in ((), ("--over", "block_size")):
+        assert main([*words, *more]) == 2
+        assert "--shard full: memsave frontier compares plans of whole weights" in capsys.readouterr().err
 
 
 def test_a_frontier_has_every_strategy_at_every_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,9 +28,10 @@ from memsave_recipes.planner.task import (
     fake_planned_model,
     read_task,
     run_points,
+    shard_groups,
 )
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.text import GIB, to_gib
+from memsave_recipes.text import GIB, format_bytes, to_gib
 from memsave_recipes.training.arguments import AUTO, MAX_GIB
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.parsing import named_flags, underscored
@@ -43,6 +44,17 @@ CPU_SECONDS = "seconds are estimates by the rates measured here, without the opt
 NO_FIGURE = "not in any figure: fragmentation of the allocator"
 NO_FIGURE_OF_CONVOLUTIONS = f"{NO_FIGURE}, and cuDNN's workspaces, for which convolutions take memory that is free"
 DEFAULT_LEAVES = "; the default budget leaves 5 %"
+IN_SHARDS = (
+    "peaks are those of the first rank, which has most: with the weights of a unit or two that are gathered whole, and "
+    "gradients while they are reduced (communication); streams of a GPU may hold one buffer more"
+)
+TRAFFIC = (
+    "traffic is assumed to pass at {rate:.4g} GB/s ({source}), two gathers and a reduction of all weights a "
+    "micro-batch, and to hide behind a unit's own forward and backward"
+)
+TO_HOST = "a device's link to its host; --interconnect names another rate"
+COPIES = "that of copies on this CPU; --interconnect names another rate"
+MAX_GB_PER_S = 1e6
 CONFIGS = "accelerate_configs"
 FORMAT_VERSION = 1
 
@@ -93,9 +105,19 @@ class PlanRequest:
         no_figure = (NO_FIGURE_OF_CONVOLUTIONS if takes_images else NO_FIGURE) + DEFAULT_LEAVES
         return [
             f"for {self.place}" + (f" ({target.remark})" if target.remark else ""),
+            *self._remarks_on_shards(),
             *(f"assumed: {assumption}" for assumption in self.task.assumed),
             *([CPU_SECONDS] if target.device_type == "cpu" else [DATA_SHEET_SECONDS, no_figure]),
         ]
+
+    def _remarks_on_shards(self) -> list[str]:
+        groups = shard_groups(self.task, self.launch)
+        if groups is None:
+            return []
+        rate = self.launch.bytes_per_s_between / 1e9
+        unnamed = COPIES if self.launch.target.device_type == "cpu" else TO_HOST
+        source = unnamed if self.launch.link_bytes_per_s is None else "--interconnect"
+        return [groups.describe(), IN_SHARDS, TRAFFIC.format(rate=rate, source=source)]
 
     def no_fit(self, choice: Choice) -> InputError:
         """The error where no candidate fits."""
@@ -130,8 +152,59 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         flags=flags,
         named=named,
         task=task,
-        launch=Launch(target=target, num_processes=arguments.num_processes, mixed_precision=arguments.mixed_precision),
+        launch=Launch(
+            target=target,
+            num_processes=arguments.num_processes,
+            mixed_precision=arguments.mixed_precision,
+            link_bytes_per_s=_link_bytes_per_s(arguments, task),
+        ),
         budget_gib=gib or task.run.memory_budget_gib or usable_gib,
+    )
+
+
+def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None:
+    rate: float | None = getattr(arguments, "interconnect", None)
+    if rate is None:
+        return None
+    require(0 < rate <= MAX_GB_PER_S, "--interconnect", rate, "GB/s from above 0 to a million")
+    if not task.run.in_shards:
+        raise InputError(f"--interconnect {rate:g}: nothing but shards is gathered: add --shard full, or leave it out")
+    return rate * 1e9
+
+
+def check_whole_weights(request: PlanRequest) -> None:
+    """Refuse ``--shard`` for ``memsave frontier``.
+
+    Raises:
+        InputError: the flags have it.
+    """
+    if request.task.run.in_shards:
+        raise InputError(
+            f"--shard {request.task.run.shard}: memsave frontier compares plans of whole weights: take memsave plan, "
+            "or leave it out"
+        )
+
+
+def launchable_in_shards(request: PlanRequest, choice: Choice) -> Choice:
+    """``choice`` without plans of the solver, which a run in shards takes from a file alone.
+
+    Raises:
+        InputError: nothing else fits, or a preset leaves the plan to the run.
+    """
+    shard = f"--shard {request.task.run.shard}"
+    if "memory_budget_gib" in request.named:
+        raise InputError(
+            f"{shard} does not go with a preset that has memory_budget_gib, for which a run would measure: give the "
+            "budget as a flag"
+        )
+    named = choice.of_named_plans()
+    if named.candidates and (named.chosen is not None or choice.chosen is None):
+        return named
+    if choice.chosen is None:
+        return choice
+    raise InputError(
+        f"{shard}: only a plan of the solver fits {format_bytes(request.budget_bytes)}, which a run in shards takes "
+        "from a file: add --plan FILE"
     )
 
 
@@ -295,6 +368,8 @@ def record_of(request: PlanRequest, points: Sequence[FrontierPoint], **others: A
         "flags": list(request.flags),
         "target": record_of_target(launch.target),
         "num_processes": launch.num_processes,
+        "shard": request.task.run.shard,
+        "interconnect_bytes_per_s": launch.bytes_per_s_between if request.task.run.in_shards else None,
         "mixed_precision": launch.mixed_precision,
         "budget_bytes": request.budget_bytes,
         "remarks": request.remarks,
@@ -325,6 +400,8 @@ def record_of_candidate(candidate: Candidate) -> dict[str, Any]:
         "parts": candidate.parts,
         "fits": candidate.fits,
         "step_s": candidate.step_s,
+        "communication_s": candidate.communication_s[0],
+        "exposed_communication_s": candidate.communication_s[1],
         "samples_per_s": candidate.samples_per_s,
     }
 

@@ -13,6 +13,7 @@ NOTE [ predicted savings ]
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from memsave_recipes.activations.streaming import streamable_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
+from memsave_recipes.planner.budget import Forecast, InShards, static_memory_in_shards
 from memsave_recipes.planner.search import Candidate, host_memory_too_small
+from memsave_recipes.plans.shards import Shards
+from memsave_recipes.sharding.units import sharded_units
 from memsave_recipes.text import gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout
@@ -30,7 +34,9 @@ from memsave_recipes.training.optimizers import check_in_backward, parameters_by
 from memsave_recipes.training.update_rules import hidden_matrices
 
 SAME_CURVE = "the same"
-SHARDS = (2, 4, 8, 16, 32, 64)
+DEVICES = (2, 4, 8, 16, 32, 64)
+IN_SHARDS = ("adamw", "sgd")
+"""The optimizers that go with shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +258,11 @@ def budget_too_small(
     )
     largest, num_bytes = max(smallest.parts.items(), key=lambda part: part[1])
     is_divisible = any(_smaller_micro_batches(setup))
-    needed = {saving.flags: needed_with(saving, smallest, setup) for saving in beyond_the_plan(smallest, setup)}
+    in_shards = smallest.forecast.in_shards is not None
+    savings = [] if in_shards else beyond_the_plan(smallest, setup)  # of whole weights
+    needed = {saving.flags: needed_with(saving, smallest, setup) for saving in savings}
+    if optim.update_rule in IN_SHARDS and not in_shards and mixed_precision != "fp16":
+        needed |= needed_in_shards(smallest, model, optim)
     helpful = sorted((size, flags) for flags, size in needed.items() if size < smallest.needed_bytes)
     listed = ", ".join(f"{flags} {gib_that_suffice(size)}" for size, flags in helpful)
     return InputError(
@@ -260,6 +270,7 @@ def budget_too_small(
         f"{gib_that_suffice(smallest.needed_bytes)} (--micro_batch_size {smallest.layout.micro_batch_size}, plan "
         f"{smallest.strategy}), of which {largest} take {to_gib(num_bytes):.4g}"
         + ("; a smaller --micro_batch_size, or auto, needs less" if is_divisible else "")
+        + ("; shards over more ranks need less" if in_shards else "")
         + (f"; less is needed with {listed} GiB" if listed else "")
     )
 
@@ -269,28 +280,48 @@ def _flags_of(optim: OptimizerArguments, takes_adapters: bool) -> dict[str, Any]
 
 
 def beyond_the_plan(candidate: Candidate, setup: Setup) -> list[Saving]:
-    """Savings that leave the activations as they are: fewer gradients, state and trained weights, more devices."""
-    rules = (_optimizer_in_backward, _smaller_optimizers, _adapters, _streamed_weights)
-    return [*savings_of(setup, rules), *_sharding(candidate, setup)]
+    """Savings that leave the activations as they are: fewer gradients, state and trained weights."""
+    return savings_of(setup, (_optimizer_in_backward, _smaller_optimizers, _adapters, _streamed_weights))
 
 
-def _sharding(candidate: Candidate, setup: Setup) -> Iterator[Saving]:
-    """Weights, gradients and state over as few devices as suffice; two blocks at a time are gathered whole.
+def needed_in_shards(candidate: Candidate, model: nn.Module, optim: OptimizerArguments) -> dict[str, int]:
+    """The bytes that a rank needs with the candidate's plan and ``--shard full``, over as few devices as suffice.
 
-    FSDP: Zhao et al. 2023, https://arxiv.org/abs/2304.11277.
+    Nothing where too many would be, the plan does not go with shards, or gradients of the chain are not kept.
     """
-    gathered_bytes = 2 * max(block.gradient_bytes for block in candidate.forecast.chain.blocks)
-    gradients_bytes = setup.gradients_bytes(setup.trained)
-    for count in SHARDS:
-        saving = Saving(
-            flags=f"sharding over {count} devices",
-            weights_bytes=candidate.weights_bytes - candidate.weights_bytes // count - gathered_bytes,
-            gradients_bytes=gradients_bytes - gradients_bytes // count,
-            state_bytes=candidate.static.state_bytes - candidate.static.state_bytes // count,
-        )
-        if needed_with(saving, candidate, setup) <= candidate.budget_bytes:
-            yield saving
-            return
+    static = candidate.static
+    if not static.gradients_stay:
+        return {}
+    for count in DEVICES:
+        try:
+            one = _in_shards(candidate, model, optim, count)
+        except InputError:
+            return {}
+        if one.needed_bytes <= candidate.budget_bytes:
+            return {f"--shard full over {count} devices": one.needed_bytes}
+    return {}
+
+
+def _in_shards(candidate: Candidate, model: nn.Module, optim: OptimizerArguments, count: int) -> Candidate:
+    forecast, before = candidate.forecast, candidate.static
+    chain, layout = forecast.chain, candidate.layout
+    layout = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
+    static = static_memory_in_shards(optim, model, layout, num_ranks=count)
+    added_bytes = before.state_bytes + before.communication_bytes + before.sums_bytes
+    without = replace(chain, resident_bytes=chain.resident_bytes - added_bytes, gradients_resident=False)
+    ends = chain.blocks[0].name, chain.blocks[-1].name
+    shards = Shards(
+        units=sharded_units(model, forecast.plan, count, "full", on_cpu=False, ends=ends),
+        num_ranks=count,
+        accumulates=layout.accumulation_steps > 1,
+    )
+    in_shards = InShards(of_plan=lambda plan: shards, bytes_per_s=inf)
+    return replace(
+        candidate,
+        layout=layout,
+        static=static,
+        forecast=Forecast(plan=forecast.plan, chain=static.added_to(without), in_shards=in_shards),
+    )
 
 
 def needed_with(saving: Saving, candidate: Candidate, setup: Setup) -> int:

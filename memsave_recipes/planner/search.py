@@ -6,7 +6,7 @@ baseline, the plans of the other ``STRATEGIES`` and the solver's plan for the bu
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import hypot
 
 from memsave_recipes.errors import InputError
@@ -14,6 +14,7 @@ from memsave_recipes.planner.budget import (
     ALLOCATED,
     COMPILED_RATIOS,
     Forecast,
+    InShards,
     StaticMemory,
     fits_host,
     forecast,
@@ -21,7 +22,6 @@ from memsave_recipes.planner.budget import (
 )
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, offloads
-from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.text import format_bytes
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
@@ -29,6 +29,8 @@ from memsave_recipes.training.batch_layout import BatchLayout
 
 STRATEGIES = ("none", "full", "selective", *OFFLOADING_STRATEGIES)  # the simplest first
 AS_FAST = 0.01  # of a step's time: a candidate that is slower by less is preferred if it is simpler
+MOST_TRIES = 16
+"""Plans of the solver that are judged in shards, each made for less memory than the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Candidate:
         layout: the batch layout, of this micro-batch size.
         loss: value of ``--loss``, where the recipe has a choice.
         forecast: of one micro-batch; its chain includes ``weights_bytes`` and ``static``.
-        weights_bytes: parameters and buffers.
+        weights_bytes: parameters and buffers; in shards those of one rank.
         static: optimizer state and DDP's buckets.
         overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
         budget_bytes: for all of them together.
@@ -96,6 +98,12 @@ class Candidate:
         return self.layout.accumulation_steps * self.forecast.micro_batch_s
 
     @property
+    def communication_s(self) -> tuple[float, float]:
+        """Of ``step_s`` in shards, seconds of traffic between ranks, and those of them that nothing hides."""
+        sent_s, exposed_s = self.forecast.communication_s
+        return self.layout.accumulation_steps * sent_s, self.layout.accumulation_steps * exposed_s
+
+    @property
     def noise_s(self) -> float:
         """By which ``step_s`` may be wrong."""
         return self.layout.accumulation_steps * self.forecast.noise_s
@@ -118,7 +126,7 @@ class Candidate:
             "parameters": self.weights_bytes,
             "gradients": gradients,
             "optimizer state": self.static.state_bytes,
-            "communication": communication,
+            "communication": communication + peak.traffic_bytes,
             "activations": batch + peak.held_bytes + peak.own_bytes - peak.temporary_bytes,
             "temporaries": peak.temporary_bytes,
             **self.overheads,
@@ -143,6 +151,10 @@ class Choice:
             return None
         limit_s = (1 + AS_FAST) * min(_slowest_s(candidate) for candidate in fitting)
         return min((candidate for candidate in fitting if _slowest_s(candidate) <= limit_s), key=_complexity)
+
+    def of_named_plans(self) -> "Choice":
+        """The candidates without those of the solver, whose plans no flag names."""
+        return Choice(candidates=tuple(one for one in self.candidates if one.strategy not in BUDGET_WORDS))
 
     @property
     def rivals(self) -> list[tuple[Candidate, float]]:
@@ -184,6 +196,7 @@ class SearchSpace:
         plan_of: the plan of a strategy for the blocks that run.
         compiled_ratios: of compiled memory, to measure for a budget.
         missed_bytes: as of ``forecast``.
+        in_shards: of a batch layout, where weights are in shards.
         micro_batch_size: of the blocks that run in micro-batches: those that a named strategy recomputes, and any for a
             budget; ``None``: no block does.
     """
@@ -197,39 +210,49 @@ class SearchSpace:
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
     missed_bytes: int = 0
     micro_batch_size: int | None = None
+    in_shards: Callable[[BatchLayout], InShards] | None = None
 
     def candidates(self, measurement: Measurement, layout: BatchLayout, loss: str | None = None) -> list[Candidate]:
         """The candidates of one layout, by the costs of a micro-batch; none where the host was too small to measure."""
         static = self.static(layout)
+        in_shards = None if self.in_shards is None else self.in_shards(layout)
         return [
             Candidate(
                 layout=layout,
                 loss=loss,
                 forecast=found,
-                weights_bytes=measurement.workload.weights_bytes,
+                weights_bytes=measurement.workload.weights_bytes - static.elsewhere_bytes,
                 static=static,
                 overheads=self.overheads,
                 budget_bytes=self.budget_bytes,
                 host_budget_bytes=self.host_budget_bytes,
             )
-            for found in self._forecasts(measurement, static)
+            for found in self._forecasts(measurement, static, in_shards)
         ]
 
-    def _forecasts(self, measurement: Measurement, static: StaticMemory) -> Iterator[Forecast]:
+    def _forecasts(
+        self, measurement: Measurement, static: StaticMemory, in_shards: InShards | None
+    ) -> Iterator[Forecast]:
         if self.strategy not in BUDGET_WORDS:
             if not offloads(self.strategy) or _is_measured(self.strategy, measurement):
-                yield self._under(self.strategy, measurement, static)
+                yield self._under(self.strategy, measurement, static, in_shards)
             return
         named = []
         for strategy in STRATEGIES:
             if strategy in ("none", "full") or _is_measured(strategy, measurement):
-                named.append(self._under(strategy, measurement, static))
+                named.append(self._under(strategy, measurement, static, in_shards))
         yield from named
-        solved = self._solved(measurement, static)
-        if not any(_same_costs(solved, known) for known in named):
+        solved: Forecast | None
+        if in_shards is None:
+            solved = self._solved(measurement, static)
+        else:
+            solved = self._solved_in_shards(measurement, static, in_shards)
+        if solved is not None and not any(_same_costs(solved, known) for known in named):
             yield solved
 
-    def _under(self, strategy: str, measurement: Measurement, static: StaticMemory) -> Forecast:
+    def _under(
+        self, strategy: str, measurement: Measurement, static: StaticMemory, in_shards: InShards | None = None
+    ) -> Forecast:
         plan = self.plan_of(strategy, measurement.running)
         if self.micro_batch_size is not None and self.strategy not in BUDGET_WORDS:
             plan = plan.in_micro_batches(self.micro_batch_size)
@@ -239,7 +262,37 @@ class SearchSpace:
                 f"--activation_checkpointing {strategy} has blocks of its own, whose memory cannot be predicted: give "
                 "--micro_batch_size a number, or take another strategy"
             )
-        return Forecast(plan=plan, chain=static.added_to(chain))
+        return Forecast(plan=plan, chain=static.added_to(chain), in_shards=in_shards)
+
+    def _solved_in_shards(self, measurement: Measurement, static: StaticMemory, in_shards: InShards) -> Forecast | None:
+        """The solver's plan for the budget as ``timeline_in_shards`` judges it, or the one of those that needs least.
+
+        What is gathered at the peak follows from the spans of a plan, of which the solver knows nothing. So it solves
+        for less and less memory, each time by as much as the plan before was too large. ``None`` where its spans leave
+        too few units.
+        """
+        budget_bytes = free_bytes = self.budget_bytes - sum(self.overheads.values())
+        # Gradients that are reduced count as nothing here; what they take is part of what a plan is too large by.
+        without_gradients = replace(static, gradients_stay=False)
+        judged: list[tuple[int, Forecast]] = []
+        for _ in range(MOST_TRIES):
+            try:
+                plan = forecast(measurement, free_bytes, without_gradients).plan
+            except InputError:
+                plan = least_memory(measurement, without_gradients).plan
+            chain = static.added_to(measurement.chain_under(plan))
+            found = Forecast(plan=plan, chain=chain, in_shards=in_shards)
+            try:
+                over_bytes = found.peak.total_bytes + found.reserve_bytes - budget_bytes
+            except InputError:
+                break
+            if over_bytes <= 0:
+                return found
+            if judged and judged[-1][1].plan == plan:
+                break
+            judged.append((over_bytes, found))
+            free_bytes -= over_bytes
+        return min(judged, key=lambda pair: pair[0])[1] if judged else None
 
     def _solved(self, measurement: Measurement, static: StaticMemory) -> Forecast:
         """The solver's plan for the budget, or the one that needs least where none fits."""
@@ -297,7 +350,7 @@ def _is_measured(strategy: str, measurement: Measurement) -> bool:
 
 
 def _same_costs(one: Forecast, other: Forecast) -> bool:
-    costs = [simulate(found.chain, found.plan) for found in (one, other)]
+    costs = [(found.peak, found.added_s, found.noise_s, found.host_bytes) for found in (one, other)]
     return costs[0] == costs[1]
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -28,18 +28,24 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
 from memsave_recipes.estimation.targets import Target, find_target, target_of
 from memsave_recipes.planner.budget import (
+    InShards,
+    StaticMemory,
     least_memory,
     overheads_of_target,
     plans_to_measure,
+    static_memory_in_shards,
     static_memory_of,
     usable_bytes,
 )
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search
 from memsave_recipes.planner.trial_step import run_trial_step
-from memsave_recipes.plans import BUDGET_WORDS
+from memsave_recipes.plans import BUDGET_WORDS, Plan
+from memsave_recipes.plans.shards import Shards
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
+from memsave_recipes.sharding.groups import ShardGroups, check_precision
+from memsave_recipes.sharding.units import modules_outside_blocks, sharded_units
 from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
@@ -109,12 +115,19 @@ class Launch:
         target: the device of every rank.
         mixed_precision: as for ``accelerate launch``.
         host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
+        link_bytes_per_s: that a rank sends to others; ``None``: as much as to its host.
     """
 
     target: Target
     num_processes: int = 1
     mixed_precision: str = "no"
     host_budget_bytes: int | None = None
+    link_bytes_per_s: float | None = None
+
+    @property
+    def bytes_per_s_between(self) -> float:
+        """That a rank sends to others."""
+        return self.link_bytes_per_s or min(self.target.host_bytes_per_s, self.target.bytes_per_s)
 
     @classmethod
     def here(cls, num_processes: int, mixed_precision: str) -> "Launch":
@@ -175,7 +188,7 @@ def estimate(
         target_memory_gib: memory of that device; with ``target=None`` that of any GPU, at the rates of an A100.
         budget_gib: memory of one device, in GiB, for everything on it. Default: that of ``task.run``, or else 95 % of a
             GPU's memory, and all of a CPU's.
-        num_processes: devices, with DDP.
+        num_processes: devices, with DDP, or with shards as ``task.run`` says.
         mixed_precision: ``no``, ``bf16`` or ``fp16``, as for ``accelerate launch``.
 
     Returns:
@@ -218,20 +231,23 @@ def choose_for_target(
     Raises:
         InputError: flags that contradict each other, or a model without blocks for the strategy.
     """
-    if task.run.in_shards:
-        raise InputError(f"--shard {task.run.shard}: memory is predicted for whole weights alone: leave it out here")
+    groups = shard_groups(task, launch)
     model = fake_planned_model(task, launch.target)
     layouts = open_layouts(task.run, task.optim, launch.num_processes)
     strategy = str(task.run.activation_checkpointing)
     estimator = Estimator(model, launch.target, AUTOCAST_DTYPES[launch.mixed_precision])
+    static_of: Callable[..., StaticMemory] = static_memory_of
+    if groups is not None:
+        static_of = partial(static_memory_in_shards, num_ranks=groups.size)
     space = SearchSpace(
         budget_bytes=budget_bytes,
         strategy=strategy,
-        static=partial(static_memory_of, task.optim, model, device_type=launch.target.device_type),
+        static=partial(static_of, task.optim, model, device_type=launch.target.device_type),
         overheads=overheads_of_target(launch.target, model),
         host_budget_bytes=launch.host_budget_bytes,
         plan_of=partial(plan_blocks, model),
         micro_batch_size=task.run.micro_batch_of_blocks(layouts[0]),
+        in_shards=None if groups is None else partial(in_shards, task, launch, model, groups),
     )
 
     def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
@@ -243,10 +259,39 @@ def choose_for_target(
             device_type=launch.target.device_type,
             compiles=False,
             micro_batch_size=space.micro_batch_size,
+            in_shards=groups is not None,
         )
         return candidates(space, estimator.estimate(workload, plans), layout, loss)
 
     return search(layouts, task.losses, candidates_of)
+
+
+def shard_groups(task: Task, launch: Launch) -> ShardGroups | None:
+    """The ranks that hold one model in shards; ``None`` where each holds all of it.
+
+    Raises:
+        InputError: as ``ShardGroups.of``, or a precision that does not go with them.
+    """
+    groups = ShardGroups.of(task.run.shard, launch.num_processes)
+    if groups is not None:
+        check_precision(str(task.run.shard), launch.mixed_precision)
+    return groups
+
+
+def in_shards(task: Task, launch: Launch, model: nn.Module, groups: ShardGroups, layout: BatchLayout) -> InShards:
+    """How the weights of ``model`` are cut up in a run with this layout."""
+
+    @cache
+    def of_plan(plan: Plan) -> Shards:
+        on_cpu = launch.target.device_type == "cpu"
+        return Shards(
+            units=sharded_units(model, plan, groups.size, str(task.run.shard), on_cpu=on_cpu),
+            num_ranks=groups.size,
+            num_replicas=groups.num_replicas,
+            accumulates=layout.accumulation_steps > 1,
+        )
+
+    return InShards(of_plan=of_plan, bytes_per_s=launch.bytes_per_s_between)
 
 
 def fake_workload(task: Task, launch: Launch, model: nn.Module, micro_batch_size: int, loss: str | None) -> Workload:
@@ -260,6 +305,7 @@ def fake_workload(task: Task, launch: Launch, model: nn.Module, micro_batch_size
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),
         host_bytes=host_bytes(model),
+        apart=modules_outside_blocks(model) if task.run.in_shards else (),
     )
 
 

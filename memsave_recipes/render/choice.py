@@ -154,9 +154,12 @@ def grouped_parts(candidate: Candidate) -> dict[str, int]:
 
 
 def overhead_lines(candidate: Candidate) -> list[str]:
-    """The parts of ``needed`` that are not in ``peak``, each with its source; and the host's memory."""
+    """The parts of ``needed`` that are not in ``peak``, each with its source; traffic in shards; the host's memory."""
     overheads = {**candidate.overheads, "reserve": candidate.forecast.reserve_bytes}
     lines = [f"+ {name} {format_bytes(size)}: {OVERHEAD_SOURCES.get(name, '')}" for name, size in overheads.items()]
+    sent_s, exposed_s = candidate.communication_s
+    if sent_s:
+        lines.append(f"traffic of a step: {format_seconds(sent_s)}, {format_seconds(exposed_s)} of them in its time")
     return [*lines, host_line(candidate)] if candidate.host_bytes else lines
 
 

@@ -68,7 +68,7 @@ from memsave_recipes.run.folder import (
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.sharding import ShardGroups, launched_shard, shard
-from memsave_recipes.sharding.groups import NONE
+from memsave_recipes.sharding.groups import NONE, check_precision
 from memsave_recipes.sharding.shards import Rows, callable_in_parts
 from memsave_recipes.sharding.units import joint_blocks
 from memsave_recipes.training.arguments import AUTO, RecipeArguments
@@ -137,8 +137,9 @@ class Run:
         self.step = 0
         self.results: dict[str, Any] | None = None
         self._groups = ShardGroups.of(args.shard, accelerator.num_processes)
-        if self._groups is not None and accelerator.mixed_precision == "fp16":
-            raise InputError(f"--shard {args.shard}: the scaler of fp16 has not been tried with it: take bf16")
+        if self._groups is not None:
+            check_precision(args.shard, accelerator.mixed_precision)
+            args.check_measures_nothing()
         layout = self.args.layout(accelerator.num_processes)
         check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
 

@@ -83,6 +83,16 @@ class ShardGroups:
         return f"weights, gradients and optimizer state in shards over {self.size} ranks{replicas}"
 
 
+def check_precision(flag: str, mixed_precision: str) -> None:
+    """Refuse a precision that does not go with shards.
+
+    Raises:
+        InputError: it is fp16.
+    """
+    if mixed_precision == "fp16":
+        raise InputError(f"--shard {flag}: the scaler of fp16 has not been tried with it: take bf16")
+
+
 @contextmanager
 def launched_shard() -> Iterator[str | None]:
     """The value of ``--shard`` that the launch file implies, if it does; inside, Accelerate reads none of it.

@@ -283,13 +283,11 @@ class RunArguments(TrackerArguments):
         if not self.in_shards:
             return
         strategy = str(self.activation_checkpointing)
-        searched = f"--activation_checkpointing {strategy}" if self.solves else "--micro_batch_size auto"
         reasons = {
             "--bitwise_topology adds up whole gradients in one order": self.bitwise_topology,
             "--batchnorm global joins the micro-batches of ranks that gather weights at other times": self.batchnorm
             == "global",
             "--sync_batchnorm has not been tried with it": self.sync_batchnorm,
-            f"{searched} would be measured on whole weights: name a plan and a number": self.searches,
             f"--activation_checkpointing {strategy} moves gathered weights to the host, too: take full": offloads(
                 strategy
             ),
@@ -301,6 +299,20 @@ class RunArguments(TrackerArguments):
             if holds:
                 way_out = "" if ": " in reason else ": leave one of them out"
                 raise InputError(f"--shard {self.shard}: {reason}{way_out}")
+
+    def check_measures_nothing(self) -> None:
+        """Refuse, in a run with ``--shard``, what is to be found: its weights are cut up in the units of a plan.
+
+        Raises:
+            InputError: a plan or a size is left open.
+        """
+        if self.in_shards and self.searches:
+            strategy = self.activation_checkpointing
+            searched = f"--activation_checkpointing {strategy}" if self.solves else f"--micro_batch_size {AUTO}"
+            raise InputError(
+                f"--shard {self.shard}: {searched} would be measured on whole weights: name a plan and a number, which "
+                "memsave plan finds with the same flags"
+            )
 
     @property
     def in_shards(self) -> bool:

@@ -17,7 +17,14 @@ from memsave_recipes.planner.budget import (
     usable_host_bytes,
     workspaces_of_device,
 )
-from memsave_recipes.planner.savings import Setup, beyond_the_plan, budget_too_small, needed_with, savings_of
+from memsave_recipes.planner.savings import (
+    Setup,
+    beyond_the_plan,
+    budget_too_small,
+    needed_in_shards,
+    needed_with,
+    savings_of,
+)
 from memsave_recipes.planner.search import Candidate, Choice, host_line, open_layouts, search
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
@@ -205,7 +212,7 @@ def test_a_budget_that_is_too_small_is_told_what_would_do():
     line = told(tight)
     assert "the smallest that works is" in line
     assert "of which optimizer state take" in line
-    for words in ("--lora ", "--optimizer adamw_8bit ", "sharding over "):
+    for words in ("--lora ", "--optimizer adamw_8bit ", "--shard full over "):
         assert words in line
     assert "; a smaller --micro_batch_size, or auto, needs less" in line
     assert "--lora" not in told(tight, takes_adapters=False)
@@ -271,9 +278,20 @@ def test_what_is_needed_then_is_no_less_than_without_gradients():
 
 
 def test_sharding_is_over_as_few_devices_as_suffice():
-    roomy = candidate(budget=WEIGHTS * 5)
-    found = beyond_the_plan(roomy, setup_of(roomy, optimizer="sgd", lora=None))
-    assert [saving.flags for saving in found] == ["sharding over 2 devices"]
+    optim = OptimizerArguments()
+    whole = replace(candidate(), layout=BatchLayout.of(4, 4, 1))
+    over_two, over_none = (needed_in_shards(replace(whole, budget_bytes=size), MODEL, optim) for size in (10**9, 0))
+    assert over_none == {}
+    ((flags, needed),) = over_two.items()
+    assert flags == "--shard full over 2 devices"
+    layer = WEIGHTS // 2
+    gathered = 2 * layer + layer  # a layer, the one before it, and gradients on their way
+    assert needed <= whole.needed_bytes - (WEIGHTS + STATE) // 2 + gathered
+    less = needed_in_shards(replace(whole, budget_bytes=needed - 1), MODEL, optim)
+    assert list(less) == ["--shard full over 4 devices"]
+    assert less["--shard full over 4 devices"] < needed
+    in_buckets = replace(whole, static=StaticMemory(gradients_stay=False))
+    assert needed_in_shards(in_buckets, MODEL, optim) == {}
 
 
 def test_what_the_allocator_holds_besides_known_tensors_are_workspaces(monkeypatch):

@@ -86,7 +86,7 @@ def test_an_impossible_budget_names_what_would_help_and_the_figure_works(train, 
     ]
     line = refuse(*tight, "0.0005")
     assert "less is needed with" in line
-    assert "sharding over" in line
+    assert "--shard full over" in line
     assert "--optimizer adamw_8bit" in line
     smallest = line.partition("the smallest that works is ")[2].partition(" ")[0]
     found = train(*tight, str(float(smallest) + 0.0001), output="smallest")

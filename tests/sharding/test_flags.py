@@ -29,11 +29,6 @@ class WithAdapters(RecipeArguments, LoraArguments):
         ({"bitwise_topology": True, "micro_batch_size": 2}, "--shard full: --bitwise_topology adds up whole gradients"),
         ({"batchnorm": "global"}, "--shard full: --batchnorm global joins the micro-batches"),
         ({"sync_batchnorm": True}, "--shard full: --sync_batchnorm has not been tried with it: leave one of them out"),
-        (
-            {"activation_checkpointing": "budget", "memory_budget_gib": 1.0},
-            "--shard full: --activation_checkpointing budget would be measured on whole weights: name a plan",
-        ),
-        ({"micro_batch_size": "auto", "memory_budget_gib": 1.0}, "--shard full: --micro_batch_size auto would be"),
         ({"activation_checkpointing": "offload"}, "--shard full: --activation_checkpointing offload moves"),
     ],
 )
@@ -42,6 +37,25 @@ def test_flags_that_need_whole_weights_are_refused(flags, line):
         RecipeArguments(output_dir="run", **{"shard": "full", **flags})
     assert refused.value.one_line.startswith(line)
     RecipeArguments(output_dir="run", **{**flags, "shard": "none"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            {"activation_checkpointing": "budget", "memory_budget_gib": 1.0},
+            "--shard full: --activation_checkpointing budget would be measured on whole weights: name a plan",
+        ),
+        ({"micro_batch_size": "auto", "memory_budget_gib": 1.0}, "--shard full: --micro_batch_size auto would be"),
+    ],
+)
+def test_what_memsave_plan_finds_a_run_does_not(flags, line):
+    args = RecipeArguments(output_dir="run", shard="full", **flags)
+    with pytest.raises(InputError) as refused:
+        args.check_measures_nothing()
+    assert refused.value.one_line.startswith(line)
+    RecipeArguments(output_dir="run", shard="none", **flags).check_measures_nothing()
+    RecipeArguments(output_dir="run", shard="full").check_measures_nothing()
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,15 @@ def test_a_run_asks_before_it_trains_whole_weights(monkeypatch, tmp_path):
     [
         ("cpu_fsdp2.yaml", 1, (), "error: --shard full: there is one rank"),
         ("cpu_fsdp2.yaml", None, ("--shard", "none"), "error: --shard none: the launch file says full"),
+        (
+            "cpu_fsdp2.yaml",
+            None,
+            ("--activation_checkpointing", "budget", "--memory_budget_gib", "1"),
+            "error: --shard full: --activation_checkpointing budget would be measured on whole weights",
+        ),
     ],
 )
-def test_asked_for_shards_and_got_none(tmp_path, config, num_processes, flags, line):
+def test_what_a_launch_does_not_allow_is_one_line(tmp_path, config, num_processes, flags, line):
     done = launch(config, *FLAGS, *flags, "--output_dir", tmp_path / "run", num_processes=num_processes)
     assert next(found for found in done.stderr.splitlines() if found.startswith("error: ")).startswith(line)
     assert not (tmp_path / "run").exists()
