@@ -109,6 +109,23 @@ def test_more_cards_share_the_micro_batches(llama: str, tmp_path: Path) -> None:
         assert words[words.index("--num_processes") + 1] == str(rung["num_processes"])
 
 
+def test_a_model_that_one_card_has_no_room_for_is_offered_in_shards(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    word = folder_of({**LLAMA, **sizes}, tmp_path / "wide")  # 25 million weights: 400 MB with gradients and state
+    words = [word, "--length", "128", "--global_batch_size", "8", "--memory", "0.72GiB"]
+    found = fitted(words, tmp_path / "fit.json")
+    rungs = {rung["name"]: rung for rung in found["rungs"]}
+    in_shards = [rung for name, rung in rungs.items() if name.endswith("in shards")]
+    assert not any(rung["fits"] for rung in found["rungs"] if rung["changes"] == "" and rung not in in_shards)
+    assert [rung["fits"] for rung in in_shards][-1]
+    assert not any(rung["fits"] for rung in in_shards[:-1])
+    words = shlex.split(in_shards[-1]["launch"])
+    assert words[words.index("--shard") + 1] == "full"
+    assert words[words.index("--num_processes") + 1] == str(in_shards[-1]["num_processes"])
+    run = read_task(ROOT / "recipes" / f"{LANGUAGE}.py", flags_of(in_shards[-1]["launch"])).run
+    run.check_measures_nothing()
+
+
 def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
     word = folder_of({**LLAMA, **sizes}, tmp_path / "deep")  # a slow card, so that copies hide behind products

@@ -11,7 +11,8 @@ NOTE [ the ladder ]
    plan of the solver; on a GPU also the solver's plan with offloading, if it fits where these do not or is faster. The
    others change the training: the optimizer steps in the backward, for the whole global batch at once and without
    clipping; its state has 8 bits; adapters train, if they do not fit with the frozen weights on the host. The last
-   ones take more devices with DDP, each with the whole model.
+   ones take more devices with DDP, each with the whole model; or, where nothing with the same curve fits one device,
+   with the model in shards, as many as suffice. A run takes plans for shards by their names, so of the solver none.
 2. Every figure is that of ``memsave plan``: the same task, estimates and solver. Plans are looked for at the largest
    micro-batch that fits without checkpointing and at the next one, as smaller ones are slower and larger ones gain
    little. Where the plain one fits, no plan of the same micro-batch is faster, so only the next one is planned. Plans
@@ -45,12 +46,26 @@ from memsave_recipes.models.image_classifiers import MODELS, read_convnet
 from memsave_recipes.models.pretrained import LOADING_ERRORS
 from memsave_recipes.models.saved import KINDS
 from memsave_recipes.planner.ahead import ahead
-from memsave_recipes.planner.budget import overheads_of_target, static_memory_of
+from memsave_recipes.planner.budget import (
+    StaticMemory,
+    overheads_of_target,
+    static_memory_in_shards,
+    static_memory_of,
+)
 from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace, open_layouts
-from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_planned_model, fake_workload
+from memsave_recipes.planner.task import (
+    AUTOCAST_DTYPES,
+    Launch,
+    Task,
+    fake_planned_model,
+    fake_workload,
+    in_shards,
+    shard_groups,
+)
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
 from memsave_recipes.profiling.block_costs import Measurement
+from memsave_recipes.sharding import ShardGroups
 from memsave_recipes.training.arguments import AUTO
 from memsave_recipes.training.batch_layout import BatchLayout
 
@@ -198,6 +213,7 @@ IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
 ADAPTERS = ("--lora", "--dtype", "bfloat16")
 STREAMED = (*ADAPTERS, "--stream_frozen", "host")
+IN_SHARDS = ("--shard", "full")
 SAME_CURVE = ""
 
 
@@ -295,7 +311,9 @@ class Setting:
 
     def _chosen(self, choose: Callable[["Setting"], Choice]) -> Candidate:
         choice = choose(self)
-        if choice.chosen is None and self.has_room and _peaks_in_blocks(choice.smallest):
+        if self.groups is not None:
+            choice = choice.of_named_plans()
+        elif choice.chosen is None and self.has_room and _peaks_in_blocks(choice.smallest):
             choice = choose(replace(self, strategies=with_tiles(self.strategies)))
         return choice.chosen or choice.smallest
 
@@ -323,15 +341,27 @@ class Setting:
     def _candidates(
         self, layout: BatchLayout, loss: str | None, strategy: str, measured: Sequence[str]
     ) -> list[Candidate]:
-        model = self.estimates.model
+        model, groups = self.estimates.model, self.groups
         space = SearchSpace(
             budget_bytes=self.budget_bytes,
             strategy=strategy,
-            static=partial(static_memory_of, self.task.optim, model),
+            static=self._static,
             overheads=overheads_of_target(self.launch.target, model),
             plan_of=partial(plan_blocks, model),
+            in_shards=None if groups is None else partial(in_shards, self.task, self.launch, model, groups),
         )
         return space.candidates(self.estimates.of(layout.micro_batch_size, loss, measured), layout, loss)
+
+    @property
+    def groups(self) -> ShardGroups | None:
+        """Of ranks that hold the model in shards."""
+        return shard_groups(self.task, self.launch)
+
+    def _static(self, layout: BatchLayout) -> StaticMemory:
+        optim, model = self.task.optim, self.estimates.model
+        if self.groups is None:
+            return static_memory_of(optim, model, layout)
+        return static_memory_in_shards(optim, model, layout, num_ranks=self.groups.size)
 
     def _plain_at(self, at: int, loss: str | None) -> Candidate:
         if (at, loss) not in self._plain:
@@ -356,11 +386,11 @@ class Setting:
     @property
     def least_bytes(self) -> int:
         """Weights, optimizer state and, where they exist at the same time, gradients."""
-        model = self.estimates.model
+        model, static = self.estimates.model, self._static(self.layouts[0])
         trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-        state = static_memory_of(self.task.optim, model, self.layouts[0]).state_bytes
-        gradients = 0 if self.task.optim.optimizer_in_backward else trained
-        return sum(tensor.nbytes for tensor in resident_tensors(model)) + state + gradients
+        gradients = 0 if self.task.optim.optimizer_in_backward else trained // (self.groups.size if self.groups else 1)
+        weights = sum(tensor.nbytes for tensor in resident_tensors(model)) - static.elsewhere_bytes
+        return weights + static.state_bytes + gradients
 
     def _guess(self, loss: str | None) -> int:
         """The largest layout that would fit if activations and temporaries grew with the micro-batch; -1 for none.
@@ -432,6 +462,8 @@ def ladder(
                 yield rung
         if (best := best_rung([rung for rung, _ in known])) is not None:
             yield from next(wider for rung, wider in known if rung is best)
+    if best is None or best.changes != SAME_CURVE:
+        yield from _in_shards(whole, read)
 
 
 def _ways(
@@ -490,6 +522,23 @@ def _way(
             yield replace(rung, name=f"{count} cards", num_processes=count, candidate=found)
 
 
+def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterator[Rung]:
+    """Weights, gradients and state over more and more devices, up to as many as suffice."""
+    launch, optimizer = whole.launch, whole.task.optim.optimizer
+    if launch.target.device_type == "cpu" or launch.mixed_precision == "fp16" or optimizer not in ("adamw", "sgd"):
+        return
+    task = read(IN_SHARDS)
+    estimates = Estimates(task, whole.launch, whole.estimates.on_estimate)
+    loss = [loss for loss in whole.task.losses if whole.takes(loss)][-1]
+    for count in CARDS:
+        if count <= whole.task.run.global_batch_size:
+            wider = replace(whole, task=task, launch=replace(launch, num_processes=count), estimates=estimates)
+            found = wider.best(loss)
+            yield Rung(name=f"{count} cards, in shards", flags=IN_SHARDS, num_processes=count, candidate=found)
+            if found.fits:
+                return
+
+
 def _offloading(whole: Setting, loss: str | None, planned: Candidate) -> Iterator[Rung]:
     """If it fits where ``planned`` does not, or is faster."""
     if whole.launch.target.device_type == "cpu" or not whole.has_room:
@@ -527,8 +576,12 @@ def _adapted(
 
 
 def best_rung(rungs: Sequence[Rung]) -> Rung | None:
-    """The fastest that fits of those that change nothing, else the first that fits; ``None`` where none does."""
-    fitting = [rung for rung in rungs if rung.candidate.fits and rung.num_processes == 1]
+    """The fastest that fits of those that change nothing, else the first that fits; ``None`` where none does.
+
+    One on several devices is only taken where nothing fits a single one.
+    """
+    fitting = [rung for rung in rungs if rung.candidate.fits]
+    fitting = [rung for rung in fitting if rung.num_processes == 1] or fitting
     same = [rung for rung in fitting if rung.changes == SAME_CURVE]
     if not same:
         return fitting[0] if fitting else None
