@@ -10,9 +10,11 @@ NOTE [ how time is measured ]
 
 import argparse
 import gc
+import os
 import random
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,6 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from rich import box
 from rich.console import Console
@@ -127,6 +130,28 @@ def median_and_quartiles(values: Sequence[float]) -> tuple[float, list[float]]:
     """The median, and the ends of the middle half."""
     low, middle, high = statistics.quantiles(values, n=4)
     return middle, [low, high]
+
+
+class OtherWork:
+    """What else the machine computes from here on, beside this process and those that it has measured in."""
+
+    def __init__(self) -> None:
+        self._began, self._busy_s, self._own_s = perf_counter(), _busy_s(), time.process_time()
+
+    def figures(self, measured_s: float = 0.0) -> dict[str, Any]:
+        """How many CPUs other work kept busy on average, and how many there are.
+
+        Args:
+            measured_s: CPU seconds of the other processes of the benchmark.
+        """
+        own_s = measured_s + time.process_time() - self._own_s
+        others = (_busy_s() - self._busy_s - own_s) / (perf_counter() - self._began)
+        return {"busy_with_others": max(0.0, others), "num_cpus": os.cpu_count()}
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return times.user + times.nice + times.system
 
 
 def to_mib(num_bytes: int) -> float:

@@ -14,21 +14,20 @@ Writes docs/results/loop_overhead.json, or loop_overhead_tiny.json.
 """
 
 import importlib.util
-import multiprocessing
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 import torch.nn.functional as F
+from forked import EndStep, Runner
 from models import RandomImages, small_vit
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -97,9 +96,6 @@ WORKS = {
     "loop_overhead": Work(),
     "loop_overhead_tiny": Work(hidden_size=16, num_hidden_layers=1, patch_size=32, micro_batch_size=1, num_steps=400),
 }
-
-
-EndStep = Callable[[], None]
 
 
 def torch_loop(work: Work, end_step: EndStep) -> None:
@@ -240,50 +236,9 @@ LOOPS: dict[str, tuple[Callable[[Work, EndStep], None], str]] = {
 YARDSTICK = "torch, by hand"
 
 
-class Runner:
-    """A loop in a process of its own, which makes a step when it is told to."""
-
-    def __init__(self, name: str, work: Work) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_run, args=(name, work, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._connection.recv()  # ready; what comes before is no step
-
-    def step(self) -> float:
-        """The seconds of one step."""
-        self._connection.send(None)
-        return self._connection.recv()
-
-    def close(self) -> None:
-        """Let the loop come to its end."""
-        self._connection.send(None)
-        self._process.join()
-
-
-def _run(name: str, work: Work, turns: Connection) -> None:
-    began = 0.0
-
-    def wait_for_turn(message: Any) -> None:
-        nonlocal began
-        turns.send(message)
-        turns.recv()
-        began = time.perf_counter()
-
-    def end_step() -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        wait_for_turn(time.perf_counter() - began)
-
-    loop, _ = LOOPS[name]
-    wait_for_turn("ready")
-    loop(work, end_step)
-
-
 def measure(work: Work, names: list[str]) -> dict[str, list[float]]:
     """The seconds of every step after the warm-up, by loop; those at one place were measured in one round."""
-    runners = {name: Runner(name, work) for name in names}
+    runners = {name: Runner(partial(LOOPS[name][0], work)) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in harness.turns(names, work.total_steps):
         seconds[name].append(runners[name].step())
