@@ -328,6 +328,11 @@ FIGURES = {
         ),
         "2,000 command lines": Asserted("tests/recipes/test_fuzz.py"),
     },
+    "docs/scale.md": {
+        "| 260 MB | 186 + 131 MB | 563 MB |": Asserted("tests/sharding/test_slices.py"),
+        "| 147 MB | 93 + 131 MB | 470 MB |": Asserted("tests/sharding/test_slices.py"),
+        "and at most 1 % less": Asserted("tests/sharding/test_memory.py"),
+    },
     "docs/techniques.md": {
         "vocabulary 8,192": Stated("the model"),
         "(504 MiB)": measured("techniques-cpu.json", 1024 * one("techniques-cpu.json", method="plain")["peak_gib"]),
