@@ -14,7 +14,8 @@ NOTE [ what is compared ]
    ``break_down_peak`` records all allocations of torch, whoever's the loop is. The larger of the last steps, which are
    not timed.
 2. *Time*: from one update to the next, with loading and logging, as a ratio to that of the yardstick in the same round;
-   the median and the middle half. A second yardstick shows what chance makes of equal loops.
+   the median and the middle half. Of a process's CPU time, too, which other work on the machine stretches less. A
+   second yardstick shows what chance makes of equal loops.
 3. *Loss*: after each step the mean loss of a token of the next global batch, computed from the weights in float64, for
    all in the same way, outside of the time. What trainers log does not count. The largest distance from the
    reference's, relative to it.
@@ -85,9 +86,9 @@ class Work:
     micro_batch_size: int = 4
     accumulation_steps: int = 4
     num_warmup_steps: int = 3
-    num_timed_steps: int = 12
+    num_timed_steps: int = 20
     num_recorded_steps: int = 2
-    budget_gib: float = 0.04
+    budget_gib: float = 0.0424
 
     @property
     def total_steps(self) -> int:
@@ -176,6 +177,8 @@ class Watch:
         self.device = harness.this_device()
         self.losses: list[float] = []
         self.peaks: list[int] = []
+        self.cpu_seconds: list[float] = []
+        self._cpu_began = time.process_time()
         self._precise = work.make_model().double()
         self._micro_batches = islice(work.make_loader(work.micro_batch_size), work.accumulation_steps, None)
         self._peak: PeakOfStep | None = None
@@ -183,7 +186,9 @@ class Watch:
 
     def __call__(self, model: nn.Module, optimizer: Any) -> None:
         """End a step; the optimizer may be wrapped."""
+        self.cpu_seconds.append(time.process_time() - self._cpu_began)
         self.end_step(lambda: self._look(model, torch_optimizer(optimizer)))
+        self._cpu_began = time.process_time()
 
     def _look(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._recording.close()
@@ -424,6 +429,7 @@ class Peer:
 REFERENCE, YARDSTICK, OURS = "torch, whole batches in float64", "torch, by hand", "memsave_recipes"
 EXAMPLE, TRAINER, TRL, FABRIC = "Accelerate, example loop", "Trainer", "TRL SFTTrainer", "Lightning Fabric"
 CHECKPOINTED = "gradient checkpointing"
+TRL_HEAD = "its head works in buffers for 32,768 entries of a vocabulary at a time, whatever there are"
 LEAN = f"{OURS}, full"
 BUDGET = f"{OURS}, budget"
 
@@ -467,9 +473,9 @@ PEERS = {
         partial(trl_loop, is_checkpointed=False),
         "trl",
         "trl",
-        "`gradient_checkpointing=False`; never makes the logits",
+        f"`gradient_checkpointing=False`; {TRL_HEAD}",
     ),
-    TRL: Peer(trl_loop, "trl", "trl", "its defaults: gradient checkpointing, and never makes the logits"),
+    TRL: Peer(trl_loop, "trl", "trl", f"its defaults, with gradient checkpointing; {TRL_HEAD}"),
     FABRIC: Peer(fabric_loop, "lightning", "lightning_fabric", "the loop of its guide to accumulation, mean loss"),
     f"{FABRIC}, {CHECKPOINTED}": Peer(
         partial(fabric_loop, is_checkpointed=True),
@@ -482,8 +488,10 @@ NOT_QUICK = (
     *("the same again", f"{TRL}, no checkpointing"),
     *(f"{EXAMPLE}, {CHECKPOINTED}", f"{FABRIC}, {CHECKPOINTED}"),
 )
-OWN_MODELS = "beside torch 2.13, but its recipes train its own classes of models, and none of them is a GPT-2"
-LEFT_OUT = {"torchtune 0.6.1": f"it installs {OWN_MODELS}", "litgpt 0.5.13": f"it installs {OWN_MODELS}"}
+OWN_MODELS = (
+    "pip resolves it beside torch 2.13, but its recipes train its own classes of models, of which none is a GPT-2"
+)
+LEFT_OUT = {"torchtune 0.6.1": OWN_MODELS, "litgpt 0.5.13": OWN_MODELS}
 """Peers that have no row, and why."""
 
 
@@ -492,17 +500,19 @@ def train(name: str, work: Work, folder: Path, end_step: EndStep) -> dict[str, A
     watch = Watch(work, end_step)
     PEERS[name].loop(work, watch)
     save_file({key: value.detach().double().cpu() for key, value in watch.model.named_parameters()}, folder / name)
-    return {"losses": watch.losses, "peak_bytes": max(watch.peaks), "cpu_s": time.process_time()}
+    own_s = time.process_time()
+    return {"losses": watch.losses, "peak_bytes": max(watch.peaks), "cpu_seconds": watch.cpu_seconds, "own_s": own_s}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one loop, all steps in ``seconds`` and ``losses``."""
+    """Of one loop: ``seconds``, ``cpu_seconds`` and ``losses`` of every step, ``own_s`` of CPU time in all."""
 
     seconds: list[float]
+    cpu_seconds: list[float]
     losses: list[float]
     peak_bytes: int
-    cpu_s: float
+    own_s: float
     weights: dict[str, Tensor]
 
 
@@ -541,7 +551,8 @@ def row_of(name: str, outcomes: dict[str, Outcome], work: Work) -> dict[str, Any
     """A row of the table."""
     timed = slice(work.num_warmup_steps, work.num_warmup_steps + work.num_timed_steps)
     own, reference, yardstick = outcomes[name], outcomes[REFERENCE], outcomes[YARDSTICK]
-    ratio, quartiles = harness.median_and_quartiles(harness.ratios(own.seconds[timed], yardstick.seconds[timed]))
+    ratio, quartiles = _ratio(own.seconds[timed], yardstick.seconds[timed])
+    cpu_ratio, cpu_quartiles = _ratio(own.cpu_seconds[timed], yardstick.cpu_seconds[timed])
     first = {key: value.detach().double().cpu() for key, value in work.make_model().named_parameters()}
     return {
         "loop": name,
@@ -552,27 +563,36 @@ def row_of(name: str, outcomes: dict[str, Outcome], work: Work) -> dict[str, Any
         "step_s": median(own.seconds[timed]),
         "time_ratio": ratio,
         "time_ratio_quartiles": quartiles,
+        "cpu_time_ratio": cpu_ratio,
+        "cpu_time_ratio_quartiles": cpu_quartiles,
         "loss_distance": largest_distance(own.losses, reference.losses),
         "weights_distance": distance(own.weights, reference.weights) / distance(reference.weights, first),
         "losses": own.losses,
     }
 
 
-HEADINGS = ("loop", "peak", "of torch by hand", "time", "middle half", "loss", "weights")
+def _ratio(own: Sequence[float], yardstick: Sequence[float]) -> tuple[float, list[float]]:
+    return harness.median_and_quartiles(harness.ratios(own, yardstick))
+
+
+HEADINGS = ("loop", "peak", "of torch by hand", "time", "CPU time", "loss", "weights")
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row as text."""
-    low, high = row["time_ratio_quartiles"]
+    times = [f"x{row[name]:.2f}<br>{_range(row[f'{name}_quartiles'])}" for name in ("time_ratio", "cpu_time_ratio")]
     distances = [f"{row[name]:.1e}" if row[name] else "0" for name in ("loss_distance", "weights_distance")]
     return [
         row["loop"],
         f"{harness.to_mib(row['peak_bytes']):,.1f} MiB",
         f"{100 * row['peak_ratio']:.0f} %",
-        f"x{row['time_ratio']:.2f}",
-        f"{low:.2f} to {high:.2f}",
+        *times,
         *distances,
     ]
+
+
+def _range(ends: Sequence[float]) -> str:
+    return f"{ends[0]:.2f} to {ends[1]:.2f}"
 
 
 def as_markdown(results: dict[str, Any]) -> str:
@@ -586,11 +606,11 @@ def as_markdown(results: dict[str, Any]) -> str:
         f"A GPT-2 ({size}) in float32, {work['micro_batch_size']} x {work['accumulation_steps']} documents of "
         f"{work['shortest']} to {work['longest']} tokens a step, {work['num_timed_steps']} timed steps of "
         f"{results['num_steps']}. The budget is {work['budget_gib'] * 1024:.0f} MiB.",
-        "Peak: all that a step holds. Time: of a step, as a ratio to torch by hand in the same round, the median and "
-        "the middle half. Loss and weights: the distance from the training of whole batches in float64; the loss is "
-        "the largest over the steps, relative, the weights are relative to how far they have moved.",
-        f"Other work kept {results['busy_with_others']:.2f} of {results['num_cpus']} CPUs busy meanwhile: times have "
-        "that spread, bytes and distances do not depend on it.",
+        "Peak: all that a step holds. Time and CPU time: of a step, as a ratio to torch by hand in the same round, the "
+        "median and the middle half. Loss and weights: the distance from the training of whole batches in float64; "
+        "the loss is the largest over the steps, relative, the weights are relative to how far they have moved.",
+        f"Other work kept {results['busy_with_others']:.2f} of {results['num_cpus']} CPUs busy meanwhile: times are "
+        "as uncertain as the two equal loops are apart, bytes and distances do not depend on it.",
         "",
         harness.markdown_table(HEADINGS, map(cells, rows)),
         "",
@@ -612,7 +632,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     results = {
         "benchmark": "peers",
         **harness.describe_machine(device, *dict.fromkeys(PEERS[name].package for name in names)),
-        **other_work.figures(sum(outcome.cpu_s for outcome in outcomes.values())),
+        **other_work.figures(sum(outcome.own_s for outcome in outcomes.values())),
         "work": asdict(work),
         "num_steps": work.total_steps,
         "left_out": missing | LEFT_OUT,
