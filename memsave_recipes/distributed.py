@@ -15,9 +15,13 @@ NOTE [ missing ranks ]
 5. A rank's own ticks are the clock: one that was stopped and goes on, maybe with all others, blames nobody for it.
 6. The limit of the process group itself is later. It names nobody, and where it is NCCL's it aborts.
 7. Without the store, nobody watches: then the launcher is gone, which ends the ranks in any case.
+
+A thread beside the training begins no collective, which would come between those of the training on some ranks: what
+it has to tell rank 0 goes through the store as well (``told_to_rank_0``).
 """
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -41,9 +45,11 @@ Failure = tuple[bool, str]
 """Whether it is the user's mistake, and its message: not every exception can be pickled for the other ranks."""
 POLL_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
+LOOK_OFTEN_S = 0.01
 _turns = itertools.count()
 
 REPORT = "memsave_recipes/report"
+TOLD = "memsave_recipes/told"
 DONE = "done"
 TICKS_IN_LIMIT = 20
 MAX_TICK_S = 10.0
@@ -108,6 +114,30 @@ def fail_together(error: Exception | None) -> None:
         RuntimeError: on the other ranks, where one raised something else.
     """
     _raise(error, gather_object([_failure(error)]))
+
+
+def told_to_rank_0(topic: str, action: Callable[[], T]) -> list[T] | None:
+    """Let every rank call ``action()``; rank 0 waits for all, for any time, and has their results. No collective.
+
+    Args:
+        topic: the same on all ranks, and used once.
+        action: its result is a plain value, which JSON holds.
+
+    Raises:
+        InputError: on rank 0, where a rank raised one.
+        RuntimeError: on rank 0, where another rank raised something else.
+    """
+    result, error = _attempt(action)
+    store, rank = _get_default_store(), dist.get_rank()
+    store.set(f"{TOLD}/{topic}/{rank}", json.dumps([result, _failure(error)]))
+    if rank != 0:
+        return None
+    keys = [f"{TOLD}/{topic}/{other}" for other in range(dist.get_world_size())]
+    while not store.check(keys):
+        time.sleep(LOOK_OFTEN_S)
+    of_ranks = [json.loads(store.get(key)) for key in keys]
+    _raise(error, [failure for _, failure in of_ranks])
+    return [result for result, _ in of_ranks]
 
 
 class RankPoll:

@@ -15,7 +15,7 @@ NOTE [ the commit ]
 5. A save that fails clears its sibling and touches nothing else.
 6. Of weights in shards every rank writes its own file into the sibling, brings it to the disk and makes its digest.
    Rank 0 begins before the first of them and finishes after the last one, with their digests in the manifest. Where a
-   rank fails, all do, and rule 5 holds.
+   rank fails, all do, and rule 5 holds. Each does so in a thread, beside which the training can go on.
 
 The protocol is OLMo-core's (``train/checkpoint.py``), with digests. Not covered: a disk that lies about fsync, and file
 systems on which a rename is not atomic.

@@ -10,6 +10,7 @@ for batch in batches:
 checkpoints.delete_last_step()                      # deletes that of the last step, when the results are written
 """
 
+import itertools
 import os
 import shutil
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import TypeVar
 
 from accelerate import Accelerator
@@ -46,8 +48,8 @@ from memsave_recipes.checkpoints.resume import (
     find_newest,
     prune,
 )
-from memsave_recipes.checkpoints.state import Record, TrainState, fitting, read_record
-from memsave_recipes.distributed import RankPoll, on_all_processes, on_main_process
+from memsave_recipes.checkpoints.state import PartOfState, Record, TrainState, fitting, read_record
+from memsave_recipes.distributed import RankPoll, on_all_processes, on_main_process, told_to_rank_0
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
@@ -151,6 +153,9 @@ T = TypeVar("T")
 
 SAVE_ONLY = 1
 """A request to save, smaller than the number of any signal that stops a run."""
+HAS_FAILED = 1000
+"""A request to end the run, larger than the number of any signal: a save beside the training has failed."""
+_topics = (f"save-{number}" for number in itertools.count())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +173,32 @@ class Resumed:
     notices: list[str]
 
 
+class _Writing:
+    """A save in shards, in a thread of each rank.
+
+    A daemon, as a run that ends by a failure waits for no save: it is whole or not there.
+    """
+
+    def __init__(self, step: int, write: Callable[[], None]) -> None:
+        self.step = step
+        self.error: Exception | None = None
+        self._write = write
+        self._thread = Thread(target=self._run, name=f"save of step {step}", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until it is done; raises what it has raised."""
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self.error = error
+
+
 class Checkpoints:
     """Saves a run and brings it back. All methods are for all ranks.
 
@@ -181,6 +212,7 @@ class Checkpoints:
         data: fingerprint of the training data; without it, a resumed run does not check its data.
         data_changed_ok: go on with other data.
         lock: of the run's folder, looked after at every save.
+        beside: of a state in shards, whether the training goes on while a save that ``after_step`` began is written.
     """
 
     def __init__(
@@ -198,6 +230,7 @@ class Checkpoints:
         data: Fingerprint | None = None,
         data_changed_ok: bool = False,
         lock: RunLock | None = None,
+        beside: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.folder = folder
@@ -211,8 +244,10 @@ class Checkpoints:
         self.data = data
         self.data_changed_ok = data_changed_ok
         self.lock = lock
+        self.beside = beside
         self.damaged: list[Path] = []
         self.last_saved: int | None = None
+        self._writing: _Writing | None = None
         self._last_time = time.monotonic()
         self._poll = RankPoll(accelerator)
 
@@ -243,6 +278,7 @@ class Checkpoints:
             data=data,
             data_changed_ok=checkpointing.data_changed_ok,
             lock=lock,
+            beside=checkpointing.async_save,
         )
 
     def resume_into(self, batches: GlobalBatches) -> Resumed | None:
@@ -280,11 +316,13 @@ class Checkpoints:
 
         Raises:
             StoppedBySignal: a rank received a signal; the checkpoint has been saved.
-            InputError, NotFinite: as ``save``.
+            InputError, NotFinite: as ``save``; or a save beside the training has failed meanwhile.
         """
         request = self._poll.max(step, self._request())
+        if request == HAS_FAILED:
+            self.finish_writing()
         if request or (self.every_steps and step % self.every_steps == 0):
-            self.save(step, state())
+            self.save(step, state(), beside=self.beside and request <= SAVE_ONLY)
         if request > SAVE_ONLY:
             raise StoppedBySignal(request, step, self.folder)
 
@@ -304,20 +342,35 @@ class Checkpoints:
                 raise StoppedBySignal(signal, step, self.folder)
             yield batch
 
-    def save(self, step: int, state: Record) -> None:
-        """Save after ``step`` steps, unless that has been done.
+    def save(self, step: int, state: Record, *, beside: bool = False) -> None:
+        """Save after ``step`` steps, unless that has been done, when a save beside the training is done.
+
+        Args:
+            beside: return as soon as a state in shards has been copied on the host; ``finish_writing`` waits for it.
 
         Raises:
-            InputError: it could not be saved; the one before is as it was.
+            InputError: it could not be saved, or the one before; what was there is as it was.
             NotFinite: the weights are not; the one before is as it was.
         """
-        if step != self.last_saved and not self._written(step, state):
+        self.finish_writing()
+        if step != self.last_saved and not self._written(step, state, beside=beside):
             last = f"the last checkpoint is of step {self.last_saved}" if self.last_saved else "there is no checkpoint"
             raise NotFinite(
                 f"the weights are not finite after step {step}, although its loss was: they are not saved, {last}; "
                 "lower --learning_rate and --weight_decay"
             )
-        self.last_saved, self._last_time = step, time.monotonic()
+        self._last_time = time.monotonic()
+
+    def finish_writing(self) -> None:
+        """Wait for a save beside the training, if there is one.
+
+        Raises:
+            InputError: on all ranks, where it could not be saved; the one before is as it was.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            on_main_process(self.accelerator, writing.wait)
+            self.last_saved = writing.step
 
     def save_best(self, step: int, write: Callable[[Path], None]) -> None:
         """Save the files that ``write(folder)`` writes on rank 0, such as the weights, as the only ``best-STEP``.
@@ -344,6 +397,8 @@ class Checkpoints:
 
     def _request(self) -> int:
         """The number of this rank's signal, ``SAVE_ONLY`` or 0. Only rank 0's clock decides when it is time."""
+        if self._writing is not None and self._writing.error is not None:
+            return HAS_FAILED
         if signal := self._signal():
             return signal
         is_time = self.accelerator.is_main_process and time.monotonic() - self._last_time >= self.every_s
@@ -353,11 +408,13 @@ class Checkpoints:
         """The number of the signal that this rank has received, 0 for none."""
         return self.signals.received if self.signals is not None else 0
 
-    def _written(self, step: int, state: Record) -> bool:
-        """Whether it was saved: the weights must be finite."""
+    def _written(self, step: int, state: Record, *, beside: bool) -> bool:
+        """Whether it was saved, or is being saved ``beside`` the training: the weights must be finite."""
         if self.training.is_sharded:
-            return self._write_by_all(step, state)
-        return on_main_process(self.accelerator, lambda: self._write(step, state))
+            return self._write_by_all(step, state, beside=beside)
+        written = on_main_process(self.accelerator, lambda: self._write(step, state))
+        self.last_saved = step if written else self.last_saved
+        return written
 
     def _write(self, step: int, state: Record) -> bool:
         """By rank 0, which has all of it."""
@@ -371,33 +428,40 @@ class Checkpoints:
         prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         return True
 
-    def _write_by_all(self, step: int, state: Record) -> bool:
+    def _write_by_all(self, step: int, state: Record, *, beside: bool) -> bool:
         """By every rank its parts: rule 6 of NOTE [ the commit ]."""
         if not all(gather_object([self.training.is_finite()])):
             return False
-        name, rank = f"{STEP}-{step}", self.accelerator.process_index
+        name, rank, topic = f"{STEP}-{step}", self.accelerator.process_index, next(_topics)
         temporary = on_main_process(self.accelerator, lambda: self._begin(name))
+        record = self._record(step, state)
+        part = on_all_processes(self.accelerator, lambda: self.training.part(rank, record, copied=beside))
+        self._writing = _Writing(step, lambda: self._write_part(step, temporary, part, topic))
+        if not beside:
+            self.finish_writing()
+        return True
+
+    def _write_part(self, step: int, temporary: Path, part: PartOfState, topic: str) -> None:
+        """This rank's; rank 0 waits for those of all, and commits. In a thread, so without a collective."""
+        name = f"{STEP}-{step}"
 
         def write_mine() -> Entry | None:
             with disk_errors_as_input_error(self.folder, name):
-                path = self.training.write_parts(temporary, rank)
+                path = part.write_tensors(temporary)
                 return None if path is None else settle(temporary, path)
 
-        def write_rest() -> None:
-            with disk_errors_as_input_error(self.folder, name):
-                self.training.write(temporary, self._record(step, state))
-                finish(temporary, self.folder / name, entries)
-            prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
-
         try:
-            mine = on_all_processes(self.accelerator, write_mine)
-            entries = [entry for entry in gather_object([mine]) if entry is not None]
-            on_main_process(self.accelerator, write_rest)
+            entries = told_to_rank_0(topic, write_mine)
+            if entries is None:
+                return
+            with disk_errors_as_input_error(self.folder, name):
+                part.write_texts(temporary)
+                finish(temporary, self.folder / name, [entry for entry in entries if entry is not None])
+            prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         except BaseException:
-            if self.accelerator.is_main_process:
+            if part.parts.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return True
 
     def _begin(self, name: str) -> Path:
         """The folder that all ranks fill."""

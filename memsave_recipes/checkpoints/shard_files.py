@@ -10,6 +10,7 @@ onto any number of ranks, cut up in any way or whole. Neither uses pickle.
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -25,10 +26,22 @@ NAME = "shard-{:05d}-model-00001-of-00001.safetensors"
 OFFSETS = "DCP_SHARDING_INFO"
 
 
-def write_parts(folder: Path, rank: int, tensors: dict[str, Tensor]) -> Path | None:
-    """Write this rank's parts of ``tensors``; ``None``, and no file, where it has none. No collective.
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """A rank's parts of tensors, on the host, by the tensor's name, with the header of their file."""
+
+    rank: int
+    tensors: dict[str, Tensor]
+    header: dict[str, str]
+
+
+def parts_of(rank: int, tensors: dict[str, Tensor], *, copied: bool = False) -> Parts:
+    """Those of ``tensors`` that ``rank``, which calls this, has to write. No collective.
 
     Of replicas the first writes; tensors that are not in shards are written by rank 0.
+
+    Args:
+        copied: also where they are on the host, so that they stay what they are while the training goes on.
     """
     mine: dict[str, Tensor] = {}
     offsets: dict[str, dict[str, list[int]]] = {}
@@ -39,11 +52,17 @@ def write_parts(folder: Path, rank: int, tensors: dict[str, Tensor]) -> Path | N
         else:
             part, begins, is_mine = tensor, [0] * tensor.ndim, rank == 0
         if is_mine and part.numel():
-            mine[name], offsets[name] = part.detach().cpu().contiguous(), {"saved_offsets": begins}
-    if not mine:
+            mine[name] = part.detach().to("cpu", copy=copied).contiguous()
+            offsets[name] = {"saved_offsets": begins}
+    return Parts(rank, mine, {OFFSETS: json.dumps(offsets), "format": "pt"})
+
+
+def write_parts(folder: Path, parts: Parts) -> Path | None:
+    """Write the file of a rank; ``None``, and no file, where it has no part. No collective."""
+    if not parts.tensors:
         return None
-    path = folder / NAME.format(rank + 1)
-    save_file(mine, path, metadata={OFFSETS: json.dumps(offsets), "format": "pt"})
+    path = folder / NAME.format(parts.rank + 1)
+    save_file(parts.tensors, path, metadata=parts.header)
     return path
 
 

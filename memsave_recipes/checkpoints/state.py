@@ -20,6 +20,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from memsave_recipes.checkpoints.shard_files import NAME, read_parts, write_parts
+from memsave_recipes.checkpoints.shard_files import NAME, Parts, parts_of, read_parts, write_parts
 from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
 from memsave_recipes.text import MIB
@@ -47,6 +48,23 @@ Record = dict[str, Any]
 
 class Unreadable(Exception):
     """A file holds no pytree; the message names it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartOfState:
+    """What a rank writes of a state in shards: its parts of the tensors; and, if it is rank 0, all other files."""
+
+    parts: Parts
+    texts: dict[str, str]
+
+    def write_tensors(self, folder: Path) -> Path | None:
+        """Write its file, if it has any parts; returns the file."""
+        return write_parts(folder, self.parts)
+
+    def write_texts(self, folder: Path) -> None:
+        """Write the other files."""
+        for stem, text in self.texts.items():
+            (folder / f"{stem}.json").write_text(text, encoding="utf-8")
 
 
 class TrainState:
@@ -99,18 +117,23 @@ class TrainState:
         return not extremes or bool(torch.stack(extremes).all())
 
     def write(self, folder: Path, record: Record) -> None:
-        """Write everything to ``folder``, with ``record`` beside it; in shards all but the tensors. For one rank."""
+        """Write everything to ``folder``, with ``record`` beside it. For one rank, which has all of it."""
         for stem, tree in self._trees().items():
-            write_pytree(folder, stem, tree, without_tensors=self.is_sharded)
+            write_pytree(folder, stem, tree)
         write_pytree(folder, FROZEN, self._digest_of_frozen())
         write_pytree(folder, RECORD, record)
 
-    def write_parts(self, folder: Path, rank: int) -> Path | None:
-        """Write this rank's parts of the tensors in shards, if it has any; returns the file. For every rank."""
+    def part(self, rank: int, record: Record, *, copied: bool = False) -> PartOfState:
+        """What ``rank``, which calls this, writes of a state in shards, with ``record`` beside it.
+
+        Args:
+            copied: as ``parts_of``.
+        """
         tensors: dict[str, Tensor] = {}
-        for stem, tree in self._trees().items():
-            _pack(tree, stem, tensors, {})
-        return write_parts(folder, rank, tensors)
+        texts = {stem: _text(_pack(tree, stem, tensors, {}), None) for stem, tree in self._trees().items()}
+        for stem, value in {FROZEN: self._digest_of_frozen(), RECORD: record}.items():
+            texts[stem] = _text(_pack(value, stem, {}, {}), 0)
+        return PartOfState(parts_of(rank, tensors, copied=copied), texts)
 
     def read(self, folder: Path) -> None:
         """Restore everything from ``folder``. For every rank.
@@ -260,20 +283,16 @@ def _misfit(folder: Path, error: Exception) -> str:
     return f"--resume: {folder} does not fit this run ({reason[:300]}): give the flags that it was started with"
 
 
-def write_pytree(folder: Path, stem: str, tree: PyTree, *, without_tensors: bool = False) -> None:
+def write_pytree(folder: Path, stem: str, tree: PyTree) -> None:
     """Write ``tree`` to ``folder``.
-
-    Args:
-        without_tensors: other ranks write them as well.
 
     Raises:
         TypeError: something in it is of no known kind.
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _pack(tree, stem, tensors, {})
-    parts = [] if without_tensors else _parts(tensors)
-    content = json.dumps({"parts": None if without_tensors else len(parts), "tree": skeleton})
-    (folder / f"{stem}.json").write_text(content, encoding="utf-8")
+    parts = _parts(tensors)
+    (folder / f"{stem}.json").write_text(_text(skeleton, len(parts)), encoding="utf-8")
     for index, part in enumerate(parts):
         path = folder / _name(stem, index)
         save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, path)
@@ -315,6 +334,11 @@ def num_bytes(tree: PyTree) -> int:
     tensors: dict[str, Tensor] = {}
     _pack(tree, "", tensors, {})
     return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _text(skeleton: Any, num_parts: int | None) -> str:
+    """Of a pytree, whose tensors are in so many files; ``None``: in those of all ranks."""
+    return json.dumps({"parts": num_parts, "tree": skeleton})
 
 
 def _name(stem: str, index: int) -> str:

@@ -363,6 +363,10 @@ class CheckpointArguments:
     save_best: bool = field(
         default=False, metadata={"help": "save the weights of the lowest evaluation loss as checkpoints/best-STEP"}
     )
+    async_save: bool = field(
+        default=False,
+        metadata={"help": "with --shard: train on while a checkpoint is written, from copies on the host"},
+    )
     collective_timeout_minutes: float = field(
         default=30,
         metadata={
@@ -454,6 +458,8 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
             )
         if self.in_shards:
             self._check_parts_of_shards()
+        elif self.async_save and self.shard == NONE:
+            raise InputError("--async_save copies the shards of each rank, and there are none: pass --shard full")
         if self.eval_only and self.resume:
             raise InputError("--eval_only trains nothing, so --resume has nothing to go on with: leave it out")
 

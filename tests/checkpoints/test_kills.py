@@ -27,9 +27,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run_trial, tmp_path, wo
 
 
 @pytest.mark.parametrize("seeds", [FEW_SAVES, ALL_SAVES], ids=lambda seeds: f"{len(seeds)} trials")
-def test_so_does_one_in_shards_that_is_killed_while_it_saves(run_trial, tmp_path, seeds):
+@pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the training"])
+def test_so_does_one_in_shards_that_is_killed_while_it_saves(run_trial, tmp_path, seeds, beside):
     """At random times within saves, to which every rank writes its part; a hundred kills in all."""
-    kills = kill(run_trial, Run(folder=tmp_path, world=2, shard="full", every_steps=1), seeds)
+    kills = kill(run_trial, Run(folder=tmp_path, world=2, shard="full", every_steps=1, beside=beside), seeds)
     assert kills >= 100 or seeds == FEW_SAVES
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import threading
+import time
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,6 +15,7 @@ from small_runs import Training, all_equal, largest_difference
 
 from memsave_recipes.checkpoints import Checkpoints, TrainState
 from memsave_recipes.checkpoints import saver as saver_module
+from memsave_recipes.checkpoints import state as state_module
 from memsave_recipes.checkpoints.commit import Damaged, verify_manifest
 from memsave_recipes.checkpoints.resume import find_newest
 
@@ -141,7 +144,7 @@ def save_where_a_rank_fails(folder, phase, accelerator):
         raise OSError(28, "No space left on device")
 
     if phase == "part" and accelerator.process_index == 1:
-        checkpoints.training.write_parts = fail
+        state_module.write_parts = fail
     if phase == "rest":
         saver_module.finish = fail
     try:
@@ -165,7 +168,7 @@ def save_where_a_rank_dies(folder, accelerator):
     checkpoints = checkpoints_of(training, folder)
     checkpoints.save(SAVED, RECORD)
     if accelerator.process_index == 1:
-        checkpoints.training.write_parts = lambda *_: os._exit(9)
+        state_module.write_parts = lambda *_: os._exit(9)
     checkpoints.save(SAVED + 1, RECORD)
 
 
@@ -192,3 +195,60 @@ def save_weights_that_are_not_finite(folder, accelerator):
 def test_weights_that_one_rank_has_not_finite_are_not_saved(run_on_ranks, tmp_path):
     assert run_on_ranks(partial(save_weights_that_are_not_finite, tmp_path / "none"), 2) == ["NotFinite"] * 2
     assert not (tmp_path / "none").exists()
+
+
+def save_beside(folder, accelerator):
+    """The state when a save began; whether its folder was there after a further step, and when it was waited for."""
+    training = Training(accelerator, "gpt2", "full", num_steps=STEPS).train(SAVED)
+    checkpoints = checkpoints_of(training, folder)
+    settle, may_settle = saver_module.settle, threading.Event()
+
+    def settle_later(*args):
+        assert may_settle.wait(30)
+        return settle(*args)
+
+    saver_module.settle = settle_later
+    there = everything(training)
+    checkpoints.save(SAVED, RECORD, beside=True)
+    training.train(1)
+    before = (folder / f"step-{SAVED}").exists()
+    may_settle.set()
+    checkpoints.finish_writing()
+    assert checkpoints.last_saved == SAVED
+    return there, before, (folder / f"step-{SAVED}").exists()
+
+
+def test_training_goes_on_while_a_save_is_written_and_what_is_saved_does_not_change(run_on_ranks, tmp_path):
+    ranks = run_on_ranks(partial(save_beside, tmp_path), 2)
+    assert [was_there for _, *was_there in ranks] == [[False, True]] * 2
+    there = ranks[0][0]
+    found, _ = run_on_ranks(partial(load, tmp_path, "gpt2", "none"), 1)[0]
+    assert_the_same(found, there)
+
+
+def save_beside_where_a_rank_fails(folder, accelerator):
+    """What each rank raised, in steps after a save beside them, of which one rank finds a full disk."""
+    training = Training(accelerator, "gpt2", "full", num_steps=STEPS).train(SAVED)
+    checkpoints = checkpoints_of(training, folder)
+    checkpoints.save(SAVED, RECORD)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    if accelerator.process_index == 1:
+        state_module.write_parts = fail
+    checkpoints.save(SAVED + 1, RECORD, beside=True)
+    try:
+        for step in range(SAVED + 2, 1000):
+            checkpoints.after_step(step, dict)
+            time.sleep(0.02)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_save_beside_the_training_that_fails_ends_all_ranks_with_one_line(run_on_ranks, tmp_path):
+    raised = run_on_ranks(partial(save_beside_where_a_rank_fails, tmp_path / "checkpoints"), 2)
+    assert {kind for kind, _ in raised} == {"InputError"}
+    assert all("step-4 cannot be written or deleted, the disk is full" in message for _, message in raised)
+    assert [path.name for path in Path(tmp_path, "checkpoints").iterdir()] == ["step-3"]

@@ -73,3 +73,10 @@ def test_what_is_done_to_whole_frozen_weights_is_refused(monkeypatch, flag, valu
         WithAdapters(output_dir="run", shard="2", lora=True, **{flag: value})
     assert refused.value.one_line.startswith(line)
     WithAdapters(output_dir="run", lora=True, **{flag: value})
+
+
+def test_a_save_beside_the_training_is_for_shards():
+    with pytest.raises(InputError, match="--async_save copies the shards of each rank, and there are none: pass"):
+        RecipeArguments(output_dir="run", shard="none", async_save=True)
+    RecipeArguments(output_dir="run", shard="full", async_save=True)
+    RecipeArguments(output_dir="run", async_save=True)  # the launch file may imply shards
