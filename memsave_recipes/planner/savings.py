@@ -20,16 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
 from memsave_recipes.activations.streaming import streamable_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
 from memsave_recipes.planner.budget import Forecast, InShards, static_memory_in_shards
 from memsave_recipes.planner.search import Candidate, host_memory_too_small
+from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.shards import Shards
 from memsave_recipes.sharding.units import sharded_units
 from memsave_recipes.text import gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.optimizers import check_in_backward, parameters_by_optimizer, state_bytes
 from memsave_recipes.training.update_rules import hidden_matrices
 
@@ -262,7 +264,7 @@ def budget_too_small(
     savings = [] if in_shards else beyond_the_plan(smallest, setup)  # of whole weights
     needed = {saving.flags: needed_with(saving, smallest, setup) for saving in savings}
     if optim.update_rule in IN_SHARDS and not in_shards and mixed_precision != "fp16":
-        needed |= needed_in_shards(smallest, model, optim)
+        needed |= needed_in_shards(smallest, model, optim, on_cpu=device_type == "cpu")
     helpful = sorted((size, flags) for flags, size in needed.items() if size < smallest.needed_bytes)
     listed = ", ".join(f"{flags} {gib_that_suffice(size)}" for size, flags in helpful)
     return InputError(
@@ -284,34 +286,39 @@ def beyond_the_plan(candidate: Candidate, setup: Setup) -> list[Saving]:
     return savings_of(setup, (_optimizer_in_backward, _smaller_optimizers, _adapters, _streamed_weights))
 
 
-def needed_in_shards(candidate: Candidate, model: nn.Module, optim: OptimizerArguments) -> dict[str, int]:
-    """The bytes that a rank needs with the candidate's plan and ``--shard full``, over as few devices as suffice.
+def needed_in_shards(
+    candidate: Candidate, model: nn.Module, optim: OptimizerArguments, *, on_cpu: bool = False
+) -> dict[str, int]:
+    """The bytes that a rank needs under ``full`` with ``--shard full``, over as few devices as suffice.
 
-    Nothing where too many would be, the plan does not go with shards, or gradients of the chain are not kept.
+    Nothing where too many would be, the model does not go with shards, or the chain has no gradients.
     """
-    static = candidate.static
-    if not static.gradients_stay:
+    joins_gradients = isinstance(candidate.layout, IndexedLayout) or has_global_batchnorm(model)
+    if joins_gradients or not candidate.static.gradients_stay:
         return {}
     for count in DEVICES:
         try:
-            one = _in_shards(candidate, model, optim, count)
+            one = _in_shards(candidate, model, optim, count, on_cpu=on_cpu)
         except InputError:
             return {}
         if one.needed_bytes <= candidate.budget_bytes:
-            return {f"--shard full over {count} devices": one.needed_bytes}
+            return {f"--activation_checkpointing full --shard full over {count} devices": one.needed_bytes}
     return {}
 
 
-def _in_shards(candidate: Candidate, model: nn.Module, optim: OptimizerArguments, count: int) -> Candidate:
+def _in_shards(
+    candidate: Candidate, model: nn.Module, optim: OptimizerArguments, count: int, *, on_cpu: bool
+) -> Candidate:
     forecast, before = candidate.forecast, candidate.static
     chain, layout = forecast.chain, candidate.layout
+    plan = plan_for("full", [chain.decided_names])
     layout = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
     static = static_memory_in_shards(optim, model, layout, num_ranks=count)
     added_bytes = before.state_bytes + before.communication_bytes + before.sums_bytes
     without = replace(chain, resident_bytes=chain.resident_bytes - added_bytes, gradients_resident=False)
     ends = chain.blocks[0].name, chain.blocks[-1].name
     shards = Shards(
-        units=sharded_units(model, forecast.plan, count, "full", on_cpu=False, ends=ends),
+        units=sharded_units(model, plan, count, "full", on_cpu=on_cpu, ends=ends),
         num_ranks=count,
         accumulates=layout.accumulation_steps > 1,
     )
@@ -320,7 +327,7 @@ def _in_shards(candidate: Candidate, model: nn.Module, optim: OptimizerArguments
         candidate,
         layout=layout,
         static=static,
-        forecast=Forecast(plan=forecast.plan, chain=static.added_to(without), in_shards=in_shards),
+        forecast=Forecast(plan=plan, chain=static.added_to(without), in_shards=in_shards),
     )
 
 
