@@ -183,14 +183,18 @@ def test_a_budget_in_shards_names_a_plan_that_a_run_takes(tmp_path: Path) -> Non
 
 def test_a_plan_of_the_solver_in_shards_is_taken_from_a_file(tmp_path: Path) -> None:
     words = [*SHARDS, "--shard", "full", "--micro_batch_size", "1"]
-    needed = {one["strategy"]: one["needed_bytes"] for one in planned(words, tmp_path)["candidates"]}
+    words += ["--config_overrides", "n_layer=6,n_embd=64,n_head=2", "--block_size", "1024"]
+    plain = {one["strategy"]: one for one in planned(words, tmp_path)["candidates"]}
     file = tmp_path / "plan-of-layers.json"
-    for part in range(4):
-        budget = needed["full"] + (needed["none"] - needed["full"]) * part // 4
+    sizes = [plain[strategy]["needed_bytes"] for strategy in ("full", "selective", "none")]
+    for budget in ((sizes[0] + sizes[1]) // 2, (sizes[1] + sizes[2]) // 2):
         found = planned([*words, "--memory_budget_gib", repr(budget / 2**30), "--plan", str(file)], tmp_path)
         chosen = found["candidates"][found["chosen"]]
         assert chosen["needed_bytes"] <= found["budget_bytes"]
+        assert chosen["step_s"] < plain["full"]["step_s"]
         assert value(flags_of(found["launch"]), "--activation_checkpointing") == str(file)
+        (solved,) = (one for one in found["candidates"] if one["strategy"] == "budget")
+        assert solved["needed_bytes"] <= found["budget_bytes"]
 
 
 def test_json_to_the_terminal_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:

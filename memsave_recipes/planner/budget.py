@@ -400,6 +400,7 @@ def forecast(
     *,
     missed_bytes: int = 0,
     host_budget_bytes: int | None = None,
+    joins: bool = True,
 ) -> Forecast:
     """The fastest plan whose predicted peak stays below ``budget_bytes``.
 
@@ -409,6 +410,7 @@ def forecast(
     Args:
         missed_bytes: by which an earlier prediction was too low: kept free, where the reserve is less.
         host_budget_bytes: memory of the host for offloading; ``None`` where it is not known.
+        joins: whether blocks may recompute together.
 
     Raises:
         InputError: no plan fits; the message names the smallest budget that works and the memory that it is for.
@@ -416,6 +418,7 @@ def forecast(
     best: Forecast | None = None
     errors: dict[int, InputError] = {}  # by the smallest budget that works
     for chain in (static.added_to(chain) for chain in _chains(measurement)):
+        chain = chain if joins else _block_by_block(chain)
         if chain.nested and best is not None and not best.host_bytes:
             continue
         reserved = _with_reserve(chain, missed_bytes)
@@ -430,6 +433,12 @@ def forecast(
     if best is None:
         raise errors[min(errors)]
     return best
+
+
+def _block_by_block(chain: Chain) -> Chain:
+    """``chain`` with every block in a stack of its own, which no span leaves."""
+    numbered = enumerate(chain.blocks)
+    return replace(chain, blocks=tuple(b if b.stack is None else replace(b, stack=number) for number, b in numbered))
 
 
 def least_memory(measurement: Measurement, static: StaticMemory, host_budget_bytes: int | None = None) -> Forecast:

@@ -268,30 +268,27 @@ class SearchSpace:
         """The solver's plan for the budget as ``timeline_in_shards`` judges it, or the one of those that needs least.
 
         What is gathered at the peak follows from the spans of a plan, of which the solver knows nothing. So it solves
-        for less and less memory, each time by as much as the plan before was too large. ``None`` where its spans leave
-        too few units.
+        for less and less memory, each time by as much as the plan before was too large: first for plans whose blocks
+        recompute one by one, which all gather alike, then for any. ``None`` where no plan leaves enough units.
         """
-        budget_bytes = free_bytes = self.budget_bytes - sum(self.overheads.values())
+        budget_bytes = self.budget_bytes - sum(self.overheads.values())
         # Gradients that are reduced count as nothing here; what they take is part of what a plan is too large by.
         without_gradients = replace(static, gradients_stay=False)
         judged: list[tuple[int, Forecast]] = []
-        for _ in range(MOST_TRIES):
-            try:
-                plan = forecast(measurement, free_bytes, without_gradients).plan
-            except InputError:
-                plan = least_memory(measurement, without_gradients).plan
-            chain = static.added_to(measurement.chain_under(plan))
-            found = Forecast(plan=plan, chain=chain, in_shards=in_shards)
-            try:
-                over_bytes = found.peak.total_bytes + found.reserve_bytes - budget_bytes
-            except InputError:
-                break
-            if over_bytes <= 0:
-                return found
-            if judged and judged[-1][1].plan == plan:
-                break
-            judged.append((over_bytes, found))
-            free_bytes -= over_bytes
+        for joins in (False, True):
+            free_bytes = budget_bytes
+            for _ in range(MOST_TRIES):
+                try:
+                    plan = forecast(measurement, free_bytes, without_gradients, joins=joins).plan
+                    chain = static.added_to(measurement.chain_under(plan))
+                    found = Forecast(plan=plan, chain=chain, in_shards=in_shards)
+                    over_bytes = found.peak.total_bytes + found.reserve_bytes - budget_bytes
+                except InputError:  # nothing is so small, or there are too few units
+                    break
+                if over_bytes <= 0:
+                    return found
+                judged.append((over_bytes, found))
+                free_bytes -= over_bytes
         return min(judged, key=lambda pair: pair[0])[1] if judged else None
 
     def _solved(self, measurement: Measurement, static: StaticMemory) -> Forecast:
