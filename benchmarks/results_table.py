@@ -49,14 +49,20 @@ WORKS = {
     ),
     "vit": Work(
         "image_classification",
-        "--model_type vit --image_size 32 --dataset digits --global_batch_size 64 --micro_batch_size 64 "
-        "--config_overrides "
-        "hidden_size=96,intermediate_size=384,num_hidden_layers=6,num_attention_heads=4,patch_size=4 "
-        "--max_steps 40 --logging_steps 10 --learning_rate 1e-3",
+        "--model_type vit --config_overrides hidden_size=128,num_hidden_layers=6,num_attention_heads=4,"
+        "intermediate_size=512,patch_size=4 --dataset digits --global_batch_size 32 --max_steps 20 --logging_steps 5",
         {
             **PLANS,
-            "selective": "--activation_checkpointing selective",
-            "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.1",
+            "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.07",
+        },
+    ),
+    "vgg_small_bn": Work(
+        "image_classification",
+        "--model vgg_small_bn --dataset digits --global_batch_size 64 --max_steps 20 --logging_steps 5",
+        {
+            **PLANS,
+            "segments": "--activation_checkpointing segments:4",
+            "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.05",
         },
     ),
     "densenet": Work(
