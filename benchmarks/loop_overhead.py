@@ -281,7 +281,7 @@ def main() -> None:
     show(rows, work, missing)
     environment = describe_environment(start_accelerator())
     if "Lightning Fabric" in installed:
-        environment["versions"]["lightning-fabric"] = version("lightning-fabric")
+        environment["versions"]["lightning"] = version("lightning")
     environment["num_cpus"] = os.cpu_count()
     content = {"work": asdict(work), "loops": rows, "not_installed": missing, "environment": environment}
     harness.write_results(flags.output_dir, name, content)
