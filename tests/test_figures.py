@@ -166,6 +166,7 @@ def printed_in_the_article(words):
 
 
 BY_COMMAND = Stated("predicted by the command that the page gives")
+IN_SLICES = Asserted("tests/sharding/test_slices.py")
 FIGURES = {
     "README.md": {
         "the peak falls from 48.8 to 24.6 MiB": measured(
@@ -350,15 +351,17 @@ FIGURES = {
     },
     "docs/scale.md": {
         "A card of 24 GiB has 22.8 for it, one of 80 GiB 76.": Stated("arithmetic: 95 %"),
-        "| 1B | 26.5 GiB | 21.9 GiB | 6.96 GiB | 4.87 GiB |": BY_COMMAND,
-        "| 8B | 156 GiB | 127 GiB | 25.8 GiB | 12.2 GiB |": BY_COMMAND,
-        "| 70B | 1,335 GiB | 1,072 GiB | 160 GiB | 40.6 GiB |": BY_COMMAND,
+        "1B: 26.5 GiB whole on 8 cards, 21.9 GiB whole on 64; 6.96 GiB in shards over 8, 4.87 GiB": BY_COMMAND,
+        "8B: 156 GiB whole on 8 cards, 127 GiB whole on 64; 25.8 GiB in shards over 8, 12.2 GiB": BY_COMMAND,
+        "70B: 1,335 GiB whole on 8 cards, 1,072 GiB whole on 64; 160 GiB in shards over 8, 40.6 GiB": BY_COMMAND,
         "about 1B on cards of 24 GiB and between 1B and 8B on cards of 80 GiB": Stated("from the table"),
         "8B fits 80 GiB even without checkpointing (67.3 GiB), but 24 GiB not even with it": BY_COMMAND,
         "over 64 cards of 80 GiB it does": Stated("from the table"),
         "8 cards of 80 GiB takes 1.48 s a step without checkpointing, in shards 3.06 s at the 31.5 GB/s": BY_COMMAND,
-        "| 260 MB | 186 + 131 MB | 563 MB |": Asserted("tests/sharding/test_slices.py"),
-        "| 147 MB | 93 + 131 MB | 470 MB |": Asserted("tests/sharding/test_slices.py"),
+        "on 2 ranks 260 MB (its share is 186 MB, the largest unit 131 MB)": IN_SLICES,
+        "loads all of them 563 MB": IN_SLICES,
+        "on 4 ranks 147 MB (its share is 93 MB, the largest unit 131 MB)": IN_SLICES,
+        "loads all of them 470 MB": IN_SLICES,
         "and at most 1 % less": Asserted("tests/sharding/test_memory.py"),
     },
     "docs/techniques.md": {

@@ -72,7 +72,13 @@ def accumulated_step(make_case, name, strategy, accelerator):
     }
 
 
-@pytest.mark.parametrize("name", ["vgg16", "vgg16_bn", "densenet121", "vit", "gpt2_124m"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("vgg16_bn", "densenet121", "vit"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "gpt2_124m")),
+    ],
+)
 def test_plans_under_ddp_with_accumulation(run_on_ranks, make_case, name):
     plain = run_on_ranks(partial(accumulated_step, make_case, name, "none"), 2, timeout_s=120)
     assert plain[0]["gradients"] == plain[1]["gradients"]
