@@ -16,7 +16,7 @@ from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 
-MODELS = ["vgg16", "densenet121", "resnet50", "vit", "gpt2", "llama"]
+MODELS = [pytest.param("vgg16", marks=pytest.mark.slow), "densenet121", "resnet50", "vit", "gpt2", "llama"]
 NUM_BUDGETS, NUM_PLANS = 5, 6
 
 
