@@ -45,7 +45,7 @@ types: install  ## mypy on the package
 export OMP_NUM_THREADS ?= 1
 PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-test: install  ## the tests (20 minutes on 2 cores)
+test: install  ## the tests (25 minutes on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
 # They wait for processes to end, so a core has time for more than one of them.
