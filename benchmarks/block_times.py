@@ -1,6 +1,7 @@
 """Does a larger budget give a step that is no slower, and does planning again give the same one?
 
     python benchmarks/block_times.py                    # about an hour; keep the machine idle
+    python benchmarks/block_times.py --model vit llama  # some of them; the others stay in the files
 
 At 20 budgets from the least that works to what plain needs, each model is planned three times, by three measurements.
 All plans then really run, taking turns, and are timed beside plain. Writes docs/results/block_times-DEVICE.json and
@@ -17,8 +18,10 @@ NOTE [ figures ]
 5. *noise* is what the planner states of its own prediction, the largest of the three; *error* is the standard error of
    *time*, from the spread of its rounds. Two budgets are told apart only by more than the noise and the error of both
    together.
-6. Every plan takes turns in ``--rounds`` rounds, in an order drawn anew each round. Those whose *error* is above 0.8 %
-   go on, up to five times as many.
+6. Every plan takes turns in ``--rounds`` rounds, in an order drawn anew each round. Those whose *error* is above 0.6 %
+   go on, up to twenty times as many.
+7. Steps are shorter than those of other benchmarks (``SMALLER``), so that the machine is more alike under the three
+   that are compared.
 """
 
 import json
@@ -26,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import pi, sqrt
 from operator import itemgetter
+from pathlib import Path
 from random import Random
 from statistics import median, stdev
 from typing import Any
@@ -41,15 +45,21 @@ from memsave_recipes.plans.simulate import keep_all, simulate
 from memsave_recipes.plans.solver import smallest_feasible
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 
-MODELS = ("resnet50", "densenet121", "vit", "llama")
+SMALLER: dict[str, dict[str, int]] = {
+    "resnet50": {"batch_size": 2, "image_size": 96},
+    "densenet121": {"batch_size": 2, "image_size": 64},
+    "vit": {"hidden_size": 128, "intermediate_size": 512},
+    "llama": {"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 352},
+}
 NUM_BUDGETS, QUICK_BUDGETS = 20, 4
 NUM_PLANNINGS, NUM_GROUPS, QUICK_GROUPS = 3, 5, 1
 MOST_SPREAD_PCT = 3
-KNOWN_PCT, TIMES_AS_MANY = 0.8, 5
+KNOWN_PCT, TIMES_AS_MANY = 0.6, 20
 ERROR_OF_MEDIAN = (pi / 2) ** 0.5
 """As a multiple of the standard error of the mean, for normal errors of many rounds."""
 
 STATIC = StaticMemory()
+Rows = list[dict[str, Any]]
 
 
 @dataclass
@@ -134,11 +144,9 @@ def time_all(trained: Trained, plain: Plan, found: Sequence[Sequence[Forecast]],
     return timed
 
 
-def rows_of(
-    name: str, budgets: Sequence[int], found: Sequence[Sequence[Forecast]], timed: dict[Any, Timed]
-) -> list[dict[str, Any]]:
+def rows_of(name: str, budgets: Sequence[int], found: Sequence[Sequence[Forecast]], timed: dict[Any, Timed]) -> Rows:
     """A row for each budget: the NOTE."""
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for budget_bytes, forecasts in zip(budgets, found, strict=True):
         found_times = [timed[one.plan.spans] for one in forecasts]
         times = [one.time_ratio for one in found_times]
@@ -163,9 +171,9 @@ def rows_of(
     return rows
 
 
-def measure_model(name: str, size: str, rounds: int, num_budgets: int, num_groups: int) -> list[dict[str, Any]]:
+def measure_model(name: str, size: dict[str, Any], rounds: int, num_budgets: int, num_groups: int) -> Rows:
     """The rows of a model."""
-    work = build_work(name, SIZES[size][name], harness.this_device())
+    work = build_work(name, size, harness.this_device())
     trained = Trained(work, work.copy())
     bar = tqdm(range(num_groups * NUM_PLANNINGS), desc=TITLES[name], unit="measurement", leave=False)
     measured = [trained.measured() for _ in bar]
@@ -193,7 +201,8 @@ def as_markdown(rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
     found = verdict(rows)
     lines = [
         f"`python benchmarks/block_times.py` on {about['device']}, {about['num_threads']} threads, "
-        f"torch {about['versions']['torch']}; {about['rounds']} rounds.",
+        f"torch {about['versions']['torch']}; {about['rounds']} to {about['rounds'] * TIMES_AS_MANY} rounds of a plan, "
+        f"until its time is known to {KNOWN_PCT} %.",
         f"{found['budgets']} budgets: {found['no_slower']} no slower than any smaller one, within noise and error; "
         f"{found['alike']} with three plans that differ by at most {MOST_SPREAD_PCT} % in time.",
         "",
@@ -217,20 +226,32 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def earlier_rows(path: Path, names: Sequence[str]) -> Rows:
+    """Those of other models than ``names``, from the file of an earlier run."""
+    if not path.exists():
+        return []
+    titles = {TITLES[name] for name in names}
+    return [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["model"] not in titles]
+
+
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure every model; returns what the JSON file holds."""
     parser = harness.make_parser(__doc__)
-    parser.add_argument("--model", choices=MODELS, nargs="+", help="default: all; with --quick ViT")
+    parser.add_argument("--model", choices=SMALLER, nargs="+", help="default: all; with --quick ViT")
     parser.add_argument("--rounds", type=int, default=9)
     flags = harness.read_flags(parser, args)
     device = harness.this_device()
     counts = (3, QUICK_BUDGETS, QUICK_GROUPS) if flags.quick else (flags.rounds, NUM_BUDGETS, NUM_GROUPS)
     about = {**harness.describe_machine(device), "rounds": counts[0]}
-    rows: list[dict[str, Any]] = []
-    for name in tqdm(flags.model or (["vit"] if flags.quick else MODELS), unit="model"):
-        rows += measure_model(name, "tiny" if flags.quick else "cpu", *counts)
+    names = flags.model or (["vit"] if flags.quick else list(SMALLER))
+    name_of_file = f"block_times-{device.type}"
+    rows = earlier_rows(flags.output_dir / f"{name_of_file}.json", names)
+    for name in tqdm(names, unit="model"):
+        size = SIZES["tiny"][name] if flags.quick else SIZES["cpu"][name] | SMALLER[name]
+        rows += measure_model(name, size, *counts)
+        rows.sort(key=lambda row: [TITLES[one] for one in SMALLER].index(row["model"]))
         results = {"benchmark": "block_times", **about, "rows": rows}
-        harness.write_results(flags.output_dir, f"block_times-{device.type}", results, as_markdown(rows, about))
+        harness.write_results(flags.output_dir, name_of_file, results, as_markdown(rows, about))
     print(json.dumps(verdict(rows)))
     return results
 
