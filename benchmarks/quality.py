@@ -103,7 +103,7 @@ WORKS = {
     "vgg_bn": Work(
         recipe="image_classification",
         title="VGG with BatchNorm on digits",
-        flags=f"--model vgg_small_bn {DIGITS} --image_size 16 --max_steps 100",
+        flags=f"--model vgg_small_bn {DIGITS} --image_size 16 --max_steps 300",
         metric="accuracy",
         techniques={
             PLAIN: Technique(),

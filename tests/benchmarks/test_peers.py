@@ -17,6 +17,12 @@ def benchmark(load):
 
 
 @pytest.fixture(scope="module")
+def trained(load):
+    """The module of what is trained."""
+    return load("side_by_side.work")
+
+
+@pytest.fixture(scope="module")
 def run(benchmark, tmp_path_factory):
     """The results of a whole small run, and the folder with its files."""
     folder = tmp_path_factory.mktemp("peers")
@@ -99,17 +105,17 @@ def test_the_page_of_benchmarks_has_the_published_distances_and_noise(benchmark,
     assert f"of two equal loops had ratios of {low:.2f} to {high:.2f} (the middle half)" in page
 
 
-def test_documents_are_uneven_and_padding_does_not_count(benchmark):
-    work = benchmark.QUICK
-    documents = benchmark.Documents(work)
+def test_documents_are_uneven_and_padding_does_not_count(trained):
+    work = trained.QUICK
+    documents = trained.Documents(work)
     lengths = [len(row) for row in documents.rows]
     assert len(documents) == (work.total_steps + 1) * work.global_batch_size
     assert work.shortest <= min(lengths) < max(lengths) / 2 <= work.longest / 2
     assert [lengths[number] for number in documents.longest(3)] == sorted(lengths)[:-4:-1]
-    batch = benchmark.padded([documents[0], documents[1]])
-    assert benchmark.count_valid(batch) == lengths[0] + lengths[1] - 2
+    batch = trained.padded([documents[0], documents[1]])
+    assert trained.count_valid(batch) == lengths[0] + lengths[1] - 2
     assert batch["attention_mask"].sum() == lengths[0] + lengths[1]
-    assert all(int(row.min()) > benchmark.PADDING for row in documents.rows)
+    assert all(int(row.min()) > trained.PADDING for row in documents.rows)
 
 
 def test_biases_of_keys_do_not_count_in_the_distance(benchmark):

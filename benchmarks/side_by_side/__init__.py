@@ -1,0 +1,1 @@
+"""The loops that peers.py compares, and what they train."""
