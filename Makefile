@@ -41,16 +41,16 @@ lint: install  ## ruff: rules and format
 types: install  ## mypy on the package
 	$(BIN)/mypy
 
-# A process a core, up to four: each holds torch and its tests' ranks.
 export OMP_NUM_THREADS ?= 1
-PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+# A process a core and one more, up to four: each holds torch, and waits for its tests' ranks.
+PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 4 --dist worksteal
 
 test: install  ## the tests (25 minutes on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
-# They wait for processes to end, so a core has time for more than one of them.
 test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (10 minutes on 2 cores)
-	$(PYTEST) --numprocesses 3 -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
+	$(PYTEST) -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
 
 # timm and diffusers are tried where they are installed. It goes on where an interrupted one ended (out/zoo.jsonl).
 test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/models.md (an hour)

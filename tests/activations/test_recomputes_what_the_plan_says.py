@@ -68,7 +68,7 @@ def linear_tail(flops, name):
 STRATEGIES = ["none", "full", "every:2", "every:3", "segments:1", "segments:2", "segments:3", "segments:4"]
 MODELS = [
     ("vgg_small", no_tail),
-    ("vgg16", no_tail),
+    pytest.param("vgg16", no_tail, marks=pytest.mark.slow),
     ("vgg16_bn", no_tail),
     ("densenet_small", dense_tail),
     ("densenet121", dense_tail),
@@ -78,7 +78,7 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "tail"), MODELS, ids=[name for name, _ in MODELS])
+@pytest.mark.parametrize(("name", "tail"), MODELS)
 def test_recomputed_flops(make_case, name, tail):
     case = make_case(name)
     plain = step_flops(case)

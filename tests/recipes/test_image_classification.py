@@ -309,6 +309,7 @@ def launch(config, *flags, timeout=280):
     )
 
 
+@pytest.mark.slow
 def test_two_processes_train_on_the_same_global_batch(tmp_path):
     flags = [
         *MODEL_FLAGS["vit"],

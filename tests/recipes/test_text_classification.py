@@ -333,7 +333,7 @@ def launch(config, *flags, timeout=280):
     return json.loads((Path(flags[-1]) / "results.json").read_text())
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_processes_train_on_the_same_global_batch(train, tmp_path, files, lora):
     flags = [*MODELS["bert"], *files, *SHORT, "--dtype", "float64", "--dropout", "0", *(["--lora"] if lora else [])]
     one = train(*flags, output="one")

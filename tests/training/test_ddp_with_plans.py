@@ -75,8 +75,8 @@ def accumulated_step(make_case, name, strategy, accelerator):
 @pytest.mark.parametrize(
     "name",
     [
-        *("vgg16_bn", "densenet121", "vit"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "gpt2_124m")),
+        *("densenet121", "vit"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "vgg16_bn", "gpt2_124m")),
     ],
 )
 def test_plans_under_ddp_with_accumulation(run_on_ranks, make_case, name):
