@@ -455,7 +455,7 @@ class Checkpoints:
             if entries is None:
                 return
             with disk_errors_as_input_error(self.folder, name):
-                part.write_texts(temporary)
+                part.write_others(temporary)
                 finish(temporary, self.folder / name, [entry for entry in entries if entry is not None])
             prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         except BaseException:

@@ -20,6 +20,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,18 @@ class PartOfState:
 
     parts: Parts
     texts: dict[str, str]
+    trees: dict[str, PyTree]
 
     def write_tensors(self, folder: Path) -> Path | None:
         """Write its file, if it has any parts; returns the file."""
         return write_parts(folder, self.parts)
 
-    def write_texts(self, folder: Path) -> None:
+    def write_others(self, folder: Path) -> None:
         """Write the other files."""
         for stem, text in self.texts.items():
             (folder / f"{stem}.json").write_text(text, encoding="utf-8")
+        for stem, tree in self.trees.items():
+            write_pytree(folder, stem, tree)
 
 
 class TrainState:
@@ -124,16 +128,15 @@ class TrainState:
         write_pytree(folder, RECORD, record)
 
     def part(self, rank: int, record: Record, *, copied: bool = False) -> PartOfState:
-        """What ``rank``, which calls this, writes of a state in shards, with ``record`` beside it.
+        """What ``rank``, which calls this, writes of a state in shards, with ``record`` beside it, as both are now.
 
         Args:
             copied: as ``parts_of``.
         """
         tensors: dict[str, Tensor] = {}
         texts = {stem: _text(_pack(tree, stem, tensors, {}), None) for stem, tree in self._trees().items()}
-        for stem, value in {FROZEN: self._digest_of_frozen(), RECORD: record}.items():
-            texts[stem] = _text(_pack(value, stem, {}, {}), 0)
-        return PartOfState(parts_of(rank, tensors, copied=copied), texts)
+        trees = {FROZEN: self._digest_of_frozen(), RECORD: deepcopy(record)}
+        return PartOfState(parts_of(rank, tensors, copied=copied), texts, trees)
 
     def read(self, folder: Path) -> None:
         """Restore everything from ``folder``. For every rank.
