@@ -23,6 +23,7 @@ import json
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -324,11 +325,18 @@ def as_markdown(results: dict[str, Any]) -> str:
         better = "higher is better" if about["metric"] == "accuracy" else "lower is better"
         parts += [
             f"## {about['title']}",
-            f"`recipes/{about['recipe']}.py {about['flags']}`; the result is {about['metric']}, {better}."
-            + (f"\nThe base is trained with `{about['base']}`." if about["base"] else ""),
+            f"The result is {about['metric'].replace('_', ' ')}, {better}.",
+            in_a_block(f"recipes/{about['recipe']}.py {about['flags']}"),
+            *(["The base is trained with:", in_a_block(about["base"])] if about["base"] else []),
             harness.markdown_table(HEADINGS, map(cells, rows)),
         ]
     return "\n\n".join(parts)
+
+
+def in_a_block(command: str) -> str:
+    """A command of several lines."""
+    lines = textwrap.wrap(command, 110, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(["```text", *(f"{line} \\" for line in lines[:-1]), lines[-1], "```"])
 
 
 def main(args: Sequence[str] | None = None) -> dict[str, Any]:
