@@ -167,6 +167,14 @@ def test_groups_of_ranks_that_replicate_one_another_hold_more(tmp_path: Path) ->
     assert halves["parts"]["parameters"] == pytest.approx(2 * full["parts"]["parameters"], rel=0.02)
 
 
+@pytest.mark.parametrize("flags", [["--optimizer", "muon"], ["--optimizer", "adamw_8bit"]], ids=" ".join)
+def test_an_optimizer_with_a_smaller_state_needs_less_in_shards(tmp_path: Path, flags: list[str]) -> None:
+    words = [*SHARDS, *NAMED, "--shard", "full"]
+    adamw, other = (planned([*words, *more], tmp_path)["candidates"][0]["parts"] for more in ([], flags))
+    assert 0 < other["optimizer state"] < 0.95 * adamw["optimizer state"]
+    assert other["parameters"] == adamw["parameters"]
+
+
 def test_a_budget_in_shards_names_a_plan_that_a_run_takes(tmp_path: Path) -> None:
     words = [*SHARDS, "--shard", "full", "--micro_batch_size", "1"]
     found = planned([*words, "--memory_budget_gib", "1"], tmp_path)
@@ -233,7 +241,7 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
         ([*SHARDS[1:], "--shard", "3"], "--shard 3: 4 ranks cannot be divided into groups of 3"),
         ([*SHARDS[1:], "--shard", "full", "--num_processes", "1"], "--shard full: there is one rank"),
         ([*SHARDS[1:], "--shard", "full", "--mixed_precision", "fp16"], "--shard full: the scaler of fp16"),
-        ([*SHARDS[1:], "--shard", "full", "--optimizer", "muon"], "--shard full: --optimizer muon orthogonalises"),
+        ([*SHARDS[1:], "--shard", "full", "--optimizer", "adafactor"], "--shard full: --optimizer adafactor has means"),
         ([*SHARDS[1:], "--shard", "full", "--memory_budget_gib", "0.01"], "shards over more ranks need less"),
         ([*SHARDS[1:], "--interconnect", "100"], "--interconnect 100: nothing but shards is gathered"),
         ([*SHARDS[1:], "--shard", "full", "--interconnect", "0"], "--interconnect 0.0: must be GB/s from above 0"),

@@ -168,7 +168,7 @@ class TrainState:
         def owner(name: str) -> Tensor | None:
             stem, _, key = name.partition(".")
             match [stem, *key.split(".")]:
-                case ["optimizer", "state", number, _]:
+                case ["optimizer", "state", number, *_]:
                     return stepped[int(number)]
             return weights.get(key) if stem == "model" else None
 

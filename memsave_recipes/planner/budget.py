@@ -157,18 +157,25 @@ def static_memory_in_shards(
 
     Each micro-batch is reduced by itself, so gradients of earlier ones are shards, too. SGD, which is not fused for
     shards, adds the decay of the weights to a copy of their gradients.
+
+    Raises:
+        InputError: as ``parameters_by_optimizer``.
     """
     weights = list(model.parameters())
-    trained = largest_shards([weight for weight in weights if weight.requires_grad], num_ranks)
-    name = optim.update_rule
-    decayed = trained if name == "sgd" and optim.weight_decay else []
+    shares = parameters_by_optimizer(optim.update_rule, model)
+    trained = largest_shards([parameter for share in shares.values() for parameter in share], num_ranks)
+    decayed = trained if optim.update_rule == "sgd" and optim.weight_decay else []
+    state = sum(
+        state_bytes(name, share, momentum=optim.momentum, num_ranks=num_ranks) + counters_bytes(name, len(share))
+        for name, share in shares.items()
+    )
+    update = max(
+        update_bytes(name, share, on_cpu=device_type == "cpu", num_ranks=num_ranks) for name, share in shares.items()
+    )
     return StaticMemory(
-        state_bytes=state_bytes(name, trained, momentum=optim.momentum) + counters_bytes(name, len(trained)),
+        state_bytes=state,
         sums_bytes=sum(shard.nbytes for shard in trained) if layout.accumulation_steps > 1 else 0,
-        optimizer_bytes=max(
-            clipping_bytes(trained),
-            update_bytes(name, trained, on_cpu=device_type == "cpu") + sum(shard.nbytes for shard in decayed),
-        ),
+        optimizer_bytes=max(clipping_bytes(trained), update + sum(shard.nbytes for shard in decayed)),
         elsewhere_bytes=sum(weight.nbytes for weight in weights) - shards_bytes(weights, num_ranks),
     )
 

@@ -524,8 +524,8 @@ def _way(
 
 def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterator[Rung]:
     """Weights, gradients and state over more and more devices, up to as many as suffice."""
-    launch, optimizer = whole.launch, whole.task.optim.optimizer
-    if launch.target.device_type == "cpu" or launch.mixed_precision == "fp16" or optimizer not in ("adamw", "sgd"):
+    launch = whole.launch
+    if launch.target.device_type == "cpu" or launch.mixed_precision == "fp16" or not whole.task.optim.goes_in_shards:
         return
     task = read(IN_SHARDS)
     estimates = Estimates(task, whole.launch, whole.estimates.on_estimate)

@@ -37,8 +37,6 @@ from memsave_recipes.training.update_rules import hidden_matrices
 
 SAME_CURVE = "the same"
 DEVICES = (2, 4, 8, 16, 32, 64)
-IN_SHARDS = ("adamw", "sgd")
-"""The optimizers that go with shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +261,7 @@ def budget_too_small(
     in_shards = smallest.forecast.in_shards is not None
     savings = [] if in_shards else beyond_the_plan(smallest, setup)  # of whole weights
     needed = {saving.flags: needed_with(saving, smallest, setup) for saving in savings}
-    if optim.update_rule in IN_SHARDS and not in_shards and mixed_precision != "fp16":
+    if optim.goes_in_shards and not in_shards and mixed_precision != "fp16":
         needed |= needed_in_shards(smallest, model, optim, on_cpu=device_type == "cpu")
     helpful = sorted((size, flags) for flags, size in needed.items() if size < smallest.needed_bytes)
     listed = ", ".join(f"{flags} {gib_that_suffice(size)}" for size, flags in helpful)

@@ -7,6 +7,7 @@ may have less than the others, or nothing.
 from collections.abc import Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import empty as empty_shards
@@ -32,11 +33,28 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def num_parts(tensor: Tensor) -> int:
+    """The ranks that hold ``tensor`` together: those of the last dimension of its mesh, which cuts it up."""
+    return tensor.device_mesh.size(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 1
+
+
+def most_rows(tensor: DTensor) -> int:
+    """Rows of the largest part of ``tensor``, that of the first rank."""
+    return -(-tensor.shape[0] // num_parts(tensor))
+
+
 def first_row(tensor: DTensor) -> int:
-    """The row of the whole tensor at which this rank's part begins; of its mesh the last dimension cuts it up."""
-    mesh = tensor.device_mesh
-    rows_of_a_rank = -(-tensor.shape[0] // mesh.size(mesh.ndim - 1))
-    return min(tensor.shape[0], mesh.get_local_rank(mesh.ndim - 1) * rows_of_a_rank)
+    """The row of the whole tensor at which this rank's part begins."""
+    return min(tensor.shape[0], _number_of_part(tensor) * most_rows(tensor))
+
+
+def _group(tensor: DTensor) -> dist.ProcessGroup:
+    """The ranks that hold ``tensor`` together."""
+    return tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+
+
+def _number_of_part(tensor: DTensor) -> int:
+    return tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1)
 
 
 def is_first_replica(tensor: DTensor) -> bool:
@@ -50,6 +68,52 @@ def cut_like(tensor: Tensor, other: Tensor | None) -> Tensor:
         return tensor
     on_device = tensor.to(other.to_local().device)
     return distribute_tensor(on_device, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def with_part(part: Tensor, like: Tensor) -> Tensor:
+    """The tensor in the shards of ``like``, and of its size, of which this rank has ``part``. No collective."""
+    if not isinstance(like, DTensor):
+        return part
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def collected(part: Tensor, like: DTensor, rank: int) -> Tensor | None:
+    """On ``rank`` of each group the whole tensor of which this rank has ``part``; ``None`` on the others.
+
+    A collective within the groups that hold one model.
+
+    Args:
+        like: a tensor in the same shards.
+    """
+    rows = most_rows(like)
+    sent = part.new_zeros((rows, *like.shape[1:]))
+    sent[: len(part)] = part
+    is_here = _number_of_part(like) == rank
+    received = part.new_empty((num_parts(like) * rows, *like.shape[1:])) if is_here else None
+    buffers = None if received is None else list(received.split(rows))
+    dist.gather(sent, buffers, group=_group(like), group_dst=rank)
+    return None if received is None else received[: like.shape[0]]
+
+
+def handed_out(tensor: Tensor | None, like: DTensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """This rank's part of the whole ``tensor`` of ``rank`` of each group; the ``tensor`` of others is not looked at.
+
+    A collective within the groups that hold one model.
+
+    Args:
+        like: a tensor in the shards that it is cut into.
+        dtype: of ``tensor``.
+    """
+    rows, part = most_rows(like), local(like)
+    received = torch.empty((rows, *like.shape[1:]), dtype=dtype, device=part.device)
+    buffers = None
+    if tensor is not None and _number_of_part(like) == rank:
+        sent = tensor.new_zeros((num_parts(like) * rows, *like.shape[1:]))
+        sent[: len(tensor)] = tensor
+        buffers = list(sent.split(rows))
+    dist.scatter(received, buffers, group=_group(like), group_src=rank)
+    return received[: len(part)]
 
 
 def empty_like_shards(size: torch.Size, dtype: torch.dtype, other: Tensor | None) -> Tensor:

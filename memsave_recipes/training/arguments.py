@@ -439,6 +439,11 @@ class OptimizerArguments:
         """``optimizer``, or ``adamw_bf16`` for AdamW with stochastic rounding."""
         return "adamw_bf16" if self.bf16_stochastic_round else self.optimizer
 
+    @property
+    def goes_in_shards(self) -> bool:
+        """Whether the optimizer steps weights in shards. Adafactor's means and its clipping are of whole tensors."""
+        return self.optimizer != "adafactor"
+
 
 @dataclass(kw_only=True)
 class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
@@ -467,11 +472,7 @@ class RecipeArguments(CheckpointArguments, OptimizerArguments, RunArguments):
         """``--shard`` goes without what a recipe or an optimizer does to whole weights."""
         flags = vars(self)
         reasons = {
-            "--optimizer muon orthogonalises whole matrices: take adamw": self.optimizer == "muon",
-            "--optimizer adafactor has means over whole rows and columns: take adamw": self.optimizer == "adafactor",
-            "--optimizer adamw_8bit has blocks of whole weights, which shards would move: take adamw": self.optimizer
-            == "adamw_8bit",
-            "--bf16_stochastic_round draws its numbers for whole weights": self.bf16_stochastic_round,
+            "--optimizer adafactor has means over whole rows and columns: take adamw": not self.goes_in_shards,
             "--optimizer_in_backward steps on gradients before they are reduced": self.optimizer_in_backward,
             "--load_in_4bit packs whole weights": bool(flags.get("load_in_4bit")),
             "--stream_frozen keeps whole weights on the host": flags.get("stream_frozen", "none") != "none",

@@ -44,10 +44,17 @@ from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.tree_sum import exact_sum
-from memsave_recipes.training.update_rules import MuonWithAdamW, StochasticAdamW, hidden_matrices, slice_bytes
+from memsave_recipes.training.update_rules import (
+    BITSANDBYTES_BLOCK,
+    MIN_8BIT_NUMEL,
+    MuonWithAdamW,
+    StochasticAdamW,
+    has_8bit_state,
+    hidden_matrices,
+    part_numel,
+    slice_bytes,
+)
 
-MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
-BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
 BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
 MUON_SCRATCH = 2**18  # of a thread, in the matrix products of an update on a CPU
 UPDATE = 64  # numbers that an update or clipping makes, at most
@@ -58,10 +65,10 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
     """The named optimizer over all parameters that train.
 
     AdamW (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101), the same with its state in 8 bits (Dettmers et
-    al. 2021, https://arxiv.org/abs/2110.02861), Muon (NOTE [ Muon ]), Adafactor (Shazeer & Stern 2018,
-    https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a step, without the temporary copies
-    of the unfused ones; of weights in shards SGD is not fused. ``bf16_stochastic_round``: NOTE [ stochastic rounding ],
-    with ``seed``.
+    al. 2021, https://arxiv.org/abs/2110.02861; NOTE [ 8 bits in shards ] in ``eight_bit.py``), Muon (NOTE [ Muon ]),
+    Adafactor (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a
+    step, without the temporary copies of the unfused ones; of weights in shards SGD is not fused.
+    ``bf16_stochastic_round``: NOTE [ stochastic rounding ], with ``seed``.
 
     Raises:
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
@@ -130,9 +137,21 @@ def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _adamw_8bit(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> Optimizer:
     if find_spec("bitsandbytes") is None:
         raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
-    from bitsandbytes.optim.adamw import AdamW8bit  # optional, and slow to import
+    from memsave_recipes.training.eight_bit import AdamW8bitInParts  # optional, and slow to import
 
-    return AdamW8bit(parameters, lr=lr, weight_decay=weight_decay)
+    return AdamW8bitInParts(parameters, lr=lr, weight_decay=weight_decay)
+
+
+def describe_state_in_shards(optim: OptimizerArguments, model: nn.Module) -> str | None:
+    """A line on weights whose state ``adamw_8bit`` does not keep in 8 bits because of how they are cut up."""
+    large = [parameter for parameter in _trained(model) if parameter.numel() >= MIN_8BIT_NUMEL]
+    in_32_bits = [parameter for parameter in large if not has_8bit_state(parameter)]
+    if optim.optimizer != "adamw_8bit" or not in_32_bits:
+        return None
+    return (
+        f"8-bit AdamW: the state of {len(in_32_bits)} of {len(large)} large weights stays in 32 bits, since their "
+        f"shards are not whole blocks of {BITSANDBYTES_BLOCK} numbers"
+    )
 
 
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:
@@ -204,17 +223,24 @@ class _StepOne:
         parameter.grad = None
 
 
-def state_bytes(optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0) -> int:
-    """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer."""
+def state_bytes(
+    optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0, num_ranks: int | None = None
+) -> int:
+    """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer.
+
+    Args:
+        num_ranks: that are to hold whole ``parameters`` in shards; then it is the state of the first rank.
+    """
     if optimizer == "sgd" and not momentum:
         return 0
-    return sum(_state_of_one(optimizer, parameter) for parameter in parameters)
+    return sum(_state_of_one(optimizer, parameter, num_ranks) for parameter in parameters)
 
 
-def _state_of_one(optimizer: str, parameter: Tensor) -> int:
-    numel, size = parameter.numel(), parameter.element_size()
+def _state_of_one(optimizer: str, parameter: Tensor, num_ranks: int | None) -> int:
+    numel, size = parameter.numel() if num_ranks is None else part_numel(parameter, num_ranks), parameter.element_size()
     if optimizer == "adamw_8bit":
-        return 2 * (numel + 4 * ceil(numel / BITSANDBYTES_BLOCK)) if numel >= MIN_8BIT_NUMEL else 8 * numel
+        in_8_bits = has_8bit_state(parameter, num_ranks)
+        return 2 * (numel + 4 * ceil(numel / BITSANDBYTES_BLOCK)) if in_8_bits else 8 * numel
     if optimizer == "adafactor" and parameter.ndim > 1:
         rows, columns = parameter.shape[-2:]
         return size * (numel // rows + numel // columns)
@@ -227,8 +253,8 @@ def counters_bytes(optimizer: str, num_parameters: int) -> int:
     return BITSANDBYTES_CODES if optimizer == "adamw_8bit" else counters
 
 
-def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
-    """The most bytes that the optimizer's update takes besides its state.
+def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, num_ranks: int = 1) -> int:
+    """The most bytes that the optimizer's update takes besides its state, on the first rank of ``num_ranks`` in shards.
 
     The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
     before is still there, and on an accelerator those of all at once; 8-bit AdamW is one kernel there, and five copies
@@ -236,11 +262,13 @@ def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool) 
     """
     trained = list(parameters)
     if optimizer == "muon":
-        return UPDATE + max((_muon_bytes(parameter, on_cpu=on_cpu) for parameter in trained), default=0)
+        sizes = (_muon_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
+        return UPDATE + max(sizes, default=0)
     if optimizer == "adamw_bf16":
-        return UPDATE + max((slice_bytes(parameter, on_cpu=on_cpu) for parameter in trained), default=0)
+        sizes = (slice_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
+        return UPDATE + max(sizes, default=0)
     if optimizer == "adamw_8bit" and on_cpu:
-        return UPDATE + 5 * 4 * max((parameter.numel() for parameter in trained), default=0)
+        return UPDATE + 5 * 4 * max((part_numel(parameter, num_ranks) for parameter in trained), default=0)
     if optimizer != "adafactor":
         return UPDATE
     changes = [0, *(parameter.nbytes for parameter in trained)]
@@ -252,11 +280,17 @@ def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool) 
     return UPDATE + max(matrices, default=0) + max(vectors, default=0)
 
 
-def _muon_bytes(matrix: Tensor, *, on_cpu: bool) -> int:
+def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
     """The update, and in bfloat16 two iterates of its Newton-Schulz and two square matrices.
 
-    On a CPU also what its products take: where it has none of bfloat16, a float32 copy of an iterate, else less.
+    On a CPU also what its products take: where it has none of bfloat16, a float32 copy of an iterate, else less. Of
+    shards the update is collected in bfloat16; before, that of the next matrix is made beside it, and cast twice.
     """
+    if num_ranks > 1:
+        collected = torch.empty(matrix.shape, dtype=torch.bfloat16, device="meta")
+        numel = part_numel(matrix, num_ranks)
+        cast = collected.nbytes + numel * (matrix.element_size() + 2 * collected.element_size())
+        return max(cast, _muon_bytes(collected, on_cpu=on_cpu))
     iterate, square = 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
     scratch = 2 * iterate + MUON_SCRATCH * torch.get_num_threads() if on_cpu else 0
     return matrix.nbytes + 2 * iterate + 2 * square + scratch

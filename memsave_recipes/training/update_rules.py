@@ -1,4 +1,5 @@
-"""Update rules that are no single optimizer of torch: Muon with AdamW for the rest, AdamW on bfloat16 weights.
+"""Update rules that are no single optimizer of torch: Muon with AdamW for the rest, AdamW on bfloat16 weights, each
+for whole weights and for weights in shards.
 
 NOTE [ Muon ]
 1. ``torch.optim.Muon`` (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) steps the weights of hidden
@@ -10,6 +11,11 @@ NOTE [ Muon ]
    weight for its outputs, which are the columns in GPT-2.
 3. Momentum (0.95, Nesterov), the coefficients and the number of Newton-Schulz iterations are torch's defaults.
 4. Muon takes no ``found_inf``, so the host waits for the norm of the gradient: rule 2 of NOTE [ not finite ].
+5. Of matrices in shards each rank has some rows, and the orthogonalisation needs all: products of shards would be sums
+   over ranks, rounded to bfloat16 in another order. So momentum and weights are updated part by part; in between one
+   rank of the group collects a matrix, orthogonalises it by torch's function and hands the rows out. That begins in
+   bfloat16, so nothing wider travels, and the update is that of one rank. Matrices are taken by size, one for each
+   rank at a time, so that all ranks are busy and none has more than one whole matrix.
 
 NOTE [ stochastic rounding ]
 1. bfloat16 has 8 significant bits. Rounded to nearest, an update below a 512th of a weight is lost, and a second moment
@@ -18,19 +24,24 @@ NOTE [ stochastic rounding ]
    added to the float32 value, and its lower 16 bits are cut off.
 2. So are rounded the weight and both moments, which are bfloat16; the update is computed in float32. Parameters of
    another dtype are updated without that.
-3. The random bits of an update depend on the seed, the number of the update and that of the parameter. So ranks with
-   equal gradients keep equal weights, and a run that goes on has the bits of one that was not interrupted.
-4. A parameter is updated in slices along its first dimension, so that the float32 copies take no more than
+3. A parameter is updated in slices along its first dimension, so that the float32 copies take no more than
    ``slice_bytes``. No ``found_inf`` is taken, as by Muon.
+4. The random bits depend on the seed, the number of the update, that of the parameter and that of the slice. So ranks
+   with equal gradients keep equal weights, and a run that goes on has the bits of one that was not interrupted. A rank
+   in shards draws those of the slices that it has rows of, and rounds as one rank does.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from memsave_recipes.sharding.tensors import collected, first_row, handed_out, local, num_parts
 from memsave_recipes.training.batch_layout import seed_for
 
 
@@ -40,7 +51,9 @@ class MuonWithAdamW(Optimizer):
     def __init__(
         self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, lr: float, weight_decay: float
     ) -> None:
-        self._muon = Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        is_cut = any(isinstance(matrix, DTensor) for matrix in matrices)
+        kind = MuonInShards if is_cut else Muon
+        self._muon = kind(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self._adamw = AdamW([{"params": others}], lr=lr, weight_decay=weight_decay, fused=True)
         groups = [
             *({**group, "use_muon": True} for group in self._muon.param_groups),
@@ -57,6 +70,43 @@ class MuonWithAdamW(Optimizer):
             optimizer.param_groups = [group for group in self.param_groups if group["use_muon"] is uses_muon]
             optimizer.step()
         return loss
+
+
+class MuonInShards(Muon):
+    """``torch.optim.Muon`` for matrices in shards: rule 5 of NOTE [ Muon ]. ``step`` is for all ranks."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; returns the loss of ``closure``, if there is one."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            matrices.sort(key=lambda matrix: matrix.numel(), reverse=True)
+            num_ranks = num_parts(matrices[0]) if matrices else 1
+            for begin in range(0, len(matrices), num_ranks):
+                self._step_some(matrices[begin : begin + num_ranks], group)
+        return loss
+
+    def _step_some(self, matrices: list[DTensor], group: dict[str, Any]) -> None:
+        """At most as many as a group has ranks; each rank orthogonalises one."""
+        found = [collected(self._direction(matrix, group), matrix, rank) for rank, matrix in enumerate(matrices)]
+        mine = next((matrix for matrix in found if matrix is not None), None)
+        if mine is not None:
+            mine = _zeropower_via_newtonschulz(mine, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        for rank, matrix in enumerate(matrices):
+            update = handed_out(mine, matrix, rank, torch.bfloat16)
+            weight = local(matrix).mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape))
+
+    def _direction(self, matrix: DTensor, group: dict[str, Any]) -> Tensor:
+        """This rank's part of what is orthogonalised: the gradient with the momentum that it has moved."""
+        state, in_shards = self.state[matrix], matrix.grad
+        assert in_shards is not None, "checked by step"
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(in_shards)
+        gradient, momentum = local(in_shards), local(state["momentum_buffer"])
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return (gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).bfloat16()
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
@@ -99,20 +149,32 @@ class StochasticAdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, group)
+                    self._step_one(parameter, parameter.grad, group)
         return loss
 
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
         state["step"] += 1
-        seed = seed_for(self._seed, state["step"], self._numbers[parameter])
-        random = torch.Generator(parameter.device).manual_seed(seed)
-        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        slices = [torch.atleast_1d(tensor).split(_rows(parameter)) for tensor in tensors]
-        for weight, gradient, mean, square in zip(*slices, strict=True):
-            _adamw_(weight, gradient.float(), mean, square, group, state["step"], random)
+        tensors = (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])
+        parts = [torch.atleast_1d(local(tensor)) for tensor in tensors]
+        begin = first_row(parameter) if isinstance(parameter, DTensor) else 0
+        end, rows = begin + len(parts[0]), _rows(parameter)
+        for number in range(begin // rows, -(-end // rows)):
+            at = number * rows
+            first, last = max(begin, at), min(end, at + rows)
+            seed = seed_for(self._seed, state["step"], self._numbers[parameter], number)
+            random = torch.Generator(parameter.device).manual_seed(seed)
+            shape = min(rows, _length(parameter) - at), *parameter.shape[1:]
+            draw = partial(_random_bits, random, shape, slice(first - at, last - at))
+            weight, of_weight, mean, square = (part[first - begin : last - begin] for part in parts)
+            _adamw_(weight, of_weight.float(), mean, square, group, state["step"], draw)
+
+
+def _random_bits(random: torch.Generator, shape: tuple[int, ...], rows: slice) -> Tensor:
+    """16 for each number in some rows of a slice of this shape, for all of which they are drawn."""
+    return torch.randint(2**16, shape, generator=random, dtype=torch.int32, device=random.device)[rows]
 
 
 def _adamw_(
@@ -122,9 +184,9 @@ def _adamw_(
     square: Tensor,
     group: dict[str, Any],
     step: int,
-    random: torch.Generator,
+    draw: Callable[[], Tensor],
 ) -> None:
-    """The update of a slice, by the formula of ``torch.optim.AdamW`` in float32."""
+    """The update of a slice, by the formula of ``torch.optim.AdamW`` in float32; ``draw`` makes random bits for it."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     new_mean = mean.float().lerp_(gradient, 1 - beta1)
     new_square = square.float().mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -133,31 +195,64 @@ def _adamw_(
     new_weight.addcdiv_(new_mean, root, value=-lr / (1 - beta1**step))
     for target, value in ((mean, new_mean), (square, new_square), (weight, new_weight)):
         if target.dtype == torch.bfloat16:
-            round_stochastically_(value, random)
+            round_stochastically_(value, draw())
         target.copy_(value)
 
 
-def round_stochastically_(value: Tensor, random: torch.Generator) -> None:
-    """Make each number of ``value``, float32, one of the two of bfloat16 next to it. NaN does not become finite."""
-    noise = torch.randint(2**16, value.shape, generator=random, dtype=torch.int32, device=value.device)
-    noise.masked_fill_(value.isnan(), 0)
-    value.view(torch.int32).add_(noise).bitwise_and_(-(2**16))
+def round_stochastically_(value: Tensor, bits: Tensor) -> None:
+    """Make each number of ``value``, float32, one of the two of bfloat16 next to it. NaN does not become finite.
+
+    Args:
+        bits: 16 random ones for each number, in int32; they are changed.
+    """
+    bits.masked_fill_(value.isnan(), 0)
+    value.view(torch.int32).add_(bits).bitwise_and_(-(2**16))
 
 
 SLICE_NUMEL = 2**18
 """Numbers of a slice on a CPU. An accelerator takes more at a time, or it would wait for kernels to be launched."""
 SLICE_NUMEL_ON_ACCELERATORS = 2**22
-BYTES_OF_A_NUMBER = 5 * 4 + 4 + 1  # gradient, moments, root and weight in float32, random bits, whether it is NaN
+BYTES_OF_A_NUMBER = 5 * 4 + 1  # gradient, moments, root and weight in float32, whether it is NaN
+RANDOM_BYTES = 4  # of each number of the slice, also of those that other ranks have
+
+
+def _length(parameter: Tensor) -> int:
+    """Entries of the first dimension."""
+    return parameter.shape[0] if parameter.ndim else 1
 
 
 def _rows(parameter: Tensor, *, on_cpu: bool | None = None) -> int:
     """Of a slice: entries of the first dimension, at least one."""
     on_cpu = parameter.device.type == "cpu" if on_cpu is None else on_cpu
     numel = SLICE_NUMEL if on_cpu else SLICE_NUMEL_ON_ACCELERATORS
-    return max(1, numel * len(torch.atleast_1d(parameter)) // max(1, parameter.numel()))
+    return max(1, numel * _length(parameter) // max(1, parameter.numel()))
 
 
-def slice_bytes(parameter: Tensor, *, on_cpu: bool) -> int:
-    """The temporaries of an update of ``parameter`` by ``StochasticAdamW`` on such a device."""
-    length = max(1, len(torch.atleast_1d(parameter)))
-    return BYTES_OF_A_NUMBER * parameter.numel() // length * min(length, _rows(parameter, on_cpu=on_cpu))
+def slice_bytes(parameter: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
+    """The temporaries of an update of ``parameter``, in shards over ``num_ranks``, by ``StochasticAdamW``."""
+    length = max(1, _length(parameter))
+    rows = min(length, _rows(parameter, on_cpu=on_cpu))
+    row = parameter.numel() // length
+    return row * (BYTES_OF_A_NUMBER * min(rows, -(-length // num_ranks)) + RANDOM_BYTES * rows)
+
+
+MIN_8BIT_NUMEL = 4096  # bitsandbytes keeps smaller tensors in 32 bits
+BITSANDBYTES_BLOCK = 256  # its 8-bit values share a float32 scale in blocks of this many
+
+
+def part_numel(parameter: Tensor, num_ranks: int) -> int:
+    """Numbers of the largest part of ``parameter`` in shards over ``num_ranks``."""
+    length = max(1, _length(parameter))
+    return parameter.numel() // length * -(-length // num_ranks)
+
+
+def has_8bit_state(parameter: Tensor, num_ranks: int | None = None) -> bool:
+    """Whether 8-bit AdamW keeps the state of ``parameter`` in 8 bits: NOTE [ 8 bits in shards ] in ``eight_bit.py``.
+
+    Args:
+        num_ranks: that hold it in shards; default: as it is.
+    """
+    if parameter.numel() < MIN_8BIT_NUMEL:
+        return False
+    num_ranks = num_parts(parameter) if num_ranks is None else num_ranks
+    return num_ranks == 1 or part_numel(parameter, num_ranks) % BITSANDBYTES_BLOCK == 0

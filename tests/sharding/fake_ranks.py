@@ -32,7 +32,7 @@ from memsave_recipes.profiling.breakdown import persistent_tensors
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.sharding import ShardGroups, shard
 from memsave_recipes.sharding.units import modules_outside_blocks, sharded_units
-from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.arguments import DTYPES, OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import make_optimizer
 
@@ -108,22 +108,26 @@ class Shape:
     loss: str = "full"
     num_micro_batches: int = 1
     optimizer: str = "adamw"
+    dtype: str = "float32"
 
     def __str__(self):
         words = [self.kind, self.num_ranks, self.flag, self.strategy, f"{self.rows}x{self.length}", self.loss]
         words += ["bf16"] * self.bf16 + [f"{self.num_micro_batches}micro"] + [self.optimizer]
+        words += [self.dtype] if self.dtype != "float32" else []
         return "-".join(map(str, words))
 
     @property
     def optim(self):
-        return OptimizerArguments(optimizer=self.optimizer, weight_decay=0.1, momentum=0.9)
+        is_stochastic = self.optimizer == "adamw_bf16"
+        name = "adamw" if is_stochastic else self.optimizer
+        return OptimizerArguments(optimizer=name, bf16_stochastic_round=is_stochastic, weight_decay=0.1, momentum=0.9)
 
     @property
     def groups(self):
         return ShardGroups.of(self.flag, self.num_ranks)
 
     def build(self):
-        return BUILDERS[self.kind]().train()
+        return BUILDERS[self.kind]().to(DTYPES[self.dtype]).train()
 
     def trained(self, model):
         if self.kind in CLASSIFIERS:
@@ -153,11 +157,9 @@ class Shape:
 
 def predicted(shape):
     """The point of the step at which most is live, by the formula."""
-    model, measured = _measured(shape.kind, shape.rows, shape.length, shape.bf16, shape.loss)
+    model, measured = _measured(shape.kind, shape.rows, shape.length, shape.bf16, shape.loss, shape.dtype)
     plan, groups = plan_blocks(model, shape.strategy), shape.groups
-    samples = shape.rows * shape.num_micro_batches * shape.num_ranks
-    layout = BatchLayout.of(samples, shape.rows, shape.num_ranks)
-    static = static_memory_in_shards(shape.optim, model, layout, num_ranks=groups.size)
+    static = static_memory(shape, model)
     shards = Shards(
         units=sharded_units(model, plan, groups.size, shape.flag, on_cpu=True),
         num_ranks=groups.size,
@@ -169,10 +171,36 @@ def predicted(shape):
     return found.peak
 
 
+def static_memory(shape, model=None):
+    """Of rank 0, by the formula."""
+    samples = shape.rows * shape.num_micro_batches * shape.num_ranks
+    layout = BatchLayout.of(samples, shape.rows, shape.num_ranks)
+    model = fake_model(shape.build) if model is None else model
+    return static_memory_in_shards(shape.optim, model, layout, num_ranks=shape.groups.size)
+
+
+def measured_update_bytes(shape):
+    """The most that the second update takes on rank 0, besides what is there before it."""
+    torch.manual_seed(0)
+    with fake_ranks(shape.num_ranks):
+        model = shape.build()
+        shard(shape.trained(model), model, plan_blocks(model, shape.strategy), shape.groups, CPU, shape.flag)
+        optimizer = make_optimizer(shape.optim, model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+
+        def update(meter):
+            optimizer.step()
+            meter.mark()
+
+        return DeviceInstruments(CPU).read_memory(update)[-1].peak_bytes
+
+
 @cache
-def _measured(kind, rows, length, bf16, loss):
+def _measured(kind, rows, length, bf16, loss, dtype):
     """Of a micro-batch, whatever the number of ranks."""
-    shape = Shape(kind=kind, num_ranks=2, strategy="none", rows=rows, length=length, bf16=bf16, loss=loss)
+    shape = Shape(kind=kind, num_ranks=2, strategy="none", rows=rows, length=length, bf16=bf16, loss=loss, dtype=dtype)
     model = fake_model(shape.build)
     trained, batch = shape.trained(model), fake_batch(model, shape.batch(torch.device("meta")))
     workload = Workload(
@@ -184,8 +212,8 @@ def _measured(kind, rows, length, bf16, loss):
         apart=modules_outside_blocks(model),
     )
     plans = [plan_blocks(model, strategy) for strategy in ("none", "selective")]
-    dtype = torch.bfloat16 if bf16 else None
-    return model, estimate_on_target(workload, plans, this_cpu(), autocast_dtype=dtype)
+    autocast_dtype = torch.bfloat16 if bf16 else None
+    return model, estimate_on_target(workload, plans, this_cpu(), autocast_dtype=autocast_dtype)
 
 
 this_cpu = cache(partial(find_target, "cpu"))

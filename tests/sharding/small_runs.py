@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.checkpoints import Checkpoints, TrainState
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
@@ -33,9 +34,11 @@ from memsave_recipes.training.optimizers import (
     make_scheduler,
 )
 
+WORLDS = {"1": (1, "none"), "2": (2, "full"), "3": (3, "full"), "4": (4, "full"), "2x2": (4, "2"), "ddp2": (2, "none")}
+"""Numbers of ranks, and values of ``--shard``."""
 VOCABULARY, LENGTH = 67, 16  # rows that neither 2, 3 nor 4 ranks divide
 NOISE = 1e-12
-LANGUAGE_MODELS = ("llama", "tied_llama", "gpt2")
+LANGUAGE_MODELS = ("llama", "tied_llama", "gpt2", "wide_gpt2")
 
 
 def build_model(kind, dtype=torch.float64):
@@ -68,6 +71,14 @@ def _gpt2():
     )
 
 
+def _wide_gpt2():
+    """Whose large matrices are whole blocks of 256 numbers in halves, and not all of them in thirds."""
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_layer=2, n_head=4, n_embd=64, n_positions=LENGTH, **no_dropout)
+    )
+
+
 def _vit():
     return ViTForImageClassification(
         ViTConfig(
@@ -92,6 +103,7 @@ BUILDERS = {
     "llama": _llama,
     "tied_llama": partial(_llama, tied=True),
     "gpt2": _gpt2,
+    "wide_gpt2": _wide_gpt2,
     "vit": _vit,
     "resnet": _resnet,
     "vgg": partial(MODELS["vgg_small"], num_classes=5),
@@ -216,6 +228,13 @@ class Training:
         """The optimizer's, whole, by parameter and name."""
         state = self.optimizer.state_dict()["state"]
         return {(number, key): whole(value).clone() for number, entry in state.items() for key, value in entry.items()}
+
+
+def checkpoints_of(training, folder):
+    """Those of a training, in this folder."""
+    state = TrainState(training.accelerator, training.trained, training.optimizer, training.scheduler)
+    order, layout = training.batches.order, training.batches.layout
+    return Checkpoints(training.accelerator, folder, state, order=order, layout=layout)
 
 
 def trained_weights(kind, flag, accelerator, **options):

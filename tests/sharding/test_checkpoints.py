@@ -11,25 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import Training, all_equal, largest_difference
+from small_runs import WORLDS, Training, all_equal, checkpoints_of, largest_difference
 
-from memsave_recipes.checkpoints import Checkpoints, TrainState
 from memsave_recipes.checkpoints import saver as saver_module
 from memsave_recipes.checkpoints import state as state_module
 from memsave_recipes.checkpoints.commit import Damaged, verify_manifest
 from memsave_recipes.checkpoints.resume import find_newest
+from memsave_recipes.training.arguments import OptimizerArguments
 
 STEPS, SAVED = 5, 3
-WORLDS = {"1": (1, "none"), "2": (2, "full"), "3": (3, "full"), "4": (4, "full"), "2x2": (4, "2"), "ddp2": (2, "none")}
 FEW = [("2", "3"), ("2x2", "1")]
 MOVES = [pytest.param(*move, marks=[] if move in FEW else [pytest.mark.slow]) for move in product(WORLDS, WORLDS)]
 RECORD = {"tokens": 12, "best": 0.5, "digests": torch.tensor([7, 2**40])}
-
-
-def checkpoints_of(training, folder):
-    state = TrainState(training.accelerator, training.trained, training.optimizer, training.scheduler)
-    order, layout = training.batches.order, training.batches.layout
-    return Checkpoints(training.accelerator, folder, state, order=order, layout=layout)
 
 
 def values(record):
@@ -92,6 +85,19 @@ def test_loaded_on_another_world(run_on_ranks, saved, before, after):
         assert_the_same(found, there)
         if before == after:
             assert all_equal(weights, weights_at_end)
+        assert largest_difference(weights, weights_at_end) < 1e-12
+
+
+MUON = OptimizerArguments(optimizer="muon", learning_rate=1e-2, weight_decay=0.1)
+MOVES_OF_MUON = [("2", "3"), *(pytest.param(*move, marks=pytest.mark.slow) for move in (("1", "2x2"), ("2x2", "1")))]
+
+
+@pytest.mark.parametrize(("before", "after"), MOVES_OF_MUON)
+def test_the_momentum_of_muon_moves(run_on_ranks, saved, before, after):
+    folder, there, weights_at_end = saved(before, "gpt2", optim=MUON)
+    num_ranks, flag = WORLDS[after]
+    for found, weights in run_on_ranks(partial(load, folder, "gpt2", flag, optim=MUON), num_ranks):
+        assert_the_same(found, there)
         assert largest_difference(weights, weights_at_end) < 1e-12
 
 

@@ -21,10 +21,7 @@ class WithAdapters(RecipeArguments, LoraArguments):
     [
         ({"shard": "1"}, "--shard 1: must be none, full, or how many ranks share the weights, from 2"),
         ({"shard": "half"}, "--shard half: must be none, full"),
-        ({"optimizer": "muon"}, "--shard full: --optimizer muon orthogonalises whole matrices: take adamw"),
         ({"optimizer": "adafactor"}, "--shard full: --optimizer adafactor has means over whole rows"),
-        ({"optimizer": "adamw_8bit"}, "--shard full: --optimizer adamw_8bit has blocks of whole weights"),
-        ({"bf16_stochastic_round": True, "dtype": "bfloat16"}, "--shard full: --bf16_stochastic_round draws"),
         ({"optimizer_in_backward": True}, "--shard full: --optimizer_in_backward steps on gradients before"),
         ({"bitwise_topology": True, "micro_batch_size": 2}, "--shard full: --bitwise_topology adds up whole gradients"),
         ({"batchnorm": "global"}, "--shard full: --batchnorm global joins the micro-batches"),
@@ -37,6 +34,12 @@ def test_flags_that_need_whole_weights_are_refused(flags, line):
         RecipeArguments(output_dir="run", **{"shard": "full", **flags})
     assert refused.value.one_line.startswith(line)
     RecipeArguments(output_dir="run", **{**flags, "shard": "none"})
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adamw_8bit"])
+def test_optimizers_that_step_shards(name):
+    RecipeArguments(output_dir="run", shard="full", optimizer=name)
+    RecipeArguments(output_dir="run", shard="full", bf16_stochastic_round=True, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,22 @@ def test_each_rank_reads_its_slices_of_a_folder(runs, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "tolerance", "line"),
+    [("muon", 1e-9, ""), ("adamw_8bit", 1e-3, "8-bit AdamW: the state of 1 of 2 large weights stays in 32 bits")],
+)
+def test_optimizers_that_look_at_more_than_a_number(runs, tmp_path, optimizer, tolerance, line):
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    flags = [*FLAGS, "--train_file", runs / "text.txt", "--optimizer", optimizer]
+    train_here(*flags, "--output_dir", tmp_path / "one")
+    done = launch("cpu_fsdp2.yaml", *flags, "--output_dir", tmp_path / "two")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert line in done.stdout
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=tolerance)
+
+
+@pytest.mark.slow
 def test_groups_that_replicate_one_another(runs, tmp_path):
     """By the flag, and by the file for two machines, whose launchers run side by side here."""
     flags = [*FLAGS, "--train_file", runs / "text.txt", "--output_dir"]

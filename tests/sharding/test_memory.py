@@ -3,7 +3,16 @@
 from itertools import product
 
 import pytest
-from fake_ranks import CLASSIFIERS, LANGUAGE_MODELS, Shape, measured_bytes, predicted
+import torch
+from fake_ranks import (
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    Shape,
+    measured_bytes,
+    measured_update_bytes,
+    predicted,
+    static_memory,
+)
 
 BATCHES = ((1, 16), (1, 48), (4, 64))
 STRATEGIES = ("none", "full", "every:2", "segments:2")
@@ -37,21 +46,43 @@ OTHERS = [
     Shape(kind=kind, num_ranks=num_ranks, strategy=strategy, rows=rows)
     for kind, (num_ranks, rows), strategy in product(CLASSIFIERS, ((2, 1), (8, 4)), ("none", "full", "segments:2"))
 ]
-OFTEN = [*SHAPES[::5], *OTHERS[8::12]]
+OF_OPTIMIZERS = [
+    Shape(kind=kind, num_ranks=num_ranks, flag=flag, strategy="full", optimizer=optimizer, dtype=dtype)
+    for (optimizer, dtype), kind, (num_ranks, flag) in product(
+        (("muon", "float32"), ("muon", "bfloat16"), ("adamw_8bit", "float32"), ("adamw_bf16", "bfloat16")),
+        ("llama", "gpt2", "lora"),
+        ((2, "full"), (8, "full"), (4, "2")),
+    )
+    if (optimizer, kind) != ("adamw_8bit", "lora")
+]
+ALL = SHAPES + OTHERS + OF_OPTIMIZERS
+OFTEN = [*SHAPES[::5], *OTHERS[8::12], *OF_OPTIMIZERS[::7]]
 
 
 def test_there_are_sixty():
     assert len(set(SHAPES)) == len(SHAPES) == 60
     assert {shape.num_ranks for shape in OFTEN} == {2, 4, 8}
     assert {shape.kind for shape in OFTEN} == {*LANGUAGE_MODELS, "vit", "densenet"}
+    assert {shape.optimizer for shape in OFTEN} == {"adamw", "sgd", "muon", "adamw_8bit", "adamw_bf16"}
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param(shape, marks=() if shape in OFTEN else pytest.mark.slow) for shape in SHAPES + OTHERS],
-    ids=str,
-)
+def cases(shapes):
+    return [pytest.param(shape, marks=() if shape in OFTEN else pytest.mark.slow) for shape in shapes]
+
+
+@pytest.mark.parametrize("shape", cases(ALL), ids=str)
 def test_a_rank_takes_what_is_predicted(shape):
+    if shape.optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
     there, peak = measured_bytes(shape), predicted(shape)
     error = f"{peak.total_bytes / there - 1:+.3%}, in the {peak.phase} of {peak.block}"
     assert there <= peak.total_bytes <= 1.01 * there, error
+
+
+@pytest.mark.parametrize("shape", cases(OF_OPTIMIZERS), ids=str)
+def test_an_update_takes_no_more_than_is_known(shape):
+    """Of a real rank 0, to whom the largest matrix of Muon falls; its products on a CPU take at most a scratch."""
+    if shape.optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    update, known = measured_update_bytes(shape), static_memory(shape).optimizer_bytes
+    assert update <= known <= 1.7 * update + torch.get_num_threads() * 2**18 * (shape.optimizer == "muon")

@@ -3,6 +3,7 @@
 import inspect
 
 import torch.distributed.checkpoint._hf_utils as of_torch
+import torch.optim._muon as muon_of_torch
 from accelerate.utils import launch
 
 from memsave_recipes.checkpoints import shard_files
@@ -13,6 +14,13 @@ def test_the_header_and_the_names_of_files_are_those_of_torch():
     assert shard_files.OFFSETS == of_torch.CUSTOM_METADATA_KEY
     assert of_torch.SAVED_OFFSETS_KEY == "saved_offsets"
     assert of_torch._gen_file_name(1, 1, 3) == shard_files.NAME.format(3)
+
+
+def test_muon_orthogonalises_by_these_functions():
+    source = inspect.getsource(muon_of_torch._single_tensor_muon)
+    assert "_zeropower_via_newtonschulz(update, ns_coefficients, ns_steps, eps)" in source
+    assert "_adjust_lr(lr, adjust_lr_fn, param.shape)" in source
+    assert "grad.bfloat16()" in inspect.getsource(muon_of_torch._zeropower_via_newtonschulz)
 
 
 def test_the_launcher_sets_the_variables_that_are_read():
