@@ -72,10 +72,10 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
     elif args.batchnorm == "local":
         check_image_size(bare, args.image_size, run.smallest_micro_batch)
-    model, optimizer, scheduler = run.prepare(bare)
+    model, optimizer, scheduler = run.prepare(task, bare)
 
     # The activation plan: the one that the flags name, or the fastest that fits the memory
-    run.apply_plan(task)
+    run.apply_plan()
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
     run.begin(data=images.fingerprint, work=work, notices=images.notices)
 

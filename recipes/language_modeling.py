@@ -114,10 +114,10 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     with accelerator.autocast():
         model = CausalLMLoss(bare, args.loss)
     weights = slices_of(bare)
-    model, optimizer, scheduler = run.prepare(bare, model, unread=weights.unread)
+    model, optimizer, scheduler = run.prepare(task, bare, model, unread=weights.unread)
 
     # The activation plan: the one that the flags name, or the fastest that fits the memory
-    run.apply_plan(task)
+    run.apply_plan()
     work = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok"
     run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice, line, weights.line))
 

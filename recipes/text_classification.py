@@ -103,10 +103,10 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     check_length(args.max_length, bare.config, bare, tokenizer)
     saved = task.adapt(bare)
     place(bare, run.accelerator.device, stream_frozen=task.stream_frozen)
-    model, optimizer, scheduler = run.prepare(bare)
+    model, optimizer, scheduler = run.prepare(task, bare)
 
     # The activation plan: the one that the flags name, or the fastest that fits the memory
-    run.apply_plan(task)
+    run.apply_plan()
     work = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok"
     run.begin(saved=saved, data=tokens.fingerprint, work=work, notices=(texts.notice, tokens.notice))
 

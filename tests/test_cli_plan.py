@@ -175,34 +175,37 @@ def test_an_optimizer_with_a_smaller_state_needs_less_in_shards(tmp_path: Path, 
     assert other["parameters"] == adamw["parameters"]
 
 
-def test_a_budget_in_shards_names_a_plan_that_a_run_takes(tmp_path: Path) -> None:
+def test_a_budget_in_shards_names_the_simplest_plan_that_fits(tmp_path: Path) -> None:
     words = [*SHARDS, "--shard", "full", "--micro_batch_size", "1"]
     found = planned([*words, "--memory_budget_gib", "1"], tmp_path)
     needed = {one["strategy"]: one["needed_bytes"] for one in found["candidates"]}
-    assert {"none", "full", "selective"} <= needed.keys() <= {"none", "full", "selective"}
+    assert {"none", "full", "selective"} <= needed.keys()
     assert value(flags_of(found["launch"]), "--activation_checkpointing") == "none"
     assert "--memory_budget_gib" not in found["launch"]
     gib = (needed["none"] - 1) / 2**30
     found = planned([*words, "--memory_budget_gib", repr(gib)], tmp_path)
     chosen = found["candidates"][found["chosen"]]
-    assert chosen["strategy"] in ("full", "selective")
+    assert chosen["strategy"] in ("full", "selective", "budget")
     assert chosen["needed_bytes"] <= found["budget_bytes"]
 
 
-def test_a_plan_of_the_solver_in_shards_is_taken_from_a_file(tmp_path: Path) -> None:
+def test_a_plan_of_the_solver_in_shards_is_launched_with_its_budget_or_from_a_file(tmp_path: Path) -> None:
     words = [*SHARDS, "--shard", "full", "--micro_batch_size", "1"]
     words += ["--config_overrides", "n_layer=6,n_embd=64,n_head=2", "--block_size", "1024"]
     plain = {one["strategy"]: one for one in planned(words, tmp_path)["candidates"]}
     file = tmp_path / "plan-of-layers.json"
     sizes = [plain[strategy]["needed_bytes"] for strategy in ("full", "selective", "none")]
     for budget in ((sizes[0] + sizes[1]) // 2, (sizes[1] + sizes[2]) // 2):
-        found = planned([*words, "--memory_budget_gib", repr(budget / 2**30), "--plan", str(file)], tmp_path)
-        chosen = found["candidates"][found["chosen"]]
+        found = planned([*words, "--memory_budget_gib", repr(budget / 2**30)], tmp_path)
+        chosen, launched = found["candidates"][found["chosen"]], flags_of(found["launch"])
         assert chosen["needed_bytes"] <= found["budget_bytes"]
         assert chosen["step_s"] < plain["full"]["step_s"]
-        assert value(flags_of(found["launch"]), "--activation_checkpointing") == str(file)
+        assert value(launched, "--activation_checkpointing") == chosen["strategy"]
+        assert ("--memory_budget_gib" in launched) is (chosen["strategy"] == "budget")
         (solved,) = (one for one in found["candidates"] if one["strategy"] == "budget")
         assert solved["needed_bytes"] <= found["budget_bytes"]
+    found = planned([*words, "--memory_budget_gib", repr(budget / 2**30), "--plan", str(file)], tmp_path)
+    assert value(flags_of(found["launch"]), "--activation_checkpointing") == str(file)
 
 
 def test_json_to_the_terminal_is_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,11 +268,27 @@ def test_other_commands_take_no_flags_of_recipes(capsys: pytest.CaptureFixture[s
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
-def test_a_frontier_is_of_whole_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["frontier", *LANGUAGE, "--target", "a100", "--num_processes", "2", "--shard", "full"]
-    for more in ((), ("--over", "block_size")):
-        assert main([*words, *more]) == 2
-        assert "--shard full: memsave frontier compares plans of whole weights" in capsys.readouterr().err
+def test_a_frontier_in_shards_has_what_a_rank_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["frontier", *LANGUAGE, "--config_overrides", "n_layer=6,n_embd=64,n_head=2", "--block_size", "1024"]
+    words += ["--target", "a100", "--num_processes", "2", "--loss", "full", "--micro_batch_size", "1"]
+    whole = {one["strategy"]: one["needed_bytes"] for one in planned(words, tmp_path)["candidates"]}
+    found = planned([*words, "--shard", "full"], tmp_path)["candidates"]
+    in_shards = {one["strategy"]: one["needed_bytes"] for one in found}
+    assert {"none", "full", "selective", "every:2", "segments:4"} <= in_shards.keys()
+    assert all(in_shards[name] < whole[name] for name in in_shards.keys() & whole.keys() - {"budget"})
+    solved = [one["needed_bytes"] for one in found if one["strategy"] == "budget"]
+    assert all(min(in_shards.values()) <= needed < in_shards["none"] for needed in solved)
+    assert solved
+    assert "weights, gradients and optimizer state in shards over 2 ranks" in capsys.readouterr().out
+
+
+def test_curves_over_lengths_in_shards_are_those_of_the_plans(tmp_path: Path) -> None:
+    words = [*LANGUAGE, "--target", "a100", "--num_processes", "4", "--shard", "full", "--loss", "chunked"]
+    curves = planned(["frontier", *words, "--over", "block_size"], tmp_path)["curves"]
+    found = {curve["strategy"]: curve["points"][-1] for curve in curves}
+    assert {"none", "full", "selective"} <= found.keys()
+    plan = planned(["plan", *words, *NAMED, "--block_size", "1024"], tmp_path)["candidates"][0]
+    assert (found["full"]["block_size"], found["full"]["needed_bytes"]) == (1024, plan["needed_bytes"])
 
 
 def test_a_frontier_has_every_strategy_at_every_micro_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from memsave_recipes.checkpoints.commit import Damaged, discard, verify_manifest
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.training.arguments import AUTO, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.launch import describe_environment
@@ -37,7 +38,7 @@ FREE = {
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
 }
 """The flags that change no weight, or no more than rounding does."""
-LATER = {"batchnorm": "local", "bitwise_topology": False, "packed_attention": "mask", "shard": "none"}
+LATER = {"batchnorm": "local", "bitwise_topology": False, "packed_attention": "mask", "shard": NONE}
 """Flags that runs of an earlier version did not have, and how they were trained."""
 CHOSEN = ("packed_attention",)
 """Flags whose ``auto`` a run resolves when it begins, and writes down."""
@@ -152,14 +153,15 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
     """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
 
     A search depends on measured times, and another plan would round in another way. With ``--bitwise_topology`` another
-    number of ranks takes the micro-batch alone.
+    number of ranks takes the micro-batch alone. With another ``--shard`` a rank has room for other plans.
     """
-    same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
     layout = earlier["geometry"]
+    same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
+    same_ranks = layout["num_processes"] == num_processes and (LATER | earlier)["shard"] == (run.shard or NONE)
     if run.bitwise_topology and run.micro_batch_size == AUTO and layout["num_processes"] != num_processes:
         budget_gib = run.memory_budget_gib if run.solves else None
         return replace(run, micro_batch_size=layout["micro_batch_size"], memory_budget_gib=budget_gib)
-    if not run.searches or not same_search or layout["num_processes"] != num_processes:
+    if not (run.searches and same_search and same_ranks):
         return run
     return replace(
         run,

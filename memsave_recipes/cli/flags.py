@@ -57,6 +57,12 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--num_processes", type=int, default=1, metavar="N", help="number of devices; default: 1")
     parser.add_argument(
+        "--interconnect",
+        type=float,
+        metavar="GB",
+        help="GB/s that a device sends to others, for --shard; default: as much as to its host",
+    )
+    parser.add_argument(
         "--mixed_precision",
         choices=["no", "bf16", "fp16"],
         default="no",

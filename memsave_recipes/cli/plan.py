@@ -59,12 +59,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="file for the chosen plan; the launch line names it")
     parser.add_argument(
-        "--interconnect",
-        type=float,
-        metavar="GB",
-        help="GB/s that a device sends to others, for --shard; default: as much as to its host",
-    )
-    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="file for all data; - prints it in place of the table"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and chart")
@@ -75,7 +69,6 @@ def _plan(arguments: argparse.Namespace) -> None:
     from memsave_recipes.cli.request import (
         check_plan_file,
         launch_line,
-        launchable_in_shards,
         read_request,
         record_of,
         to_json,
@@ -91,8 +84,6 @@ def _plan(arguments: argparse.Namespace) -> None:
         request,
         lambda on_size: choose_for_target(request.task, request.launch, request.budget_bytes, on_size=on_size),
     )
-    if request.task.run.in_shards and arguments.plan is None:
-        choice = launchable_in_shards(request, choice)
     if choice.chosen is None:
         raise request.no_fit(choice)
     if arguments.plan:
@@ -141,7 +132,6 @@ def add_frontier(parser: argparse.ArgumentParser) -> None:
 def _frontier(arguments: argparse.Namespace) -> None:
     from memsave_recipes.cli.request import (
         check_device,
-        check_whole_weights,
         measured_points,
         read_request,
         record_of,
@@ -155,7 +145,6 @@ def _frontier(arguments: argparse.Namespace) -> None:
         _over_lengths(arguments)
         return
     request = read_request(arguments)
-    check_whole_weights(request)
     if arguments.measure:
         check_device(request)
     choice = with_progress(
@@ -180,13 +169,12 @@ def _frontier(arguments: argparse.Namespace) -> None:
 
 def _over_lengths(arguments: argparse.Namespace) -> None:
     from memsave_recipes.cli.largest import curves_over_lengths, record_of_curves
-    from memsave_recipes.cli.request import check_whole_weights, read_request, record_of, to_json
+    from memsave_recipes.cli.request import read_request, record_of, to_json
     from memsave_recipes.render.frontier import show_curves
 
     for flag in ("measure", "html", "all"):
         require(not getattr(arguments, flag), f"--{flag}", "", "left out beside --over, which has no throughput")
     request = read_request(arguments)
-    check_whole_weights(request)
     found = curves_over_lengths(arguments)
     if arguments.png is None and str(arguments.json) != STDOUT:
         show_curves(found, request.remarks, request.budget_bytes)

@@ -31,7 +31,7 @@ from memsave_recipes.planner.task import (
     shard_groups,
 )
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.text import GIB, format_bytes, to_gib
+from memsave_recipes.text import GIB, to_gib
 from memsave_recipes.training.arguments import AUTO, MAX_GIB
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.parsing import named_flags, underscored
@@ -163,49 +163,13 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
 
 
 def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None:
-    rate: float | None = getattr(arguments, "interconnect", None)
+    rate: float | None = arguments.interconnect
     if rate is None:
         return None
     require(0 < rate <= MAX_GB_PER_S, "--interconnect", rate, "GB/s from above 0 to a million")
     if not task.run.in_shards:
         raise InputError(f"--interconnect {rate:g}: nothing but shards is gathered: add --shard full, or leave it out")
     return rate * 1e9
-
-
-def check_whole_weights(request: PlanRequest) -> None:
-    """Refuse ``--shard`` for ``memsave frontier``.
-
-    Raises:
-        InputError: the flags have it.
-    """
-    if request.task.run.in_shards:
-        raise InputError(
-            f"--shard {request.task.run.shard}: memsave frontier compares plans of whole weights: take memsave plan, "
-            "or leave it out"
-        )
-
-
-def launchable_in_shards(request: PlanRequest, choice: Choice) -> Choice:
-    """``choice`` without plans of the solver, which a run in shards takes from a file alone.
-
-    Raises:
-        InputError: nothing else fits, or a preset leaves the plan to the run.
-    """
-    shard = f"--shard {request.task.run.shard}"
-    if "memory_budget_gib" in request.named:
-        raise InputError(
-            f"{shard} does not go with a preset that has memory_budget_gib, for which a run would measure: give the "
-            "budget as a flag"
-        )
-    named = choice.of_named_plans()
-    if named.candidates and (named.chosen is not None or choice.chosen is None):
-        return named
-    if choice.chosen is None:
-        return choice
-    raise InputError(
-        f"{shard}: only a plan of the solver fits {format_bytes(request.budget_bytes)}, which a run in shards takes "
-        "from a file: add --plan FILE"
-    )
 
 
 def with_progress(request: PlanRequest, work: Callable[[Callable[[BatchLayout], None]], Choice]) -> Choice:

@@ -12,7 +12,7 @@ NOTE [ the ladder ]
    others change the training: the optimizer steps in the backward, for the whole global batch at once and without
    clipping; its state has 8 bits; adapters train, if they do not fit with the frozen weights on the host. The last
    ones take more devices with DDP, each with the whole model; or, where nothing with the same curve fits one device,
-   with the model in shards, as many as suffice. A run takes plans for shards by their names, so of the solver none.
+   with the model in shards, as many as suffice.
 2. Every figure is that of ``memsave plan``: the same task, estimates and solver. Plans are looked for at the largest
    micro-batch that fits without checkpointing and at the next one, as smaller ones are slower and larger ones gain
    little. Where the plain one fits, no plan of the same micro-batch is faster, so only the next one is planned. Plans
@@ -311,9 +311,8 @@ class Setting:
 
     def _chosen(self, choose: Callable[["Setting"], Choice]) -> Candidate:
         choice = choose(self)
-        if self.groups is not None:
-            choice = choice.of_named_plans()
-        elif choice.chosen is None and self.has_room and _peaks_in_blocks(choice.smallest):
+        takes_tiles = self.groups is None and self.has_room
+        if choice.chosen is None and takes_tiles and _peaks_in_blocks(choice.smallest):
             choice = choose(replace(self, strategies=with_tiles(self.strategies)))
         return choice.chosen or choice.smallest
 

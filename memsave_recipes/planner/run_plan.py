@@ -2,11 +2,20 @@
 
 A plan for a budget is run in a trial step before training. The first rank's choice holds for all ranks. Where the
 device has too little memory to measure even the smallest micro-batch, the choice is made by estimates instead.
+
+NOTE [ a plan for shards ]
+1. Units follow the plan, so it is chosen before the weights are cut up (``choose_in_shards``), by estimates on fake
+   tensors as ``memsave plan`` makes them: also for a model that no rank has room for. Bytes are predicted for the first
+   rank, which has most; seconds follow from the rates of the device and are not measured.
+2. The budget is that of the flags, or what the rank with the least memory can use.
+3. The trial step runs in shards. Where it needs more than the budget, micro-batches are halved under the same plan:
+   another one would have other units.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +25,7 @@ from tqdm import tqdm
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
+from memsave_recipes.estimation.targets import find_target, target_of
 from memsave_recipes.planner.budget import (
     COMPILED_RATIOS,
     overheads_of_device,
@@ -33,12 +43,19 @@ from memsave_recipes.planner.search import (
     open_layouts,
     search,
 )
-from memsave_recipes.planner.task import Launch, Task, choose_for_target
-from memsave_recipes.planner.trial_step import MAX_TRIALS, StepOnDevice, run_trial_step, with_smaller_ratio
+from memsave_recipes.planner.task import Launch, Task, choose_for_target, fake_planned_model
+from memsave_recipes.planner.trial_step import (
+    MAX_TRIALS,
+    StepOnDevice,
+    run_trial_step,
+    run_trial_step_in_shards,
+    with_smaller_ratio,
+)
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
+from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.profiling.memory import empty_cache
-from memsave_recipes.text import GIB, format_bytes
+from memsave_recipes.text import GIB, format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
@@ -64,6 +81,7 @@ def plan_run(
     loss_of: Callable[[Batch], Tensor],
     task: Callable[[], Task],
     show: Callable[[Choice], None],
+    in_shards: Candidate | None = None,
 ) -> RunPlan:
     """The plan that the flags ask for; one for a budget is shown, and run in a trial step.
 
@@ -75,6 +93,7 @@ def plan_run(
         loss_of: a forward of ``prepared`` on a micro-batch, as in training.
         task: the recipe's task under this run's flags.
         show: prints a choice; called on the first rank.
+        in_shards: what ``choose_in_shards`` has found, in whose units the weights have been cut up since.
 
     Raises:
         InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
@@ -88,12 +107,44 @@ def plan_run(
         plan = plan_blocks(model, run.activation_checkpointing or "none", running)
         size = run.micro_batch_of_blocks(batches.layout)
         return RunPlan(plan if size is None else plan.in_micro_batches(size))
-    host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
-    planning = _Planning(run, optim, accelerator, model, step, task, host_budget_bytes, show)
-    candidate = planning.tried(planning.choose(planning.open_layouts()))
+    if in_shards is not None:
+        candidate = _PlanningInShards(accelerator, task()).tried(in_shards, step)
+    else:
+        host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
+        planning = _Planning(run, optim, accelerator, model, step, task, host_budget_bytes, show)
+        candidate = planning.tried(planning.choose(planning.open_layouts()))
     empty_cache(accelerator.device)  # of the trial steps
     batches.layout = candidate.layout
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes)
+
+
+def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choice], None]) -> Candidate:
+    """The fastest plan and micro-batch for weights in shards, before they are cut up: NOTE [ a plan for shards ].
+
+    Args:
+        task: the recipe's task under this run's flags.
+        show: prints a choice; called on the first rank.
+
+    Raises:
+        InputError: nothing fits in ``--memory_budget_gib``, or the step of this model cannot be estimated.
+    """
+    own = torch.tensor([budget_of(task.run, accelerator.device)], dtype=torch.int64, device=accelerator.device)
+    budget_bytes = int(accelerator.gather(own).min())
+    planning = _PlanningInShards(accelerator, task)
+    return on_main_process(accelerator, lambda: planning.chosen(budget_bytes, show))
+
+
+def budget_of(run: RunArguments, device: torch.device) -> int:
+    """The budget of the flags, or ``usable_bytes`` of an accelerator.
+
+    Raises:
+        InputError: there is neither.
+    """
+    if run.memory_budget_gib is not None:
+        return int(run.memory_budget_gib * GIB)
+    if device.type == "cpu":
+        raise InputError("--micro_batch_size auto needs --memory_budget_gib on a CPU: the GiB that a step may take")
+    return usable_bytes(torch.get_device_module(device).mem_get_info(device)[1], device.type)
 
 
 def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
@@ -165,17 +216,8 @@ class _Planning:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget of the flags, or ``usable_bytes`` of an accelerator.
-
-        Raises:
-            InputError: there is neither.
-        """
-        if self.run.memory_budget_gib is not None:
-            return int(self.run.memory_budget_gib * GIB)
-        device = self.accelerator.device
-        if device.type == "cpu":
-            raise InputError("--micro_batch_size auto needs --memory_budget_gib on a CPU: the GiB that a step may take")
-        return usable_bytes(torch.get_device_module(device).mem_get_info(device)[1], device.type)
+        """As ``budget_of``."""
+        return budget_of(self.run, self.accelerator.device)
 
     def choose(self, layouts: list[BatchLayout]) -> Candidate:
         """The fastest candidate that fits; the first rank shows it with the others.
@@ -301,3 +343,123 @@ class _Planning:
             leave=False,
             disable=not self.accelerator.is_main_process,
         )
+
+
+@dataclass(frozen=True)
+class _PlanningInShards:
+    """The planning of a run with weights in shards: NOTE [ a plan for shards ]."""
+
+    accelerator: Accelerator
+    task: Task
+
+    @property
+    def launch(self) -> Launch:
+        """The devices of the run; where the rates of one are not known, with those of an A100."""
+        device = self.accelerator.device
+        try:
+            target = find_target("cpu" if device.type == "cpu" else "cuda")
+        except InputError:
+            memory_bytes = torch.get_device_module(device).mem_get_info(device)[1]
+            target = target_of(None, to_gib(memory_bytes))
+        return Launch(
+            target=target,
+            num_processes=self.accelerator.num_processes,
+            mixed_precision=self.accelerator.mixed_precision.replace("fp8", "bf16"),
+            host_budget_bytes=usable_host_bytes(device),
+        )
+
+    def chosen(self, budget_bytes: int, show: Callable[[Choice], None]) -> Candidate:
+        """Of all candidates the fastest that fits; on the first rank.
+
+        Raises:
+            InputError: as ``choose_in_shards``.
+        """
+        launch = self.launch
+        self.accelerator.print(
+            f"--shard {self.task.run.shard}: planning by estimates for {launch.target.name}, before the weights are "
+            "cut up: seconds are not measured"
+        )
+        choice = self._choice(self.task.run, launch, budget_bytes)
+        if choice.chosen is None:
+            raise budget_too_small(
+                choice.smallest,
+                fake_planned_model(self.task, launch.target),
+                self.task.optim,
+                takes_adapters=self.task.takes_adapters,
+                mixed_precision=launch.mixed_precision,
+                device_type=launch.target.device_type,
+            )
+        show(choice)
+        return _sendable(choice.chosen)
+
+    def tried(self, candidate: Candidate, step: StepOnDevice) -> Candidate:
+        """``candidate``, or its plan with the first halved micro-batches whose trial step fits; on all ranks.
+
+        Raises:
+            InputError: not even micro-batches of 1 fit.
+            torch.OutOfMemoryError: this rank ran out of memory.
+        """
+        while (needed_bytes := self._needed_bytes(candidate, step)) > candidate.budget_bytes:
+            empty_cache(self.accelerator.device)
+            smaller = self._smaller_layout(candidate, needed_bytes)
+            candidate = on_main_process(self.accelerator, partial(self._of_same_plan, candidate, smaller))
+        return candidate
+
+    def _needed_bytes(self, candidate: Candidate, step: StepOnDevice) -> int:
+        forward = step.forward(candidate.layout)
+        peak_bytes = run_trial_step_in_shards(candidate, self.accelerator, step.model, forward)
+        return peak_bytes + sum(candidate.overheads.values())
+
+    def _smaller_layout(self, candidate: Candidate, needed_bytes: int) -> BatchLayout:
+        layout, size = candidate.layout, candidate.layout.micro_batch_size
+        sentence = (
+            f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong, a step in shards needs "
+            f"{format_bytes(needed_bytes)} of {format_bytes(candidate.budget_bytes)}"
+        )
+        if size == 1:
+            raise InputError(
+                f"{sentence}, and the micro-batch cannot be halved: raise --memory_budget_gib above "
+                f"{gib_that_suffice(needed_bytes)}"
+            )
+        smaller = layout.of(layout.global_batch_size, -(-size // 2), layout.num_processes)
+        self.accelerator.print(
+            f"{sentence}: falling back to micro-batches of {smaller.micro_batch_size} under the same plan, "
+            f"{smaller.describe()}"
+        )
+        return smaller
+
+    def _of_same_plan(self, candidate: Candidate, layout: BatchLayout) -> Candidate:
+        """The plan of ``candidate`` for another layout; on the first rank."""
+        plan = candidate.forecast.plan
+
+        def of_plan(
+            space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None
+        ) -> list[Candidate]:
+            pinned = replace(space, strategy="none", plan_of=lambda strategy, running: plan)
+            return pinned.candidates(measurement, layout, loss)
+
+        budget_gib = to_gib(candidate.budget_bytes) if self.task.run.solves else None
+        run = replace(self.task.run, micro_batch_size=layout.micro_batch_size, memory_budget_gib=budget_gib)
+        (found,) = self._choice(run, self.launch, candidate.budget_bytes, candidates=of_plan).candidates
+        return _sendable(found)
+
+    def _choice(self, run: RunArguments, launch: Launch, budget_bytes: int, **options: Any) -> Choice:
+        """As ``choose_for_target``, with the loss of the flags."""
+        task = replace(self.task, run=run, losses=(None,))
+        try:
+            return choose_for_target(task, launch, budget_bytes, **options)
+        except InputError:
+            raise
+        except Exception as unknown:  # fake tensors cannot run every model
+            raise InputError(
+                f"--shard {run.shard}: the step of this model cannot be estimated ({type(unknown).__name__}), by which "
+                "its plan is found: name a plan and a --micro_batch_size"
+            ) from unknown
+
+
+def _sendable(candidate: Candidate) -> Candidate:
+    """``candidate`` with the shards of its own plan alone: what finds those of others has the model in it."""
+    found, in_shards = candidate.forecast, candidate.forecast.in_shards
+    assert in_shards is not None
+    known = {found.plan: in_shards.of_plan(found.plan)}
+    return replace(candidate, forecast=replace(found, in_shards=replace(in_shards, of_plan=known.__getitem__)))

@@ -152,10 +152,6 @@ class Choice:
         limit_s = (1 + AS_FAST) * min(_slowest_s(candidate) for candidate in fitting)
         return min((candidate for candidate in fitting if _slowest_s(candidate) <= limit_s), key=_complexity)
 
-    def of_named_plans(self) -> "Choice":
-        """The candidates without those of the solver, whose plans no flag names."""
-        return Choice(candidates=tuple(one for one in self.candidates if one.strategy not in BUDGET_WORDS))
-
     @property
     def rivals(self) -> list[tuple[Candidate, float]]:
         """The other candidates that fit and whose step is as fast as that of the chosen one within the noise.

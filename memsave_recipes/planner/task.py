@@ -327,11 +327,10 @@ def every_strategy(
         return space.candidates(measurement, layout, loss)
     found = [one for one in space.candidates(measurement, layout, loss) if one.strategy not in BUDGET_WORDS]
     num_blocks = sum(map(len, measurement.workload.stacks))
-    baseline = found[0]
     for strategy in [f"every:{k}" for k in EVERY] + [f"segments:{k}" for k in SEGMENTS]:
         if int(strategy.partition(":")[2]) <= num_blocks:
             found += replace(space, strategy=strategy).candidates(measurement, layout, loss)
-    for budget_bytes in _budgets(space, measurement, layout, baseline):
+    for budget_bytes in _budgets(space, measurement, layout, found):
         solved = replace(space, budget_bytes=budget_bytes).candidates(measurement, layout, loss)
         found += [replace(one, budget_bytes=space.budget_bytes) for one in solved if one.strategy in BUDGET_WORDS]
     return _distinct_costs(found)
@@ -406,10 +405,15 @@ def synthetic_batch(batch: Batch, device: torch.device) -> Batch:
     return {name: _values(name, part).to(device) if isinstance(part, Tensor) else part for name, part in batch.items()}
 
 
-def _budgets(space: SearchSpace, measurement: Measurement, layout: BatchLayout, baseline: Candidate) -> list[int]:
-    """From the least that a plan needs to nearly the baseline's need."""
-    least = least_memory(measurement, space.static(layout))
-    least_bytes = replace(baseline, forecast=least).needed_bytes
+def _budgets(
+    space: SearchSpace, measurement: Measurement, layout: BatchLayout, found: Sequence[Candidate]
+) -> list[int]:
+    """From the least that a plan needs, in shards that one of ``found`` does, to nearly the need of the first one."""
+    baseline = found[0]
+    if space.in_shards is None:
+        least_bytes = replace(baseline, forecast=least_memory(measurement, space.static(layout))).needed_bytes
+    else:
+        least_bytes = min(one.needed_bytes for one in found)
     saved_bytes = baseline.needed_bytes - least_bytes
     return [least_bytes + saved_bytes * part // NUM_BUDGETS for part in range(NUM_BUDGETS)]
 

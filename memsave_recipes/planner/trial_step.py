@@ -12,6 +12,10 @@ NOTE [ trial step ]
    the measured bytes of each ratio. Where the trial step of a plan that compiles peaks above the budget nevertheless,
    the bytes that were missed are kept free, the ratio half-way to the next smaller one is measured, too, and the plan
    is chosen again among all of them: ``MAX_TRIALS`` plans in all.
+5. Where weights are in shards, it gathers them and reduces gradients, as in training: rule 3 does not hold, and a rank
+   without memory ends the run, as one does in a step. Gradients of the first of two micro-batches are then among the
+   static memory. On a CPU a buffer that a thread of gloo lets go last leaves no event, so a reading may be too high,
+   by chance: the lowest of ``READINGS`` counts.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,8 +37,12 @@ from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, running_blocks, without_layerdrop
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
+from memsave_recipes.text import first_line, format_bytes
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
+
+READINGS = 3
+"""Of a trial step in shards, on a CPU: rule 5."""
 
 MAX_TRIALS = 4
 """Plans of a micro-batch that are run at most, each with more memory kept free than the one before, until one fits."""
@@ -165,10 +173,36 @@ def run_trial_step(
     return largest.bytes
 
 
+def run_trial_step_in_shards(
+    candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]
+) -> int:
+    """As ``run_trial_step``, by rule 5 of NOTE [ trial step ].
+
+    Raises:
+        torch.OutOfMemoryError: this rank ran out of memory.
+    """
+    try:
+        own_bytes = step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            f"error: no memory left in the trial step, so the prediction of {format_bytes(candidate.peak_bytes)} was "
+            f"wrong: give a smaller --memory_budget_gib ({first_line(error)})"
+        ) from error
+    of_ranks = accelerator.gather(torch.tensor([own_bytes], dtype=torch.int64, device=accelerator.device))
+    return int(of_ranks.max())
+
+
 def step_bytes(
     forecast: Forecast, static: StaticMemory, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
 ) -> int:
-    """As ``run_trial_step``, on this process alone; runs two forwards and backwards, or three under accumulation."""
+    """As ``run_trial_step``, on this process alone, or in shards on all of them.
+
+    Runs two forwards and backwards for a reading, or three under accumulation with whole weights.
+    """
+    in_shards = forecast.in_shards is not None
+    has_sums = in_shards and static.sums_bytes > 0
     with (
         apply_plan(model, forecast.plan),
         preserve_state(model, device),
@@ -184,11 +218,15 @@ def step_bytes(
             meter.mark()
             clear_gradients(model)
 
-        torch.autograd.backward(forward())  # compiles what compiles
-        clear_gradients(model)
-        rise_bytes = max(reading.peak_bytes for reading in DeviceInstruments(device).read_memory(step))
+        def rise_bytes() -> int:
+            torch.autograd.backward(forward())  # compiles what compiles
+            if not has_sums:
+                clear_gradients(model)
+            return max(reading.peak_bytes for reading in DeviceInstruments(device).read_memory(step))
+
+        lowest_bytes = min(rise_bytes() for _ in range(READINGS if in_shards and device.type == "cpu" else 1))
         del ballast
-    return rise_bytes + forecast.chain.resident_bytes
+    return lowest_bytes + forecast.chain.resident_bytes
 
 
 class LargestOfRanks:

@@ -329,7 +329,7 @@ def planned_advice(task: Callable[[], Task]) -> str:
     memory_bytes = launch.target.memory_bytes
     opened = replace(failed, run=_with_all_open(failed.run, memory_bytes))
     found = choose_for_target(opened, launch, memory_bytes)
-    choice = _needing_less(found.of_named_plans() if failed.run.in_shards else found, failed.run, launch)
+    choice = _needing_less(found, failed.run, launch)
     if choice.chosen is None:
         return f"no plan of this recipe is predicted to fit in {format_bytes(memory_bytes)}: see memsave plan"
     return (

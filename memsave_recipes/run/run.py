@@ -5,7 +5,7 @@ NOTE [ the order of a run ]
 1. ``Run.open`` checks flags and folder, starts Accelerate and locks the folder. Nothing is written or deleted yet, so a
    mistake beside ``--overwrite`` costs nothing.
 2. ``train_on``, ``prepare``, ``apply_plan``: the data, the model, then the plan, which is measured on the model as
-   prepared. ``--verify`` proves it here.
+   prepared; in shards it is found before, and tried then. ``--verify`` proves it here.
 3. ``begin`` restores the newest checkpoint or clears the folder. From here on files are written.
 4. A step is finished with ``log_step``, ``evaluate_if_due``, ``save_if_due``, in that order. The last step is saved
    before its evaluation: a failure from then on costs nothing, ``--resume`` writes the rest.
@@ -44,7 +44,8 @@ from memsave_recipes.compare import compare, read_run
 from memsave_recipes.distributed import main_process_first, missing_ranks_end_the_run, on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
-from memsave_recipes.planner.run_plan import plan_run
+from memsave_recipes.planner.run_plan import choose_in_shards, plan_run
+from memsave_recipes.planner.search import Candidate
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted, num_workers
 from memsave_recipes.render.choice import show_choice
@@ -138,9 +139,9 @@ class Run:
         self.step = 0
         self.results: dict[str, Any] | None = None
         self._groups = ShardGroups.of(args.shard, accelerator.num_processes)
+        self._in_shards: Candidate | None = None
         if self._groups is not None:
             check_precision(args.shard, accelerator.mixed_precision)
-            args.check_measures_nothing()
         layout = self.args.layout(accelerator.num_processes)
         check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
 
@@ -225,6 +226,7 @@ class Run:
 
     def prepare(
         self,
+        task: Task,
         model: nn.Module,
         trained: nn.Module | None = None,
         *,
@@ -235,19 +237,20 @@ class Run:
         The schedule is not prepared: Accelerate's would move it once for every rank.
 
         Args:
+            task: with the loss of a micro-batch by the prepared model.
             model: the one with the blocks; all its parameters that require gradients are trained.
             trained: the module around it that is trained, where that is another one.
             unread: with ``--shard``, the parameters that stand for tensors of files, as ``shard`` takes them.
 
         Raises:
             InputError: ``--bitwise_topology`` and a model with BatchNorm that is local; ``--batchnorm global`` and one
-                without; or, with ``--shard``, as ``shard``.
+                without; or, with ``--shard``, as ``shard`` and ``choose_in_shards``.
         """
         if self.args.batchnorm == "global":
             global_batchnorm(model)
         elif self.args.bitwise_topology:
             check_no_batchnorm(model)
-        self._bare = model
+        self._task, self._bare = task, model
         trained = model if trained is None else trained
         if self._groups is not None:
             self._shard(trained, model, self._groups, unread)
@@ -268,27 +271,37 @@ class Run:
     def _shard(
         self, trained: nn.Module, model: nn.Module, groups: ShardGroups, unread: Mapping[nn.Parameter, Rows] | None
     ) -> None:
-        """Cut the weights up, in units of the plan that the flags name."""
+        """Cut the weights up, in units of the plan that the flags name or that is found for a budget."""
         args = self.args
-        plan = plan_blocks(model, args.activation_checkpointing)
+        if args.searches:
+            self._in_shards = choose_in_shards(self.accelerator, self._task, show_choice)
+            plan = self._in_shards.forecast.plan
+        else:
+            plan = plan_blocks(model, args.activation_checkpointing)
         shard(trained, model, plan, groups, self.accelerator.device, args.shard, unread)
         self._joint_blocks = joint_blocks(plan)
         self.accelerator.print(groups.describe())
 
-    def apply_plan(self, task: Task) -> None:
+    def apply_plan(self) -> None:
         """Apply the activation plan that the flags name, or the fastest that fits ``--memory_budget_gib``; verify it.
-
-        Args:
-            task: with the loss of a micro-batch by the prepared model.
 
         Raises:
             InputError: no such strategy, nothing fits, or a plan beside ``--bitwise_topology`` that rounds otherwise.
             VerificationFailed: ``--verify`` found that the plan changes the step.
         """
         args, accelerator, batches, model = self.args, self.accelerator, self._batches, self._model
-        loss_of = self._loss_of = partial(task.loss_of, model)
+        loss_of = self._loss_of = partial(self._task.loss_of, model)
         self.planned = plan_run(
-            args, args, accelerator, self._bare, batches, model, loss_of, task=lambda: task, show=show_choice
+            args,
+            args,
+            accelerator,
+            self._bare,
+            batches,
+            model,
+            loss_of,
+            task=lambda: self._task,
+            show=show_choice,
+            in_shards=self._in_shards,
         )
         if args.bitwise_topology and not self.planned.plan.is_bitwise:
             does = "compiles, and rounds by the shapes that a rank has seen"

@@ -300,20 +300,6 @@ class RunArguments(TrackerArguments):
                 way_out = "" if ": " in reason else ": leave one of them out"
                 raise InputError(f"--shard {self.shard}: {reason}{way_out}")
 
-    def check_measures_nothing(self) -> None:
-        """Refuse, in a run with ``--shard``, what is to be found: its weights are cut up in the units of a plan.
-
-        Raises:
-            InputError: a plan or a size is left open.
-        """
-        if self.in_shards and self.searches:
-            strategy = self.activation_checkpointing
-            searched = f"--activation_checkpointing {strategy}" if self.solves else f"--micro_batch_size {AUTO}"
-            raise InputError(
-                f"--shard {self.shard}: {searched} would be measured on whole weights: name a plan and a number, which "
-                "memsave plan finds with the same flags"
-            )
-
     @property
     def in_shards(self) -> bool:
         """Whether a rank holds a part of the weights."""

@@ -43,25 +43,6 @@ def test_optimizers_that_step_shards(name):
 
 
 @pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (
-            {"activation_checkpointing": "budget", "memory_budget_gib": 1.0},
-            "--shard full: --activation_checkpointing budget would be measured on whole weights: name a plan",
-        ),
-        ({"micro_batch_size": "auto", "memory_budget_gib": 1.0}, "--shard full: --micro_batch_size auto would be"),
-    ],
-)
-def test_what_memsave_plan_finds_a_run_does_not(flags, line):
-    args = RecipeArguments(output_dir="run", shard="full", **flags)
-    with pytest.raises(InputError) as refused:
-        args.check_measures_nothing()
-    assert refused.value.one_line.startswith(line)
-    RecipeArguments(output_dir="run", shard="none", **flags).check_measures_nothing()
-    RecipeArguments(output_dir="run", shard="full").check_measures_nothing()
-
-
-@pytest.mark.parametrize(
     ("flag", "value", "line"),
     [
         ("lora_merge", True, "--shard 2: --lora_merge adds to whole weights: merge afterwards with"),

@@ -2,17 +2,15 @@
 
 import importlib.util
 import json
-import os
 import socket
 import subprocess
 import sys
-import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
+from launches import RECIPE, launch, losses, write_text
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -20,9 +18,6 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.run.run import Run
 from memsave_recipes.training.arguments import RecipeArguments
 
-ROOT = Path(__file__).parents[2]
-ACCELERATE = Path(sysconfig.get_path("scripts")) / "accelerate"
-RECIPE = ROOT / "recipes" / "language_modeling.py"
 TINY = "n_layer=3,n_head=2,n_embd=16"
 FLAGS = (
     *("--model_type", "gpt2", "--config_overrides", TINY, "--vocab_size", "300", "--block_size", "16"),
@@ -41,38 +36,16 @@ def train_here(*flags):
     module.main([str(flag) for flag in flags])
 
 
-def launch(config, *flags, num_processes=None, of_launch=()):
-    of_ranks = ["--num_processes", str(num_processes)] if num_processes else []
-    of_launch = ["--config_file", ROOT / "accelerate_configs" / config, *of_ranks, *of_launch]
-    return subprocess.run(
-        [ACCELERATE, "launch", *of_launch, RECIPE, *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-
-
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    text = folder / "text.txt"
-    text.write_text(
-        "\n\n".join(f"Line {number} of a text, and {number * number} is its square." for number in range(300))
-    )
-    flags = [*FLAGS, "--train_file", text]
+    flags = [*FLAGS, "--train_file", write_text(folder)]
     train_here(*flags, "--output_dir", folder / "one")
     flags += ["--activation_checkpointing", "segments:2", "--verify", "--save_every", "2", "--async_save"]
     done = launch("cpu_fsdp2.yaml", *flags, "--output_dir", folder / "two")
@@ -193,12 +166,6 @@ def test_a_run_asks_before_it_trains_whole_weights(monkeypatch, tmp_path):
     [
         ("cpu_fsdp2.yaml", 1, (), "error: --shard full: there is one rank"),
         ("cpu_fsdp2.yaml", None, ("--shard", "none"), "error: --shard none: the launch file says full"),
-        (
-            "cpu_fsdp2.yaml",
-            None,
-            ("--activation_checkpointing", "budget", "--memory_budget_gib", "1"),
-            "error: --shard full: --activation_checkpointing budget would be measured on whole weights",
-        ),
     ],
 )
 def test_what_a_launch_does_not_allow_is_one_line(tmp_path, config, num_processes, flags, line):

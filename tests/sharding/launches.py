@@ -1,0 +1,42 @@
+"""The language recipe, launched as its users do, and the text that it trains on."""
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ACCELERATE = Path(sysconfig.get_path("scripts")) / "accelerate"
+RECIPE = ROOT / "recipes" / "language_modeling.py"
+
+
+def write_text(folder):
+    """A training file in ``folder``."""
+    text = folder / "text.txt"
+    text.write_text(
+        "\n\n".join(f"Line {number} of a text, and {number * number} is its square." for number in range(300))
+    )
+    return text
+
+
+def launch(config, *flags, num_processes=None, of_launch=()):
+    of_ranks = ["--num_processes", str(num_processes)] if num_processes else []
+    of_launch = ["--config_file", ROOT / "accelerate_configs" / config, *of_ranks, *of_launch]
+    return subprocess.run(
+        [ACCELERATE, "launch", *of_launch, RECIPE, *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def results(folder):
+    return json.loads((folder / "results.json").read_text())

@@ -1,0 +1,333 @@
+"""A run in shards that is given a budget: its plan is found before the weights are cut up, and tried afterwards."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from launches import RECIPE, launch, losses, results, write_text
+from small_runs import VOCABULARY
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from memsave_recipes.checkpoints.resume import with_previous_plan
+from memsave_recipes.cli import main
+from memsave_recipes.errors import InputError
+from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.models.causal_lm import CausalLMLoss
+from memsave_recipes.planner import run_plan
+from memsave_recipes.planner.run_plan import choose_in_shards, plan_run
+from memsave_recipes.planner.search import Candidate
+from memsave_recipes.planner.task import Launch, Task, choose_for_target
+from memsave_recipes.render.choice import show_choice
+from memsave_recipes.sharding import ShardGroups, shard
+from memsave_recipes.sharding.units import units_of
+from memsave_recipes.text import GIB
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.batch_layout import SampleOrder
+from memsave_recipes.training.batching import GlobalBatches
+
+CONFIG = "cpu_fsdp2.yaml"
+MODEL = (
+    *("--model_type", "gpt2", "--config_overrides", "n_layer=6,n_head=2,n_embd=64", "--vocab_size", "300"),
+    *("--block_size", "128", "--global_batch_size", "8", "--loss", "full"),
+)
+SHORT = ("--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--max_eval_samples", "8")
+SOLVED = ("--micro_batch_size", "2", "--activation_checkpointing", "budget")
+SAYS = "--shard full: planning by estimates for this CPU, before the weights are cut up: seconds are not measured"
+
+
+LET_GO_LATE = 4
+"""Units that a reading of a step may hold too much: buffers that a thread of gloo is the last to let go."""
+
+
+def needed_by_a_unit():
+    """The bytes of a layer's weights: 12 squares of the width, and biases and norms."""
+    return 4 * (12 * 64**2 + 13 * 64)
+
+
+def gib(num_bytes):
+    return repr(num_bytes / GIB)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("budgets")
+    write_text(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def needed(folder):
+    """The bytes of a rank by strategy, as ``memsave plan`` has them."""
+    file = folder / "choice.json"
+    words = ["plan", RECIPE, *MODEL, *SOLVED, "--shard", "full", "--num_processes", "2", "--target", "cpu"]
+    assert main([*map(str, words), "--memory_budget_gib", "1", "--json", str(file)]) == 0
+    return {one["strategy"]: one["needed_bytes"] for one in json.loads(file.read_text())["candidates"]}
+
+
+@pytest.fixture
+def train(folder):
+    """Launch the recipe on two ranks, into a folder of this name."""
+
+    def run(name, *flags):
+        fixed = [*MODEL, *SHORT, "--train_file", folder / "text.txt", "--output_dir", folder / name]
+        return launch(CONFIG, *fixed, *flags)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def within_a_budget(folder, needed):
+    """A run between the least memory and that without checkpointing: its flags, its folder and what it said."""
+    flags = [*SOLVED, "--memory_budget_gib", gib((needed["full"] + needed["none"]) // 2)]
+    fixed = [*MODEL, *SHORT, "--train_file", folder / "text.txt", "--output_dir", folder / "found"]
+    done = launch(CONFIG, *fixed, *flags, "--save_every", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return flags, folder / "found", done.stdout
+
+
+def test_a_run_finds_a_plan_that_fits(within_a_budget, needed):
+    flags, run, said = within_a_budget
+    budget_bytes = float(flags[-1]) * GIB
+    assert needed["full"] < budget_bytes < needed["none"]
+    assert SAYS in said
+    assert "predicted peak" in said
+    assert "falling back" not in said
+    found, plan = results(run), json.loads((run / "plan.json").read_text())
+    assert {span["action"] for span in plan["spans"]} > {"keep"}
+    assert found["micro_batch_size"] == 2
+    assert found["memory"]["peak_allocated_gib"] * GIB <= budget_bytes + LET_GO_LATE * needed_by_a_unit()
+    assert found["memory"]["peak_allocated_gib"] * GIB < 0.9 * needed["none"]
+    assert found["memory"]["predicted_peak_gib"] * GIB <= budget_bytes
+    assert json.loads((run / "config.json").read_text())["memory_budget_gib"] == float(flags[-1])
+
+
+def test_its_losses_are_those_of_its_plan_from_a_file(within_a_budget, train, folder):
+    _, run, _ = within_a_budget
+    done = train("file", "--micro_batch_size", "2", "--activation_checkpointing", run / "plan.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert SAYS not in done.stdout
+    assert losses(folder / "file") == losses(run)
+
+
+@pytest.mark.slow
+def test_it_goes_on_with_its_plan_and_micro_batch(within_a_budget, train, folder):
+    """From the checkpoint of its second step, as if it had been stopped there."""
+    flags, run, _ = within_a_budget
+    stopped = folder / "stopped"
+    shutil.copytree(run / "checkpoints" / "step-2", stopped / "checkpoints" / "step-2")
+    for name in ("config.json", "plan.json", "metrics.jsonl"):
+        shutil.copy(run / name, stopped / name)
+    done = train("stopped", *flags, "--save_every", "2", "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "going on after 2 steps" in done.stdout
+    assert SAYS not in done.stdout
+    assert json.loads((stopped / "plan.json").read_text()) == json.loads((run / "plan.json").read_text())
+    assert losses(stopped) == losses(run)
+
+
+@pytest.mark.slow
+def test_a_size_is_found_for_a_plan_that_is_named(train, folder, needed):
+    budget = gib((needed["full"] + needed["none"]) // 2)
+    flags = ["--micro_batch_size", "auto", "--activation_checkpointing", "full", "--memory_budget_gib", budget]
+    done = train("auto", *flags)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = results(folder / "auto")
+    assert found["plan"] == "full"
+    assert found["micro_batch_size"] * found["accumulation_steps"] == 4
+    assert found["memory"]["peak_allocated_gib"] * GIB <= float(budget) * GIB + LET_GO_LATE * needed_by_a_unit()
+
+
+@pytest.mark.slow
+def test_a_budget_that_nothing_fits_names_the_one_that_suffices(train, folder):
+    done = train("refused", *SOLVED, "--memory_budget_gib", "0.0001")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "is too small for any plan: the smallest that works is" in lines[0]
+    assert "exitcode  : 2" in done.stderr
+    assert not (folder / "refused").exists()
+    smallest = lines[0].partition("the smallest that works is ")[2].partition(" ")[0]
+    done = train("smallest", *SOLVED, "--memory_budget_gib", smallest)
+    assert done.returncode == 0, done.stderr[-3000:]
+    peak_bytes = results(folder / "smallest")["memory"]["peak_allocated_gib"] * GIB
+    assert peak_bytes <= float(smallest) * GIB + LET_GO_LATE * needed_by_a_unit()
+
+
+LENGTH, GLOBAL_BATCH = 64, 8
+
+
+def build_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 6, "num_attention_heads": 4}
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_key_value_heads=2, use_cache=False)).train()
+
+
+class Rows(Dataset):
+    def __getitem__(self, key):
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(key.index))
+        return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(LENGTH) % 40}  # two documents
+
+
+def micro_batch(size):
+    names = ("input_ids", "labels", "position_ids")
+    return {name: torch.empty(size, LENGTH, dtype=torch.int64, device="meta") for name in names}
+
+
+def loss_of(trained, batch):
+    return trained(**batch)
+
+
+def task_of(budget_bytes, strategy="budget:bitwise", size="auto"):
+    run = RunArguments(
+        output_dir="out",
+        shard="full",
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=size,
+        activation_checkpointing=strategy,
+        memory_budget_gib=budget_bytes / GIB,
+    )
+    return Task(
+        run=run,
+        optim=OptimizerArguments(),
+        build_model=build_model,
+        trained=lambda model, loss, device: CausalLMLoss(model, "full"),
+        loss_of=loss_of,
+        micro_batch=micro_batch,
+    )
+
+
+def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, **flags):
+    """A plan as a run in shards finds and tries it; micro-batches of ``too_large`` samples seem to need too much."""
+    said = []
+    accelerator.print = said.append
+    # Larger micro-batches are always faster here, whatever this machine has to do besides.
+    Candidate.step_s = property(lambda self: float(self.layout.accumulation_steps))
+    measured, readings = run_plan.run_trial_step_in_shards, []
+
+    def with_more(candidate, *args):
+        readings.append((candidate.peak_bytes, measured(candidate, *args)))
+        return readings[-1][1] + (budget_bytes if candidate.layout.micro_batch_size >= too_large else 0)
+
+    run_plan.run_trial_step_in_shards = with_more
+    model, task = build_model(), task_of(budget_bytes, **flags)
+    trained = CausalLMLoss(model, "full")
+    try:
+        chosen = choose_in_shards(accelerator, task, show_choice)
+        groups = ShardGroups.of("full", accelerator.num_processes)
+        units = len(units_of(model, chosen.forecast.plan, "full"))
+        shard(trained, model, chosen.forecast.plan, groups, accelerator.device)
+        batches = GlobalBatches(
+            accelerator,
+            Rows(),
+            order=SampleOrder(num_samples=4 * GLOBAL_BATCH, global_batch_size=GLOBAL_BATCH, seed=0),
+            layout=task.run.layout(accelerator.num_processes),
+            num_steps=2,
+            seed=0,
+        )
+        found = plan_run(
+            *(task.run, task.optim, accelerator, model, batches, trained, partial(loss_of, trained)),
+            task=lambda: task,
+            show=show_choice,
+            in_shards=chosen,
+        )
+    except InputError as refused:
+        return {"refused": refused.one_line}
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return {
+        "plan": found.plan,
+        "first_plan": chosen.forecast.plan,
+        "size": batches.layout.micro_batch_size,
+        "predicted_bytes": found.predicted_peak_bytes,
+        "readings": readings,
+        "units": units,
+        "gradients": len(gradients),
+        "said": said,
+    }
+
+
+@pytest.fixture(scope="module")
+def by_size():
+    """The bytes that a rank of two needs under no plan, and under ``full``, by micro-batch."""
+
+    def needs(strategy):
+        choice = choose_for_target(task_of(GIB, strategy), Launch(target=find_target("cpu"), num_processes=2), GIB)
+        return {one.layout.micro_batch_size: one.needed_bytes for one in choice.candidates}
+
+    return {strategy: needs(strategy) for strategy in ("none", "full")}
+
+
+def test_all_ranks_have_the_plan_of_the_first(run_on_ranks, by_size):
+    budget = (by_size["none"][4] + by_size["full"][4]) // 2
+    ranks = run_on_ranks(partial(planned, budget_bytes=budget), 2)
+    assert ranks[0]["plan"] == ranks[1]["plan"] == ranks[0]["first_plan"]
+    assert {one["size"] for one in ranks} == {4}
+    assert ranks[0]["plan"].strategy != "none"
+    assert ranks[0]["units"] >= 3
+    for one in ranks:
+        ((predicted, measured),) = one["readings"]
+        assert measured <= budget
+        assert measured == pytest.approx(predicted, rel=0.05)
+        assert one["gradients"] == 0
+
+
+def test_a_trial_step_has_the_gradients_of_earlier_micro_batches(run_on_ranks, by_size):
+    budget = by_size["none"][1]
+    for one in run_on_ranks(partial(planned, budget_bytes=budget, size=1), 2):
+        ((predicted, measured),) = one["readings"]
+        assert measured <= budget
+        assert measured == pytest.approx(predicted, rel=0.05)
+
+
+def test_a_step_that_takes_more_is_halved_under_the_same_plan(run_on_ranks, by_size):
+    budget = (by_size["none"][4] + by_size["full"][4]) // 2
+    ranks = run_on_ranks(partial(planned, budget_bytes=budget, too_large=4), 2)
+    assert {one["size"] for one in ranks} == {2}
+    assert ranks[0]["plan"] == ranks[1]["plan"] == ranks[0]["first_plan"]
+    (line,) = (line for line in ranks[0]["said"] if "falling back" in line)
+    assert "falling back to micro-batches of 2 under the same plan" in line
+    assert ranks[0]["predicted_bytes"] < budget
+
+
+def test_a_step_that_can_never_fit_is_refused_on_all_ranks(run_on_ranks, by_size):
+    for one in run_on_ranks(partial(planned, budget_bytes=by_size["none"][4], too_large=1), 2):
+        assert "and the micro-batch cannot be halved: raise --memory_budget_gib above" in one["refused"]
+
+
+def test_a_budget_without_a_plan_is_refused_on_all_ranks(run_on_ranks):
+    for one in run_on_ranks(partial(planned, budget_bytes=1000), 2):
+        assert "is too small for any plan: the smallest that works is" in one["refused"]
+
+
+def test_a_model_that_cannot_be_estimated_is_one_line(run_on_ranks):
+    for one in run_on_ranks(planned_without_estimates, 2):
+        assert one["refused"] == (
+            "--shard full: the step of this model cannot be estimated (KeyError), by which its plan is found: name a "
+            "plan and a --micro_batch_size"
+        )
+
+
+def planned_without_estimates(accelerator):
+    def fails(*args, **options):
+        raise KeyError("no fake kernel")
+
+    run_plan.choose_for_target = fails
+    return planned(accelerator, budget_bytes=GIB)
+
+
+def test_another_way_to_shard_searches_again(tmp_path):
+    run = task_of(GIB).run
+    search = {name: getattr(run, name) for name in ("micro_batch_size", "activation_checkpointing")}
+    earlier = {
+        **search,
+        "memory_budget_gib": run.memory_budget_gib,
+        "shard": "full",
+        "geometry": {"micro_batch_size": 2, "num_processes": 4},
+    }
+    previous = partial(with_previous_plan, run, plan=tmp_path / "plan.json")
+    again = previous(earlier, num_processes=4)
+    assert (again.micro_batch_size, again.activation_checkpointing) == (2, str(tmp_path / "plan.json"))
+    assert previous({**earlier, "shard": "2"}, num_processes=4) is run
+    assert previous(earlier, num_processes=2) is run
