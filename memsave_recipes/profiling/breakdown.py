@@ -277,6 +277,8 @@ def _lifetimes(events: list[Event], resident: list[Label]) -> list[_Block]:
                 else:  # there before, but unknown until now: DDP's buckets
                     add(address, _Block(event.use, num_bytes, born=before))
         elif event.num_bytes > 0:
+            if event.address in living:  # released by a thread that is not recorded, as gloo's are
+                living.pop(event.address).freed = now
             add(event.address, _Block(event.use, event.num_bytes, born=now))
         elif event.address in living:
             living.pop(event.address).freed = now

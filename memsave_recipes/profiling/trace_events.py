@@ -139,14 +139,16 @@ def _read_profile(step: Callable[[Meter], None]) -> list[Reading]:
 
 def _readings(events: list[Event]) -> Iterator[Reading]:
     live = peak = 0
-    own: set[int] = set()  # addresses of the step's blocks: an older one may be released at any time, as garbage is
+    own: dict[int, int] = {}  # bytes of the step's blocks: an older one may be released at any time, as garbage is
     for event in events:
         if not isinstance(event, Allocation):
             yield Reading(live, peak)
             peak = live
-        elif event.device.type == "cpu" and (event.num_bytes > 0 or event.address in own):
-            (own.add if event.num_bytes > 0 else own.remove)(event.address)
-            live += event.num_bytes
+        elif event.device.type == "cpu":
+            live -= own.pop(event.address, 0)  # also where a thread released it that is not recorded, as gloo's are
+            if event.num_bytes > 0:
+                own[event.address] = event.num_bytes
+                live += event.num_bytes
             peak = max(peak, live)
 
 

@@ -12,8 +12,17 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.profiling.breakdown import MemoryBreakdown, break_down_peak, record_allocations
+from memsave_recipes.profiling.breakdown import (
+    Allocation,
+    Label,
+    MemoryBreakdown,
+    Use,
+    _at_the_peak,
+    break_down_peak,
+    record_allocations,
+)
 from memsave_recipes.profiling.memory import resident_bytes
+from memsave_recipes.profiling.trace_events import _readings
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import make_optimizer
 
@@ -250,3 +259,11 @@ def test_torch_does_not_warn_of_blocks_that_are_older_than_the_profile(capfd):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
         older.clear()
     assert "CPUAllocator" in capfd.readouterr().err  # what would have been there
+
+
+def test_a_block_whose_release_was_not_recorded_ends_where_its_address_is_given_out_again():
+    sizes = [(1, 100), (2, 10), (1, 80), (1, -80)]  # a thread of gloo has released the first block
+    events = [Allocation(address, size, CPU, Use.TEMPORARIES) for address, size in sizes]
+    assert _at_the_peak(events, [], None).total_bytes == 110
+    (reading,) = _readings([*events, Label(Use.TEMPORARIES, {})])
+    assert (reading.live_bytes, reading.peak_bytes) == (10, 110)
