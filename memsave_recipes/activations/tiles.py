@@ -105,14 +105,14 @@ def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> boo
             output = module(tokens)
             ends_with_dropout = not last or last[-1] is output
             with _without_dropout(dropout):
-                whole, alone = module(tokens), module(tokens[1:, 1:2])
+                whole, alone = module(tokens), module(tokens[1:, 2:])
     except Exception:  # it is another kind of module
         return False
     finally:
         if hook is not None:
             hook.remove()
     same_shape = whole.shape == tokens.shape
-    return ends_with_dropout and same_shape and (not _has_values(whole) or _same(whole[1:, 1:2], alone))
+    return ends_with_dropout and same_shape and (not _has_values(whole) or _same(whole[1:, 2:], alone))
 
 
 def _tokens_for(module: nn.Module) -> Tensor:

@@ -160,6 +160,13 @@ class Mixing(nn.Module):
         return self.down(self.act(self.up(x)) - x.mean(1, keepdim=True).mean())
 
 
+class AddsMean(Mixing):
+    """Which is the token in the middle, where they are evenly spaced."""
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x + x.mean(1, keepdim=True))))
+
+
 class DropsInside(Mixing):
     def __init__(self):
         super().__init__()
@@ -173,6 +180,7 @@ def test_what_is_no_mlp_is_left_alone():
     experts = MixtralSparseMoeBlock(MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=2))
     for module in (
         Mixing(),
+        AddsMean(),
         DropsInside(),
         experts,
         nn.Linear(8, 8),
