@@ -248,10 +248,6 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
         ([*SHARDS[1:], "--shard", "full", "--memory_budget_gib", "0.01"], "shards over more ranks need less"),
         ([*SHARDS[1:], "--interconnect", "100"], "--interconnect 100: nothing but shards is gathered"),
         ([*SHARDS[1:], "--shard", "full", "--interconnect", "0"], "--interconnect 0.0: must be GB/s from above 0"),
-        (
-            [*SHARDS[1:], "--shard", "full", "--activation_checkpointing", "full_tiled", "--micro_batch_size", "1"],
-            "--shard full: plan full_tiled tries MLPs before their weights are gathered",
-        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

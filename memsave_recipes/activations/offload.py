@@ -13,6 +13,10 @@ NOTE [ offloaded storages ]
 3. The output of a block belongs to the block that takes it: if that one is offloaded too, it copies it, else it stays.
 4. The storages of a block are copied when the next offloaded one begins. So those of the last one never are: its
    backward comes at once.
+5. Torch's ``fully_shard`` gathers weights that are in shards twice, for the forward and for the backward of their unit,
+   both times into the same storages, whose memory is freed in between. So a view that was saved finds them again, and
+   they stay like other parameters. A block of a sequence begins before its weights are gathered: they are looked for
+   when it saves a tensor.
 
 NOTE [ two blocks at a time ]
 1. Forward: while block k runs, the storages of block k - 1 are copied. Block k + 1 begins when that is done, and only
@@ -23,7 +27,7 @@ NOTE [ two blocks at a time ]
 4. A copy belongs to autograd's saved tensors: it is freed with them, and with ``retain_graph`` it stays.
 5. Torch pins powers of two of bytes, up to twice the request. So a storage is copied in pieces of such sizes, and takes
    at most an eighth more of the host's memory than of the device's.
-6. Known limit: tensors of subclasses stay, and parameters that FSDP gathers for one forward are not supported.
+6. Known limit: tensors of subclasses stay.
 """
 
 import warnings
@@ -37,6 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
@@ -119,14 +124,28 @@ class _Storage:
 
 @dataclass(eq=False)
 class _BlockStorages:
-    """The storages that one run of a block saved. Autograd alone keeps it and its records alive."""
+    """The storages that one run of a block saved. Autograd alone keeps it and its records alive.
+
+    Args:
+        before: the block that was run before it.
+        stays: storages that are not copied.
+        ungathered: its modules whose weights are not gathered yet, where these are in shards.
+    """
 
     before: "weakref.ref[_BlockStorages] | None"
     stays: set[StorageWeakRef]
+    ungathered: list[nn.Module]
     records: "weakref.WeakValueDictionary[StorageWeakRef, _Storage]" = field(
         default_factory=weakref.WeakValueDictionary
     )
     returned: set[StorageWeakRef] = field(default_factory=set)
+
+    def keeps(self, key: StorageWeakRef) -> bool:
+        """Whether a storage stays on the device, by rules 2 and 5 of NOTE [ offloaded storages ]."""
+        if self.ungathered and key not in self.stays:
+            self.stays |= _state_of(self.ungathered)
+            self.ungathered = _in_shards(self.ungathered)
+        return key in self.stays
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +181,7 @@ class OffloadEngine:
 
     def run(self, function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
         """``function(*inputs)``, as ``offload`` does it."""
-        block = self._begin(inputs, modules)
+        block = self._begin(inputs, list(modules))
         with saved_tensors_hooks(partial(self._pack, block), self._unpack):
             outputs = function(*inputs)
         block.returned = _keys(outputs)
@@ -170,11 +189,12 @@ class OffloadEngine:
             self.last = weakref.ref(block)
         return outputs
 
-    def _begin(self, inputs: tuple[Any, ...], modules: Iterable[nn.Module]) -> _BlockStorages:
+    def _begin(self, inputs: tuple[Any, ...], modules: list[nn.Module]) -> _BlockStorages:
         """Copy the storages of the block before, and take over its outputs. See NOTE [ offloaded storages ]."""
         self._finish()
         self.in_backward = None
-        block = _BlockStorages(self.last, stays=_live_anyway(inputs, modules))
+        stays = _state_of(modules) | _keys([leaf for leaf in _tensors(inputs) if leaf.is_leaf])
+        block = _BlockStorages(self.last, stays, ungathered=_in_shards(modules))
         if before := self.last and self.last():
             here = [record for record in before.records.values() if record.storage is not None]
             self._copy_to_host([record for record in here if record.key not in before.returned])
@@ -188,7 +208,7 @@ class OffloadEngine:
             return tensor
         storage = tensor.untyped_storage()
         key = StorageWeakRef(storage)
-        if storage.nbytes() < self.smallest_bytes or key in block.stays:
+        if storage.nbytes() < self.smallest_bytes or block.keeps(key):
             return tensor
         record = self.known.setdefault(key, _Storage(key, storage))
         block.records[key] = record
@@ -258,13 +278,20 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_own_kind and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _live_anyway(inputs: tuple[Any, ...], modules: Iterable[nn.Module]) -> set[StorageWeakRef]:
-    state = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_leaf]
-    return _keys([*state, *leaves])
+def _state_of(modules: list[nn.Module]) -> set[StorageWeakRef]:
+    """Of their parameters and buffers, without those that are in shards now."""
+    return _keys([tensor for module in modules for tensor in (*module.parameters(), *module.buffers())])
+
+
+def _in_shards(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those with weights that are not gathered."""
+    return [module for module in modules if any(isinstance(weight, DTensor) for weight in module.parameters())]
 
 
 def _keys(values: Any) -> set[StorageWeakRef]:
     """The storages of all tensors in ``values``. A weak reference: its address is not used again while it is held."""
-    tensors = [value for value in tree_leaves(values) if isinstance(value, Tensor) and _is_plain(value)]
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(values) if _is_plain(tensor)}
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

@@ -20,12 +20,14 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from memsave_recipes.errors import InputError
@@ -47,7 +49,8 @@ class Mlp:
 def find_mlps(layer: nn.Module) -> list[Mlp]:
     """The outermost MLPs of ``layer``: linear layers and activations that compute each token by itself.
 
-    That is proven on a few tokens; a model of fake or meta tensors has no values, and its structure is believed.
+    That is proven on a few tokens; a model of fake or meta tensors has no values, and its structure is believed. Where
+    weights are in shards, others take their place.
     """
     found: list[Mlp] = []
     for child in layer.children():
@@ -97,29 +100,44 @@ def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> boo
     if len({parameter.device for parameter in module.parameters()}) > 1:  # frozen weights wait on the host
         module, dropout = copy.deepcopy((module, dropout))
         module.cpu()
+    whole = _stand_ins(module)
+    run = partial(functional_call, module, whole) if whole else module
     last: list[Any] = []
     hook = dropout.register_forward_hook(lambda _, __, output: last.append(output)) if dropout else None
     tokens = _tokens_for(module)
     try:
         with torch.no_grad(), torch.random.fork_rng([tokens.device] if tokens.device.type == "cuda" else []):
-            output = module(tokens)
+            output = run(tokens)
             ends_with_dropout = not last or last[-1] is output
             with _without_dropout(dropout):
-                whole, alone = module(tokens), module(tokens[1:, 2:])
+                together, alone = run(tokens), run(tokens[1:, 2:])
     except Exception:  # it is another kind of module
         return False
     finally:
         if hook is not None:
             hook.remove()
-    same_shape = whole.shape == tokens.shape
-    return ends_with_dropout and same_shape and (not _has_values(whole) or _same(whole[1:, 2:], alone))
+    same_shape = together.shape == tokens.shape
+    return ends_with_dropout and same_shape and (not _has_values(together) or _same(together[1:, 2:], alone))
+
+
+def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
+    """Whole weights for those of ``module`` that are in shards; each in the memory of about a row and a column."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: weight for name, weight in module.named_parameters() if isinstance(weight, DTensor)}
+    return {name: _stand_in(weight, generator) for name, weight in weights.items()}
+
+
+def _stand_in(weight: DTensor, generator: torch.Generator) -> Tensor:
+    numbers: Tensor = torch.randn(sum(weight.shape), generator=generator) / weight.shape[-1] ** 0.5
+    return numbers.to(weight.to_local()).as_strided(weight.shape, [1] * weight.ndim)
 
 
 def _tokens_for(module: nn.Module) -> Tensor:
     """(2, 3, H)."""
     linear = next(part for part in module.modules() if _is_linear(part))
     width = linear.in_features if isinstance(linear, nn.Linear) else linear.get_parameter("weight").shape[0]
-    weight = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    weight: Tensor = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
     tokens = weight.new_zeros(2, 3, int(width))
     return tokens + torch.linspace(-1, 1, tokens.numel()).to(tokens).view_as(tokens) if _has_values(tokens) else tokens
 

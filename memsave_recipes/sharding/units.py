@@ -8,6 +8,8 @@ NOTE [ units ]
    so it stays until its backward.
 3. All else belongs to the root, the module that is trained, whose weights stay from the first forward to the end of the
    backward: class tokens, a pooler, the head of a classifier.
+4. What runs in parts inside of a layer (its MLP in tiles, attention and MLP each from an input of its own) finds the
+   weights of that layer gathered, so the layer stays the unit.
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator
@@ -22,7 +24,7 @@ from memsave_recipes.activations.blocks import Block, CalledLayers, Layer, Stack
 from memsave_recipes.activations.tiles import is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Plan
-from memsave_recipes.plans.plan import JOINT, TILED
+from memsave_recipes.plans.plan import JOINT
 from memsave_recipes.plans.shards import ShardedUnit
 
 LEAST = 2
@@ -44,9 +46,8 @@ def units_of(model: nn.Module, plan: Plan, flag: str) -> list[Unit]:
         flag: the value of ``--shard``, for errors.
 
     Raises:
-        InputError: there are too few, a weight belongs to two of them, or as ``check_plan``.
+        InputError: there are too few, or a weight belongs to two of them.
     """
-    check_plan(plan, flag)
     stacks = find_stacks(model)
     units = [Unit(modules) for modules in map(_with_weights, _groups(stacks, plan)) if modules]
     if len(units) < LEAST:
@@ -129,21 +130,6 @@ def largest_shards(weights: Iterable[Tensor], num_ranks: int) -> list[Tensor]:
         torch.empty((ceil(weight.shape[0] / num_ranks), *weight.shape[1:]), dtype=weight.dtype, device="meta")
         for weight in weights
     ]
-
-
-def check_plan(plan: Plan, flag: str) -> None:
-    """Refuse actions that go with whole weights alone.
-
-    Raises:
-        InputError: the plan has some.
-    """
-    reasons = {
-        "moves gathered weights to the host, too": bool(plan.offloads),
-        "tries MLPs before their weights are gathered": any(map(plan.blocks_under, TILED)),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise InputError(f"--shard {flag}: plan {plan.strategy} {reason}: take full, or selective")
 
 
 def check_parameters(trained: nn.Module, flag: str, unread: Container[nn.Parameter] = ()) -> None:

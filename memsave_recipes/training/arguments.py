@@ -9,7 +9,6 @@ import torch
 
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.plans.plan import offloads
 from memsave_recipes.sharding.groups import FULL, NONE
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 
@@ -282,15 +281,11 @@ class RunArguments(TrackerArguments):
         require(in_range, "--shard", size, "none, full, or how many ranks share the weights, from 2")
         if not self.in_shards:
             return
-        strategy = str(self.activation_checkpointing)
         reasons = {
             "--bitwise_topology adds up whole gradients in one order": self.bitwise_topology,
             "--batchnorm global joins the micro-batches of ranks that gather weights at other times": self.batchnorm
             == "global",
             "--sync_batchnorm has not been tried with it": self.sync_batchnorm,
-            f"--activation_checkpointing {strategy} moves gathered weights to the host, too: take full": offloads(
-                strategy
-            ),
         }
         self._refuse_beside_shards(reasons)
 

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from host_copies import LateCopies
 from torch import nn
 
 from memsave_recipes.activations import apply_plan, plan_blocks
@@ -23,50 +24,6 @@ from memsave_recipes.plans import Action, Plan, Span
 CPU = torch.device("cpu")
 MODELS = ["vgg_small", "densenet_small", "vit", "gpt2", "llama"]
 STRATEGIES = ["offload", "full_offload"]
-
-
-class LateCopies:
-    """Copies that happen only when somebody waits for them, from and to memory that must still be held by then.
-
-    Fresh host memory and fresh targets are filled with NaN, so that reading before the wait shows.
-    """
-
-    def __init__(self):
-        self.pending = {}
-        self.log = []  # "out" or "back", with the bytes
-        self.host = []
-        self.sent = []  # weak references to the storages that left
-
-    def empty_on_host(self, num_bytes):
-        memory = torch.full((num_bytes,), 255, dtype=torch.uint8)
-        self.host.append(weakref.ref(memory))
-        return memory
-
-    def start(self, pairs):
-        event = object()
-        is_host = {id(reference()) for reference in self.host}
-        out = id(pairs[0][0]) in is_host
-        self.log.append(("out" if out else "back", sum(len(target) for target, _ in pairs)))
-        for target, source in pairs:
-            target.fill_(255)
-            if out:
-                self.sent.append(source.untyped_storage()._weak_ref())
-        self.pending[event] = [(weakref.ref(target), weakref.ref(source)) for target, source in pairs]
-        return event
-
-    def wait(self, event):
-        for target, source in self.pending.pop(event):
-            assert target() is not None
-            assert source() is not None
-            target().copy_(source())
-
-    @property
-    def bytes_out(self):
-        return sum(size for way, size in self.log if way == "out")
-
-    @property
-    def bytes_back(self):
-        return sum(size for way, size in self.log if way == "back")
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import copy
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
+from host_copies import HostCopies
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
@@ -264,20 +264,6 @@ def test_on_paper_time_is_the_roofline():
     block = next(block for block in chain.blocks if block.stack is not None)
     assert block.forward_s == pytest.approx(2 * 64 * 256 * 256 / 1e6)
     assert block.backward_s == pytest.approx(2 * 64 * 256 * 256 / 1e6)  # the batch needs no gradient
-
-
-class HostCopies:
-    """Copies to memory that torch's allocator knows nothing of, as a host's is to a device's."""
-
-    def empty_on_host(self, num_bytes):
-        return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
-
-    def start(self, pairs):
-        for target, source in pairs:
-            target.copy_(source)
-
-    def wait(self, event):
-        pass
 
 
 MOVES = {"offload": 2 * 1024 * 512 * 4, "full_offload": 1024 * 512 * 4}

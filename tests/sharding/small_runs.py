@@ -23,6 +23,7 @@ from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.image_classifiers import MODELS
+from memsave_recipes.models.packed_attention import set_packed_attention
 from memsave_recipes.sharding import ShardGroups, shard, whole
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
@@ -155,6 +156,7 @@ class Training:
     dtype: torch.dtype = torch.float64
     loss: str = "full"
     lora: bool = False
+    by_document: bool = False
     optim: OptimizerArguments = None
     global_batch_size: int = 10
     num_steps: int = 20
@@ -165,6 +167,8 @@ class Training:
         if self.lora:
             self.saved = add_lora(model, LoraArguments(lora=True, lora_rank=3), task_type="CAUSAL_LM")
             model.to(self.dtype)
+        if self.by_document:
+            set_packed_attention(model, "document")
         is_language = self.kind in LANGUAGE_MODELS
         trained = CausalLMLoss(model, self.loss, chunk_bytes=4 * VOCABULARY * 8) if is_language else model
         self.plan = plan_blocks(model, self.strategy)
@@ -195,7 +199,8 @@ class Training:
 
     def loss_of(self, micro_batch):
         if self.kind in LANGUAGE_MODELS:
-            return self.trained(**micro_batch)
+            lengths = [[LENGTH]] * len(micro_batch["labels"]) if self.by_document else None
+            return self.trained(**micro_batch, document_lengths=lengths)
         return image_loss(self.trained, **micro_batch)
 
     def forward_and_backward(self, batch):

@@ -26,7 +26,6 @@ class WithAdapters(RecipeArguments, LoraArguments):
         ({"bitwise_topology": True, "micro_batch_size": 2}, "--shard full: --bitwise_topology adds up whole gradients"),
         ({"batchnorm": "global"}, "--shard full: --batchnorm global joins the micro-batches"),
         ({"sync_batchnorm": True}, "--shard full: --sync_batchnorm has not been tried with it: leave one of them out"),
-        ({"activation_checkpointing": "offload"}, "--shard full: --activation_checkpointing offload moves"),
     ],
 )
 def test_flags_that_need_whole_weights_are_refused(flags, line):

@@ -43,17 +43,10 @@ def test_blocks_of_a_sequence_stay_units_under_any_plan():
     assert len(names_of_units(model)) > 3
 
 
-@pytest.mark.parametrize(
-    ("strategy", "reason"),
-    [
-        ("offload", "moves gathered weights to the host, too"),
-        ("full_offload", "moves gathered weights to the host, too"),
-        ("full_tiled:8", "tries MLPs before their weights are gathered"),
-    ],
-)
-def test_plans_for_whole_weights_alone_are_refused(strategy, reason):
-    with pytest.raises(InputError, match=f"--shard full: plan {strategy} {reason}: take full"):
-        names_of_units(build_model("llama"), strategy)
+@pytest.mark.parametrize("strategy", ["offload", "full_offload", "full_tiled:8", "full_tiled_offload:8"])
+def test_a_layer_that_runs_in_parts_stays_a_unit(strategy):
+    model = build_model("llama")
+    assert names_of_units(model, strategy) == names_of_units(model)
 
 
 def test_a_model_without_blocks_is_refused():

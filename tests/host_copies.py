@@ -1,0 +1,79 @@
+"""Offloading on a CPU: copies that happen late, or to memory that torch does not count."""
+
+import weakref
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from memsave_recipes.activations.offload import OffloadEngine
+from memsave_recipes.activations.spans import RUN
+from memsave_recipes.plans import Action
+from memsave_recipes.profiling import step_trace
+
+
+@contextmanager
+def moving_everything(copies):
+    """Inside, blocks that offload move storages of any size by ``copies``, and are predicted to."""
+    engine = OffloadEngine(torch.device("cpu"), copies, smallest_bytes=1)
+    with patch.dict(RUN, {Action.OFFLOAD: engine.run}), patch.object(step_trace, "SMALLEST_BYTES", 1):
+        yield
+
+
+class LateCopies:
+    """Copies that happen only when somebody waits for them, from and to memory that must still be held by then.
+
+    Fresh host memory and fresh targets are filled with NaN, so that reading before the wait shows.
+    """
+
+    def __init__(self):
+        self.pending = {}
+        self.log = []  # "out" or "back", with the bytes
+        self.host = []
+        self.sent = []  # weak references to the storages that left
+
+    def empty_on_host(self, num_bytes):
+        memory = torch.full((num_bytes,), 255, dtype=torch.uint8)
+        self.host.append(weakref.ref(memory))
+        return memory
+
+    def start(self, pairs):
+        event = object()
+        is_host = {id(reference()) for reference in self.host}
+        out = id(pairs[0][0]) in is_host
+        self.log.append(("out" if out else "back", sum(len(target) for target, _ in pairs)))
+        for target, source in pairs:
+            target.fill_(255)
+            if out:
+                self.sent.append(source.untyped_storage()._weak_ref())
+        self.pending[event] = [(weakref.ref(target), weakref.ref(source)) for target, source in pairs]
+        return event
+
+    def wait(self, event):
+        for target, source in self.pending.pop(event):
+            assert target() is not None
+            assert source() is not None
+            target().copy_(source())
+
+    @property
+    def bytes_out(self):
+        return sum(size for way, size in self.log if way == "out")
+
+    @property
+    def bytes_back(self):
+        return sum(size for way, size in self.log if way == "back")
+
+
+class HostCopies:
+    """Copies to memory that torch's allocator knows nothing of, as a host's is to a device's."""
+
+    def empty_on_host(self, num_bytes):
+        return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
+
+    def start(self, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+
+    def wait(self, event):
+        pass
