@@ -179,14 +179,38 @@ def test_a_budget_in_shards_names_the_simplest_plan_that_fits(tmp_path: Path) ->
     words = [*SHARDS, "--shard", "full", "--micro_batch_size", "1"]
     found = planned([*words, "--memory_budget_gib", "1"], tmp_path)
     needed = {one["strategy"]: one["needed_bytes"] for one in found["candidates"]}
-    assert {"none", "full", "selective"} <= needed.keys()
+    assert {"none", "full", "selective", "offload", "full_offload"} <= needed.keys()
     assert value(flags_of(found["launch"]), "--activation_checkpointing") == "none"
     assert "--memory_budget_gib" not in found["launch"]
     gib = (needed["none"] - 1) / 2**30
     found = planned([*words, "--memory_budget_gib", repr(gib)], tmp_path)
     chosen = found["candidates"][found["chosen"]]
-    assert chosen["strategy"] in ("full", "selective", "budget")
+    assert chosen["strategy"] != "none"
     assert chosen["needed_bytes"] <= found["budget_bytes"]
+
+
+LONG_ROWS = ["--config_overrides", "n_layer=6,n_embd=128,n_head=2,n_positions=4096", "--block_size", "4096"]
+
+
+@pytest.mark.parametrize("strategy", ["offload", "full_offload", "full_tiled:512", "full_tiled_offload:512"])
+def test_plans_that_offload_and_tiles_are_predicted_in_shards(tmp_path: Path, strategy: str) -> None:
+    words = [*SHARDS, *LONG_ROWS, "--micro_batch_size", "1", "--activation_checkpointing", strategy]
+    whole, rank = (planned([*words, "--shard", flag], tmp_path)["candidates"][0] for flag in ("none", "full"))
+    assert (rank["strategy"], rank["host_bytes"]) == (strategy, whole["host_bytes"])
+    assert (rank["host_bytes"] > 0) == ("offload" in strategy)
+    assert rank["needed_bytes"] < whole["needed_bytes"]
+
+
+def test_below_all_recomputation_a_rank_in_shards_offloads(tmp_path: Path) -> None:
+    words = [*SHARDS, *LONG_ROWS, "--shard", "full", "--micro_batch_size", "1"]
+    plain = {one["strategy"]: one["needed_bytes"] for one in planned(words, tmp_path)["candidates"]}
+    assert plain["full_offload"] < plain["full"]
+    gib = (plain["full_offload"] + plain["full"]) / 2 / 2**30
+    found = planned([*words, "--memory_budget_gib", repr(gib)], tmp_path)
+    chosen = found["candidates"][found["chosen"]]
+    assert chosen["needed_bytes"] <= found["budget_bytes"]
+    assert chosen["host_bytes"] > 0
+    assert chosen["strategy"] in (value(flags_of(found["launch"]), "--activation_checkpointing"), "budget")
 
 
 def test_a_plan_of_the_solver_in_shards_is_launched_with_its_budget_or_from_a_file(tmp_path: Path) -> None:

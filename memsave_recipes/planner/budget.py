@@ -337,7 +337,6 @@ def plans_to_measure(
     compiles: bool = True,
     ratios: Sequence[float] = COMPILED_RATIOS,
     micro_batch_size: int | None = None,
-    in_shards: bool = False,
 ) -> list[Plan]:
     """The plans to measure for a strategy; the first is the baseline.
 
@@ -346,15 +345,14 @@ def plans_to_measure(
         compiles: whether there is a device to compile for.
         ratios: of compiled memory, for a budget.
         micro_batch_size: of the blocks that run in micro-batches, where some may.
-        in_shards: whether weights are, which rules out the host and tiles.
     """
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
-        to_host = device_type != "cpu" and not in_shards
+        to_host = device_type != "cpu"
         strategies += ["selective", *(OFFLOADING_STRATEGIES if to_host else ())]
         if compiles and strategy == "budget" and _can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]
-        if strategy == "budget" and not in_shards and _has_tiles(workload):
+        if strategy == "budget" and _has_tiles(workload):
             is_long = to_host and max(tokens.shape[-1] for tokens in _tokens(workload)) >= LONG_ROW
             strategies += [name for name in TILED_STRATEGIES if is_long or not offloads(name)]
     elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, *TILED_STRATEGIES, "compiled"):

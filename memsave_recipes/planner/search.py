@@ -275,7 +275,13 @@ class SearchSpace:
             free_bytes = budget_bytes
             for _ in range(MOST_TRIES):
                 try:
-                    plan = forecast(measurement, free_bytes, without_gradients, joins=joins).plan
+                    plan = forecast(
+                        measurement,
+                        free_bytes,
+                        without_gradients,
+                        host_budget_bytes=self.host_budget_bytes,
+                        joins=joins,
+                    ).plan
                     chain = static.added_to(measurement.chain_under(plan))
                     found = Forecast(plan=plan, chain=chain, in_shards=in_shards)
                     over_bytes = found.peak.total_bytes + found.reserve_bytes - budget_bytes

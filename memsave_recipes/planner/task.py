@@ -259,7 +259,6 @@ def choose_for_target(
             device_type=launch.target.device_type,
             compiles=False,
             micro_batch_size=space.micro_batch_size,
-            in_shards=groups is not None,
         )
         return candidates(space, estimator.estimate(workload, plans), layout, loss)
 

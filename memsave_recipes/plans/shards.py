@@ -20,12 +20,14 @@ NOTE [ a step in shards ], as of torch 2.13 (``torch/distributed/fsdp/_fully_sha
    groups replicate one another, what was reduced in this backward stays besides them until its end.
 Bounds: a unit of which modules run at several places counts as gathered from the first to the last of them. The first
 run of blocks that recompute counts as if all that they save were there until their end, and variables of the model
-count as they are under no plan.
+count as they are under no plan, and so does a norm behind layers with tiles. Of a plan that offloads, the most that a
+block moves is resident twice, as with whole weights (``profiling/step_trace.py``).
 
 NOTE [ traffic ]
 A unit is gathered twice a micro-batch, once where its weights stay, and its gradients are reduced once; of its bytes
 each rank sends (W - 1) / W, and between replicas twice that part of a shard. Such seconds are an estimate: they pass at
-the rate of the link, and behind the unit's own forward and backward as far as these take as long.
+the rate of the link, and behind the unit's own forward and backward as far as these take as long. Copies of a plan that
+offloads count as if they had a link of their own.
 """
 
 from collections import Counter

@@ -3,10 +3,12 @@
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from math import inf
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from host_copies import HostCopies, moving_everything
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     BertConfig,
@@ -20,12 +22,14 @@ from transformers import (
 )
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import SimulatedCopies, estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.fake_step import SimulatedClock
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.planner.budget import Forecast, InShards, static_memory_in_shards
+from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES
 from memsave_recipes.plans.shards import Shards
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.breakdown import persistent_tensors
@@ -157,18 +161,32 @@ class Shape:
 
 def predicted(shape):
     """The point of the step at which most is live, by the formula."""
-    model, measured = _measured(shape.kind, shape.rows, shape.length, shape.bf16, shape.loss, shape.dtype)
-    plan, groups = plan_blocks(model, shape.strategy), shape.groups
-    static = static_memory(shape, model)
+    model, plan, chain, _ = _costs(shape)
+    groups, static = shape.groups, static_memory(shape, model)
     shards = Shards(
         units=sharded_units(model, plan, groups.size, shape.flag, on_cpu=True),
         num_ranks=groups.size,
         num_replicas=groups.num_replicas,
         accumulates=shape.num_micro_batches > 1,
     )
-    chain = static.added_to(measured.chain_under(plan))
-    found = Forecast(plan=plan, chain=chain, in_shards=InShards(of_plan=lambda plan: shards, bytes_per_s=1.0))
-    return found.peak
+    in_shards = InShards(of_plan=lambda plan: shards, bytes_per_s=1.0)
+    return Forecast(plan=plan, chain=static.added_to(chain), in_shards=in_shards).peak
+
+
+def set_aside_bytes(shape):
+    """Of a plan that offloads, for copies under way."""
+    _, _, chain, workload = _costs(shape)
+    return chain.resident_bytes - workload.resident_bytes
+
+
+def _costs(shape):
+    """The model, the plan, the costs of a micro-batch under it, and its workload."""
+    measures_itself = shape.strategy.startswith((*OFFLOADING_STRATEGIES, *TILED_STRATEGIES))
+    action = shape.strategy if measures_itself else "selective"
+    with moving_everything(SimulatedCopies(SimulatedClock(), inf)):
+        model, measured = _measured(shape.kind, shape.rows, shape.length, shape.bf16, shape.loss, shape.dtype, action)
+        plan = plan_blocks(model, shape.strategy)
+        return model, plan, measured.chain_under(plan), measured.workload
 
 
 def static_memory(shape, model=None):
@@ -198,8 +216,8 @@ def measured_update_bytes(shape):
 
 
 @cache
-def _measured(kind, rows, length, bf16, loss, dtype):
-    """Of a micro-batch, whatever the number of ranks."""
+def _measured(kind, rows, length, bf16, loss, dtype, action):
+    """Of a micro-batch under no plan and with all blocks under an action, whatever the number of ranks."""
     shape = Shape(kind=kind, num_ranks=2, strategy="none", rows=rows, length=length, bf16=bf16, loss=loss, dtype=dtype)
     model = fake_model(shape.build)
     trained, batch = shape.trained(model), fake_batch(model, shape.batch(torch.device("meta")))
@@ -211,7 +229,7 @@ def _measured(kind, rows, length, bf16, loss, dtype):
         stacks=block_names(find_stacks(model)),
         apart=modules_outside_blocks(model),
     )
-    plans = [plan_blocks(model, strategy) for strategy in ("none", "selective")]
+    plans = [plan_blocks(model, strategy) for strategy in ("none", action)]
     autocast_dtype = torch.bfloat16 if bf16 else None
     return model, estimate_on_target(workload, plans, this_cpu(), autocast_dtype=autocast_dtype)
 
@@ -242,7 +260,7 @@ def measured_bytes(shape):
             if meter is not None:
                 meter.mark()
 
-        with apply_plan(model, plan):
+        with moving_everything(HostCopies()), apply_plan(model, plan):
             for _ in range(2):
                 step()
             stays = [size for label in persistent_tensors(model, optimizer) for size in label.storages.values()]
