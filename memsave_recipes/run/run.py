@@ -271,13 +271,23 @@ class Run:
     def _shard(
         self, trained: nn.Module, model: nn.Module, groups: ShardGroups, unread: Mapping[nn.Parameter, Rows] | None
     ) -> None:
-        """Cut the weights up, in units of the plan that the flags name or that is found for a budget."""
+        """Cut the weights up, in units of the plan that the flags name or that is found for a budget.
+
+        Raises:
+            InputError: as ``shard`` and ``choose_in_shards``, or ``--verify`` and a plan that rounds otherwise.
+        """
         args = self.args
         if args.searches:
             self._in_shards = choose_in_shards(self.accelerator, self._task, show_choice)
             plan = self._in_shards.forecast.plan
         else:
             plan = plan_blocks(model, args.activation_checkpointing)
+        if args.verify == "stop" and not plan.is_bitwise:
+            raise InputError(
+                f"--verify: plan {plan.strategy} rounds in another order, so it is compared with a step in float64, "
+                f"which weights under --shard {args.shard} do not take: leave --verify out, or take a plan that keeps "
+                "every bit, such as full or budget:bitwise"
+            )
         shard(trained, model, plan, groups, self.accelerator.device, args.shard, unread)
         self._joint_blocks = joint_blocks(plan)
         self.accelerator.print(groups.describe())

@@ -76,6 +76,15 @@ def test_a_rank_holds_about_half_of_it(runs):
     assert two["optimizer_state_gib"] < 0.55 * one["optimizer_state_gib"]
 
 
+@pytest.mark.slow
+def test_no_proof_is_begun_that_needs_float64(runs, tmp_path):
+    flags = [*FLAGS, "--train_file", runs / "text.txt", "--verify", "--output_dir", tmp_path / "tiled"]
+    done = launch("cpu_fsdp2.yaml", *flags, "--activation_checkpointing", "full_tiled")
+    assert done.returncode == 2
+    assert "error: --verify: plan full_tiled rounds in another order" in done.stderr
+    assert not (tmp_path / "tiled" / "metrics.jsonl").exists()
+
+
 def test_final_is_a_model_of_transformers_with_the_same_weights(runs):
     one, two = (load_file(runs / name / "final" / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
