@@ -78,7 +78,9 @@ def _plans(measurement: Measurement, num_budgets: int, peaks: Sequence[int]) -> 
 
 
 def _chains(measurement: Measurement) -> list[Chain]:
-    return [measurement.chain(ratio=ratio) for ratio in {plan.compiled_memory_ratio for plan, _ in measurement.traces}]
+    """The costs with each ratio that was measured, and those of spans that recompute at two levels."""
+    ratios = {plan.compiled_memory_ratio for plan, _ in measurement.traces}
+    return [*(measurement.chain(ratio=ratio) for ratio in ratios), replace(measurement.chain(), nested=True)]
 
 
 def _reserve(chain: Chain) -> int:
