@@ -52,6 +52,7 @@ class ShardedUnit:
         reduced_bytes: of the gradients of those that train.
         copied_bytes: of padded copies of gradients while they are reduced.
         stays: whether the weights stay between their forward and their backward.
+        takes_gradient: whether its input may need a gradient, which that of an embedding never does.
     """
 
     parts: frozenset[str]
@@ -59,6 +60,7 @@ class ShardedUnit:
     reduced_bytes: int
     copied_bytes: int = 0
     stays: bool = False
+    takes_gradient: bool = True
 
     @property
     def is_root(self) -> bool:
@@ -136,6 +138,9 @@ class _Step:
         unit = self.unit_at.get(position)
         return self.chain.blocks[position].gradient_bytes > 0 or (unit is not None and unit.reduced_bytes > 0)
 
+    def _input_has_gradient(self, unit: ShardedUnit) -> bool:
+        return unit.takes_gradient and any(self.trains[: self.first[unit]])
+
     def _now(self, point: TimelinePoint, extra_bytes: int = 0) -> TimelinePoint:
         """``point`` with the gradients and the traffic of this moment."""
         buffers = [*self.whole, *self.incoming, *([self.behind] if self.behind else [])]
@@ -192,7 +197,7 @@ class _Step:
             for point in turn:
                 yield from self._run(point)
             self.gradients[self.unit_at.get(position, self.root)] += self.chain.blocks[position].gradient_bytes
-            if unit is not None and self.first[unit] == position and any(self.trains[:position]):
+            if unit is not None and self.first[unit] == position and self._input_has_gradient(unit):
                 yield from self._reduce(unit, begins[number + 1])
                 done.add(unit)
         for unit in self.shards.units:

@@ -13,7 +13,7 @@ NOTE [ units ]
 """
 
 from collections.abc import Collection, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -100,7 +100,9 @@ def sharded_units(
     found = [_in_bytes(root, num_ranks, on_cpu=on_cpu)] if root else []
     for unit in units:
         parts = {blocks.get(module, names[module]) for module in unit.modules}
-        found.append(_in_bytes(_weights(unit.modules), num_ranks, parts, stays=unit.stays, on_cpu=on_cpu))
+        in_bytes = _in_bytes(_weights(unit.modules), num_ranks, parts, stays=unit.stays, on_cpu=on_cpu)
+        has_embedding = any(isinstance(module, nn.Embedding) for module in unit.modules)
+        found.append(replace(in_bytes, takes_gradient=not has_embedding))
     return tuple(found)
 
 

@@ -90,6 +90,18 @@ def test_the_root_stays_and_is_reduced_last():
     assert found[-3:-1] == [("reduction", "the root", 40 + 40, 8 + 40), ("reduction", "a", 40 + 40 + 4, 40)]
 
 
+def test_embeddings_beside_others_are_reduced_last():
+    beside = replace(unit("b"), takes_gradient=False)
+    found = moments(replace(SHARDS, units=(SHARDS.units[0], beside, SHARDS.units[2])))
+    assert found[-5:] == [
+        ("gathering", "a", 10 + 60, 60 + 40 + 40 + 20),
+        ("backward", "a", 10 + 60, 60 + 40 + 20),
+        ("reduction", "a", 10 + 60 + 40, 60 + 40),
+        ("reduction", "b", 10 + 60 + 20, 60),
+        ("optimizer", "", 10 + 30 + 20, 0),
+    ]
+
+
 def test_frozen_weights_are_gathered_and_not_reduced():
     frozen = replace(unit("b"), reduced_bytes=0)
     found = moments(replace(SHARDS, units=(SHARDS.units[0], frozen, SHARDS.units[2])))

@@ -90,8 +90,10 @@ def most_over(shape):
 
 
 IN_PARTS = list(offloading_and_tiles())
-ALL = SHAPES + OTHERS + OF_OPTIMIZERS + IN_PARTS
-OFTEN = [*SHAPES[::5], *OTHERS[8::12], *OF_OPTIMIZERS[::7], *IN_PARTS[::5]]
+SHORT = [Shape(kind=kind, num_ranks=2, strategy="full", rows=1, length=16) for kind in ("gpt2", "bert")]
+"""Whose peak is in the backward of several embeddings, or behind it."""
+ALL = SHAPES + OTHERS + OF_OPTIMIZERS + IN_PARTS + SHORT
+OFTEN = [*SHAPES[::5], *OTHERS[8::12], *OF_OPTIMIZERS[::7], *IN_PARTS[::5], *SHORT]
 
 
 def test_there_are_sixty():
