@@ -8,7 +8,7 @@ from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure, measure_in_groups
 
 
-@pytest.mark.parametrize("name", ["gpt2", "densenet_small"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("densenet_small", marks=pytest.mark.slow)])
 def test_peaks_are_those_of_blocks_measured_together(make_case, name):
     case = make_case(name)
     case.batch = case.batch.repeat(4, *[1] * (case.batch.ndim - 1))

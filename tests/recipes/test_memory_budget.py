@@ -59,7 +59,11 @@ def test_the_plan_file_reproduces_it_without_measuring(train, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("micro_batch_size", "budget"), [("8", 0.0035), ("4", 0.003)], ids=["undivided", "accumulating"]
+    ("micro_batch_size", "budget"),
+    [
+        pytest.param("8", 0.0035, id="undivided", marks=pytest.mark.slow),
+        pytest.param("4", 0.003, id="accumulating"),
+    ],
 )
 def test_two_ranks_agree_on_a_plan_that_fits_both(tmp_path, micro_batch_size, budget):
     flags = ["--model", "densenet_small", *SHORT, "--micro_batch_size", micro_batch_size, "--report_to", "none"]
