@@ -189,6 +189,58 @@ def test_a_budget_in_shards_names_the_simplest_plan_that_fits(tmp_path: Path) ->
     assert chosen["needed_bytes"] <= found["budget_bytes"]
 
 
+ACCUMULATING = [*SHARDS, "--shard", "full", "--micro_batch_size", "1", "--global_batch_size", "16"]
+
+
+def test_gradients_are_reduced_once_a_step_where_that_is_faster(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*ACCUMULATING, "--interconnect", "0.1"]
+    found = planned(words, tmp_path)
+    out = capsys.readouterr().out
+    each, once = (
+        next(one for one in found["candidates"] if one["strategy"] == "none" and one["reduces_once"] == is_once)
+        for is_once in (False, True)
+    )
+    assert once["accumulation_steps"] == 4
+    assert once["step_s"] < each["step_s"]
+    assert once["communication_s"] < each["communication_s"]
+    assert once["needed_bytes"] > each["needed_bytes"]
+    assert sum(once["parts"].values()) == once["needed_bytes"]
+    assert once["parts"]["gradients"] > 2 * each["parts"]["gradients"]
+    assert found["candidates"][found["chosen"]] == once
+    assert value(flags_of(found["launch"]), "--reduce_gradients") == "step"
+    assert "gradients are reduced once a step, and whole on each rank until then (--reduce_gradients step)" in out
+    assert {"each", "once"} <= {word for line in out.splitlines() for word in line.split()}
+    between = repr((each["needed_bytes"] + once["needed_bytes"]) / 2 / 2**30)
+    found = planned([*words, "--memory_budget_gib", between], tmp_path)
+    chosen = found["candidates"][found["chosen"]]
+    assert (chosen["strategy"], chosen["reduces_once"]) != ("none", True)
+    assert chosen["fits"]
+
+
+@pytest.mark.parametrize("way", ["micro_batch", "step"])
+def test_a_way_to_reduce_gradients_that_is_named_is_kept(tmp_path: Path, way: str) -> None:
+    found = planned([*ACCUMULATING, "--reduce_gradients", way], tmp_path)
+    assert {one["reduces_once"] for one in found["candidates"]} == {way == "step"}
+    assert value(flags_of(found["launch"]), "--reduce_gradients") == way
+
+
+def test_where_nothing_accumulates_nothing_is_said_of_reductions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned([*SHARDS, "--shard", "full", "--interconnect", "0.1"], tmp_path)
+    assert not any(one["reduces_once"] for one in found["candidates"])
+    assert "once" not in capsys.readouterr().out.split()
+    assert "--reduce_gradients" not in found["launch"]
+
+
+def test_whole_weights_have_no_way_to_reduce_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SHARDS[1:], "--reduce_gradients", "step"]) == 2
+    line = "--reduce_gradients step: weights are whole, so gradients are reduced once a step: pass --shard full"
+    assert line in capsys.readouterr().err
+
+
 LONG_ROWS = ["--config_overrides", "n_layer=6,n_embd=128,n_head=2,n_positions=4096", "--block_size", "4096"]
 
 
@@ -293,6 +345,8 @@ def test_a_frontier_in_shards_has_what_a_rank_needs(tmp_path: Path, capsys: pyte
     words += ["--target", "a100", "--num_processes", "2", "--loss", "full", "--micro_batch_size", "1"]
     whole = {one["strategy"]: one["needed_bytes"] for one in planned(words, tmp_path)["candidates"]}
     found = planned([*words, "--shard", "full"], tmp_path)["candidates"]
+    assert any(one["reduces_once"] for one in found)
+    found = [one for one in found if not one["reduces_once"]]
     in_shards = {one["strategy"]: one["needed_bytes"] for one in found}
     assert {"none", "full", "selective", "every:2", "segments:4"} <= in_shards.keys()
     assert all(in_shards[name] < whole[name] for name in in_shards.keys() & whole.keys() - {"budget"})

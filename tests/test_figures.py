@@ -387,6 +387,7 @@ FIGURES = {
         "loads all of them 563 MB": IN_SLICES,
         "on 4 ranks 147 MB (its share is 93 MB, the largest unit 131 MB)": IN_SLICES,
         "loads all of them 470 MB": IN_SLICES,
+        "finds that it fits and is faster by 1 %": Stated("a setting"),
         "and at most 1 % less": Asserted("tests/sharding/test_memory.py"),
         "at most 2 % less with tiles, 8 % less in VGG under `offload`, and 1 % less": Asserted(
             "tests/sharding/test_memory.py"

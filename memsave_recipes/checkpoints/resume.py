@@ -17,7 +17,7 @@ from memsave_recipes.checkpoints.commit import Damaged, discard, verify_manifest
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.sharding.groups import NONE
-from memsave_recipes.training.arguments import AUTO, RunArguments
+from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.launch import describe_environment
 
@@ -38,8 +38,16 @@ FREE = {
     *("micro_batch_size", "memory_budget_gib", "activation_checkpointing", "gradient_checkpointing", "lora_merge"),
 }
 """The flags that change no weight, or no more than rounding does."""
-LATER = {"batchnorm": "local", "bitwise_topology": False, "packed_attention": "mask", "shard": NONE}
+LATER = {
+    "batchnorm": "local",
+    "bitwise_topology": False,
+    "packed_attention": "mask",
+    "shard": NONE,
+    "reduce_gradients": PER_MICRO_BATCH,
+}
 """Flags that runs of an earlier version did not have, and how they were trained."""
+ROUNDS = ("shard", "reduce_gradients")
+"""Flags by which ranks add gradients in another order."""
 CHOSEN = ("packed_attention",)
 """Flags whose ``auto`` a run resolves when it begins, and writes down."""
 LENGTH = {"max_steps", "num_epochs"}
@@ -153,15 +161,21 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
     """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
 
     A search depends on measured times, and another plan would round in another way. With ``--bitwise_topology`` another
-    number of ranks takes the micro-batch alone. With another ``--shard`` a rank has room for other plans.
+    number of ranks takes the micro-batch alone. With another ``--shard`` a rank has room for other plans. In shards the
+    way in which the earlier run reduced gradients is kept with its plan.
     """
-    layout = earlier["geometry"]
+    layout, reduction = earlier["geometry"], earlier.get("reduce_gradients", PER_MICRO_BATCH)
     same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
+    same_search = same_search and run.reduce_gradients in (AUTO, reduction)
     same_ranks = layout["num_processes"] == num_processes and (LATER | earlier)["shard"] == (run.shard or NONE)
     if run.bitwise_topology and run.micro_batch_size == AUTO and layout["num_processes"] != num_processes:
         budget_gib = run.memory_budget_gib if run.solves else None
         return replace(run, micro_batch_size=layout["micro_batch_size"], memory_budget_gib=budget_gib)
-    if not (run.searches and same_search and same_ranks):
+    if not same_ranks or (run.searches and not same_search):
+        return run
+    if run.in_shards and run.reduce_gradients == AUTO:
+        run = replace(run, reduce_gradients=reduction)
+    if not run.searches:
         return run
     return replace(
         run,
@@ -195,10 +209,10 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
     free = FREE | LENGTH if now["lr_scheduler_type"] in SCHEDULES_WITHOUT_END else FREE
     notices = []
     for name in saved.keys() & now.keys() - free:
-        if saved[name] == now[name] or (name in CHOSEN and now[name] == AUTO):
+        if saved[name] == now[name] or (name in (*CHOSEN, "reduce_gradients") and now[name] == AUTO):
             continue
-        if name == "shard":
-            notices.append(f"note: --shard was {saved[name]} and is {now[name]}: ranks add gradients in another order")
+        if name in ROUNDS:
+            notices.append(f"note: --{name} was {saved[name]} and is {now[name]}: ranks add gradients in another order")
             continue
         if name not in PLACES:
             why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if name in LENGTH else ""

@@ -26,6 +26,7 @@ from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.planner.lengths import TOKENS_APART, Curve, curves, under_each
 from memsave_recipes.planner.search import Choice
 from memsave_recipes.planner.task import choose_for_target
+from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH
 
 BLOCK, MICRO, GLOBAL = "block_size", "micro_batch_size", "global_batch_size"
 NAMES = (BLOCK, MICRO, GLOBAL)
@@ -135,8 +136,10 @@ def _flags(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:
 
 
 def _probe(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:
-    """The flags by which to ask whether ``value`` fits."""
-    flags = _flags(request, name, value)
+    """The flags by which to ask whether ``value`` fits; in shards as they need least."""
+    flags, run = _flags(request, name, value), request.task.run
+    if run.in_shards and run.reduce_gradients == AUTO:
+        flags = (*flags, "--reduce_gradients", PER_MICRO_BATCH)
     return (*flags, f"--{MICRO}", "1") if name == BLOCK and MICRO not in request.named else flags
 
 

@@ -32,7 +32,7 @@ from memsave_recipes.planner.task import (
 )
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.text import GIB, to_gib
-from memsave_recipes.training.arguments import AUTO, MAX_GIB
+from memsave_recipes.training.arguments import AUTO, MAX_GIB, PER_STEP
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.parsing import named_flags, underscored
 
@@ -49,8 +49,8 @@ IN_SHARDS = (
     "gradients while they are reduced (communication); streams of a GPU may hold one buffer more"
 )
 TRAFFIC = (
-    "traffic is assumed to pass at {rate:.4g} GB/s ({source}), two gathers and a reduction of all weights a "
-    "micro-batch, and to hide behind a unit's own forward and backward"
+    "traffic is assumed to pass at {rate:.4g} GB/s ({source}), two gathers of all weights a micro-batch and a "
+    "reduction whenever gradients are reduced, and to hide behind a unit's own forward and backward"
 )
 TO_HOST = "a device's link to its host; --interconnect names another rate"
 COPIES = "that of copies on this CPU; --interconnect names another rate"
@@ -147,6 +147,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     if gib is None and "memory_budget_gib" not in named:
         gib = usable_gib
     task = read_task(arguments.recipe, [*flags, *open_flags(named, gib)])
+    task.run.check_reduction()
     return PlanRequest(
         recipe=arguments.recipe,
         flags=flags,
@@ -279,6 +280,8 @@ def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
         decided["activation_checkpointing"] = strategy if is_solved or by_preset else chosen.strategy
     if len(request.task.losses) > 1 and chosen.loss is not None:
         decided["loss"] = chosen.loss
+    if run.reduce_gradients == AUTO and chosen.reduces_once:
+        decided["reduce_gradients"] = PER_STEP
     if is_solved and not by_preset:
         decided["memory_budget_gib"] = f"{request.budget_gib:.12g}"
     return decided
@@ -356,6 +359,7 @@ def record_of_candidate(candidate: Candidate) -> dict[str, Any]:
         "global_batch_size": candidate.layout.global_batch_size,
         "loss": candidate.loss,
         "strategy": candidate.strategy,
+        "reduces_once": candidate.reduces_once,
         "peak_bytes": candidate.peak_bytes,
         "peak_phase": peak.phase,
         "peak_block": peak.block,

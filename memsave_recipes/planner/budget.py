@@ -83,7 +83,7 @@ class StaticMemory:
         state_bytes: the optimizer's state.
         buckets_bytes: DDP's gradient buckets.
         sums_bytes: sums of earlier gradients that are there when a micro-batch begins: of ``--bitwise_topology``, and
-            of accumulation where weights are in shards.
+            of accumulation where weights are in shards and each micro-batch is reduced.
         exchange_bytes: of the same, buckets on their way between ranks.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
@@ -155,8 +155,8 @@ def static_memory_in_shards(
 ) -> StaticMemory:
     """The static memory of the first rank of a run whose weights are in shards over ``num_ranks``.
 
-    Each micro-batch is reduced by itself, so gradients of earlier ones are shards, too. SGD, which is not fused for
-    shards, adds the decay of the weights to a copy of their gradients.
+    Each micro-batch is reduced by itself, so gradients of earlier ones are shards, too; else ``InShards.reduced_once``.
+    SGD, which is not fused for shards, adds the decay of the weights to a copy of their gradients.
 
     Raises:
         InputError: as ``parameters_by_optimizer``.
@@ -256,6 +256,18 @@ class InShards:
     of_plan: Callable[[Plan], Shards]
     bytes_per_s: float
 
+    def reduced_once(self, static: StaticMemory, accumulation_steps: int) -> tuple["InShards", StaticMemory]:
+        """The same with gradients that are reduced once a step, and the static memory with them.
+
+        Args:
+            static: where each micro-batch is reduced.
+        """
+
+        def of_plan(plan: Plan) -> Shards:
+            return replace(self.of_plan(plan), accumulates=False, num_unreduced=accumulation_steps - 1)
+
+        return replace(self, of_plan=of_plan), replace(static, sums_bytes=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
@@ -268,6 +280,16 @@ class Forecast:
     plan: Plan
     chain: Chain
     in_shards: InShards | None = None
+
+    @cached_property
+    def shards(self) -> Shards | None:
+        """In the units of the plan; ``None`` for whole weights."""
+        return None if self.in_shards is None else self.in_shards.of_plan(self.plan)
+
+    @property
+    def num_unreduced(self) -> int:
+        """Micro-batches of a step whose gradients in shards are reduced with those of its last one."""
+        return 0 if self.shards is None else self.shards.num_unreduced
 
     @property
     def peak(self) -> TimelinePoint:
@@ -306,15 +328,18 @@ class Forecast:
 
     @property
     def micro_batch_s(self) -> float:
-        """Seconds of one forward and backward under the plan, with those of the traffic that nothing hides."""
+        """Seconds of one forward and backward under the plan, with those of the traffic that nothing hides.
+
+        The mean over the micro-batches of a step.
+        """
         return self.baseline_s + self.added_s + self.communication_s[1]
 
     @cached_property
     def communication_s(self) -> tuple[float, float]:
         """Seconds that weights and gradients travel between ranks, and those of them that nothing hides."""
-        if self.in_shards is None:
+        if self.in_shards is None or self.shards is None:
             return 0.0, 0.0
-        return communication_s(self.chain, self.in_shards.of_plan(self.plan), self.in_shards.bytes_per_s)
+        return communication_s(self.chain, self.shards, self.in_shards.bytes_per_s)
 
     @property
     def noise_s(self) -> float:
@@ -324,9 +349,9 @@ class Forecast:
     @cached_property
     def _simulated(self) -> Simulation:
         simulated = simulate(self.chain, self.plan)
-        if self.in_shards is None:
+        if self.shards is None:
             return simulated
-        return replace(simulated, peak=peak_in_shards(self.chain, self.plan, self.in_shards.of_plan(self.plan)))
+        return replace(simulated, peak=peak_in_shards(self.chain, self.plan, self.shards))
 
 
 def plans_to_measure(

@@ -290,7 +290,7 @@ class Setting:
     budget_bytes: int
     strategies: tuple[str, ...] = STRATEGIES
     like: "Setting | None" = None
-    _plain: dict[tuple[int, str | None], Candidate] = field(default_factory=dict, init=False)
+    _plain: dict[tuple[int, str | None], list[Candidate]] = field(default_factory=dict, init=False)
 
     @property
     def layouts(self) -> list[BatchLayout]:
@@ -318,7 +318,7 @@ class Setting:
 
     def _choice(self, loss: str | None) -> Choice:
         at = self._largest(loss)
-        found = [self._plain_at(at, loss)]
+        found = self._plain_ways(at, loss)
         for layout in self.layouts[at + found[0].fits : at + 2]:
             found += self.planned(layout, loss)
             if not any(candidate.fits for candidate in found):
@@ -348,6 +348,7 @@ class Setting:
             overheads=overheads_of_target(self.launch.target, model),
             plan_of=partial(plan_blocks, model),
             in_shards=None if groups is None else partial(in_shards, self.task, self.launch, model, groups),
+            reductions=self.task.run.reductions,
         )
         return space.candidates(self.estimates.of(layout.micro_batch_size, loss, measured), layout, loss)
 
@@ -363,9 +364,13 @@ class Setting:
         return static_memory_in_shards(optim, model, layout, num_ranks=self.groups.size)
 
     def _plain_at(self, at: int, loss: str | None) -> Candidate:
+        return self._plain_ways(at, loss)[0]
+
+    def _plain_ways(self, at: int, loss: str | None) -> list[Candidate]:
+        """In shards with both ways to reduce gradients, that for every micro-batch first."""
         if (at, loss) not in self._plain:
-            (self._plain[at, loss],) = self._candidates(self.layouts[at], loss, PLAIN, (PLAIN,))
-        return self._plain[at, loss]
+            self._plain[at, loss] = self._candidates(self.layouts[at], loss, PLAIN, (PLAIN,))
+        return self._plain[at, loss].copy()
 
     def _largest(self, loss: str | None) -> int:
         """The number of the largest layout that fits without checkpointing; 0 where none does."""

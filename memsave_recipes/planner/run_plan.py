@@ -9,7 +9,8 @@ NOTE [ a plan for shards ]
    rank, which has most; seconds follow from the rates of the device and are not measured.
 2. The budget is that of the flags, or what the rank with the least memory can use.
 3. The trial step runs in shards. Where it needs more than the budget, micro-batches are halved under the same plan:
-   another one would have other units.
+   another one would have other units. Gradients that a search would reduce once a step are first reduced for every
+   micro-batch.
 """
 
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from memsave_recipes.planner.search import (
     host_line,
     host_memory_too_small,
     open_layouts,
+    reduction_line,
     search,
 )
 from memsave_recipes.planner.task import Launch, Task, choose_for_target, fake_planned_model
@@ -56,7 +58,7 @@ from memsave_recipes.plans.plan import offloads
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.profiling.memory import empty_cache
 from memsave_recipes.text import GIB, format_bytes, gib_that_suffice, to_gib
-from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
+from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
 
@@ -65,10 +67,14 @@ PROGRESS_BAR_DELAY_S = 5
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan; with the predicted peak of a step if it was made for a budget."""
+    """A plan; with the predicted peak of a step if it was made for a budget.
+
+    ``reduces_once`` says whether gradients in shards are reduced once a step.
+    """
 
     plan: Plan
     predicted_peak_bytes: int | None = None
+    reduces_once: bool = False
 
 
 def plan_run(
@@ -106,7 +112,8 @@ def plan_run(
         running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
         plan = plan_blocks(model, run.activation_checkpointing or "none", running)
         size = run.micro_batch_of_blocks(batches.layout)
-        return RunPlan(plan if size is None else plan.in_micro_batches(size))
+        plan = plan if size is None else plan.in_micro_batches(size)
+        return RunPlan(plan, reduces_once=run.reduce_gradients == PER_STEP)
     if in_shards is not None:
         candidate = _PlanningInShards(accelerator, task()).tried(in_shards, step)
     else:
@@ -115,7 +122,8 @@ def plan_run(
         candidate = planning.tried(planning.choose(planning.open_layouts()))
     empty_cache(accelerator.device)  # of the trial steps
     batches.layout = candidate.layout
-    return RunPlan(candidate.forecast.plan, candidate.allocated_bytes)
+    reduces_once = candidate.reduces_once or run.reduce_gradients == PER_STEP
+    return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, reduces_once)
 
 
 def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choice], None]) -> Candidate:
@@ -406,9 +414,7 @@ class _PlanningInShards:
         return candidate
 
     def _needed_bytes(self, candidate: Candidate, step: StepOnDevice) -> int:
-        forward = step.forward(candidate.layout)
-        peak_bytes = run_trial_step_in_shards(candidate, self.accelerator, step.model, forward)
-        return peak_bytes + sum(candidate.overheads.values())
+        return run_trial_step_in_shards(candidate, step) + sum(candidate.overheads.values())
 
     def _smaller_layout(self, candidate: Candidate, needed_bytes: int) -> BatchLayout:
         layout, size = candidate.layout, candidate.layout.micro_batch_size
@@ -416,6 +422,9 @@ class _PlanningInShards:
             f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong, a step in shards needs "
             f"{format_bytes(needed_bytes)} of {format_bytes(candidate.budget_bytes)}"
         )
+        if candidate.reduces_once and self.task.run.reduce_gradients == AUTO:
+            self.accelerator.print(f"{sentence}, so {reduction_line(once=False)}")
+            return layout
         if size == 1:
             raise InputError(
                 f"{sentence}, and the micro-batch cannot be halved: raise --memory_budget_gib above "
@@ -429,7 +438,7 @@ class _PlanningInShards:
         return smaller
 
     def _of_same_plan(self, candidate: Candidate, layout: BatchLayout) -> Candidate:
-        """The plan of ``candidate`` for another layout; on the first rank."""
+        """The plan of ``candidate`` for what the trial step has left of layout and reduction; on the first rank."""
         plan = candidate.forecast.plan
 
         def of_plan(
@@ -439,7 +448,12 @@ class _PlanningInShards:
             return pinned.candidates(measurement, layout, loss)
 
         budget_gib = to_gib(candidate.budget_bytes) if self.task.run.solves else None
-        run = replace(self.task.run, micro_batch_size=layout.micro_batch_size, memory_budget_gib=budget_gib)
+        run = replace(
+            self.task.run,
+            micro_batch_size=layout.micro_batch_size,
+            memory_budget_gib=budget_gib,
+            reduce_gradients=PER_STEP if self.task.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH,
+        )
         (found,) = self._choice(run, self.launch, candidate.budget_bytes, candidates=of_plan).candidates
         return _sendable(found)
 

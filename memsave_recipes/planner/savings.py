@@ -30,7 +30,7 @@ from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.shards import Shards
 from memsave_recipes.sharding.units import sharded_units
 from memsave_recipes.text import gib_that_suffice, to_gib
-from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.arguments import PER_MICRO_BATCH, OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.optimizers import check_in_backward, parameters_by_optimizer, state_bytes
 from memsave_recipes.training.update_rules import hidden_matrices
@@ -271,6 +271,7 @@ def budget_too_small(
         f"{smallest.strategy}), of which {largest} take {to_gib(num_bytes):.4g}"
         + ("; a smaller --micro_batch_size, or auto, needs less" if is_divisible else "")
         + ("; shards over more ranks need less" if in_shards else "")
+        + (f"; --reduce_gradients {PER_MICRO_BATCH} needs less" if smallest.reduces_once else "")
         + (f"; less is needed with {listed} GiB" if listed else "")
     )
 

@@ -24,7 +24,13 @@ from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, offloads
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.text import format_bytes
-from memsave_recipes.training.arguments import AUTO, OptimizerArguments, RunArguments
+from memsave_recipes.training.arguments import (
+    AUTO,
+    PER_MICRO_BATCH,
+    PER_STEP,
+    OptimizerArguments,
+    RunArguments,
+)
 from memsave_recipes.training.batch_layout import BatchLayout
 
 STRATEGIES = ("none", "full", "selective", *OFFLOADING_STRATEGIES)  # the simplest first
@@ -114,6 +120,11 @@ class Candidate:
         return self.layout.global_batch_size / self.step_s
 
     @property
+    def reduces_once(self) -> bool:
+        """Whether gradients in shards are reduced once a step, and not for every micro-batch."""
+        return self.forecast.num_unreduced > 0
+
+    @property
     def parts(self) -> dict[str, int]:
         """The bytes in use at the peak, by kind; they add up to ``needed_bytes``."""
         peak, chain = self.forecast.peak, self.forecast.chain
@@ -174,10 +185,10 @@ def _slowest_s(candidate: Candidate) -> float:
     return candidate.step_s + candidate.noise_s
 
 
-def _complexity(candidate: Candidate) -> tuple[int, int, float]:
+def _complexity(candidate: Candidate) -> tuple[int, int, bool, float]:
     strategy = candidate.strategy
     rank = STRATEGIES.index(strategy) if strategy in STRATEGIES else len(STRATEGIES)
-    return rank, candidate.layout.accumulation_steps, candidate.step_s
+    return rank, candidate.layout.accumulation_steps, candidate.reduces_once, candidate.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +204,7 @@ class SearchSpace:
         compiled_ratios: of compiled memory, to measure for a budget.
         missed_bytes: as of ``forecast``.
         in_shards: of a batch layout, where weights are in shards.
+        reductions: whether gradients in shards are reduced once a step: the ways to compare.
         micro_batch_size: of the blocks that run in micro-batches: those that a named strategy recomputes, and any for a
             budget; ``None``: no block does.
     """
@@ -207,11 +219,10 @@ class SearchSpace:
     missed_bytes: int = 0
     micro_batch_size: int | None = None
     in_shards: Callable[[BatchLayout], InShards] | None = None
+    reductions: tuple[bool, ...] = (False,)
 
     def candidates(self, measurement: Measurement, layout: BatchLayout, loss: str | None = None) -> list[Candidate]:
         """The candidates of one layout, by the costs of a micro-batch; none where the host was too small to measure."""
-        static = self.static(layout)
-        in_shards = None if self.in_shards is None else self.in_shards(layout)
         return [
             Candidate(
                 layout=layout,
@@ -223,8 +234,19 @@ class SearchSpace:
                 budget_bytes=self.budget_bytes,
                 host_budget_bytes=self.host_budget_bytes,
             )
+            for in_shards, static in self._ways_to_reduce(layout)
             for found in self._forecasts(measurement, static, in_shards)
         ]
+
+    def _ways_to_reduce(self, layout: BatchLayout) -> Iterator[tuple[InShards | None, StaticMemory]]:
+        """``in_shards`` and the static memory for each of ``reductions``; for one where nothing accumulates."""
+        static, steps = self.static(layout), layout.accumulation_steps
+        in_shards = None if self.in_shards is None else self.in_shards(layout)
+        if in_shards is None or steps == 1:
+            yield in_shards, static
+            return
+        for once in self.reductions:
+            yield in_shards.reduced_once(static, steps) if once else (in_shards, static)
 
     def _forecasts(
         self, measurement: Measurement, static: StaticMemory, in_shards: InShards | None
@@ -360,6 +382,13 @@ def host_memory_too_small(candidate: Candidate) -> InputError:
         f"--activation_checkpointing {candidate.strategy}: a rank would move {format_bytes(candidate.host_bytes)} to "
         f"its host, which has {there} available for it: take full, or a smaller --micro_batch_size"
     )
+
+
+def reduction_line(*, once: bool) -> str:
+    """A line on when the gradients of accumulated micro-batches are reduced, where weights are in shards."""
+    if once:
+        return f"gradients are reduced once a step, and whole on each rank until then (--reduce_gradients {PER_STEP})"
+    return f"gradients are reduced after every micro-batch (--reduce_gradients {PER_MICRO_BATCH})"
 
 
 def host_line(candidate: Candidate) -> str:

@@ -248,6 +248,7 @@ def choose_for_target(
         plan_of=partial(plan_blocks, model),
         micro_batch_size=task.run.micro_batch_of_blocks(layouts[0]),
         in_shards=None if groups is None else partial(in_shards, task, launch, model, groups),
+        reductions=task.run.reductions,
     )
 
     def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:

@@ -14,13 +14,15 @@ NOTE [ trial step ]
    is chosen again among all of them: ``MAX_TRIALS`` plans in all.
 5. Where weights are in shards, it gathers them and reduces gradients, as in training: rule 3 does not hold, and a rank
    without memory ends the run, as one does in a step. Gradients of the first of two micro-batches are then among the
-   static memory. On a CPU a buffer that a thread of gloo lets go last leaves no event, so a reading may be too high,
-   by chance: the lowest of ``READINGS`` counts.
+   static memory, or, where they are reduced once a step, in the step, which then has up to three. On a CPU a buffer
+   that a thread of gloo lets go last leaves no event, so a reading may be too high, by chance: the lowest of
+   ``READINGS`` counts.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -37,6 +39,7 @@ from memsave_recipes.profiling.block_costs import Measurement, Workload, measure
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, running_blocks, without_layerdrop
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
+from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.text import first_line, format_bytes
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
@@ -173,16 +176,17 @@ def run_trial_step(
     return largest.bytes
 
 
-def run_trial_step_in_shards(
-    candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]
-) -> int:
-    """As ``run_trial_step``, by rule 5 of NOTE [ trial step ].
+def run_trial_step_in_shards(candidate: Candidate, step: StepOnDevice) -> int:
+    """As ``run_trial_step``, by rule 5 of NOTE [ trial step ]; gradients are then reduced as the candidate does.
 
     Raises:
         torch.OutOfMemoryError: this rank ran out of memory.
     """
+    accelerator, prepared = step.accelerator, step.prepared
+    forward, no_sync = step.forward(candidate.layout), partial(accelerator.no_sync, prepared)
+    reduce_once_a_step(prepared, candidate.reduces_once)
     try:
-        own_bytes = step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
+        own_bytes = step_bytes(candidate.forecast, candidate.static, step.model, forward, accelerator.device, no_sync)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -195,13 +199,22 @@ def run_trial_step_in_shards(
 
 
 def step_bytes(
-    forecast: Forecast, static: StaticMemory, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
+    forecast: Forecast,
+    static: StaticMemory,
+    model: nn.Module,
+    forward: Callable[[], Tensor],
+    device: torch.device,
+    no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> int:
     """As ``run_trial_step``, on this process alone, or in shards on all of them.
 
-    Runs two forwards and backwards for a reading, or three under accumulation with whole weights.
+    Runs two forwards and backwards for a reading; three or four under accumulation, where gradients are whole.
+
+    Args:
+        no_sync: the context of micro-batches before the last one of a step.
     """
     in_shards = forecast.in_shards is not None
+    num_before = min(forecast.num_unreduced, 2) or int(static.gradients_resident)
     has_sums = in_shards and static.sums_bytes > 0
     with (
         apply_plan(model, forecast.plan),
@@ -213,8 +226,10 @@ def step_bytes(
         ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=device)
 
         def step(meter: Meter) -> None:
-            for _ in range(1 + static.gradients_resident):
-                torch.autograd.backward(forward())
+            for _ in range(num_before):
+                with no_sync():
+                    torch.autograd.backward(forward())
+            torch.autograd.backward(forward())
             meter.mark()
             clear_gradients(model)
 

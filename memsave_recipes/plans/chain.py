@@ -21,7 +21,8 @@ NOTE [ the figures of a chain ]
 6. ``backward_transient_bytes``: the highest live bytes in its backward less the live bytes when that began. Live then:
    its saved tensors, and the gradient of its output, taken to be as large as all that leaves the block. The transient
    includes the gradient of its input, the gradients of its parameters (as if there were none before), their
-   temporaries, workspaces, and the tensors that an option brings back.
+   temporaries, workspaces, and the tensors that an option brings back. It is less by ``accumulated_bytes`` where
+   there are gradients of an earlier micro-batch, as each new one is gone when it has been added to them.
 7. ``gradient_bytes``: the parameter gradients that are there after its backward and were not before. A tied weight
    counts where its gradient is born: in the later of its blocks. ``tied_gradient_bytes`` of them wait there for the
    gradient of the earlier use, even where the gradients of an earlier micro-batch are there already.
@@ -39,7 +40,7 @@ NOTE [ the figures of a chain ]
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memsave_recipes.plans.plan import TILED, Action
 
@@ -58,6 +59,7 @@ class BlockOption:
         saved_bytes: saved on the device besides input and output.
         saves_input, saves_output: whether it holds its input, its output.
         forward_transient_bytes, backward_transient_bytes: the peaks of its forward and backward above their start.
+        accumulated_bytes: by which the latter is less under accumulation.
 
     Raises:
         ValueError: a figure that no measurement gives.
@@ -71,9 +73,11 @@ class BlockOption:
     saves_output: bool
     forward_transient_bytes: int
     backward_transient_bytes: int
+    accumulated_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "noise_s", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
+        _check_not_negative(self, "accumulated_bytes")
         if self.action is Action.RECOMPUTE:
             raise ValueError("RECOMPUTE is no option: its costs follow from those of KEEP")
         if not math.isfinite(self.added_s) or (self.action is Action.KEEP and self.added_s):
@@ -132,6 +136,15 @@ class BlockCosts:
         """The transient of its second run where it is the last block of a span."""
         whole = self.option(Action.KEEP).forward_transient_bytes
         return whole if self.until_saved_bytes is None else min(whole, self.until_saved_bytes)
+
+    @property
+    def accumulating(self) -> "BlockCosts":
+        """The same in a later micro-batch, whose gradients are added to those of an earlier one as they are made."""
+        options = (
+            replace(one, backward_transient_bytes=max(0, one.backward_transient_bytes - one.accumulated_bytes))
+            for one in self.options
+        )
+        return replace(self, options=tuple(options))
 
     def option(self, action: Action) -> BlockOption:
         """Its costs under ``action``.

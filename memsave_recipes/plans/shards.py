@@ -16,18 +16,21 @@ NOTE [ a step in shards ], as of torch 2.13 (``torch/distributed/fsdp/_fully_sha
 4. So it is with every unit whose input needs a gradient. The others are reduced when the backward has ended, in the
    order in which the model registers them: embeddings, what is behind frozen ones, and the root, whose weights stay
    from the first forward on.
-5. Of accumulated micro-batches each is reduced by itself, so those before have left gradients of shards alone. Where
-   groups replicate one another, what was reduced in this backward stays besides them until its end.
+5. Of accumulated micro-batches each may be reduced by itself, so those before have left gradients of shards alone.
+   Where groups replicate one another, what was reduced in this backward stays besides them until its end.
+6. Or those before the last one are not reduced (``no_sync``): rule 3 ends where the weights are freed. The first leaves
+   whole gradients. Each gradient of the others is gone when it has been added to them; that of a weight with two uses
+   waits for the second. The last one reduces the sums.
 Bounds: a unit of which modules run at several places counts as gathered from the first to the last of them. The first
 run of blocks that recompute counts as if all that they save were there until their end, and variables of the model
 count as they are under no plan, and so does a norm behind layers with tiles. Of a plan that offloads, the most that a
 block moves is resident twice, as with whole weights (``profiling/step_trace.py``).
 
 NOTE [ traffic ]
-A unit is gathered twice a micro-batch, once where its weights stay, and its gradients are reduced once; of its bytes
-each rank sends (W - 1) / W, and between replicas twice that part of a shard. Such seconds are an estimate: they pass at
-the rate of the link, and behind the unit's own forward and backward as far as these take as long. Copies of a plan that
-offloads count as if they had a link of their own.
+A unit is gathered twice a micro-batch, once where its weights stay, and its gradients are reduced once, or in the last
+micro-batch of a step alone; of its bytes each rank sends (W - 1) / W, and between replicas twice that part of a shard.
+Such seconds are an estimate: they pass at the rate of the link, and behind the unit's own forward and backward as far
+as these take as long. Copies of a plan that offloads count as if they had a link of their own.
 """
 
 from collections import Counter
@@ -76,12 +79,15 @@ class Shards:
         num_ranks: that hold the weights together.
         num_replicas: groups of so many ranks that replicate one another.
         accumulates: whether there are gradients of earlier micro-batches; they are in the chain's ``resident_bytes``.
+        num_unreduced: micro-batches whose gradients stay whole until the next one of their step reduces them with its
+            own; none where each is reduced.
     """
 
     units: tuple[ShardedUnit, ...]
     num_ranks: int
     num_replicas: int = 1
     accumulates: bool = False
+    num_unreduced: int = 0
 
 
 def timeline_in_shards(chain: Chain, plan: Plan, shards: Shards) -> Iterator[TimelinePoint]:
@@ -97,7 +103,10 @@ def timeline_in_shards(chain: Chain, plan: Plan, shards: Shards) -> Iterator[Tim
     """
     if chain.gradients_resident:
         raise ValueError("whole gradients are never resident where weights are in shards")
-    return _Step(chain, shards).points(list(timeline(chain, plan, every_forward=True)))
+    # Of those that are not reduced, the second one is like all others.
+    kinds = [{"adds": adds, "reduces": False} for adds in (False, True)][: shards.num_unreduced]
+    kinds.append({"adds": shards.num_unreduced > 0, "reduces": True})
+    return (point for kind in kinds for point in _MicroBatch(chain, plan, shards, **kind).points())
 
 
 def peak_in_shards(chain: Chain, plan: Plan, shards: Shards) -> TimelinePoint:
@@ -105,12 +114,20 @@ def peak_in_shards(chain: Chain, plan: Plan, shards: Shards) -> TimelinePoint:
     return max(timeline_in_shards(chain, plan, shards), key=lambda point: point.total_bytes)
 
 
-class _Step:
-    """A forward and backward of ``chain``, with what torch keeps besides shards."""
+class _MicroBatch:
+    """A forward and backward of ``chain``, with what torch keeps besides shards.
 
-    def __init__(self, chain: Chain, shards: Shards) -> None:
-        self.chain = chain
+    Args:
+        adds: whether there are whole gradients, to which it adds its own: rule 6.
+        reduces: whether it reduces gradients; then the optimizer's update may follow.
+    """
+
+    def __init__(self, chain: Chain, plan: Plan, shards: Shards, *, adds: bool, reduces: bool) -> None:
+        self.chain = replace(chain, blocks=tuple(block.accumulating for block in chain.blocks)) if adds else chain
+        self.plan = plan
         self.shards = shards
+        self.adds = adds
+        self.reduces = reduces
         positions = {
             unit: [at for at, block in enumerate(chain.blocks) if block.name in unit.parts] for unit in shards.units
         }
@@ -127,12 +144,17 @@ class _Step:
         self.order: list[ShardedUnit] = []  # of their forwards
         self.gradients: Counter[ShardedUnit | None] = Counter()  # whole, of those that are not reduced yet
         self.reduced: set[ShardedUnit] = set()
+        self.waiting_bytes = 0  # gradients of weights with another use
+        for at, block in enumerate(chain.blocks):
+            self.gradients[self.unit_at.get(at, self.root)] += block.gradient_bytes if adds else 0
 
-    def points(self, points: list[TimelinePoint]) -> Iterator[TimelinePoint]:
-        """``points`` of whole weights, as they are in shards, and the moments at which weights and gradients travel."""
+    def points(self) -> Iterator[TimelinePoint]:
+        """Those of whole weights, as they are in shards, and the moments at which weights and gradients travel."""
+        points = list(timeline(self.chain, self.plan, every_forward=True))
         yield from self._forward([point for point in points if point.phase == "forward"])
         yield from self._backward(list(_turns(points)))
-        yield self._now(points[-1])
+        if self.reduces:
+            yield self._now(points[-1])
 
     def _trains(self, position: int) -> bool:
         unit = self.unit_at.get(position)
@@ -148,7 +170,7 @@ class _Step:
         reduced_bytes = self.leaving.reduced_bytes if self.leaving else 0
         return replace(
             point,
-            gradients_bytes=sum(self.gradients.values()) + self._shards_of_gradients(),
+            gradients_bytes=sum(self.gradients.values()) + self.waiting_bytes + self._shards_of_gradients(),
             traffic_bytes=gathered_bytes + reduced_bytes + extra_bytes,
         )
 
@@ -196,10 +218,11 @@ class _Step:
                 yield from self._gather_again(unit, begins[number])
             for point in turn:
                 yield from self._run(point)
-            self.gradients[self.unit_at.get(position, self.root)] += self.chain.blocks[position].gradient_bytes
+            self._leave_gradients(position)
             if unit is not None and self.first[unit] == position and self._input_has_gradient(unit):
                 yield from self._reduce(unit, begins[number + 1])
                 done.add(unit)
+        self.waiting_bytes = 0
         for unit in self.shards.units:
             if unit not in done:
                 yield from self._reduce(unit, begins[-1])
@@ -207,6 +230,14 @@ class _Step:
         self.leaving = None
         if self.shards.accumulates:
             self.reduced.clear()
+
+    def _leave_gradients(self, position: int) -> None:
+        """Behind the backward of a block."""
+        block = self.chain.blocks[position]
+        if self.adds:
+            self.waiting_bytes += block.tied_gradient_bytes
+        else:
+            self.gradients[self.unit_at.get(position, self.root)] += block.gradient_bytes
 
     def _run(self, point: TimelinePoint) -> Iterator[TimelinePoint]:
         """A point of the backward; blocks of a sequence that recompute together are gathered one by one."""
@@ -237,7 +268,7 @@ class _Step:
         """Rule 3; ``then`` is the moment."""
         self.whole.discard(unit)
         self.leaving = None
-        if unit.reduced_bytes and (unit.is_root or unit in self.first):
+        if self.reduces and unit.reduced_bytes and (unit.is_root or unit in self.first):
             block = ROOT if unit.is_root else self.chain.blocks[self.first[unit]].name
             moment = replace(then, phase="reduction", block=block)
             yield self._now(moment, unit.reduced_bytes + unit.copied_bytes)
@@ -298,6 +329,8 @@ def _states_bytes(chain: Chain) -> list[int]:
 def communication_s(chain: Chain, shards: Shards, bytes_per_s: float) -> tuple[float, float]:
     """Seconds that weights and gradients of a micro-batch travel, and those of them that nothing hides.
 
+    The mean over those that are reduced together.
+
     Args:
         bytes_per_s: that a rank sends.
 
@@ -305,15 +338,16 @@ def communication_s(chain: Chain, shards: Shards, bytes_per_s: float) -> tuple[f
     """
     sent = hidden = 0.0
     for unit in shards.units:
-        seconds = _sent_bytes(unit, shards) / bytes_per_s
         own_s = sum(block.forward_s + block.backward_s for block in chain.blocks if block.name in unit.parts)
-        sent += seconds
-        hidden += min(seconds, own_s)
-    return sent, sent - hidden
+        for count, reduced_bytes in ((1, unit.reduced_bytes), (shards.num_unreduced, 0)):
+            seconds = _sent_bytes(unit, reduced_bytes, shards) / bytes_per_s
+            sent += count * seconds
+            hidden += count * min(seconds, own_s)
+    return sent / (1 + shards.num_unreduced), (sent - hidden) / (1 + shards.num_unreduced)
 
 
-def _sent_bytes(unit: ShardedUnit, shards: Shards) -> float:
+def _sent_bytes(unit: ShardedUnit, reduced_bytes: int, shards: Shards) -> float:
     gathered_bytes = unit.gathered_bytes * (1 if unit.stays or unit.is_root else 2)
-    within = (gathered_bytes + unit.reduced_bytes) * (shards.num_ranks - 1) / shards.num_ranks
-    between = 2 * unit.reduced_bytes / shards.num_ranks * (shards.num_replicas - 1) / shards.num_replicas
+    within = (gathered_bytes + reduced_bytes) * (shards.num_ranks - 1) / shards.num_ranks
+    between = 2 * reduced_bytes / shards.num_ranks * (shards.num_replicas - 1) / shards.num_replicas
     return within + between

@@ -214,6 +214,8 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Labels) -> Iterator[None]:
     """Label gradients when they have been accumulated, the optimizer's state after its step, weights when gathered.
 
+    Gradients in shards that are reduced once a step are whole until then, and are those of gathered weights.
+
     An optimizer that steps inside the backward frees a gradient before any later hook sees it, so gradients are also
     labelled when it begins.
     """
@@ -225,6 +227,10 @@ def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Label
     def label_gradients(*_: object) -> None:
         labels.add(Use.GRADIENTS, _gradients(model))
 
+    def label_gathered(weights: list[Tensor]) -> None:
+        labels.add(Use.PARAMETERS, weights)
+        labels.add(Use.GRADIENTS, [weight.grad for weight in weights if weight.grad is not None])
+
     def label_state(*_: object) -> None:
         labels.add(Use.OPTIMIZER_STATE, _state(optimizer))
 
@@ -232,7 +238,7 @@ def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Label
     handles = [parameter.register_post_accumulate_grad_hook(label_gradient) for parameter in trained]
     handles += [optimizer.register_step_pre_hook(label_gradients), optimizer.register_step_post_hook(label_state)]
     try:
-        with noting_gathered(model, lambda weights: labels.add(Use.PARAMETERS, weights)):
+        with noting_gathered(model, label_gathered):
             yield
     finally:
         for handle in handles:

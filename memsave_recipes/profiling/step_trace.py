@@ -203,6 +203,7 @@ def _without_transients(part: Part, saved_bytes: int, name: str, stack: int | No
         saves_output=bool(part.saved.keys() & new),
         forward_transient_bytes=0,
         backward_transient_bytes=0,
+        accumulated_bytes=part.accumulated_bytes,
     )
     return BlockCosts(
         name=name,

@@ -195,12 +195,20 @@ class Part:
     backward: int | None = None
     gradient_bytes: int = 0  # of the parameters that get theirs in its backward
     tied_gradient_bytes: int = 0  # those of them that wait for an earlier use of the parameter
+    accumulated_bytes: int = 0  # by which the peak of its backward is less where there are gradients to add them to
     apart: str | None = None
 
     @property
     def name(self) -> str | None:
         """Of its block or module; ``None`` between them."""
         return self.block or self.apart
+
+
+class _Mark(NamedTuple):
+    """Between two boundaries: ``part`` has saved a tensor, or a gradient of so many bytes is there in its backward."""
+
+    part: Part
+    gradient_bytes: int | None = None
 
 
 class Ends(NamedTuple):
@@ -230,7 +238,7 @@ class StepTracer:
         self._resident: Storages = {}
         self._resident = self._storages([*model.parameters(), *model.buffers(), *batch])
         self._num_boundaries = 0
-        self._marks: list[Part | None] = []  # the part that saved a tensor at each mark; None where a boundary is
+        self._marks: list[_Mark | None] = []  # None where a boundary is
         self._flowing: list[weakref.ref[Tensor]] = []  # the input of the current part
         self._before_blocks: list[StorageWeakRef] = []  # the inputs of blocks that parts between blocks made
         self._outlive: set[int] = set()  # those of them that were there when the last block had run
@@ -335,6 +343,8 @@ class StepTracer:
                 num_bytes = parameter.grad.untyped_storage().nbytes()
                 part.gradient_bytes += num_bytes
                 part.tied_gradient_bytes += num_bytes if parameter in tied else 0
+                if parameter not in tied:
+                    self._mark(_Mark(part, num_bytes))
 
         tied = _tied_parameters(self.model)
         latest = next((part for part in reversed(self.parts) if part.apart), self.parts[-1])
@@ -347,29 +357,39 @@ class StepTracer:
                 handle.remove()
 
     def at_boundaries(self, readings: Iterable[Reading]) -> Iterator[Reading]:
-        """Those of the readings at boundaries; those at saved tensors go into the parts."""
-        peak_bytes, seconds = 0, None
-        for reading, part in zip(readings, self._marks, strict=True):
+        """Those of the readings at boundaries; those at saved tensors and at gradients go into the parts."""
+        peak_bytes = lower_peak_bytes = gradients_bytes = 0  # lower: without the gradients of this backward
+        seconds, in_backward = None, None
+        for reading, mark in zip(readings, self._marks, strict=True):
             peak_bytes = max(peak_bytes, reading.peak_bytes)
+            lower_peak_bytes = max(lower_peak_bytes, reading.peak_bytes - gradients_bytes)
             seconds = None if reading.seconds is None else (seconds or 0.0) + reading.seconds
-            if part is None:
+            if mark is None:
+                if in_backward is not None:
+                    in_backward.accumulated_bytes = peak_bytes - lower_peak_bytes
                 yield Reading(reading.live_bytes, peak_bytes, seconds)
-                peak_bytes, seconds = 0, None
+                peak_bytes = lower_peak_bytes = gradients_bytes = 0
+                seconds, in_backward = None, None
+            elif mark.gradient_bytes is None:
+                mark.part.until_saved_bytes = peak_bytes
             else:
-                part.until_saved_bytes = peak_bytes
+                gradients_bytes += mark.gradient_bytes
+                in_backward = mark.part
 
     def _boundary(self) -> int:
-        self._meter.mark()
-        self._marks.append(None)
+        self._mark(None)
         self._num_boundaries += 1
         return self._num_boundaries - 1
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.parts[-1].saved |= self._storages([tensor])
-        self._meter.mark()
-        self._marks.append(self.parts[-1])
+        self._mark(_Mark(self.parts[-1]))
         # Detached: a saved output that came back as itself would keep its own graph alive if no backward follows.
         return tensor.detach()
+
+    def _mark(self, mark: _Mark | None) -> None:
+        self._meter.mark()
+        self._marks.append(mark)
 
     def _storages(self, tensors: Iterable[Tensor]) -> Storages:
         """Those that are not resident."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memsave_recipes.planner.budget import ROUNDING, WORKSPACES, Forecast
-from memsave_recipes.planner.search import Candidate, Choice, host_line
+from memsave_recipes.planner.search import Candidate, Choice, host_line, reduction_line
 from memsave_recipes.plans.plan import JOINT, Action, Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
 from memsave_recipes.render import new_console, new_table, print_lines
@@ -91,8 +91,9 @@ def best_rows(choice: Choice) -> list[Candidate]:
 def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
     """The table: one row for each candidate, the chosen one marked."""
     has_losses = len({candidate.loss for candidate in choice.candidates}) > 1
+    reduces_once = any(candidate.reduces_once for candidate in choice.candidates)
     table = new_table()
-    for heading in ("", "micro x acc.", *(["loss"] if has_losses else []), "plan"):
+    for heading in ("", "micro x acc.", *(["loss"] if has_losses else []), "plan", *(["reduced"] * reduces_once)):
         table.add_column(heading, no_wrap=True)
     offloads = any(candidate.host_bytes for candidate in rows)
     for heading in ("peak", "needed", *(["host"] if offloads else [])):
@@ -110,6 +111,7 @@ def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
             layout_text(candidate.layout),
             *([candidate.loss or ""] if has_losses else []),
             candidate.strategy,
+            *([reduction_text(candidate)] * reduces_once),
             format_bytes(candidate.peak_bytes),
             format_bytes(candidate.needed_bytes),
             *([format_bytes(candidate.host_bytes) if candidate.host_bytes else ""] if offloads else []),
@@ -160,6 +162,8 @@ def overhead_lines(candidate: Candidate) -> list[str]:
     sent_s, exposed_s = candidate.communication_s
     if sent_s:
         lines.append(f"traffic of a step: {format_seconds(sent_s)}, {format_seconds(exposed_s)} of them in its time")
+    if candidate.reduces_once:
+        lines.append(reduction_line(once=True))
     return [*lines, host_line(candidate)] if candidate.host_bytes else lines
 
 
@@ -188,6 +192,11 @@ def omitted(choice: Choice, rows: Sequence[Candidate]) -> list[str]:
 def layout_text(layout: BatchLayout) -> str:
     """Micro-batch and accumulation steps: ``8 x 4``."""
     return f"{layout.micro_batch_size} x {layout.accumulation_steps}"
+
+
+def reduction_text(candidate: Candidate) -> str:
+    """``once``, where gradients in shards are reduced once a step, or ``each``, where every micro-batch's are."""
+    return "once" if candidate.reduces_once else "each"
 
 
 def fits_text(candidate: Candidate) -> str:

@@ -32,6 +32,7 @@ from memsave_recipes.render.choice import (
     grouped_parts,
     layout_text,
     overhead_lines,
+    reduction_text,
     scale_of,
 )
 from memsave_recipes.render.comparison import fill_page
@@ -59,9 +60,10 @@ def _table(points: Sequence[FrontierPoint]) -> Table:
     fastest = max(point.candidate.samples_per_s for point in points)
     has_losses = len({point.candidate.loss for point in points}) > 1
     has_measured = any(point.measured for point in points)
+    reduces_once = any(point.candidate.reduces_once for point in points)
     table = new_table()
     table.add_column("needed", justify="right", no_wrap=True)
-    for heading in ("micro x acc.", *(["loss"] if has_losses else []), "plan"):
+    for heading in ("micro x acc.", *(["loss"] if has_losses else []), "plan", *(["reduced"] * reduces_once)):
         table.add_column(heading, no_wrap=True)
     for heading in ("samples/s", *(["measured", "needed"] if has_measured else [])):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -74,6 +76,7 @@ def _table(points: Sequence[FrontierPoint]) -> Table:
             layout_text(one.layout),
             *([one.loss or ""] if has_losses else []),
             one.strategy,
+            *([reduction_text(one)] * reduces_once),
             format_rate(one.samples_per_s),
             *(_measured_cells(point) if has_measured else []),
             letter * max(1, round(BAR_COLUMNS * one.samples_per_s / fastest)),
@@ -163,7 +166,7 @@ def _row(number: int, points: Sequence[FrontierPoint], scale_bytes: int, *, is_c
     return (
         f'<tr data-run="{number}"{"" if one.fits else " class=over"}><th data-value="{number}"><div>{badge}'
         f'<span>{name}</span></div></th><td data-value="{one.layout.micro_batch_size}">'
-        f"{layout_text(one.layout)}{_loss(one)}</td>{cells}"
+        f"{layout_text(one.layout)}{_loss(one)}{_reduction(one)}</td>{cells}"
         f"{_measured_cell(point) if has_measured else ''}"
         f'<td data-value="{one.needed_bytes}">{_bar(one, scale_bytes)}</td></tr>'
     )
@@ -206,6 +209,10 @@ def _loss(one: Candidate) -> str:
     return f"<small>{escape(one.loss)} loss</small>" if one.loss else ""
 
 
+def _reduction(one: Candidate) -> str:
+    return "<small>reduced once a step</small>" if one.reduces_once else ""
+
+
 def chart_points_of(points: Sequence[FrontierPoint]) -> list[ChartPoint]:
     """The points as ``render/plot.py`` draws them."""
     return [_chart_point(point) for point in points]
@@ -239,8 +246,9 @@ def scatter(points: Sequence[FrontierPoint], budget_bytes: int) -> str:
 def _chart_point(point: FrontierPoint) -> ChartPoint:
     one, speed = point.candidate, point.measured_samples_per_s
     loss = f", {one.loss} loss" if one.loss else ""
+    reduction = ", reduced once a step" if one.reduces_once else ""
     return ChartPoint(
-        name=f"{one.layout.micro_batch_size} {one.strategy}{loss}",
+        name=f"{one.layout.micro_batch_size} {one.strategy}{loss}{reduction}",
         family=_family(point),
         predicted=(one.needed_bytes, one.samples_per_s),
         is_optimal=point.is_optimal,

@@ -239,8 +239,10 @@ class RunReport:
         return results | {**self.losses.skipped(), "train_loss": self.train_loss, "memory": memory, "perf": perf}
 
     def _forward_and_backward(self, micro_batch: Batch, loss_of: Callable[[Batch], Tensor]) -> None:
+        """DDP goes by the forward, and does not reduce. Shards go by the backward, and leave no gradients unreduced."""
         with self.accelerator.no_sync(self.model):
-            loss_of(self.batches.outside_of_steps(micro_batch)).backward()
+            loss = loss_of(self.batches.outside_of_steps(micro_batch))
+        loss.backward()
 
     def _model_flops(self) -> dict[str, float]:
         total = sum(self.flops_per_sample.values())

@@ -45,7 +45,7 @@ from memsave_recipes.distributed import main_process_first, missing_ranks_end_th
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import choose_in_shards, plan_run
-from memsave_recipes.planner.search import Candidate
+from memsave_recipes.planner.search import Candidate, reduction_line
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted, num_workers
 from memsave_recipes.render.choice import show_choice
@@ -70,9 +70,9 @@ from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.sharding import ShardGroups, launched_shard, shard
 from memsave_recipes.sharding.groups import NONE, check_precision
-from memsave_recipes.sharding.shards import Rows, callable_in_parts
+from memsave_recipes.sharding.shards import Rows, callable_in_parts, reduce_once_a_step
 from memsave_recipes.sharding.units import joint_blocks
-from memsave_recipes.training.arguments import AUTO, RecipeArguments
+from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH, PER_STEP, RecipeArguments
 from memsave_recipes.training.batch_layout import IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluation_batches
@@ -326,9 +326,20 @@ class Run:
                 f"--shard {args.shard}: not all blocks of --activation_checkpointing {args.activation_checkpointing} "
                 "run, so its spans are others than the units of the weights: take full"
             )
+        self._settle_reduction()
         self._handle = apply_plan(self._bare, self.planned.plan)
         self._equivalence = verify_plan(args.verify, accelerator, model, self._handle, batches, loss_of)
         settle_kernels(args.full_determinism, accelerator, model, batches, loss_of)
+
+    def _settle_reduction(self) -> None:
+        """Of gradients in shards, as they were planned: ``--reduce_gradients``."""
+        if self._groups is None:
+            return
+        once = self.planned.reduces_once
+        reduce_once_a_step(self._model, once)
+        self.chose(reduce_gradients=PER_STEP if once else PER_MICRO_BATCH)
+        if self._batches.layout.accumulation_steps > 1:
+            self.accelerator.print(reduction_line(once=once))
 
     def begin(
         self, *, data: Fingerprint, work: str, saved: nn.Module | None = None, notices: tuple[str | None, ...] = ()
@@ -566,5 +577,6 @@ def _with_shard(args: Any, launched: str | None) -> Any:
     """
     if launched is not None and args.shard not in (None, launched):
         raise InputError(f"--shard {args.shard}: the launch file says {launched}: leave one of them out")
-    is_last = is_restarted() and os.environ.get("WORLD_SIZE", "1") == "1"
-    return replace(args, shard=NONE if is_last else args.shard or launched or NONE)
+    if is_restarted() and os.environ.get("WORLD_SIZE", "1") == "1":
+        return replace(args, shard=NONE, reduce_gradients=AUTO, async_save=False)  # which are for shards
+    return replace(args, shard=args.shard or launched or NONE)

@@ -12,8 +12,9 @@ NOTE [ decisions ]
   ``planner/run_plan.py``), as ``memsave plan`` does (``plans/shards.py``).
 * FSDP averages over all ranks, also where groups of them replicate one another, as DDP does. So the exact global batch
   is the one of NOTE [ the exact global batch ] in ``training/batching.py``, and nobody sets a divide factor.
-* The gradients of every micro-batch are reduced at once. To accumulate them whole would save traffic, and take the
-  memory that shards are for.
+* The gradients of every micro-batch are reduced at once. To accumulate them whole saves traffic, and takes the memory
+  that shards are for: a run does it where it is told to (``reduce_once_a_step``), or where a search finds that it fits
+  and is faster.
 """
 
 from memsave_recipes.sharding.groups import ShardGroups, launched_shard

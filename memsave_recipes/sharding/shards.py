@@ -5,6 +5,9 @@ NOTE [ as under DDP ]
 2. Buffers are not cut up, and each rank's forward moves its own (BatchNorm's statistics). Before the first forward of a
    step they become those of rank 0; ``no_sync``, by which Accelerate tells a model that a step goes on, puts it off.
 3. Without gradients a forward leaves nothing gathered behind, so that ``parameters()`` are shards between two calls.
+4. Gradients are reduced in every backward or, after ``reduce_once_a_step``, in none under ``no_sync``: torch then keeps
+   whole ones, of the dtype of the weights, on the parameters that it gathers into. The next backward outside reduces
+   the sums, between replicas as well. ``zero_grad`` knows nothing of them, so no step may end inside.
 
 NOTE [ weights that are not there yet ]
 1. A parameter can stand for a tensor that is in a file, which all machines see alike. Then it is never whole on a rank:
@@ -29,6 +32,7 @@ from memsave_recipes.sharding.groups import ShardGroups
 from memsave_recipes.sharding.tensors import first_row, local
 from memsave_recipes.sharding.units import check_parameters, units_of
 
+REDUCES_ONCE = "reduces_once_a_step"
 Rows = Callable[[int, int], Tensor]
 """``rows(begin, end)`` of a tensor that is in a file."""
 
@@ -71,10 +75,16 @@ def shard(
         _read(unit.modules, absent, device)
     fully_shard(trained, mesh=mesh)
     _read((trained,), absent, device)
-    buffers = _BuffersOfRank0(list(trained.buffers()))
-    trained.register_forward_pre_hook(buffers.before_forward)
+    in_a_step = _InAStep(trained, list(trained.buffers()))
+    trained.register_forward_pre_hook(in_a_step.before_forward)
     trained.register_forward_hook(_free_without_gradients)
-    vars(trained)["no_sync"] = buffers.no_sync
+    vars(trained)["no_sync"] = in_a_step.no_sync
+    reduce_once_a_step(trained, False)
+
+
+def reduce_once_a_step(trained: nn.Module, wanted: bool) -> None:
+    """From now on gradients are reduced in the last backward of a step alone, or in every one: rule 4."""
+    vars(trained)[REDUCES_ONCE] = wanted
 
 
 @contextmanager
@@ -173,9 +183,10 @@ def _send_from_rank_0(tensors: list[Tensor]) -> None:
 
 
 @dataclass(eq=False)
-class _BuffersOfRank0:
-    """Rule 2."""
+class _InAStep:
+    """Rules 2 and 4."""
 
+    trained: Any
     buffers: list[Tensor]
     are_due: bool = True
     ends_step: bool = True
@@ -187,12 +198,17 @@ class _BuffersOfRank0:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, a step goes on after the forward."""
-        self.ends_step = False
+        """Inside, a step goes on after the forward, and after its backward."""
+        before = self.ends_step
+        self._end_step(False)
         try:
             yield
         finally:
-            self.ends_step = True
+            self._end_step(before)
+
+    def _end_step(self, ends_step: bool) -> None:
+        self.ends_step = ends_step
+        self.trained.set_requires_gradient_sync(ends_step or not vars(self.trained)[REDUCES_ONCE])
 
     @torch.no_grad()
     def _send(self) -> None:

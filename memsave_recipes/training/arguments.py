@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -16,6 +16,9 @@ from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
 
 AUTO = "auto"
+PER_MICRO_BATCH: Final = "micro_batch"
+PER_STEP: Final = "step"
+"""Other values of ``--reduce_gradients``."""
 MAX_INT = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
@@ -93,6 +96,13 @@ class RunArguments(TrackerArguments):
         metadata={
             "help": "weights, gradients and optimizer state in shards (FSDP2): full, over all ranks; or a number, over "
             "groups of so many ranks that replicate one another; default: as the launch file says, else none"
+        },
+    )
+    reduce_gradients: Literal["auto", "micro_batch", "step"] = field(
+        default="auto",
+        metadata={
+            "help": "with --shard, accumulated gradients are reduced for every micro_batch, or once a step: faster, "
+            "with whole gradients on every rank until then; auto: as a search for a budget finds, else micro_batch"
         },
     )
     drop_last: bool = field(default=False, metadata={"help": "leave out the last step of an epoch if it is short"})
@@ -279,6 +289,8 @@ class RunArguments(TrackerArguments):
         is_number = str(size).isascii() and str(size).isdigit()
         in_range = size in (None, NONE, FULL) or (is_number and int(str(size)) >= 2)
         require(in_range, "--shard", size, "none, full, or how many ranks share the weights, from 2")
+        if size == NONE:
+            self.check_reduction()
         if not self.in_shards:
             return
         reasons = {
@@ -288,6 +300,18 @@ class RunArguments(TrackerArguments):
             "--sync_batchnorm has not been tried with it": self.sync_batchnorm,
         }
         self._refuse_beside_shards(reasons)
+
+    def check_reduction(self) -> None:
+        """``--reduce_gradients`` goes with shards, which the launch file may imply.
+
+        Raises:
+            InputError: it is named, and weights are whole.
+        """
+        if self.reduce_gradients != AUTO and not self.in_shards:
+            raise InputError(
+                f"--reduce_gradients {self.reduce_gradients}: weights are whole, so gradients are reduced once a step: "
+                "pass --shard full, or leave it out"
+            )
 
     def _refuse_beside_shards(self, reasons: dict[str, bool]) -> None:
         for reason, holds in reasons.items():
@@ -299,6 +323,12 @@ class RunArguments(TrackerArguments):
     def in_shards(self) -> bool:
         """Whether a rank holds a part of the weights."""
         return self.shard not in (None, NONE)
+
+    @property
+    def reductions(self) -> tuple[bool, ...]:
+        """Whether gradients in shards are reduced once a step: both ways to compare, or the one to take."""
+        both = self.in_shards and self.searches and self.reduce_gradients == AUTO
+        return (False, True) if both else (self.reduce_gradients == PER_STEP,)
 
     @property
     def solves(self) -> bool:

@@ -13,6 +13,7 @@ NOTE [ the exact global batch ]
    W / V * sum. Accelerate divides by its ``gradient_accumulation_steps``, which stays 1.
 5. *One synchronisation.* All micro-batches but the last run under ``no_sync``; the last one's backward all-reduces the
    accumulated gradient. Clipping then sees the gradient of the global batch, and optimizer and scheduler move once.
+   Where weights are in shards, ``no_sync`` need not keep gradients from being reduced (``--reduce_gradients``).
 6. *Dropout* is seeded by (seed, step, micro-batch, rank), *augmentation* by (seed, epoch, sample) in the data set, so
    neither depends on workers or on earlier steps.
 7. *Not equal* are BatchNorm, which normalises by micro-batch, and dropout masks, which depend on the batch layout.

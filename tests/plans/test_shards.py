@@ -121,6 +121,56 @@ def test_accumulated_shards_are_resident_but_for_those_of_replicas():
     assert of_groups[-2:] == [("reduction", "a", 10 + 30 + 40, 40), ("optimizer", "", 0, 0)]
 
 
+WHOLE = 40 + 60 + 20  # all gradients
+UNREDUCED = replace(SHARDS, num_unreduced=1)
+
+
+def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
+    found = moments(UNREDUCED)
+    assert found[:10] == [
+        *moments()[:7],  # the forward, and the backward of the head
+        ("gathering", "b", 20, 60 + 60),  # nothing has been reduced
+        ("backward", "b", 20, 60 + 40),
+        ("gathering", "a", 20 + 60, 40 + 40),
+    ]
+    assert found[10] == ("backward", "a", 20 + 60, 40)
+    assert found[11:] == [
+        *((phase, block, WHOLE, traffic) for phase, block, _, traffic in moments()[:7]),
+        ("reduction", "head", WHOLE, 60 + 20),
+        ("gathering", "b", 40 + 60 + 10, 60 + 60 + 20),
+        ("backward", "b", 40 + 60 + 10, 60 + 40 + 20),
+        ("reduction", "b", 40 + 60 + 10, 40 + 60),
+        ("gathering", "a", 40 + 10 + 30, 40 + 40 + 60),
+        ("backward", "a", 40 + 10 + 30, 40 + 60),
+        ("reduction", "a", 40 + 10 + 30, 40),
+        ("optimizer", "", 10 + 30 + 20, 0),
+    ]
+
+
+def test_micro_batches_between_the_first_and_the_last_add_to_whole_gradients():
+    first, last = moments(UNREDUCED)[:11], moments(UNREDUCED)[11:]
+    between = [(phase, block, WHOLE, traffic) for phase, block, _, traffic in first]
+    assert moments(replace(SHARDS, num_unreduced=2)) == [*first, *between, *last]
+    assert moments(replace(SHARDS, num_unreduced=7)) == [*first, *between, *last]
+
+
+def test_a_new_gradient_is_gone_when_it_has_been_added():
+    made = replace(KEEP, accumulated_bytes=30)
+    chain = replace(CHAIN, blocks=tuple(replace(one, options=(made,)) for one in CHAIN.blocks))
+    before, after = (
+        [point for point in timeline_in_shards(one, PLAN, UNREDUCED) if point.phase == "backward"]
+        for one in (CHAIN, chain)
+    )
+    assert [one.own_bytes - other.own_bytes for one, other in zip(before, after, strict=True)] == [0] * 3 + [30] * 3
+
+
+def test_the_gradient_of_a_tied_weight_waits_for_its_other_use():
+    head = replace(CHAIN.blocks[2], tied_gradient_bytes=20)
+    points = list(timeline_in_shards(replace(CHAIN, blocks=(*CHAIN.blocks[:2], head)), PLAN, UNREDUCED))
+    waiting = [one.gradients_bytes - two[2] for one, two in zip(points, moments(UNREDUCED), strict=True)]
+    assert waiting == [0] * 18 + [20] * 6 + [0] * 2
+
+
 def test_layers_that_recompute_together_are_gathered_once():
     plan = plan_for("segments:2", [["a", "b"]])
     both = ShardedUnit(parts=frozenset("ab"), gathered_bytes=100, reduced_bytes=100)
@@ -154,3 +204,12 @@ def test_traffic_hides_behind_the_own_seconds_of_a_unit():
     assert exposed == pytest.approx(sum(max(0, size / 10 - 3) for size in halves.values()))
     with_replicas, _ = communication_s(CHAIN, replace(SHARDS, num_replicas=2), 10.0)
     assert with_replicas == pytest.approx(sent + 2 * (120 / 2) * (1 / 2) / 10)
+
+
+def test_traffic_of_gradients_that_are_reduced_once_is_that_of_the_last_micro_batch():
+    frozen = replace(SHARDS, units=tuple(replace(one, reduced_bytes=0) for one in SHARDS.units))
+    each, gathers = communication_s(CHAIN, SHARDS, 10.0), communication_s(CHAIN, frozen, 10.0)
+    once = communication_s(CHAIN, replace(SHARDS, num_unreduced=3), 10.0)
+    assert once == pytest.approx([(one + 3 * other) / 4 for one, other in zip(each, gathers, strict=True)])
+    assert once[0] < each[0]
+    assert once[1] < each[1]

@@ -98,6 +98,46 @@ def test_predicted_peaks_are_those_that_are_measured(make_case, name, bf16):
     assert min(found.values()) >= 0, found
 
 
+@pytest.mark.parametrize("name", ["vgg_small", "vit", "gpt2", "llama"])
+def test_gradients_that_are_added_to_those_of_an_earlier_micro_batch(make_case, name):
+    case = make_case(name)
+    workload = workload_of(without_cache(case.model), case.loss_of, case.batch)
+    plan = plan_for("full", workload.stacks)
+    chain = measure(workload, [plan_for("none", workload.stacks)]).chain()
+    chain = replace(chain, gradients_resident=True)
+    accumulating = replace(chain, blocks=tuple(block.accumulating for block in chain.blocks))
+    at_once, added = (simulate(one, plan).peak_bytes - chain.static_bytes for one in (chain, accumulating))
+
+    def step(meter):
+        workload.forward().backward()
+        meter.mark()
+
+    with apply_plan(workload.model, plan):
+        for _ in range(2):  # the first one leaves gradients
+            measured = DeviceInstruments(CPU).read_memory(step)[-1].peak_bytes
+    assert measured <= added <= 1.02 * measured
+    assert added <= at_once
+
+
+def test_of_new_gradients_one_at_a_time_is_beside_those_of_an_earlier_micro_batch():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))) for _ in range(2))
+
+        def forward(self, x):
+            return self.second(self.first(x)).sum()
+
+    workload = workload_of(Own(), lambda model, batch: model(batch), torch.randn(2, 64), [["first", "second"]])
+    chain = measure(workload, [plan_for("none", workload.stacks)]).chain()
+    (second,) = (block for block in chain.blocks if block.name == "second")
+    of_one_layer = 4 * (64 * 64 + 64)
+    keep = second.option(Action.KEEP)
+    less = keep.backward_transient_bytes - second.accumulating.option(Action.KEEP).backward_transient_bytes
+    assert less == keep.accumulated_bytes
+    assert 2 * of_one_layer - keep.saved_bytes <= less <= 2 * of_one_layer  # the inputs of two layers are gone by then
+
+
 @pytest.mark.parametrize("name", ["t5", "megatron-bert"])
 def test_what_layers_return_beside_their_states_is_not_handed_on(name):
     """A position bias that all layers share gets its gradient last, attention weights that nobody takes get none."""

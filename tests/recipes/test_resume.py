@@ -76,6 +76,15 @@ def test_ranks_that_their_launcher_starts_again_resume(train, straight, kill_aft
     assert_the_same_run(tmp_path / "run", straight)
 
 
+def test_the_last_rank_of_shards_goes_on_with_whole_weights(train, straight, kill_after, tmp_path, monkeypatch):
+    flags = [*IMAGES, "--save_every", "3"]
+    with kill_after(7):
+        train(*flags)
+    monkeypatch.setenv("MEMSAVE_RESTARTED", "1")
+    train(*flags, "--shard", "full", "--reduce_gradients", "step", "--async_save")
+    assert_the_same_run(tmp_path / "run", straight)
+
+
 def test_ended_twice(train, straight, kill_after, tmp_path):
     for step in (4, 8):
         with kill_after(step):

@@ -1,6 +1,6 @@
 """Rank 0 of any number of ranks, in one process: torch's ``fake`` group has real tensors, and idle collectives."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf
@@ -35,6 +35,7 @@ from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.breakdown import persistent_tensors
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.sharding import ShardGroups, shard
+from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.sharding.units import modules_outside_blocks, sharded_units
 from memsave_recipes.training.arguments import DTYPES, OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout
@@ -113,11 +114,13 @@ class Shape:
     num_micro_batches: int = 1
     optimizer: str = "adamw"
     dtype: str = "float32"
+    reduces_once: bool = False
 
     def __str__(self):
         words = [self.kind, self.num_ranks, self.flag, self.strategy, f"{self.rows}x{self.length}", self.loss]
         words += ["bf16"] * self.bf16 + [f"{self.num_micro_batches}micro"] + [self.optimizer]
         words += [self.dtype] if self.dtype != "float32" else []
+        words += ["once"] * self.reduces_once
         return "-".join(map(str, words))
 
     @property
@@ -170,6 +173,8 @@ def predicted(shape):
         accumulates=shape.num_micro_batches > 1,
     )
     in_shards = InShards(of_plan=lambda plan: shards, bytes_per_s=1.0)
+    if shape.reduces_once:
+        in_shards, static = in_shards.reduced_once(static, shape.num_micro_batches)
     return Forecast(plan=plan, chain=static.added_to(chain), in_shards=in_shards).peak
 
 
@@ -244,6 +249,7 @@ def measured_bytes(shape):
         model = shape.build()
         trained, batch, plan = shape.trained(model), shape.batch(), plan_blocks(model, shape.strategy)
         shard(trained, model, plan, shape.groups, CPU, shape.flag)
+        reduce_once_a_step(trained, shape.reduces_once)
         optimizer = make_optimizer(shape.optim, model)
 
         def forward_and_backward():
@@ -252,8 +258,9 @@ def measured_bytes(shape):
             loss.backward()
 
         def step(meter=None):
-            for _ in range(shape.num_micro_batches):
-                forward_and_backward()
+            for number in range(1, shape.num_micro_batches + 1):
+                with trained.no_sync() if number < shape.num_micro_batches else nullcontext():
+                    forward_and_backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

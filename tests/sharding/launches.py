@@ -20,17 +20,22 @@ def write_text(folder):
     return text
 
 
-def launch(config, *flags, num_processes=None, of_launch=()):
+def launch(config, *flags, num_processes=None, of_launch=(), program=RECIPE):
     of_ranks = ["--num_processes", str(num_processes)] if num_processes else []
     of_launch = ["--config_file", ROOT / "accelerate_configs" / config, *of_ranks, *of_launch]
     return subprocess.run(
-        [ACCELERATE, "launch", *of_launch, RECIPE, *flags],
+        [ACCELERATE, "launch", *of_launch, program, *flags],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
+
+
+def exit_codes(done):
+    """Of the ranks, as their launcher reports them; its own is 1."""
+    return [line.split()[2] for line in done.stderr.splitlines() if line.split()[:2] == ["exitcode", ":"]]
 
 
 def losses(folder):

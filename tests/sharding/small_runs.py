@@ -25,6 +25,7 @@ from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.models.packed_attention import set_packed_attention
 from memsave_recipes.sharding import ShardGroups, shard, whole
+from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
@@ -156,6 +157,7 @@ class Training:
     dtype: torch.dtype = torch.float64
     loss: str = "full"
     lora: bool = False
+    reduces_once: bool = False
     by_document: bool = False
     optim: OptimizerArguments = None
     global_batch_size: int = 10
@@ -175,6 +177,7 @@ class Training:
         groups = ShardGroups.of(self.shard, self.accelerator.num_processes)
         if groups is not None:
             shard(trained, model, self.plan, groups, self.accelerator.device, self.shard)
+            reduce_once_a_step(trained, self.reduces_once)
         optimizer = make_optimizer(self.optim, model)
         self.scheduler = make_scheduler(self.optim, optimizer, self.num_steps)
         if groups is None:

@@ -3,7 +3,8 @@
 from functools import cache, partial
 
 import pytest
-from small_runs import all_equal, build_model, largest_difference, trained_weights
+import torch.distributed as dist
+from small_runs import Training, all_equal, build_model, largest_difference, trained_weights
 
 from memsave_recipes.training.arguments import OptimizerArguments
 
@@ -54,6 +55,62 @@ def test_muon_orthogonalises_the_matrices_of_one_rank(run_on_ranks, on_one_rank,
     assert norms_found == pytest.approx(norms, rel=TOLERANCE)
     assert all(all_equal(other, found) for other, _, _ in ranks)
     assert largest_difference(found, on_one_rank(kind)[0]) > 0.1  # of AdamW
+
+
+MANY = [
+    ("gpt2", 4, "2", {}),
+    ("llama", 4, "2", {"loss": "chunked"}),
+    ("llama", 2, "full", {"lora": True}),
+    ("tied_llama", 2, "full", {"loss": "chunked"}),
+    ("tied_llama", 4, "full", {}),
+    ("vit", 4, "2", {}),
+    ("resnet", 2, "full", {}),
+]
+CASES_OF_ONCE = [("llama", 2, "full", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "flag", "options"), CASES_OF_ONCE)
+def test_gradients_that_are_reduced_once_a_step(run_on_ranks, kind, num_ranks, flag, options):
+    """Shares of 5 and 5, or of 3, 3, 2 and 2 samples in micro-batches of 2: the last ones are padded."""
+    weights, norms, _ = run(run_on_ranks, kind, 1, "none", **options)[0]
+    ranks = run(run_on_ranks, kind, num_ranks, flag, reduces_once=True, **options)
+    found, norms_found, _ = ranks[0]
+    assert largest_difference(found, weights) < TOLERANCE
+    assert norms_found == pytest.approx(norms, rel=TOLERANCE)
+    assert min(norms) > 0
+    assert all(all_equal(other, found) for other, _, _ in ranks)
+
+
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+
+def reductions(accelerator, **options):
+    """How often gradients are reduced, and between replicas, in the micro-batches of a step."""
+    training = Training(accelerator, "llama", "2", **options)
+    counts = {REDUCE_SCATTER: [], "all_reduce": []}
+    batch = next(iter(training.batches))
+    for name, of_micro_batches in counts.items():
+        setattr(dist, name, counted(getattr(dist, name), of_micro_batches))
+    for micro_batch in batch.forwards(training.trained):
+        for of_micro_batches in counts.values():
+            of_micro_batches.append(0)
+        batch.backward(training.loss_of(micro_batch))
+    return counts
+
+
+def counted(collective, of_micro_batches):
+    def counting(*args, **kwargs):
+        of_micro_batches[-1] += 1
+        return collective(*args, **kwargs)
+
+    return counting
+
+
+def test_the_micro_batches_before_the_last_one_reduce_nothing(run_on_ranks):
+    units = 6  # embeddings, four layers, the head
+    for once, before in ((False, units), (True, 0)):
+        for counts in run_on_ranks(partial(reductions, reduces_once=once), 4):
+            assert counts == {name: [before, units] for name in (REDUCE_SCATTER, "all_reduce")}
 
 
 def test_the_tolerance_is_far_below_what_the_steps_do(on_one_rank):

@@ -58,6 +58,28 @@ def test_what_is_done_to_whole_frozen_weights_is_refused(monkeypatch, flag, valu
     WithAdapters(output_dir="run", lora=True, **{flag: value})
 
 
+@pytest.mark.parametrize("way", ["micro_batch", "step"])
+def test_ways_to_reduce_gradients_are_for_shards(way):
+    with pytest.raises(InputError, match=f"--reduce_gradients {way}: weights are whole, so gradients are reduced once"):
+        RecipeArguments(output_dir="run", shard="none", reduce_gradients=way)
+    RecipeArguments(output_dir="run", shard="none", reduce_gradients="auto")
+    RecipeArguments(output_dir="run", shard="full", reduce_gradients=way)
+    RecipeArguments(output_dir="run", reduce_gradients=way)  # the launch file may imply shards
+
+
+def test_both_ways_to_reduce_gradients_are_open_to_a_search_alone():
+    budget = {"activation_checkpointing": "budget", "memory_budget_gib": 1}
+    ways = {
+        (False,): [{}, {"reduce_gradients": "micro_batch"}, {**budget, "reduce_gradients": "micro_batch"}],
+        (True,): [{"reduce_gradients": "step"}, {**budget, "reduce_gradients": "step"}],
+        (False, True): [budget, {"micro_batch_size": "auto"}],
+    }
+    for reductions, flags in ways.items():
+        for one in flags:
+            assert RecipeArguments(output_dir="run", shard="full", **one).reductions == reductions
+    assert RecipeArguments(output_dir="run", **budget).reductions == (False,)
+
+
 def test_a_save_beside_the_training_is_for_shards():
     with pytest.raises(InputError, match="--async_save copies the shards of each rank, and there are none: pass"):
         RecipeArguments(output_dir="run", shard="none", async_save=True)

@@ -3,6 +3,7 @@
 Of plans that offload, what is set aside for copies under way comes on top of it.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -82,6 +83,34 @@ def offloading_and_tiles():
         yield Shape(kind=kind, num_ranks=2, strategy=strategy)
 
 
+def reduced_once():
+    """All kinds of models on 2, 4 and 8 ranks and in groups, with 2 to 4 micro-batches; other settings in turns."""
+    groups = ((2, "full"), (4, "full"), (8, "full"), (4, "2"), (8, "4"))
+    for number, (kind, (num_ranks, flag)) in enumerate(product(LANGUAGE_MODELS, groups)):
+        rows, length = BATCHES[number % len(BATCHES)]
+        yield Shape(
+            kind=kind,
+            num_ranks=num_ranks,
+            flag=flag,
+            strategy=STRATEGIES[number % len(STRATEGIES)],
+            rows=rows,
+            length=length,
+            bf16=number % 5 == 1,
+            loss="chunked" if number % 4 == number // 5 else "full",
+            num_micro_batches=(2, 4, 3)[(number + number // 5) % 3],
+            reduces_once=True,
+        )
+    for number, (kind, num_ranks) in enumerate(product(CLASSIFIERS, (2, 8))):
+        strategy, num_micro_batches = ("none", "full")[number // 2 % 2], (2, 4)[number % 2]
+        yield Shape(
+            kind=kind,
+            num_ranks=num_ranks,
+            strategy=strategy,
+            num_micro_batches=num_micro_batches,
+            reduces_once=True,
+        )
+
+
 def most_over(shape):
     """With tiles the norm behind the layers counts as under no plan; a ReLU in place saves the output of its block."""
     if (shape.kind, shape.strategy) == ("vgg", "offload"):
@@ -92,13 +121,15 @@ def most_over(shape):
 IN_PARTS = list(offloading_and_tiles())
 SHORT = [Shape(kind=kind, num_ranks=2, strategy="full", rows=1, length=16) for kind in ("gpt2", "bert")]
 """Whose peak is in the backward of several embeddings, or behind it."""
-ALL = SHAPES + OTHERS + OF_OPTIMIZERS + IN_PARTS + SHORT
-OFTEN = [*SHAPES[::5], *OTHERS[8::12], *OF_OPTIMIZERS[::7], *IN_PARTS[::5], *SHORT]
+ONCE = list(reduced_once())
+ALL = SHAPES + OTHERS + OF_OPTIMIZERS + IN_PARTS + SHORT + ONCE
+OFTEN = [*SHAPES[::5], *OTHERS[8::12], *OF_OPTIMIZERS[::7], *IN_PARTS[::5], *SHORT, *ONCE[::6]]
 
 
 def test_there_are_sixty():
     assert len(set(SHAPES)) == len(SHAPES) == 60
     assert len(set(IN_PARTS)) == len(IN_PARTS) == 20
+    assert len(set(ONCE)) == len(ONCE) == 28
     assert {shape.num_ranks for shape in OFTEN} == {2, 4, 8}
     assert {shape.kind for shape in OFTEN} >= {*LANGUAGE_MODELS, "vit", "densenet"}
     assert {shape.strategy for shape in OFTEN} >= {*OFFLOADING_STRATEGIES, *TILES}
@@ -116,6 +147,13 @@ def test_a_rank_takes_what_is_predicted(shape):
     there, peak = measured_bytes(shape), predicted(shape)
     error = f"{peak.total_bytes / there - 1:+.3%}, in the {peak.phase} of {peak.block}"
     assert there <= peak.total_bytes <= (1 + most_over(shape)) * there + set_aside_bytes(shape), error
+
+
+def test_whole_gradients_are_what_the_other_way_does_without():
+    once = Shape(kind="llama", num_ranks=8, strategy="full", num_micro_batches=2, reduces_once=True)
+    added = measured_bytes(once) - measured_bytes(replace(once, reduces_once=False))
+    whole = sum(parameter.nbytes for parameter in once.build().parameters())
+    assert 0.5 * whole < added < whole
 
 
 @pytest.mark.parametrize("shape", cases(OF_OPTIMIZERS), ids=str)

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from launches import RECIPE, launch, losses, results, write_text
+from launches import RECIPE, exit_codes, launch, losses, results, write_text
 from small_runs import VOCABULARY
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,16 +65,17 @@ def needed(folder):
     file = folder / "choice.json"
     words = ["plan", RECIPE, *MODEL, *SOLVED, "--shard", "full", "--num_processes", "2", "--target", "cpu"]
     assert main([*map(str, words), "--memory_budget_gib", "1", "--json", str(file)]) == 0
-    return {one["strategy"]: one["needed_bytes"] for one in json.loads(file.read_text())["candidates"]}
+    candidates = json.loads(file.read_text())["candidates"]
+    return {one["strategy"]: one["needed_bytes"] for one in candidates if not one["reduces_once"]}
 
 
 @pytest.fixture
 def train(folder):
     """Launch the recipe on two ranks, into a folder of this name."""
 
-    def run(name, *flags):
+    def run(name, *flags, **options):
         fixed = [*MODEL, *SHORT, "--train_file", folder / "text.txt", "--output_dir", folder / name]
-        return launch(CONFIG, *fixed, *flags)
+        return launch(CONFIG, *fixed, *flags, **options)
 
     return run
 
@@ -102,6 +104,36 @@ def test_a_run_finds_a_plan_that_fits(within_a_budget, needed):
     assert found["memory"]["peak_allocated_gib"] * GIB < 0.9 * needed["none"]
     assert found["memory"]["predicted_peak_gib"] * GIB <= budget_bytes
     assert json.loads((run / "config.json").read_text())["memory_budget_gib"] == float(flags[-1])
+
+
+NO_MEMORY_ON_RANK_1 = """
+import os, sys
+import torch
+from memsave_recipes.planner.trial_step import StepOnDevice
+from memsave_recipes.run.failures import run_recipe
+sys.path.insert(0, {recipes!r})
+import language_modeling as recipe
+
+def forward_without_memory(self, layout):
+    forward = forward_of(self, layout)
+    def fails():
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+        return forward()
+    return fails
+
+forward_of, StepOnDevice.forward = StepOnDevice.forward, forward_without_memory
+run_recipe(recipe.main)
+"""
+
+
+@pytest.mark.slow
+def test_no_memory_in_the_trial_step_of_one_rank_ends_both(train, needed, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(NO_MEMORY_ON_RANK_1.format(recipes=str(RECIPE.parent)))
+    done = train("ended", *SOLVED, "--memory_budget_gib", gib(needed["none"]), program=program)
+    assert exit_codes(done) == ["3", "3"]
+    assert "error: no memory left in the trial step, so the prediction of " in done.stderr
 
 
 def test_its_losses_are_those_of_its_plan_from_a_file(within_a_budget, train, folder):
@@ -199,17 +231,23 @@ def task_of(budget_bytes, strategy="budget:bitwise", size="auto"):
     )
 
 
-def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, **flags):
-    """A plan as a run in shards finds and tries it; micro-batches of ``too_large`` samples seem to need too much."""
+def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, once=0.0, once_is_too_large=False, **flags):
+    """A plan as a run in shards finds and tries it; micro-batches of ``too_large`` samples seem to need too much.
+
+    Args:
+        once: the seconds that a step seems to save where it reduces gradients once.
+        once_is_too_large: whether that seems to need too much, too.
+    """
     said = []
     accelerator.print = said.append
     # Larger micro-batches are always faster here, whatever this machine has to do besides.
-    Candidate.step_s = property(lambda self: float(self.layout.accumulation_steps))
+    Candidate.step_s = property(lambda self: self.layout.accumulation_steps - once * self.reduces_once)
     measured, readings = run_plan.run_trial_step_in_shards, []
 
     def with_more(candidate, *args):
         readings.append((candidate.peak_bytes, measured(candidate, *args)))
-        return readings[-1][1] + (budget_bytes if candidate.layout.micro_batch_size >= too_large else 0)
+        seems = candidate.layout.micro_batch_size >= too_large or (candidate.reduces_once and once_is_too_large)
+        return readings[-1][1] + (budget_bytes if seems else 0)
 
     run_plan.run_trial_step_in_shards = with_more
     model, task = build_model(), task_of(budget_bytes, **flags)
@@ -240,6 +278,7 @@ def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, **flags):
         "plan": found.plan,
         "first_plan": chosen.forecast.plan,
         "size": batches.layout.micro_batch_size,
+        "reduces_once": found.reduces_once,
         "predicted_bytes": found.predicted_peak_bytes,
         "readings": readings,
         "units": units,
@@ -252,11 +291,14 @@ def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, **flags):
 def by_size():
     """The bytes that a rank of two needs under no plan, and under ``full``, by micro-batch."""
 
-    def needs(strategy):
+    def needs(strategy, *, once):
         choice = choose_for_target(task_of(GIB, strategy), Launch(target=find_target("cpu"), num_processes=2), GIB)
-        return {one.layout.micro_batch_size: one.needed_bytes for one in choice.candidates}
+        return {one.layout.micro_batch_size: one.needed_bytes for one in choice.candidates if one.reduces_once == once}
 
-    return {strategy: needs(strategy) for strategy in ("none", "full")}
+    return {
+        **{strategy: needs(strategy, once=False) for strategy in ("none", "full")},
+        "once": needs("none", once=True),
+    }
 
 
 def test_all_ranks_have_the_plan_of_the_first(run_on_ranks, by_size):
@@ -279,6 +321,35 @@ def test_a_trial_step_has_the_gradients_of_earlier_micro_batches(run_on_ranks, b
         ((predicted, measured),) = one["readings"]
         assert measured <= budget
         assert measured == pytest.approx(predicted, rel=0.05)
+
+
+def test_gradients_are_reduced_once_a_step_where_that_fits_and_is_faster(run_on_ranks, by_size):
+    assert by_size["once"].keys() == {1, 2}  # nothing accumulates with 4
+    for size, budget in by_size["once"].items():
+        assert budget > by_size["none"][size]
+        for one in run_on_ranks(partial(planned, budget_bytes=budget, size=size, once=0.5), 2):
+            ((predicted, measured),) = one["readings"]
+            assert one["reduces_once"]
+            assert measured <= budget
+            assert measured == pytest.approx(predicted, rel=0.05)
+            assert one["gradients"] == 0
+
+
+def test_gradients_are_reduced_for_every_micro_batch_where_whole_ones_do_not_fit(run_on_ranks, by_size):
+    flags = {"strategy": "none", "size": "auto", "once": 0.5}
+    budget = (by_size["none"][1] + min(by_size["once"][1], by_size["none"][2])) // 2
+    for one in run_on_ranks(partial(planned, budget_bytes=budget, **flags), 2):
+        assert (one["size"], one["reduces_once"]) == (1, False)
+
+
+def test_a_step_that_takes_more_reduces_every_micro_batch_before_it_is_halved(run_on_ranks, by_size):
+    faster = partial(planned, budget_bytes=by_size["once"][2], size=2, once=0.5)
+    for one in run_on_ranks(partial(faster, once_is_too_large=True), 2):
+        assert (one["size"], one["reduces_once"]) == (2, False)
+        assert one["readings"][1][0] < one["readings"][0][0]
+        assert one["plan"] == one["first_plan"]
+        (line,) = (line for line in one["said"] if "the prediction of" in line)
+        assert line.endswith(", so gradients are reduced after every micro-batch (--reduce_gradients micro_batch)")
 
 
 def test_a_step_that_takes_more_is_halved_under_the_same_plan(run_on_ranks, by_size):
@@ -329,5 +400,10 @@ def test_another_way_to_shard_searches_again(tmp_path):
     previous = partial(with_previous_plan, run, plan=tmp_path / "plan.json")
     again = previous(earlier, num_processes=4)
     assert (again.micro_batch_size, again.activation_checkpointing) == (2, str(tmp_path / "plan.json"))
+    assert again.reduce_gradients == "micro_batch"  # as an earlier version did
+    once = previous({**earlier, "reduce_gradients": "step"}, num_processes=4)
+    assert (once.micro_batch_size, once.reduce_gradients) == (2, "step")
     assert previous({**earlier, "shard": "2"}, num_processes=4) is run
     assert previous(earlier, num_processes=2) is run
+    named = replace(run, reduce_gradients="step")
+    assert with_previous_plan(named, earlier, plan=tmp_path / "plan.json", num_processes=4) is named
