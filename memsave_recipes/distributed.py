@@ -24,11 +24,11 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,23 @@ def on_all_processes(accelerator: Accelerator, action: Callable[[], T]) -> T:
     result, error = _attempt(action)
     fail_together(error)
     return result  # type: ignore[return-value]
+
+
+def require_same(accelerator: Accelerator, values: Mapping[str, Any], way_out: str) -> None:
+    """Refuse ``values`` that are not those of rank 0, by name, on every rank.
+
+    Raises:
+        InputError: on every rank, where they are not; it names the first one, and ends with ``way_out``.
+    """
+    of_rank_0 = on_main_process(accelerator, lambda: dict(values))
+
+    def compare() -> None:
+        rank = accelerator.process_index
+        for name, value in values.items():
+            if value != of_rank_0[name]:
+                raise InputError(f"rank {rank} has {name} {value}, rank 0 has {of_rank_0[name]}: {way_out}")
+
+    on_all_processes(accelerator, compare)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from memsave_recipes.distributed import main_process_first
+from memsave_recipes.distributed import main_process_first, require_same
 from memsave_recipes.errors import InputError
 
 FAILURES = {InputError: ("InputError", "bad row 3"), KeyError: ("RuntimeError", "another rank failed: 'bad row 3'")}
@@ -40,3 +40,18 @@ def test_where_one_fails_all_do(run_on_ranks, tmp_path, failing_rank, failure):
 
 def test_a_rank_alone_fails_with_its_own_error(run_on_ranks, tmp_path):
     assert run_on_ranks(partial(work, tmp_path, 0, KeyError), 1) == [(False, "KeyError", "'bad row 3'")]
+
+
+def same_or_refused(versions, accelerator):
+    try:
+        require_same(accelerator, versions[accelerator.process_index], "install the same")
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def test_values_that_are_not_those_of_rank_0_are_refused_on_all_ranks(run_on_ranks):
+    same, other = {"torch": "2.13.0", "accelerate": "1.15.0"}, {"torch": "2.12.1", "accelerate": "1.15.0"}
+    assert run_on_ranks(partial(same_or_refused, [same, same]), 2) == [None, None]
+    line = "rank 1 has torch 2.12.1, rank 0 has 2.13.0: install the same"
+    assert run_on_ranks(partial(same_or_refused, [same, other]), 2) == [line, line]

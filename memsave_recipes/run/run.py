@@ -41,7 +41,12 @@ from memsave_recipes.checkpoints.resume import (
     with_previous_plan,
 )
 from memsave_recipes.compare import compare, read_run
-from memsave_recipes.distributed import main_process_first, missing_ranks_end_the_run, on_main_process
+from memsave_recipes.distributed import (
+    main_process_first,
+    missing_ranks_end_the_run,
+    on_main_process,
+    require_same,
+)
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.run_plan import choose_in_shards, plan_run
@@ -82,6 +87,7 @@ from memsave_recipes.training.launch import (
     check_share_of_every_rank,
     describe_environment,
     deterministic_kernels,
+    installed_versions,
     matmul_precision,
     start_accelerator,
     use_expandable_segments,
@@ -172,6 +178,7 @@ class Run:
             use_expandable_segments()
             log_with = resolve_trackers(args.report_to, path)
             accelerator = start_accelerator(collective_timeout_s=limit_s, log_with=log_with)
+            require_same(accelerator, installed_versions(), "install the same versions on every machine")
             notices += check_same_environment(earlier["environment"], accelerator) if earlier else []
             lock = stack.enter_context(locked_run_folder(accelerator, path))
             try:

@@ -372,10 +372,15 @@ INSTRUCTION_LIMITS = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "memsave-recipes")
 
 
+def installed_versions() -> dict[str, str]:
+    """Of ``PACKAGES``."""
+    return {name: _version(name) for name in PACKAGES}
+
+
 def describe_environment(accelerator: Accelerator) -> dict[str, Any]:
     """Versions, commit and hardware, for ``config.json`` and the trackers."""
     return {
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **installed_versions()},
         "git_commit": _git_commit(),
         "device": device_name(accelerator.device),
         "num_processes": accelerator.num_processes,

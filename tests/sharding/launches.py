@@ -1,7 +1,8 @@
-"""The language recipe, launched as its users do, and the text that it trains on."""
+"""A recipe, launched as its users do, and the text that it trains on."""
 
 import json
 import os
+import socket
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -31,6 +32,12 @@ def launch(config, *flags, num_processes=None, of_launch=(), program=RECIPE):
         timeout=280,
         check=False,
     )
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def exit_codes(done):

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from accelerate.state import AcceleratorState
-from launches import RECIPE, exit_codes, launch, losses, write_text
+from launches import RECIPE, exit_codes, free_port, launch, losses, write_text
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -34,12 +33,6 @@ def train_here(*flags):
     specification.loader.exec_module(module)
     AcceleratorState._reset_state(reset_partial_state=True)
     module.main([str(flag) for flag in flags])
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -221,4 +214,28 @@ def test_a_run_asks_before_it_trains_whole_weights(monkeypatch, tmp_path):
 def test_what_a_launch_does_not_allow_is_one_line(tmp_path, config, num_processes, flags, line):
     done = launch(config, *FLAGS, *flags, "--output_dir", tmp_path / "run", num_processes=num_processes)
     assert next(found for found in done.stderr.splitlines() if found.startswith("error: ")).startswith(line)
+    assert not (tmp_path / "run").exists()
+
+
+MIXED = f"""
+import os, sys
+sys.path.insert(0, {str(RECIPE.parent)!r})
+import language_modeling
+from memsave_recipes.recipe import run_recipe
+from memsave_recipes.run import run
+
+installed = run.installed_versions
+run.installed_versions = lambda: {{**installed(), "torch": "2." + os.environ["RANK"]}}
+run_recipe(language_modeling.main)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_different_versions_end_in_one_line(tmp_path):
+    program = tmp_path / "mixed.py"
+    program.write_text(MIXED)
+    done = launch("cpu_fsdp2.yaml", *FLAGS, "--output_dir", tmp_path / "run", program=program)
+    line = "error: rank 1 has torch 2.1, rank 0 has 2.0: install the same versions on every machine"
+    assert done.stderr.splitlines().count(line) == 1
+    assert "2" in exit_codes(done)
     assert not (tmp_path / "run").exists()
