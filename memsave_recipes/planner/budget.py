@@ -84,11 +84,11 @@ class StaticMemory:
         buckets_bytes: DDP's gradient buckets.
         sums_bytes: sums of earlier gradients that are there when a micro-batch begins: of ``--bitwise_topology``, and
             of accumulation where weights are in shards and each micro-batch is reduced.
-        exchange_bytes: of the same, buckets on their way between ranks.
+        exchange_bytes: of the same, buckets on their way between ranks during a backward.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
             bucket of DDP, or used by an optimizer in the backward, does not.
-        optimizer_bytes: temporaries of the optimizer's update.
+        optimizer_bytes: temporaries of the optimizer's update, or of what ranks exchange just before it.
         elsewhere_bytes: of the weights, those that other ranks hold.
     """
 
@@ -186,14 +186,17 @@ def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: In
     Of k micro-batches, one finds floor(log2(k)) sums of earlier ones, and its own gradient grows beside them. It is the
     last one where k is a power of two, whose gradient DDP takes into its buckets.
     """
-    count = layout.accumulation_steps
+    count, all_bytes = layout.accumulation_steps, sum(parameter.nbytes for parameter in trained)
     ends_in_buckets = static.buckets_bytes > 0 and count.bit_count() == 1
+    sums_bytes, own_bytes = (count.bit_length() - 1) * all_bytes, 0 if ends_in_buckets else all_bytes
+    in_backward, after_it = exchange_bytes(trained, layout)
     return replace(
         static,
-        sums_bytes=(count.bit_length() - 1) * sum(parameter.nbytes for parameter in trained),
-        exchange_bytes=exchange_bytes(trained, layout),
+        sums_bytes=sums_bytes,
+        exchange_bytes=in_backward,
         gradients_resident=False,
         gradients_stay=not ends_in_buckets,
+        optimizer_bytes=max(static.optimizer_bytes, after_it - in_backward - sums_bytes - own_bytes),
     )
 
 

@@ -302,14 +302,19 @@ def most_subtrees(layout: IndexedLayout) -> int:
     return max(map(len, layout.blocks(layout.global_batch_size)))
 
 
-def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout) -> int:
-    """The most that the buckets under way between the ranks take besides DDP's own buffers."""
+def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout) -> tuple[int, int]:
+    """The most that buckets under way between the ranks take besides DDP's own buffers: in a backward, and after it.
+
+    The last bucket is ready when the backward has ended; no subtree is then anywhere else, and of the gradients that it
+    was filled with only the last one is still there, at most the largest.
+    """
     if layout.num_processes == 1 or not parameters:
-        return 0
+        return 0, 0
     indices, _ = _compute_bucket_assignment_by_size(list(reversed(parameters)), BUCKET_LIMITS)
     sizes = [sum(parameters[-1 - index].nbytes for index in bucket) for bucket in indices]
     copies = 2 * most_subtrees(layout) - 1  # what is sent, but for the bucket itself, and what is received
-    return max(before + copies * size for before, size in pairwise([0, *sizes]))
+    *earlier, last = (before + copies * size for before, size in pairwise([0, *sizes]))
+    return max(earlier, default=0), last + max(parameters[-1 - index].nbytes for index in indices[-1])
 
 
 def describe_cost(model: nn.Module, layout: IndexedLayout) -> str:
