@@ -1,50 +1,21 @@
 """BatchNorm over the global batch: blocks in micro-batches give the step of one undivided forward of the batch."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import ResNetConfig, ResNetForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm, in_micro_batches
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.convnets import build_densenet, build_vgg
 from memsave_recipes.plans import Action, Plan
+from tests.convnets import build
 
 LEARNING_RATE = 1e-4  # small: a large one multiplies any rounding, that of the undivided forward too
-
-
-def resnet(**sizes):
-    return ResNetForImageClassification(ResNetConfig(num_labels=10, **sizes))
-
-
-MODELS = {
-    "vgg_small_bn": partial(build_vgg, "vgg_small_bn", num_classes=10),
-    "densenet_small": partial(build_densenet, "densenet_small", num_classes=10),
-    "vgg16_bn": partial(build_vgg, "vgg16_bn", num_classes=10),
-    "densenet121": partial(build_densenet, "densenet121", num_classes=10),
-    "resnet_small": lambda: resnet(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2]),
-}
-
-
-def make(name):
-    """In float64, without dropout, and no vector of it zeros or ones, as training has it."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    if name == "vgg16_bn":
-        model.classifier = nn.Linear(512 * 7 * 7, 10)  # of 120 million weights none is normalised
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter) * (parameter.dim() == 1)
-    return model.double().train()
 
 
 def trained(model, num_steps, num_images=8):
@@ -84,7 +55,7 @@ def in_blocks(model, strategy, micro_batch_size):
     ],
 )
 def test_equal_to_one_undivided_forward(name, strategy, micro_batch_size):
-    model = make(name)
+    model = build(name)
     twin = copy.deepcopy(model)
     with in_blocks(twin, strategy, micro_batch_size):
         state = trained(twin, 3)
@@ -92,10 +63,11 @@ def test_equal_to_one_undivided_forward(name, strategy, micro_batch_size):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("micro_batch_size", [2, 4, 8])
-@pytest.mark.parametrize("name", ["vgg16_bn", "densenet121"])  # ResNet-50 multiplied rounding at the rates tried
+@pytest.mark.parametrize("name", ["vgg16_bn", "densenet121", "resnet50"])
 def test_twenty_steps_of_the_real_models(name, micro_batch_size):
-    model = make(name)
+    model = build(name)
     twin = copy.deepcopy(model)
     with in_blocks(twin, "full", micro_batch_size):
         state = trained(twin, 20)
@@ -105,7 +77,7 @@ def test_twenty_steps_of_the_real_models(name, micro_batch_size):
 @pytest.mark.parametrize("micro_batch_size", [2, 8])
 def test_the_negative_control(micro_batch_size):
     """Local statistics are those of the whole batch only where it is not cut up."""
-    model = make("densenet_small")
+    model = build("densenet_small")
     images = torch.randn(8, 3, 32, 32).double()
     whole = model(images)
     parts = torch.cat([model(part) for part in images.split(micro_batch_size)])

@@ -6,34 +6,16 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import ResNetConfig, ResNetForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.equivalence import verify
-from memsave_recipes.models.convnets import build_densenet, build_vgg
+from tests.convnets import build
 
 NUM_IMAGES = 7
 
 
-def make(name):
-    torch.manual_seed(0)
-    if name == "resnet":
-        sizes = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 1]}
-        model = ResNetForImageClassification(ResNetConfig(num_labels=10, **sizes))
-    else:
-        model = (build_vgg if name.startswith("vgg") else build_densenet)(name, num_classes=10)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.1 * torch.randn_like(parameter) * (parameter.dim() == 1)
-    return model.double().train()
-
-
-def trained(model, bare, share, num_ranks, num_steps=2):
+def trained(model, bare, share, num_ranks, num_steps):
     """The state of ``bare`` after steps, of whose images this rank takes ``share``."""
     generator = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(bare.parameters(), lr=1e-4, momentum=0.9)
@@ -57,17 +39,17 @@ def planned(bare, strategy, micro_batch_size):
     return apply_plan(bare, plan if micro_batch_size is None else plan.in_micro_batches(micro_batch_size))
 
 
-def errors_on_rank(name, ways, accelerator):
+def errors_on_rank(name, ways, num_steps, accelerator):
     """The largest relative difference from one process, of each way; shares of 4 and 3 images."""
-    bare = make(name)
-    expected = trained(twin := copy.deepcopy(bare), twin, slice(None), 1)
+    bare = build(name)
+    expected = trained(twin := copy.deepcopy(bare), twin, slice(None), 1, num_steps)
     share = [slice(0, 4), slice(4, 7)][accelerator.process_index]
     errors = []
     for strategy, micro_batch_size in ways:
         own = copy.deepcopy(bare)
         global_batchnorm(own)
         with planned(own, strategy, micro_batch_size):
-            found = trained(accelerator.prepare(own), own, share, 2)
+            found = trained(accelerator.prepare(own), own, share, 2, num_steps)
         errors.append(max(float((found[key] - one).norm() / one.norm()) for key, one in expected.items()))
     return errors
 
@@ -77,20 +59,31 @@ def errors_on_rank(name, ways, accelerator):
     [
         ("densenet_small", [("none", None), ("full", 2), ("bottleneck", 3)]),
         ("vgg_small_bn", [("full", None), ("selective", None), ("full", 1), ("segments:2", 3)]),
-        ("resnet", [("none", None), ("full", 2), ("every:2", 4)]),
+        ("resnet_small", [("none", None), ("full", 2), ("every:2", 4)]),
     ],
 )
 def test_two_ranks_are_one_process(run_on_ranks, name, ways):
     """With 3 the first rank has two micro-batches and the second one."""
-    for errors in run_on_ranks(partial(errors_on_rank, name, ways), 2):
+    for errors in run_on_ranks(partial(errors_on_rank, name, ways, 2), 2):
         assert max(errors) < 1e-12, dict(zip(ways, errors, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("micro_batch_size", [None, 2, 1])
+@pytest.mark.parametrize("name", ["vgg16_bn", "densenet121", "resnet50"])
+def test_twenty_steps_of_the_real_models(run_on_ranks, name, micro_batch_size):
+    """Each share whole, in 2 micro-batches, and in 4 and 3."""
+    train = partial(errors_on_rank, name, [("full", micro_batch_size)], 20)
+    for (error,) in run_on_ranks(train, 2, timeout_s=1500):
+        assert error < 1e-12
+
+
 def local_on_rank(accelerator):
-    bare = make("densenet_small")
-    expected = trained(twin := copy.deepcopy(bare), twin, slice(None), 1)
+    bare = build("densenet_small")
+    expected = trained(twin := copy.deepcopy(bare), twin, slice(None), 1, 2)
     share = [slice(0, 4), slice(4, 7)][accelerator.process_index]
-    found = trained(accelerator.prepare(bare), bare, share, 2)
+    found = trained(accelerator.prepare(bare), bare, share, 2, 2)
     return max(float((found[key] - one).norm() / one.norm()) for key, one in expected.items())
 
 
@@ -99,7 +92,7 @@ def test_the_negative_control(run_on_ranks):
 
 
 def verdict_on_rank(accelerator):
-    bare = make("densenet_small").float()
+    bare = build("densenet_small").float()
     global_batchnorm(bare)
     share = [slice(0, 4), slice(4, 7)][accelerator.process_index]
     images = torch.randn(NUM_IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(1))
