@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bitwise_cells.py        # hours; goes on where it was stopped
 
-A row of the table is 50 steps of 24 samples of one recipe. It is trained on one rank, then straight on 2, 3 and 4, and
-four times more by ranks that are killed after a checkpoint, from which another number of ranks goes on. A run has the
-same bits as that of one rank if its logged losses, gradient norms and evaluations, its weights and the optimizer's
-state in its last checkpoint are equal, tensor by tensor. Writes docs/results/bitwise_cells-DEVICE.json and .md.
+A row of the table is 50 steps of 24 samples of one recipe. It is trained on one rank from start to end, and four times
+more, on 1, 2, 3 and 4 ranks that are killed once half of the steps are saved, from where another number of ranks goes
+on. A run has the same bits as the first one if its logged losses, gradient norms and evaluations, its weights and the
+optimizer's state in its last checkpoint are equal, tensor by tensor. Writes docs/results/bitwise_cells-DEVICE.json and
+.md.
 
 NOTE [ ranks ]
 `accelerate launch` starts a world of each number of ranks once (``warm_rank.py``). A run is a fork of all ranks of its
@@ -39,7 +40,7 @@ TEXT = ("--block_size", "32", "--vocab_size", "512", "--max_eval_samples", "40")
 GPT2 = ("--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32")
 LLAMA = ("--model_type", "llama", "--config_overrides", f"{SMALL},num_key_value_heads=2")
 VIT = ("--model_type", "vit", "--config_overrides", f"{SMALL},patch_size=8")
-CONVNET = ("--augmentation", "digits", "--batchnorm", "global")
+CONVNET = ("--augmentation", "digits", "--image_size", "16", "--batchnorm", "global")
 WORKS = {
     "GPT-2 with dropout": ("language_modeling", (*GPT2, *TEXT, "--dropout", "0.1", "--loss", "full")),
     "Llama, chunked loss": ("language_modeling", (*LLAMA, *TEXT, "--loss", "chunked")),
@@ -50,8 +51,8 @@ WORKS = {
 OPTIMIZERS = {"AdamW": ("--learning_rate", "1e-3"), "SGD": ("--optimizer", "sgd", "--learning_rate", "0.05")}
 PRECISIONS = {"float32": "no", "bf16": "bf16"}
 SIZES = (1, 2, 3, 4, 5)
-STRAIGHT = (2, 3, 4)
-KILLED = ((1, 3), (2, 1), (3, 4), (4, 2))
+RANKS = ((1, 3), (2, 1), (3, 4), (4, 2))
+"""Of runs: those that are killed, and those that go on."""
 STEPS, QUICK_STEPS = 50, 10
 RUN_TIMEOUT_S = 600
 CHECKPOINT_POLL_S = 0.02
@@ -69,7 +70,7 @@ class Cell:
 
     def words(self, folder: Path, num_steps: int) -> tuple[str, ...]:
         """The recipe's flags."""
-        length = ("--max_steps", num_steps, "--eval_steps", num_steps // 2, "--save_every", num_steps // 5)
+        length = ("--max_steps", num_steps, "--eval_steps", num_steps // 2, "--save_every", num_steps // 2)
         batch = ("--global_batch_size", 24, "--bitwise_topology", "--micro_batch_size", self.micro_batch_size)
         others = ("--max_grad_norm", 0.5, "--logging_steps", 1, "--report_to", "none", "--output_dir", folder)
         return tuple(map(str, (*WORKS[self.work][1], *OPTIMIZERS[self.optimizer], *batch, *length, *others)))
@@ -163,22 +164,18 @@ def _logged(folder: Path) -> list[dict[str, Any]]:
     return [row for row in kept if row]
 
 
-def row_of(cell: Cell, worlds: Worlds, num_steps: int, straight: Sequence[int], killed: Any) -> dict[str, Any]:
+def row_of(cell: Cell, worlds: Worlds, num_steps: int, ranks: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Train a cell on all numbers of ranks; by these, what has other bits than on one."""
     with TemporaryDirectory() as name:
-        folder = Path(name)
-        worlds.begin(cell, 1, folder / "1", num_steps).end()
-        found = {}
-        for num_ranks in straight:
-            worlds.begin(cell, num_ranks, folder / str(num_ranks), num_steps).end()
-            found[str(num_ranks)] = differences(folder / str(num_ranks), folder / "1")
-        for first, then in killed:
+        folder, found = Path(name), {}
+        worlds.begin(cell, 1, folder / "straight", num_steps).end()
+        for first, then in ranks:
             resumed = folder / f"{first}, then {then}"
             running = worlds.begin(cell, first, resumed, num_steps)
             _wait_for_checkpoint(resumed)
             running.kill()
             worlds.begin(cell, then, resumed, num_steps, "--resume").end()
-            found[resumed.name] = differences(resumed, folder / "1")
+            found[resumed.name] = differences(resumed, folder / "straight")
     return {**vars(cell), "differences": found}
 
 
@@ -214,7 +211,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
         f"`python benchmarks/bitwise_cells.py` on {results['device']}, torch {results['versions']['torch']}, "
         f"{results['num_steps']} steps of 24 samples.",
         f"{sum(not of for of in runs)} of {len(runs)} runs have the bits of one rank. Columns are numbers of ranks: "
-        "where there are two, the first ranks were killed, and others went on from their last checkpoint.",
+        "the first ones were killed in the middle, and the others went on from their checkpoint.",
         "",
     ]
     return "\n".join([*lines, harness.markdown_table(headings, cells)])
@@ -228,16 +225,16 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
         Cell(work=work, optimizer=optimizer, precision=precision, micro_batch_size=size)
         for precision, size, work, optimizer in product(PRECISIONS, SIZES, WORKS, OPTIMIZERS)
     ]
-    straight, killed, num_steps = STRAIGHT, KILLED, STEPS
+    ranks, num_steps = RANKS, STEPS
     if flags.quick:
-        cells, straight, killed, num_steps = [cells[-1]], (2,), ((2, 1),), QUICK_STEPS
+        cells, ranks, num_steps = [cells[-1]], RANKS[1:2], QUICK_STEPS
     name = f"bitwise_cells-{device.type}"
     file = flags.output_dir / f"{name}.json"
     about = {"benchmark": "bitwise_cells", **harness.describe_machine(device), "num_steps": num_steps}
     known = json.loads(file.read_text()) if file.exists() else {}
     rows = known["rows"] if about.items() <= known.items() else []
     done = [{key: row[key] for key in vars(cells[0])} for row in rows]
-    numbers = sorted({1, *straight, *(number for pair in killed for number in pair)})
+    numbers = sorted({1, *(number for pair in ranks for number in pair)})
     with ExitStack() as stack:
         open_worlds = {
             (precision, number): stack.enter_context(launched(precision, number))
@@ -245,7 +242,7 @@ def main(args: Sequence[str] | None = None) -> dict[str, Any]:
             for number in numbers
         }
         for cell in tqdm([cell for cell in cells if vars(cell) not in done], unit="cell"):
-            rows.append(row_of(cell, Worlds(open_worlds), num_steps, straight, killed))
+            rows.append(row_of(cell, Worlds(open_worlds), num_steps, ranks))
             results = {**about, "rows": rows}
             harness.write_results(flags.output_dir, name, results, as_markdown(results))
     return {**about, "rows": rows}

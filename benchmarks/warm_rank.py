@@ -25,7 +25,8 @@ OF_LAUNCHER = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
 """They name the store of the launcher's own process group, of which there is one a launch."""
 PRELOADED = (  # what a first step imports
     *(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama", "vit")),
-    *("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "sklearn.datasets"),
+    *("transformers.optimization", "torch._dynamo"),  # whose imports take seconds
+    *("torch.distributed.algorithms.ddp_comm_hooks.default_hooks", "sklearn.datasets"),
 )
 
 
