@@ -53,7 +53,7 @@ from memsave_recipes.models.convnets import CONVOLUTIONS, VGG, convolutions
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes import num_workers
 from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, save_model, write_results
+from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, write_results
 from memsave_recipes.run.report import CardFacts, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
@@ -196,8 +196,7 @@ def prove(
         "equivalence": equivalence_of(undivided, cuts, expected[-1], run.compare_with),
     }
     facts = card_facts(accelerator, bare, flags, results, undivided)
-    card, weights = partial(write_model_card, facts=facts), partial(save_model, accelerator, vit.model)
-    save_final(accelerator, folder, weights, card, way_out=AGAIN)
+    save_final(accelerator, folder, vit.model, partial(write_model_card, facts=facts), way_out=AGAIN)
     write_results(accelerator, folder, results, way_out=AGAIN)
     if accelerator.is_main_process:
         show(results["equivalence"], run.max_steps)

@@ -20,7 +20,10 @@ TABLE = {
     "processes": (set(), {"accelerate", "psutil", "torch"}),
     "distributed": ({"processes"}, {"accelerate", "torch"}),
     "plans": (set(), set()),
-    "models": ({"hub", "losses"}, {"torch", "safetensors", "transformers", "peft", "liger_kernel"}),
+    "models": (
+        {"hub", "losses"},
+        {"torch", "safetensors", "transformers", "peft", "liger_kernel", "huggingface_hub"},
+    ),
     "data": (
         {"fingerprint", "hub", "losses"},  # losses: the label that they leave out
         {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn", "tqdm"},
@@ -56,10 +59,10 @@ TABLE = {
     "render": ({"compare", "planner", "plans", "results", "training"}, {"rich", "matplotlib"}),
     "run": (
         {
-            *("activations", "checkpoints", "compare", "distributed", "fingerprint", "planner", "processes"),
+            *("activations", "checkpoints", "compare", "distributed", "fingerprint", "models", "planner", "processes"),
             *("profiling", "render", "sharding", "training", "equivalence"),
         },
-        {"torch", "accelerate", "tqdm", "wandb", "trackio", "huggingface_hub"},
+        {"torch", "accelerate", "tqdm", "wandb", "trackio", "huggingface_hub", "safetensors"},
     ),
     "recipe": ({"planner", "run", "training"}, set()),
     "cli": (

@@ -176,6 +176,7 @@ def printed_in_the_article(words):
 
 
 IN_SLICES = Asserted("tests/sharding/test_slices.py")
+SAVED_IN_SHARDS = Asserted("tests/sharding/test_saved.py")
 FIGURES = {
     "README.md": {
         "the peak falls from 48.8 to 24.6 MiB": measured(
@@ -245,6 +246,7 @@ FIGURES = {
         "1,797 scanned digits": Stated("scikit-learn's"),
         "at most 256 MiB (1,783 of 224 pixels)": Stated("a setting, and arithmetic"),
     },
+    "docs/files.md": {"more than 5 GB in several files": SAVED_IN_SHARDS},
     "docs/failures.md": {
         "2,000 command lines": Asserted("tests/recipes/test_fuzz.py"),
         "once, for 5 s": Stated("a setting"),
@@ -389,6 +391,7 @@ FIGURES = {
         "on 4 ranks 147 MB (its share is 93 MB, the largest unit 131 MB)": IN_SLICES,
         "loads all of them 470 MB": IN_SLICES,
         "finds that it fits and is faster by 1 %": Stated("a setting"),
+        "in files of at most 5 GB": SAVED_IN_SHARDS,
         "and at most 1 % less": Asserted("tests/sharding/test_memory.py"),
         "at most 2 % less with tiles, 8 % less in VGG under `offload`, and 1 % less": Asserted(
             "tests/sharding/test_memory.py"

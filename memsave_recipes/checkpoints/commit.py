@@ -16,6 +16,8 @@ NOTE [ the commit ]
 6. Of weights in shards every rank writes its own file into the sibling, brings it to the disk and makes its digest.
    Rank 0 begins before the first of them and finishes after the last one, with their digests in the manifest. Where a
    rank fails, all do, and rule 5 holds. Each does so in a thread, beside which the training can go on.
+7. What rank 0 writes of weights that all ranks gather, part by part, it gathers and writes in turn. All ranks hear of
+   each part when it is on the disk, so where it is not, none is left in a gather, and rule 5 holds.
 
 The protocol is OLMo-core's (``train/checkpoint.py``), with digests. Not covered: a disk that lies about fsync, and file
 systems on which a rename is not atomic.
@@ -27,12 +29,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict, TypeVar
 
+from accelerate import Accelerator
+
+from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import sha256_of_file
 from memsave_recipes.text import format_bytes
@@ -60,6 +66,11 @@ DISK_ERRORS = {
 }
 
 
+T = TypeVar("T")
+Writer = Callable[[Path], Any]
+"""Writes files into the folder that it is given."""
+
+
 class Damaged(Exception):
     """A folder differs from its manifest; the message says in which file, and how."""
 
@@ -73,24 +84,59 @@ class Entry(TypedDict):
 
 
 def commit(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """``make_whole`` for the checkpoints of a run, which are all that is in ``folder``.
+    """Let ``write(temporary)`` fill a folder and make it ``folder/name``: rules 1 to 3 and 5 of NOTE [ the commit ].
 
     Raises:
         InputError: the disk is full, read-only or failing.
     """
     with disk_errors_as_input_error(folder, name):
-        return make_whole(folder, name, write)
+        temporary = begin(folder, name)
+        try:
+            write(temporary)
+            return finish(temporary, folder / name)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
-def make_whole(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Let ``write(temporary)`` fill a folder and make it ``folder/name``: rules 1 to 3 and 5 of NOTE [ the commit ]."""
-    temporary = begin(folder, name)
+def commit_together(
+    accelerator: Accelerator,
+    folder: Path,
+    name: str,
+    writers: Iterable[Writer],
+    telling: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """``commit`` of what ``writers`` write on rank 0: rule 7 of NOTE [ the commit ]. For all ranks.
+
+    Args:
+        writers: all ranks take one after the other, and may gather for the next one as they do.
+        telling: inside, errors of the disk become the line that the user is told.
+
+    Raises:
+        InputError: on all ranks, as ``telling`` raises it; what was there is as it was.
+    """
+
+    def on_rank_0(action: Callable[[], T]) -> T:
+        def told() -> T:
+            with telling():
+                return action()
+
+        return on_main_process(accelerator, told)
+
+    temporary = on_rank_0(lambda: begin(folder, name))
     try:
-        write(temporary)
-        return finish(temporary, folder / name)
+        for writer in writers:
+            on_rank_0(partial(_write, writer, temporary))
+        on_rank_0(lambda: finish(temporary, folder / name))
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _write(writer: Writer, folder: Path) -> None:
+    """What it returns is not for other ranks."""
+    writer(folder)
 
 
 def begin(folder: Path, name: str) -> Path:

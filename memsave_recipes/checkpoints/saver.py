@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -27,10 +28,12 @@ from filelock import FileLock, Timeout
 
 from memsave_recipes.checkpoints.commit import (
     Entry,
+    Writer,
     begin,
     check_space,
     clear_leftovers,
     commit,
+    commit_together,
     discard,
     disk_errors_as_input_error,
     finish,
@@ -372,13 +375,16 @@ class Checkpoints:
             on_main_process(self.accelerator, writing.wait)
             self.last_saved = writing.step
 
-    def save_best(self, step: int, write: Callable[[Path], None]) -> None:
-        """Save the files that ``write(folder)`` writes on rank 0, such as the weights, as the only ``best-STEP``.
+    def save_best(self, step: int, writers: Iterable[Writer]) -> None:
+        """Save the files that ``writers`` write on rank 0, such as the weights, as the only ``best-STEP``.
 
         Raises:
             InputError: it could not be saved; the one before is as it was.
         """
-        on_main_process(self.accelerator, lambda: self._write_best(step, write))
+        name = f"{BEST}-{step}"
+        telling = partial(disk_errors_as_input_error, self.folder, name)
+        commit_together(self.accelerator, self.folder, name, writers, telling)
+        on_main_process(self.accelerator, lambda: prune(self.folder, BEST, newest=step, keep=1))
 
     def delete_last_step(self) -> None:
         """Delete the checkpoint of the last step, now that the run is done, where it is the only one and none was asked
@@ -477,10 +483,6 @@ class Checkpoints:
 
     def _record(self, step: int, state: Record) -> Record:
         return {"step": step, "run": describe_run(self.order, self.layout, self.data), "state": state}
-
-    def _write_best(self, step: int, write: Callable[[Path], None]) -> None:
-        commit(self.folder, f"{BEST}-{step}", write)
-        prune(self.folder, BEST, newest=step, keep=1)
 
     def _find(self) -> Found | None:
         clear_leftovers(self.folder)

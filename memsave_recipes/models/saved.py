@@ -2,7 +2,7 @@
 
 NOTE [ files of final/ ]
 1. *transformers' models* have their own layout, with the image processor or the tokenizer beside the weights, so that
-   ``from_pretrained`` and ``pipeline`` open the folder.
+   ``from_pretrained`` and ``pipeline`` open the folder. ``Layout`` is that of their weights.
 2. *VGG and DenseNet* have ``model.safetensors``, the ``config.json`` of ``convnets.py``, and an image processor.
 3. *Adapters* have peft's layout and the tokenizer. A ``config.json`` would make transformers take the folder for a
    whole model, so the names of the classes are in ``id2label.json``.
@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -29,8 +30,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BitImageProcessorPil,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
@@ -159,6 +163,45 @@ def save_text_processor(
     tokenizer.save_pretrained(folder)
     if is_adapter(folder):
         (folder / LABELS).write_text(json.dumps(dict(enumerate(label_names)), indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How ``save_pretrained`` puts the tensors of a model into files.
+
+    Attributes:
+        files: by the name of the file, the names of its tensors: there, and in the model.
+        index: the content of ``model.safetensors.index.json``; ``None`` of one file, which has none.
+    """
+
+    files: dict[str, dict[str, str]]
+    index: dict[str, Any] | None
+
+
+def layout_of(model: nn.Module, max_file_bytes: int) -> Layout | None:
+    """The layout of ``model``, whose tensors may be in shards: none is read.
+
+    ``None`` where ``save_pretrained`` splits or joins tensors, and of models that are not transformers' own.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
+    left_out = model._keys_to_ignore_on_save or ()
+    shapes = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict().items()
+        if name not in left_out
+    }
+    names = {id(shape): name for name, shape in shapes.items()}
+    saved = revert_weight_conversion(model, remove_tied_weights_from_state_dict(shapes.copy(), model))
+    if any(id(shape) not in names for shape in saved.values()):
+        return None
+    split = split_torch_state_dict_into_shards(saved, max_shard_size=max_file_bytes)
+    in_files = split.filename_to_tensors.items()
+    about = {"total_parameters": model.num_parameters(), **split.metadata}
+    return Layout(
+        files={file: {name: names[id(saved[name])] for name in inside} for file, inside in in_files},
+        index={"metadata": about, "weight_map": split.tensor_to_filename} if split.is_sharded else None,
+    )
 
 
 def load(folder: str | Path, *, trust_remote_code: bool = False) -> SavedModel:

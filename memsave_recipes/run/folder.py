@@ -2,17 +2,28 @@
 
 ``final/`` and ``results.json`` are each whole or not there. A checkpoint of the last step comes before them, so that a
 full disk costs nothing: ``--resume`` writes the rest.
+
+NOTE [ weights in files ]
+1. Weights are in files of at most ``MAX_FILE_BYTES``, as ``save_pretrained`` lays them out, with an index where there
+   are several.
+2. Weights in shards are gathered file by file: the host of rank 0 has those of one file at a time.
+3. Where ``save_pretrained`` joins or splits tensors, all are gathered before it does; so are those of adapters, and of
+   models that are not transformers'.
 """
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from huggingface_hub import save_torch_state_dict
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from memsave_recipes.checkpoints import (
@@ -23,16 +34,18 @@ from memsave_recipes.checkpoints import (
 from memsave_recipes.checkpoints.commit import (
     TEMPORARY,
     TRASH,
+    Writer,
     check_space,
+    commit_together,
     delete,
     disk_errors_as_input_error,
-    make_whole,
 )
 from memsave_recipes.checkpoints.resume import (
     committed,
 )
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
+from memsave_recipes.models.saved import Layout, layout_of
 from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.run.failures import LOG, RunSettings, write_log
 from memsave_recipes.run.report import check_state
@@ -262,17 +275,49 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 GO_ON = "then go on with --resume"
+MAX_FILE_BYTES = 5 * 1000**3
+"""Of weights; a tensor that is larger has a file of its own."""
 
 
-def weights_on_rank_0(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor] | None:
-    """Weights in shards, gathered on the host of rank 0 for ``save_model``; ``None`` where each rank has all of them.
+def weight_writers(accelerator: Accelerator, model: nn.Module) -> Iterator[Writer]:
+    """What writes the weights of ``model`` as ``save_model`` does, on rank 0: NOTE [ weights in files ].
 
-    For all ranks. Of adapters the weights that are trained.
+    For all ranks, which take one writer after the other.
     """
-    bare = accelerator.unwrap_model(model)
+    bare, wanted = accelerator.unwrap_model(model), accelerator.is_main_process
     if not is_sharded(bare):
-        return None
-    return gathered(bare, wanted=accelerator.is_main_process, only_trained=hasattr(bare, "peft_config"))
+        yield partial(save_model, accelerator, model)
+    elif (layout := layout_of(bare, MAX_FILE_BYTES)) is None:
+        yield partial(save_model, accelerator, model, weights=gathered(bare, _saved(bare), wanted=wanted))
+    else:
+        yield partial(save_model, accelerator, model, weights={})
+        for file, names in layout.files.items():
+            yield partial(_write_and_free, _named(names, gathered(bare, names.values(), wanted=wanted)), file)
+        yield partial(_write_index, layout)
+
+
+def _saved(model: nn.Module) -> set[str]:
+    """The names of the tensors that are saved; of adapters those that are trained."""
+    if hasattr(model, "peft_config"):
+        return {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
+    return set(model.state_dict())
+
+
+def _named(names: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are here, by their ``names`` in a file."""
+    return {name: tensors[own].contiguous() for name, own in names.items() if own in tensors}
+
+
+def _write_and_free(tensors: dict[str, Tensor], file: str, folder: Path) -> None:
+    """Before the next ones are gathered."""
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    tensors.clear()
+
+
+def _write_index(layout: Layout, folder: Path) -> None:
+    if layout.index is not None:
+        text = json.dumps(layout.index, indent=2, sort_keys=True) + "\n"
+        (folder / SAFETENSORS_INDEX_FILE).write_text(text, encoding="utf-8")
 
 
 def save_model(
@@ -281,33 +326,29 @@ def save_model(
     """Write the weights as safetensors, for a model of transformers or peft in its ``save_pretrained`` layout.
 
     Args:
-        weights: in place of the model's own, where these are in shards.
+        weights: in place of the model's own, where these are in shards; empty for the other files alone.
     """
     bare = accelerator.unwrap_model(model)
     if hasattr(bare, "save_pretrained"):
-        bare.save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=weights)
+        options = {"is_main_process": accelerator.is_main_process, "max_shard_size": MAX_FILE_BYTES}
+        bare.save_pretrained(folder, state_dict=weights, **options)
     elif weights is None:
-        accelerator.save_model(bare, folder)
+        accelerator.save_model(bare, folder, MAX_FILE_BYTES)
     else:
-        save_torch_state_dict(weights, folder)
+        save_torch_state_dict(weights, folder, max_shard_size=MAX_FILE_BYTES)
 
 
-def save_final(accelerator: Accelerator, folder: Path, *writers: Callable[[Path], Any], way_out: str = GO_ON) -> None:
-    """Let ``writers`` fill ``final/`` on rank 0, one after the other; it replaces that of an earlier life.
+def save_final(
+    accelerator: Accelerator, folder: Path, model: nn.Module, *writers: Writer, way_out: str = GO_ON
+) -> None:
+    """Write ``final/``, the weights of ``model`` and what ``writers`` write; it replaces that of an earlier life.
 
     Raises:
         InputError: on all ranks, where the disk does not take it; an earlier ``final/`` is left as it was.
     """
-
-    def write(temporary: Path) -> None:
-        for writer in writers:
-            writer(temporary)
-
-    def put() -> None:
-        with disk_errors_as_input_error(folder / FINAL, f"{FINAL}/", way_out=way_out):
-            make_whole(folder, FINAL, write)
-
-    on_main_process(accelerator, put)
+    telling = partial(disk_errors_as_input_error, folder / FINAL, f"{FINAL}/", way_out=way_out)
+    of_weights = weight_writers(accelerator, model)
+    commit_together(accelerator, folder, FINAL, chain(of_weights, writers), telling)
 
 
 def write_results(

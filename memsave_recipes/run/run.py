@@ -67,8 +67,7 @@ from memsave_recipes.run.folder import (
     earlier_names,
     print_lines,
     save_final,
-    save_model,
-    weights_on_rank_0,
+    weight_writers,
     write_results,
 )
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
@@ -462,7 +461,7 @@ class Run:
             )
             figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._report.state_dict))
             if self._report.log_evaluation(self.step, figures) and self.args.save_best:
-                self._checkpoints.save_best(self.step, self._writer_of(self._saved))
+                self._checkpoints.save_best(self.step, weight_writers(self.accelerator, self._saved))
 
     def save_if_due(self) -> None:
         """Save a checkpoint if it is time, or a signal asks for it.
@@ -509,15 +508,10 @@ class Run:
         }
         if not self.args.eval_only or self.flags.get("lora_merge"):
             card = partial(write_model_card, facts=self._card(trained, known))
-            save_final(self.accelerator, self.folder.path, self._writer_of(trained), *writers, card)
+            save_final(self.accelerator, self.folder.path, trained, *writers, card)
         self.results = {**known, **self._equivalence, **self._report.results()}
         write_results(self.accelerator, self.folder.path, self.results, self._checkpoints)
         return self.results
-
-    def _writer_of(self, model: nn.Module) -> Callable[[Path], None]:
-        """Writes the weights of ``model`` on rank 0; make it on all ranks."""
-        weights = weights_on_rank_0(self.accelerator, model)
-        return partial(save_model, self.accelerator, model, weights=weights)
 
     def _make_checkpoints(self, train_state: TrainState, data: Fingerprint) -> Checkpoints:
         if not self.args.eval_only:

@@ -4,7 +4,7 @@ Parameters, gradients and optimizer state are cut along their first dimension, a
 may have less than the others, or nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -124,24 +124,20 @@ def empty_like_shards(size: torch.Size, dtype: torch.dtype, other: Tensor | None
 
 
 @torch.no_grad()
-def gathered(model: nn.Module, *, wanted: bool, only_trained: bool = False) -> dict[str, Tensor]:
-    """The ``state_dict`` of a model in shards, whole and on the host of the ranks where it is ``wanted``.
+def gathered(model: nn.Module, names: Collection[str], *, wanted: bool) -> dict[str, Tensor]:
+    """Tensors of the ``state_dict`` of a model in shards, whole and on the host of the ranks where they are ``wanted``.
 
     For all ranks, which gather one tensor at a time; the others keep none. Names of one tensor share its memory.
-
-    Args:
-        only_trained: without frozen parameters and buffers.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     on_host: dict[int, Tensor] = {}
     result: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
-        parameter = named.get(name)
-        if only_trained and not (parameter is not None and parameter.requires_grad):
+        if name not in names:
             continue
-        key = id(tensor if parameter is None else parameter)
+        key = id(named.get(name, tensor))
         if key not in on_host:
             full = whole(tensor)
-            on_host[key] = full.cpu() if wanted else torch.empty(0)
+            on_host[key] = full.to("cpu", copy=True) if wanted else torch.empty(0)  # without the rows that pad shards
         result[name] = on_host[key]
     return result if wanted else {}

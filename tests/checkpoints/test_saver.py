@@ -100,7 +100,7 @@ def test_the_best_is_kept_beside_the_newest_until_there_is_a_better_one(tmp_path
     for step in range(1, 6):
         checkpoints.after_step(step, dict)
         if step in (2, 4):
-            checkpoints.save_best(step, lambda folder: (folder / "model.safetensors").touch())
+            checkpoints.save_best(step, [lambda folder: (folder / "model.safetensors").touch()])
     assert names(tmp_path) == ["best-4", "step-5"]
     assert names(tmp_path / "best-4") == ["manifest.json", "model.safetensors"]
 

@@ -8,14 +8,25 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import BertConfig, BertForMaskedLM, BitImageProcessorPil, ViTConfig, ViTForImageClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BitImageProcessorPil,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    MarianConfig,
+    MarianMTModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.errors import InputError
 from memsave_recipes.models import load
 from memsave_recipes.models.image_classifiers import MODELS, ImageModelArguments, build_image_classifier, normalization
-from memsave_recipes.models.saved import save_image_classifier, save_image_processor
+from memsave_recipes.models.saved import layout_of, save_image_classifier, save_image_processor
 
 NAMES = ("cat", "dog", "eel")
 OF_IMAGES = {"resize_mode": "squash", "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
@@ -165,3 +176,36 @@ def test_a_folder_without_a_whole_model_is_refused_by_name(tmp_path, make, messa
 def test_the_package_is_imported_without_torch():
     check = "import sys, memsave_recipes.models; assert not {'torch', 'transformers'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+TINY = {"vocab_size": 96, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+MARIAN = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "pad_token_id": 0, "decoder_start_token_id": 0}
+
+
+def neox():
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**TINY, bos_token_id=0, eos_token_id=0))
+
+
+def marian():
+    sides = dict.fromkeys(("encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"), 2)
+    return MarianMTModel(MarianConfig(vocab_size=96, max_position_embeddings=32, **sides, **MARIAN))
+
+
+@pytest.mark.parametrize(
+    ("build", "written", "name"),
+    [
+        (neox, "embed_out.weight", "lm_head.weight"),
+        (marian, "final_logits_bias", "final_logits_bias"),  # a buffer; positions are left out, and embeddings tied
+    ],
+)
+def test_the_layout_is_that_of_save_pretrained(tmp_path, build, written, name):
+    model = build()
+    model.save_pretrained(tmp_path, max_shard_size=5000)
+    layout = layout_of(model, 5000)
+    names = {}
+    for path in tmp_path.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names[path.name] = set(file.keys())
+    assert {file: inside.keys() for file, inside in layout.files.items()} == names
+    assert layout.index == json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert {inside[written] for inside in layout.files.values() if written in inside} == {name}

@@ -12,6 +12,7 @@ from lives import FLAGS, IMAGES, assert_the_same_run
 
 from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.checkpoints.resume import find_newest
+from memsave_recipes.run import folder as folder_module
 from memsave_recipes.run import run as run_module
 from memsave_recipes.run.failures import run_recipe
 
@@ -73,12 +74,15 @@ def before(monkeypatch, module, name, action):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, indirect=True)
-@pytest.mark.parametrize(("writer", "named"), [("save_model", "final/"), ("write_results", "results.json")])
+@pytest.mark.parametrize(
+    ("module", "writer", "named"),
+    [(folder_module, "save_model", "final/"), (run_module, "write_results", "results.json")],
+)
 def test_what_a_run_leaves_is_whole_or_can_be_written_later(
-    recipe, train, line_of, full_disk, more_room, straight, monkeypatch, tmp_path, writer, named
+    recipe, train, line_of, full_disk, more_room, straight, monkeypatch, tmp_path, module, writer, named
 ):
     with monkeypatch.context() as patch:
-        before(patch, run_module, writer, full_disk)
+        before(patch, module, writer, full_disk)
         line = line_of()
     more_room()
     run = tmp_path / "run"
