@@ -9,8 +9,9 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
 
 from memsave_recipes.errors import InputError, packages_of
@@ -41,6 +42,12 @@ def ask_hub_for(name: str) -> None:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         if os.environ.get("LOCAL_RANK", "0") == "0":
             logger.warning("note: %s, so names are looked up in the cache alone", why)
+
+
+def folder_of(name: str) -> Path:
+    """The files of a model that has been loaded: ``name`` if it is a folder, else its newest snapshot in the cache."""
+    config = None if os.path.isdir(name) else try_to_load_from_cache(name, "config.json")
+    return Path(config).parent if isinstance(config, str) else Path(name)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 from datasets.packaged_modules.parquet.parquet import Parquet
-from hub_stand_in import Hub, hub_stand_in
+from hub_stand_in import COMMIT, NAME, Hub, hub_stand_in
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -21,8 +21,6 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, image_processor_config
 from memsave_recipes.training.evaluation import Classification
 
-COMMIT = "0" * 40
-NAME = "some/name"
 TINY = {"vocab_size": 300, "n_layer": 1, "n_head": 2, "n_embd": 8, "bos_token_id": 0, "eos_token_id": 0}
 
 

@@ -187,7 +187,7 @@ def build_transformer(
         auto_class: such as ``AutoModelForCausalLM``.
         dtype: of the parameters.
         with_weights: else a pretrained model is only made by its configuration, and no weights are read.
-        slices_on: where each rank is to have a part of the weights, its device: those of a folder then stay in their
+        slices_on: where each rank is to have a part of the weights, its device: pretrained ones then stay in their
             files where they can, as ``slices_of`` the model tells.
         in_4bit: pack the linear layers' weights on the current CUDA device; they cannot train.
         **config_changes: entries of its configuration, such as ``id2label``; those of a tokenizer
@@ -200,7 +200,7 @@ def build_transformer(
         raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
     if flags.model_name_or_path is not None and with_weights:
         load = partial(_from_pretrained, auto_class, flags, dtype, in_4bit, config_changes)
-        source = Path(str(flags.base_name_or_path))
+        source = str(flags.base_name_or_path)
         model = _naming_the_model(flags, load if slices_on is None else partial(_in_slices, load, source, slices_on))
     else:
         make = _from_scratch if flags.model_name_or_path is None else _from_configuration
@@ -343,7 +343,7 @@ def _from_pretrained(
     return model
 
 
-def _in_slices(load: Callable[..., PreTrainedModel], source: Path, device: torch.device) -> PreTrainedModel:
+def _in_slices(load: Callable[..., PreTrainedModel], source: str, device: torch.device) -> PreTrainedModel:
     """The model that ``load()`` gives, its weights left in ``source`` where they can be."""
     try:
         return leave_in_files(load(device_map=ON_META), source, device)

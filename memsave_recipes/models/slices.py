@@ -11,6 +11,8 @@ NOTE [ stand-ins ]
 4. Whoever cuts the model up reads rows of its parameters by ``slices_of(model)``. A copy of the model has none.
 5. A parameter has to be one tensor of the files, of the same shape. Where transformers would rename, join or split
    tensors, or leave a parameter to be initialised, all weights are loaded whole.
+6. Building a model by its name on the Hub downloads its files into the cache, where ranks of one machine wait for one
+   another's locks. The snapshot in the cache is the folder.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from memsave_recipes.hub import folder_of
 from memsave_recipes.text import read_json
 
 ON_META = {"": "meta"}
@@ -61,13 +64,16 @@ def slices_of(model: nn.Module) -> Slices:
     return _OF_MODELS.get(model, Slices())
 
 
-def leave_in_files(model: PreTrainedModel, folder: Path, device: torch.device) -> PreTrainedModel:
-    """``model``, loaded onto the meta device from ``folder``, with stand-ins on ``device``: NOTE [ stand-ins ].
+def leave_in_files(model: PreTrainedModel, source: str, device: torch.device) -> PreTrainedModel:
+    """``model``, loaded onto the meta device from ``source``, with stand-ins on ``device``: NOTE [ stand-ins ].
+
+    Args:
+        source: a folder, or a name on the Hub.
 
     Raises:
         LoadWhole: by rule 5.
     """
-    stored = _stored(folder)
+    stored = _stored(folder_of(source))
     rows = _rows_of(model, stored)
     _make_buffers(model, stored)
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +85,7 @@ def leave_in_files(model: PreTrainedModel, folder: Path, device: torch.device) -
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, stand_ins[parameter])
     unread = {stand_ins[parameter]: read for parameter, read in rows.items()}
-    _OF_MODELS[model] = Slices(unread, f"weights: each rank reads its slices of {folder}")
+    _OF_MODELS[model] = Slices(unread, f"weights: each rank reads its slices of {source}")
     return model
 
 

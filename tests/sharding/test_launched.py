@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from accelerate.state import AcceleratorState
+from hub_stand_in import NAME, cache_as_downloaded
 from launches import RECIPE, exit_codes, free_port, launch, losses, write_text
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -144,16 +145,19 @@ def test_it_goes_on_with_whole_weights_on_one_process(runs, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_rank_reads_its_slices_of_a_folder(runs, tmp_path):
+def test_each_rank_reads_its_slices_of_a_folder_and_of_a_name(runs, monkeypatch, tmp_path):
     folder = runs / "two" / "final"
     flags = ["--model_name_or_path", folder, *FLAGS[FLAGS.index("--block_size") :], "--train_file", runs / "text.txt"]
     train_here(*flags, "--output_dir", tmp_path / "one")
-    done = launch("cpu_fsdp2.yaml", *flags, "--output_dir", tmp_path / "two")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"weights: each rank reads its slices of {folder}" in done.stdout
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
-    files = [tmp_path / name / "final" / "generation_config.json" for name in ("one", "two")]
-    assert files[0].read_text() == files[1].read_text()
+    cache_as_downloaded(folder, tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name, source in (("two", folder), ("by_name", NAME)):
+        done = launch("cpu_fsdp2.yaml", *flags, "--model_name_or_path", source, "--output_dir", tmp_path / name)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"weights: each rank reads its slices of {source}" in done.stdout
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+        files = [tmp_path / each / "final" / "generation_config.json" for each in ("one", name)]
+        assert files[0].read_text() == files[1].read_text()
 
 
 @pytest.mark.slow

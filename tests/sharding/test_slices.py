@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_stand_in import NAME, ask_at, cache_as_downloaded, hub_stand_in, use_caches_in
 from safetensors.torch import load_file, save_file
 from small_runs import VOCABULARY, all_equal, build_model
 from transformers import (
@@ -45,9 +46,9 @@ TINY = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads":
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """A folder, and how its model is cut up over the ranks."""
+    """A folder, or a name on the Hub, and how its model is cut up over the ranks."""
 
-    folder: Path
+    folder: Path | str
     dtype: torch.dtype = torch.float32
     shard: str = "full"
     lora: bool = False
@@ -120,6 +121,60 @@ def test_files_in_half_precision_train_in_another(run_on_ranks, tmp_path):
     loading = Loading(folder=tmp_path)
     for (in_slices, _), (whole, _) in run_on_ranks(partial(steps, "llama", loading), 2):
         assert all_equal(in_slices, whole)
+
+
+# Names on the Hub
+
+
+def steps_by_name(caches, accelerator):
+    with pytest.MonkeyPatch.context() as patch:
+        use_caches_in(patch, caches, offline=True)
+        return steps("llama", Loading(folder=NAME), accelerator)
+
+
+@pytest.mark.parametrize("of_files", [SMALL_FILES, {}])
+def test_a_name_on_the_hub_is_read_in_slices_from_the_cache(run_on_ranks, tmp_path, of_files):
+    build_model("llama", torch.float32).save_pretrained(tmp_path / "files", **of_files)
+    cache_as_downloaded(tmp_path / "files", tmp_path)
+    for (in_slices, line), (whole, _) in run_on_ranks(partial(steps_by_name, tmp_path), 2):
+        assert line == f"weights: each rank reads its slices of {NAME}"
+        assert all_equal(in_slices, whole)
+
+
+def rows_from_the_hub(caches, url, accelerator):
+    with pytest.MonkeyPatch.context() as patch:
+        use_caches_in(patch, caches)
+        ask_at(patch, url)
+        model = build(Loading(folder=NAME), CPU)
+        unread = slices_of(model).unread
+        return {name: unread[p](0, len(p)).clone() for name, p in model.named_parameters()}
+
+
+def test_ranks_of_a_machine_download_a_name_once(run_on_ranks, monkeypatch, tmp_path):
+    model = build_model("llama", torch.float32)
+    model.save_pretrained(tmp_path / "files", **SMALL_FILES)
+    with hub_stand_in(monkeypatch, tmp_path) as be_the_hub:
+        served = be_the_hub(tmp_path / "files")
+        found = run_on_ranks(partial(rows_from_the_hub, tmp_path, served.url), 2)
+    assert all(all_equal(rows, dict(model.named_parameters())) for rows in found)
+    downloads = [request for request in served.requests if request.startswith("GET") and "/resolve/" in request]
+    weights = [request for request in downloads if request.endswith(".safetensors")]
+    assert len(weights) == len(list((tmp_path / "files").glob("*.safetensors"))) > 1
+    assert len(set(downloads)) == len(downloads)
+
+
+def test_pickled_weights_are_not_taken_from_a_cache(monkeypatch, tmp_path):
+    use_caches_in(monkeypatch, tmp_path, offline=True)
+    model = build_model("llama", torch.float32)
+    model.save_pretrained(tmp_path / "files")
+    (tmp_path / "files" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "files" / "pytorch_model.bin")
+    cache_as_downloaded(tmp_path / "files", tmp_path)
+    with pytest.raises(InputError, match="some/name cannot be made"):
+        build(Loading(folder=NAME), CPU)
+
+
+# What cannot be read in slices, and stand-ins
 
 
 def state_of(model):
@@ -195,11 +250,13 @@ def test_tensors_that_transformers_joins_are_loaded_whole(tmp_path):
     assert all_equal(state_of(model), state_of(whole))
 
 
-def test_a_folder_that_is_missing_ends_as_without_slices(tmp_path):
+@pytest.mark.parametrize("source", ["/no/folder", NAME])
+def test_what_is_missing_ends_as_without_slices(monkeypatch, tmp_path, source):
+    use_caches_in(monkeypatch, tmp_path, offline=True)
     lines = []
     for device in (CPU, None):
         with pytest.raises(InputError) as refused:
-            build(Loading(folder=tmp_path / "none"), device)
+            build(Loading(folder=source), device)
         lines.append(refused.value.one_line)
     assert lines[0] == lines[1]
 
