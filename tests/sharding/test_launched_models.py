@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from small_runs import NOISE, all_equal, largest_difference
 from transformers import ResNetConfig, ResNetForImageClassification
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS = ("--max_steps", "20", "--global_batch_size", "8", "--micro_batch_size", "2", "--dtype", "float64")
 COMMON = (*STEPS, "--report_to", "none")
