@@ -4,10 +4,11 @@ NOTE [ lockstep ]
 1. A ``MicroBatched`` tensor stands for one tensor of each micro-batch. The model is called once; torch hands every
    function that is given such a tensor to ``__torch_function__``, which calls it for one micro-batch after the other.
    So no operator sees how many there are, and its bits do not depend on it; a layer that joins them has them all.
-2. *Parameters.* Each micro-batch computes with a view of its own of a parameter. The backward of the view takes the
-   gradient and adds it to those before it: two gradients make one as soon as both halves of a subtree over the
-   index are there, so that the order of arrival changes no bit. The last range of the rank becomes the gradient of
-   the parameter, and those before it are in ``Lockstep.sums``: NOTE [ the tree of sums ] in ``training/tree_sum.py``.
+2. *Parameters.* Each micro-batch computes with a view of its own of a parameter, made just before it is used. The
+   backward of the view takes the gradient and adds it to those before it: two gradients make one as soon as both halves
+   of a subtree over the index are there, so that the order of arrival changes no bit. So of k gradients at most
+   floor(log2(k)) + 1 are there at once. The last range of the rank becomes the gradient of the parameter, and those
+   before it are in ``Lockstep.sums``: NOTE [ the tree of sums ] in ``training/tree_sum.py``.
 3. *Activations.* Autograd runs the nodes of a graph in the reverse order of their creation. So the gradients of a
    tensor that is used several times are added in an order that does not depend on the other micro-batches.
 4. *Random numbers.* Before a function runs, a number is drawn, the same on all ranks. Together with the index of the
@@ -79,6 +80,7 @@ class Lockstep:
     rank: int
     sums: list[tuple[int, dict[Tensor, Tensor]]] = field(init=False)
     _views: dict[Tensor, list[Tensor]] = field(init=False, default_factory=dict)
+    _totals: dict[Tensor, "_GradientSum"] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.sums = [(len(block), {}) for block in self.blocks[self.rank][:-1]]
@@ -123,9 +125,11 @@ class Lockstep:
                 "alone, which cannot run in lockstep: take batchnorm global without the bitwise topology"
             )
         if leaf not in self._views:
-            total = _GradientSum(leaf, self.sums, len(self.indices))
-            self._views[leaf] = [_View.apply(leaf, total, index) for index in self.indices]  # type: ignore[no-untyped-call]
-        return self._views[leaf][number]
+            self._totals[leaf], self._views[leaf] = _GradientSum(leaf, self.sums, len(self.indices)), []
+        views = self._views[leaf]
+        if number == len(views):
+            views.append(_View.apply(leaf, self._totals[leaf], self.indices[number]))  # type: ignore[no-untyped-call]
+        return views[number]
 
     def _together(self, values: Sequence[Any], function: Callable[..., Any]) -> Any:
         if isinstance(values[0], Tensor):
@@ -192,7 +196,7 @@ class _GradientSum:
         self.num_missing -= 1
         if self.num_missing:
             return None
-        *earlier, last = (self.subtrees[key] for key in sorted(self.subtrees, key=lambda key: key[1]))
+        *earlier, last = (self.subtrees.pop(key) for key in sorted(self.subtrees, key=lambda key: key[1]))
         for (_, by_parameter), total in zip(self.sums, earlier, strict=True):
             by_parameter[self.parameter] = total
         return last

@@ -21,6 +21,7 @@ from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import build_densenet, build_vgg
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
@@ -191,6 +192,21 @@ def test_the_numbers_of_one_undivided_batch(trained: Train, model: str, strategy
     expected = trained(Run(model=model, is_bitwise=False, **EXACT), 1)
     for name, tensor in expected.state.items():
         assert (outcome.state[name] - tensor).double().norm() <= 1e-12 * tensor.double().norm(), name
+
+
+def test_of_the_gradients_of_a_weight_few_are_there_at_once() -> None:
+    """Of 16 micro-batches, each with one: four sums, the next gradient, and the sum that it becomes part of."""
+    linear = nn.Linear(256, 256, bias=False)
+    lockstep = Lockstep([[range(16)]], 0)
+    inputs = MicroBatched.of([torch.randn(1, 256) for _ in range(16)], lockstep)
+
+    def step(meter: Meter) -> None:
+        linear(inputs).sum().backward()
+        meter.mark()
+
+    (reading,) = DeviceInstruments(torch.device("cpu")).read_memory(step)
+    assert reading.peak_bytes <= 6.5 * linear.weight.nbytes
+    assert reading.live_bytes <= 1.5 * linear.weight.nbytes  # though ``lockstep`` is still there
 
 
 def test_another_length_is_refused_where_a_model_reads_it() -> None:
