@@ -80,11 +80,11 @@ def predict(case: Case, device: str) -> tuple[Plan, int]:
     task = task_of_case(case)
     launch = Launch(target=find_target(device), mixed_precision=case.precision)
     model = fake_model(task.planned_model)
-    workload = fake_workload(task, launch, model, case.micro_batch_size, task.losses[0])
+    layout = BatchLayout.of(global_batch_size(case), case.micro_batch_size, 1)
+    workload = fake_workload(task, launch, model, layout, task.losses[0])
     measured_as = "budget:bitwise" if case.strategy in ("budget", "random") else case.strategy
     plans = plans_to_measure(measured_as, workload, device_type=device, compiles=False)
     measured = estimate_on_target(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
-    layout = BatchLayout.of(global_batch_size(case), case.micro_batch_size, 1)
     static = static_memory_of(task.optim, model, layout, device_type=device)
     rng = random.Random(case.draw)
     if case.strategy == "budget":

@@ -57,7 +57,7 @@ from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, 
 from memsave_recipes.run.report import CardFacts, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder, seed_for
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout, SampleOrder, seed_for
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import (
     describe_environment,
@@ -157,8 +157,8 @@ def prove(
     gpt2 = learner_of(build_gpt2().to(run.torch_dtype), loss_of_pixels)
     bitwise = [BitwiseLoop(learner, batches_of(undivided), batches_of(undivided)) for learner in (again, gpt2)]
     vgg = learner_of(build_vgg16_bn().to(run.torch_dtype), partial(loss_of_larger_images, dtype=run.torch_dtype))
-    together, alone = (batches_of(undivided, in_lockstep=True) for _ in range(2))
-    bitwise.append(BitwiseLoop(vgg, together, alone))
+    together, alone = (batches_of(undivided, drop_last=True) for _ in range(2))
+    bitwise.append(BitwiseLoop(vgg, together, alone, LockstepLayout))
 
     # From here on files are written
     flags = asdict(run) | asdict(optim)
@@ -205,7 +205,7 @@ def prove(
 
 
 def global_batches(accelerator: Accelerator, run: ProofArguments) -> Callable[..., GlobalBatches]:
-    """The same samples in the same order for every layout of a batch; ``in_lockstep`` without an epoch's short step."""
+    """The same samples in the same order for every layout; with ``drop_last`` without the short step of an epoch."""
     with main_process_first(accelerator):
         images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=run.seed)
     order = SampleOrder(
@@ -213,12 +213,11 @@ def global_batches(accelerator: Accelerator, run: ProofArguments) -> Callable[..
     )
     if order.notice:
         accelerator.print(order.notice)
-    return lambda layout, in_lockstep=False: GlobalBatches(
+    return lambda layout, drop_last=run.drop_last: GlobalBatches(
         accelerator,
         images.train,
         layout=layout,
-        in_lockstep=in_lockstep,
-        order=replace(order, drop_last=order.drop_last or in_lockstep),
+        order=replace(order, drop_last=drop_last),
         num_steps=run.max_steps,
         seed=run.seed,
         num_workers=num_workers(run.dataloader_num_workers, accelerator),
@@ -285,12 +284,13 @@ class BitwiseLoop:
     learner: Learner
     together: GlobalBatches
     alone: GlobalBatches
+    kind: type[IndexedLayout] = IndexedLayout
 
     def compare(self, global_batch_size: int, micro_batch_size: int) -> tuple[list[float], str]:
         """The differences after each step, and the digest of the last weights."""
         exact, num_ranks = self.learner.exact, self.learner.accelerator.num_processes
-        self.together.layout = IndexedLayout.of(global_batch_size, micro_batch_size, num_ranks)
-        self.alone.layout = IndexedLayout.of(global_batch_size, micro_batch_size, 1)
+        self.together.layout = self.kind.of(global_batch_size, micro_batch_size, num_ranks)
+        self.alone.layout = self.kind.of(global_batch_size, micro_batch_size, 1)
         expected = self.learner.train(self.alone, exact, alone=True)
         weights = self.learner.train(self.together, exact)
         return differences(weights, expected), hashlib.sha256(weights[-1].cpu().view(torch.uint8).numpy()).hexdigest()

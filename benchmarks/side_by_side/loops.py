@@ -75,7 +75,7 @@ def our_loop(
         )
         plan = memsave.make_plan(
             model,
-            batches.largest_micro_batch(work.micro_batch_size),
+            batches.largest_forward(batches.layout)(),
             strategy=strategy,
             budget_gib=work.budget_gib if is_budget else None,
             static=replace(static_of(optimizer), gradients_resident=True),

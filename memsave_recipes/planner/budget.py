@@ -40,7 +40,7 @@ from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.sharding.units import largest_shards, shards_bytes
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
 from memsave_recipes.training.optimizers import (
     clipping_bytes,
     counters_bytes,
@@ -48,7 +48,7 @@ from memsave_recipes.training.optimizers import (
     state_bytes,
     update_bytes,
 )
-from memsave_recipes.training.tree_sum import exchange_bytes
+from memsave_recipes.training.tree_sum import exchange_bytes, most_subtrees
 
 WORKSPACES, ROUNDING = ALLOCATED = ("workspaces", "rounding")
 """Those of the overheads that torch counts as allocated."""
@@ -83,7 +83,8 @@ class StaticMemory:
         state_bytes: the optimizer's state.
         buckets_bytes: DDP's gradient buckets.
         sums_bytes: sums of earlier gradients that are there when a micro-batch begins: of ``--bitwise_topology``, and
-            of accumulation where weights are in shards and each micro-batch is reduced.
+            of accumulation where weights are in shards and each micro-batch is reduced; in lockstep those that are in no
+            chain.
         exchange_bytes: of the same, buckets on their way between ranks during a backward.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
@@ -136,7 +137,7 @@ def static_memory_of(
         for name, share in shares.items()
     )
     buckets = sum(parameter.nbytes for parameter in trained) if layout.num_processes > 1 else 0
-    accumulates = layout.accumulation_steps > 1
+    accumulates = layout.forwards_per_step > 1
     static = StaticMemory(
         state_bytes=state,
         buckets_bytes=buckets,
@@ -147,6 +148,8 @@ def static_memory_of(
             *(update_bytes(name, share, on_cpu=device_type == "cpu") for name, share in shares.items()),
         ),
     )
+    if isinstance(layout, LockstepLayout):
+        return _in_lockstep(static, trained, layout)
     return _with_tree_sum(static, trained, layout) if isinstance(layout, IndexedLayout) else static
 
 
@@ -197,6 +200,22 @@ def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: In
         gradients_resident=False,
         gradients_stay=not ends_in_buckets,
         optimizer_bytes=max(static.optimizer_bytes, after_it - in_backward - sums_bytes - own_bytes),
+    )
+
+
+def _in_lockstep(static: StaticMemory, trained: list[nn.Parameter], layout: LockstepLayout) -> StaticMemory:
+    """The copies of gradients that are in no chain: one backward makes the sums of all ranges of a rank.
+
+    Under DDP the last one is made in its buckets, and the chain has none; without it the chain has all of them.
+    """
+    earlier = most_subtrees(layout) - 1 if static.buckets_bytes else 0
+    sums_bytes = earlier * sum(parameter.nbytes for parameter in trained)
+    in_backward, after_it = exchange_bytes(trained, layout)
+    return replace(
+        static,
+        sums_bytes=sums_bytes,
+        exchange_bytes=in_backward,
+        optimizer_bytes=max(static.optimizer_bytes, after_it - in_backward - sums_bytes),
     )
 
 

@@ -248,7 +248,8 @@ class Estimates:
         done = self._refused | {plan.strategy for plan, _ in traces}
         if missing := [strategy for strategy in strategies if strategy not in done]:
             self.on_estimate(f"micro-batch {size}")
-            workload = fake_workload(self.task, self.launch, self.model, size, loss)
+            layout = BatchLayout.of(size, None, 1)
+            workload = fake_workload(self.task, self.launch, self.model, layout, loss)
             for strategy in missing:
                 try:
                     found = self._estimator.estimate(workload, [plan_for(strategy, workload.stacks)])

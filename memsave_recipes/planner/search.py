@@ -46,7 +46,7 @@ class Candidate:
     Args:
         layout: the batch layout, of this micro-batch size.
         loss: value of ``--loss``, where the recipe has a choice.
-        forecast: of one micro-batch; its chain includes ``weights_bytes`` and ``static``.
+        forecast: of the largest forward of a step; its chain includes ``weights_bytes`` and ``static``.
         weights_bytes: parameters and buffers; in shards those of one rank.
         static: optimizer state and DDP's buckets.
         overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
@@ -101,18 +101,18 @@ class Candidate:
     @property
     def step_s(self) -> float:
         """Seconds of the forwards and backwards of a step; the optimizer's update is the same for all candidates."""
-        return self.layout.accumulation_steps * self.forecast.micro_batch_s
+        return self.layout.forwards_per_step * self.forecast.micro_batch_s
 
     @property
     def communication_s(self) -> tuple[float, float]:
         """Of ``step_s`` in shards, seconds of traffic between ranks, and those of them that nothing hides."""
         sent_s, exposed_s = self.forecast.communication_s
-        return self.layout.accumulation_steps * sent_s, self.layout.accumulation_steps * exposed_s
+        return self.layout.forwards_per_step * sent_s, self.layout.forwards_per_step * exposed_s
 
     @property
     def noise_s(self) -> float:
         """By which ``step_s`` may be wrong."""
-        return self.layout.accumulation_steps * self.forecast.noise_s
+        return self.layout.forwards_per_step * self.forecast.noise_s
 
     @property
     def samples_per_s(self) -> float:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
+from memsave_recipes.activations.lockstep import parts_of
 from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
@@ -48,8 +49,8 @@ from memsave_recipes.sharding.groups import ShardGroups, check_precision
 from memsave_recipes.sharding.units import modules_outside_blocks, sharded_units
 from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.batching import Batch
+from memsave_recipes.training.batch_layout import BatchLayout, LockstepLayout
+from memsave_recipes.training.batching import Batch, in_lockstep
 
 FOLDER_FLAG = "--output_dir"
 AUTOCAST_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -253,7 +254,7 @@ def choose_for_target(
 
     def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
         on_size(layout)
-        workload = fake_workload(task, launch, model, layout.micro_batch_size, loss)
+        workload = fake_workload(task, launch, model, layout, loss)
         plans = plans_to_measure(
             strategy,
             workload,
@@ -294,19 +295,32 @@ def in_shards(task: Task, launch: Launch, model: nn.Module, groups: ShardGroups,
     return InShards(of_plan=of_plan, bytes_per_s=launch.bytes_per_s_between)
 
 
-def fake_workload(task: Task, launch: Launch, model: nn.Module, micro_batch_size: int, loss: str | None) -> Workload:
-    """One micro-batch of a recipe as fake tensors."""
+def fake_workload(task: Task, launch: Launch, model: nn.Module, layout: BatchLayout, loss: str | None) -> Workload:
+    """The largest forward of a step of a recipe, of fake tensors."""
     trained = task.trained(model, loss, launch.target.device)
-    batch = fake_batch(model, task.micro_batch(micro_batch_size))
+    make_batch = inputs_of(task, layout, partial(fake_batch, model))
     return Workload(
         model=model,
-        forward=lambda: task.loss_of(trained, batch),
-        batch=[part for part in batch.values() if isinstance(part, Tensor)],
+        forward=lambda: task.loss_of(trained, make_batch()),
+        batch=parts_of([part for part in make_batch().values() if isinstance(part, Tensor)]),
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),
         host_bytes=host_bytes(model),
         apart=modules_outside_blocks(model) if task.run.in_shards else (),
     )
+
+
+def inputs_of(task: Task, layout: BatchLayout, tensors_of: Callable[[Batch], Batch]) -> Callable[[], Batch]:
+    """Makes what the largest forward of a step takes, anew for each forward, on one rank that waits for no other.
+
+    Args:
+        tensors_of: a micro-batch for one of tensors without values.
+    """
+    micro_batches = [tensors_of(task.micro_batch(size)) for size in layout.largest_forward(layout.global_batch_size)]
+    if isinstance(layout, LockstepLayout):
+        return partial(in_lockstep, micro_batches)
+    (micro_batch,) = micro_batches
+    return lambda: micro_batch
 
 
 EVERY = (2, 4)  # values of K in every:K
@@ -426,24 +440,24 @@ def _distinct_costs(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _run(task: Task, launch: Launch, candidate: Candidate, accelerator: Accelerator, model: nn.Module) -> Measured:
     device, dtype = accelerator.device, AUTOCAST_DTYPES[launch.mixed_precision]
     trained = task.trained(model, candidate.loss, device)
-    batch = synthetic_batch(task.micro_batch(candidate.layout.micro_batch_size), device)
+    make_batch = inputs_of(task, candidate.layout, partial(synthetic_batch, device=device))
 
     def forward() -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
-            return task.loss_of(trained, batch)
+            return task.loss_of(trained, make_batch())
 
     peak_bytes = run_trial_step(candidate, accelerator, model, forward)
     overheads_bytes = candidate.needed_bytes - candidate.peak_bytes
-    seconds = _micro_batch_s(candidate, model, forward, device)
-    return Measured(peak_bytes + overheads_bytes, seconds * candidate.layout.accumulation_steps)
+    seconds = _forward_and_backward_s(candidate, model, forward, device)
+    return Measured(peak_bytes + overheads_bytes, seconds * candidate.layout.forwards_per_step)
 
 
-def _micro_batch_s(
+def _forward_and_backward_s(
     candidate: Candidate, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
 ) -> float:
     def step(meter: Meter) -> None:
         meter.mark()
-        torch.autograd.backward(forward())
+        forward().backward()
         meter.mark()
         clear_gradients(model)
 

@@ -1,8 +1,8 @@
 """One micro-batch on this device before training: the costs of its blocks, and the memory of a step under a plan.
 
 NOTE [ trial step ]
-1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate. Gradients,
-   random state and running statistics are restored.
+1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate; in lockstep
+   those of the largest share, on every rank. Gradients, random state and running statistics are restored.
 2. On an accelerator, memory of the size of the optimizer's state is allocated meanwhile, so a device that is too small
    fails now. On a CPU the allocations of the trial step are added to the static memory.
 3. It runs no collective, so a rank without memory leaves no other rank waiting; afterwards all ranks learn of it.
@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.activations.lockstep import parts_of
 from memsave_recipes.distributed import fail_together, on_main_process
 from memsave_recipes.planner.budget import Forecast, StaticMemory, plans_to_measure, workspaces_of_device
 from memsave_recipes.planner.search import Candidate, SearchSpace
@@ -68,8 +69,8 @@ class StepOnDevice:
     loss_of: Callable[[Batch], Tensor]
 
     def forward(self, layout: BatchLayout) -> Callable[[], Tensor]:
-        """The forward of the largest micro-batch."""
-        return self._forward(self.batches.largest_micro_batch(layout.micro_batch_size))
+        """The largest forward of a step."""
+        return self._forward(self.batches.largest_forward(layout))
 
     def running_blocks(self) -> list[str] | None:
         """The blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""
@@ -109,11 +110,11 @@ class StepOnDevice:
         )
 
     def _measure(self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: tqdm) -> Measurement:
-        batch = self.batches.largest_micro_batch(layout.micro_batch_size)
+        make_batch = self.batches.largest_forward(layout)
         workload = Workload(
             model=self.model,
-            forward=self._forward(batch),
-            batch=[value for value in batch.values() if isinstance(value, Tensor)],
+            forward=self._forward(make_batch),
+            batch=parts_of([value for value in make_batch().values() if isinstance(value, Tensor)]),
             device=self.accelerator.device,
             stacks=block_names(find_stacks(self.model)),
         )
@@ -130,10 +131,10 @@ class StepOnDevice:
             workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
         )
 
-    def _forward(self, batch: Batch) -> Callable[[], Tensor]:
+    def _forward(self, make_batch: Callable[[], Batch]) -> Callable[[], Tensor]:
         def forward() -> Tensor:
             with self.accelerator.no_sync(self.prepared):
-                return self.loss_of(batch)
+                return self.loss_of(make_batch())
 
         return forward
 
@@ -228,13 +229,13 @@ def step_bytes(
         def step(meter: Meter) -> None:
             for _ in range(num_before):
                 with no_sync():
-                    torch.autograd.backward(forward())
-            torch.autograd.backward(forward())
+                    forward().backward()
+            forward().backward()
             meter.mark()
             clear_gradients(model)
 
         def rise_bytes() -> int:
-            torch.autograd.backward(forward())  # compiles what compiles
+            forward().backward()  # compiles what compiles
             if not has_sums:
                 clear_gradients(model)
             return max(reading.peak_bytes for reading in DeviceInstruments(device).read_memory(step))

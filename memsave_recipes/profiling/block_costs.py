@@ -55,12 +55,12 @@ COMPARED = (int, float, str, bool, type(None), torch.dtype, torch.device, Functi
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model with one micro-batch.
+    """A model with what one forward takes: a micro-batch, or several in lockstep.
 
     Args:
         model: in training mode, on its device, without a plan.
         forward: one forward that ends in a loss, under the precision of the run.
-        batch: its input tensors, on the device.
+        batch: its input tensors, on the device; those of every micro-batch.
         device: of the model.
         stacks: the names of its blocks, stack by stack.
         host_bytes: that the model's weights will take on the host, where they are not there yet.

@@ -38,6 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from memsave_recipes.activations.lockstep import parts_of
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, record_allocations
 
@@ -253,7 +254,7 @@ class StepTracer:
             self._watching_apart(),
         ):
             loss = forward()
-        self.parts[-1].outputs = self._storages([loss])
+        self.parts[-1].outputs = self._storages(_tensors([loss]))
         forward_end = self._boundary()
         self._begin_backward(self.parts[-1])
         with self._counting_gradients() if self.counting else nullcontext():
@@ -268,7 +269,7 @@ class StepTracer:
         with kept_by_policy() as kept:
             outputs = run(*inputs)
         self.parts[-1].saved |= kept
-        given = _output_of(_tensors(outputs), taken)
+        given = _output_of(outputs, taken)
         self._begin(Part(None, self._storages(given)), given)
         return outputs
 
@@ -402,13 +403,18 @@ class StepTracer:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    """Those that have memory: of micro-batches in lockstep one for each."""
+    return parts_of([leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)])
 
 
-def _output_of(outputs: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+def _output_of(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
     """Rule 3 of the NOTE: of a dense layer all features, of a layer's tuple the hidden states."""
-    made = (number for number, tensor in enumerate(outputs) if not any(tensor is given for given in inputs))
-    return outputs[: next(made, len(outputs)) + 1]
+    given: list[Tensor] = []
+    for tensors in map(_tensors, tree_leaves(outputs)):
+        given += tensors
+        if tensors and not any(tensors[0] is taken for taken in inputs):
+            break
+    return given
 
 
 def _tied_parameters(model: nn.Module) -> set[Tensor]:

@@ -250,7 +250,7 @@ def summarize(forecast: Forecast, budget_bytes: int) -> str:
     noise = f" ± {1000 * forecast.noise_s:.1f} ms" if forecast.noise_s else ""
     return (
         f"predicted peak {format_bytes(peak.total_bytes)} of {format_bytes(budget_bytes)}, in {where} "
-        f"(baseline: {format_bytes(forecast.baseline_peak_bytes)}); forward and backward of a micro-batch "
+        f"(baseline: {format_bytes(forecast.baseline_peak_bytes)}); one forward and backward "
         f"{1000 * (baseline_s + forecast.added_s):.1f} ms{noise} (baseline: {1000 * baseline_s:.1f} ms, "
         f"x{1 + forecast.added_s / baseline_s:.2f})"
     )

@@ -115,7 +115,7 @@ def settle_kernels(
     batches: GlobalBatches,
     loss_of: Callable[[Batch], Tensor],
 ) -> None:
-    """Where ``wanted``, take NOTE [ a fixed order ] for training, and say where there is none; costs a micro-batch.
+    """Where ``wanted``, take NOTE [ a fixed order ] for training, and say where there is none; costs a forward.
 
     Args:
         model, batches, loss_of: as in ``verify_plan``.
@@ -124,7 +124,7 @@ def settle_kernels(
         return
 
     def trial() -> None:
-        accelerator.backward(loss_of(batches.largest_micro_batch(batches.layout.micro_batch_size)))
+        accelerator.backward(loss_of(batches.largest_forward(batches.layout)()))
 
     with _without_loss_scaling(accelerator):
         operator = use_deterministic_kernels(model, trial)

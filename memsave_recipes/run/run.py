@@ -218,7 +218,6 @@ class Run:
             dataset,
             order=order,
             layout=layout,
-            in_lockstep=args.in_lockstep,
             num_steps=0 if args.eval_only else args.max_steps or ceil(args.num_epochs * order.steps_per_epoch),
             seed=args.seed,
             num_workers=self.num_workers,

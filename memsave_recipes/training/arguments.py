@@ -10,7 +10,7 @@ import torch
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.sharding.groups import FULL, NONE
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
 
 # Schedules that need no argument beyond the number of steps.
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
@@ -277,11 +277,6 @@ class RunArguments(TrackerArguments):
             )
         if self.sync_batchnorm:
             raise InputError("--bitwise_topology: --sync_batchnorm normalises over the ranks: leave one of them out")
-        if self.in_lockstep and self.searches:
-            raise InputError(
-                f"--bitwise_topology and --batchnorm global: --activation_checkpointing {strategy} is not measured for "
-                "micro-batches in lockstep: take full, none, or another plan by its name"
-            )
 
     def _check_shards(self) -> None:
         """``--shard`` goes without flags that need whole weights, or whole gradients, on a rank."""
@@ -347,7 +342,8 @@ class RunArguments(TrackerArguments):
             InputError: as ``BatchLayout``.
         """
         size = self.micro_batch_size if isinstance(self.micro_batch_size, int) and not self.is_cut_in_blocks else None
-        kind = IndexedLayout if self.bitwise_topology else BatchLayout
+        indexed = LockstepLayout if self.in_lockstep else IndexedLayout
+        kind = indexed if self.bitwise_topology else BatchLayout
         return kind.of(self.global_batch_size, size, num_processes)
 
     @property

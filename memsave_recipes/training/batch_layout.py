@@ -76,6 +76,15 @@ class BatchLayout:
         """Micro-batches of a rank in a full step."""
         return ceil(ceil(self.global_batch_size / self.num_processes) / self.micro_batch_size)
 
+    @property
+    def forwards_per_step(self) -> int:
+        """Of a rank in a full step, each with its backward."""
+        return self.accumulation_steps
+
+    def largest_forward(self, num_samples: int) -> list[int]:
+        """The samples of each micro-batch that the largest forward of a step of ``num_samples`` takes: of one."""
+        return [min(self.micro_batch_size, num_samples)]
+
     def micro_batches(self, num_samples: int) -> list[list[range]]:
         """For every rank its micro-batches, as ranges of positions among the step's ``num_samples`` samples.
 
@@ -169,6 +178,32 @@ class IndexedLayout(BatchLayout):
         cut = f"{_count(full, 'micro-batch')} of {self.micro_batch_size}" + (f" + 1 of {rest}" if rest else "")
         ranks, steps = _count(self.num_processes, "rank"), _count(self.accumulation_steps, "accumulation step")
         return f"{_count(self.global_batch_size, 'sample')} = {cut}, on {ranks} in {steps}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockstepLayout(IndexedLayout):
+    """An ``IndexedLayout`` of which one forward takes all micro-batches of a rank, in lockstep.
+
+    Rule 11 of NOTE [ the exact global batch ].
+
+    Raises:
+        InputError: as ``IndexedLayout``.
+    """
+
+    @property
+    def forwards_per_step(self) -> int:
+        """One, whatever the ``accumulation_steps``."""
+        return 1
+
+    def describe(self) -> str:
+        """``25 samples = 6 micro-batches of 4 + 1 of 1, on 2 ranks in lockstep``."""
+        on_ranks, _, _ = super().describe().rpartition(" in ")
+        return f"{on_ranks} in lockstep"
+
+    def largest_forward(self, num_samples: int) -> list[int]:
+        """As of ``BatchLayout``: of all micro-batches of the rank with most samples."""
+        ranks = ([len(one) for one in of_rank if one] for of_rank in self.micro_batches(num_samples))
+        return max(ranks, key=sum)
 
 
 def aligned_blocks(count: int, num_ranks: int) -> list[list[range]]:

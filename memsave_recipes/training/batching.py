@@ -34,6 +34,8 @@ With ``--bitwise_topology`` the result has the same bits on any number of ranks,
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -48,9 +50,11 @@ from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
 from memsave_recipes.training.batch_layout import (
     BatchLayout,
     IndexedLayout,
+    LockstepLayout,
     MicroBatchSampler,
     SampleKey,
     SampleOrder,
+    aligned_blocks,
     seed_for,
 )
 from memsave_recipes.training.tree_sum import Blocks, TreeSum
@@ -67,13 +71,12 @@ class GlobalBatches:
         order: which samples each step trains.
         layout: how a step is cut up; another one may be set before the first step is taken. An ``IndexedLayout`` gives
             the same bits on any number of ranks, to one model; with a single rank in it, each rank computes all of it
-            by itself, with a model that Accelerate has not prepared.
+            by itself, with a model that Accelerate has not prepared. With a ``LockstepLayout`` rule 11 holds.
         num_steps: where the run ends.
         count_valid: the number of positions of a micro-batch that count in the loss, such as its labels after the shift
             that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
         first_step: where the run begins.
         num_workers: processes that load data.
-        in_lockstep: whether one forward takes all micro-batches of a rank, by rule 11; for an ``IndexedLayout``.
     """
 
     def __init__(
@@ -89,7 +92,6 @@ class GlobalBatches:
         collate_fn: Callable[[list[Any]], Batch] = default_collate,
         first_step: int = 0,
         num_workers: int = 0,
-        in_lockstep: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.order = order
@@ -100,7 +102,6 @@ class GlobalBatches:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.num_workers = num_workers
-        self.in_lockstep = in_lockstep
         self._tree_sum = TreeSum()
 
     @property
@@ -140,22 +141,33 @@ class GlobalBatches:
             return GlobalBatch(num_samples=num_samples, **parts)
         parts |= {"num_samples": num_samples, "tree_sum": self._tree_sum, "blocks": self.layout.blocks(num_samples)}
         parts |= {"indices": self.layout.indices(num_samples)[self._rank]}
-        return LockstepGlobalBatch(rank=self._rank, **parts) if self.in_lockstep else IndexedGlobalBatch(**parts)
+        if isinstance(self.layout, LockstepLayout):
+            return LockstepGlobalBatch(rank=self._rank, **parts)
+        return IndexedGlobalBatch(**parts)
 
     def outside_of_steps(self, micro_batch: Batch) -> Batch:
         """A micro-batch on the device as a forward takes it that is no part of a step: one for each rank."""
-        on_device: Batch = send_to_device(micro_batch, self.accelerator.device)
-        if not self.in_lockstep:
-            return on_device
-        ranks = range(self.layout.num_processes)
-        return micro_batched([on_device], Lockstep([[range(rank, rank + 1)] for rank in ranks], self._rank))
+        return self._together([send_to_device(micro_batch, self.accelerator.device)])
 
-    def largest_micro_batch(self, size: int) -> Batch:
-        """``size`` samples on the device; the longest, where the data set has a ``longest(count)``."""
-        count = min(size, self.order.num_samples)
-        longest = self.dataset.longest(count) if hasattr(self.dataset, "longest") else range(count)
-        samples = [self.dataset[SampleKey(index)] for index in longest]
-        return self.outside_of_steps(self.collate_fn(samples))
+    def largest_forward(self, layout: BatchLayout) -> Callable[[], Batch]:
+        """Makes what the largest forward of a step takes, outside of steps, anew for each forward.
+
+        All ranks take as many samples; the longest, where the data set has a ``longest(count)``.
+        """
+        sizes = layout.largest_forward(min(layout.global_batch_size, self.order.num_samples))
+        count = sum(sizes)
+        longest = iter(self.dataset.longest(count) if hasattr(self.dataset, "longest") else range(count))
+        micro_batches = [
+            self.collate_fn([self.dataset[SampleKey(index)] for index in islice(longest, size)]) for size in sizes
+        ]
+        return partial(self._together, send_to_device(micro_batches, self.accelerator.device))
+
+    def _together(self, micro_batches: list[Batch]) -> Batch:
+        """As one forward takes them."""
+        if not isinstance(self.layout, LockstepLayout):
+            (micro_batch,) = micro_batches
+            return micro_batch
+        return in_lockstep(micro_batches, self._rank, self.layout.num_processes)
 
     @property
     def _rank(self) -> int:
@@ -326,6 +338,12 @@ class LockstepGlobalBatch(IndexedGlobalBatch):
     def _position(self, index: int) -> tuple[int | None, ...]:
         """The step's alone: the index of a micro-batch is part of rule 4 of NOTE [ lockstep ]."""
         return ()
+
+
+def in_lockstep(micro_batches: list[Batch], rank: int = 0, num_ranks: int = 1) -> Batch:
+    """As one, outside of steps; every rank has as many of the same sizes."""
+    count = len(micro_batches)
+    return micro_batched(micro_batches, Lockstep(aligned_blocks(count * num_ranks, num_ranks), rank))
 
 
 def micro_batched(micro_batches: list[Batch], lockstep: Lockstep) -> Batch:

@@ -21,11 +21,16 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 BERT = "hidden_size=64,num_hidden_layers=3,num_attention_heads=4,intermediate_size=128"
 GPT2 = "n_layer=3,n_head=4,n_embd=64"
 IMAGES = ["--model", "densenet_small", "--image_size", "32", "--augmentation", "none"]
+BITWISE = ["--bitwise_topology", "--batchnorm", "global"]
 TEXT = ["--model_type", "gpt2", "--config_overrides", GPT2, "--block_size", "128", "--vocab_size", "2048"]
 CASES = {
     "images": ("image_classification", [*IMAGES, "--global_batch_size", "16", "--micro_batch_size", "8"]),
     "text": ("language_modeling", [*TEXT, "--loss", "full", "--global_batch_size", "4", "--micro_batch_size", "4"]),
     "adapters": ("language_modeling", [*TEXT, "--lora", "--loss", "full", "--global_batch_size", "4"]),
+    "lockstep": (
+        "image_classification",
+        ["--model", "vgg_small_bn", *IMAGES[2:], *BITWISE, "--global_batch_size", "22", "--micro_batch_size", "4"],
+    ),
     "classes": (
         "text_classification",
         ["--model_type", "bert", "--config_overrides", BERT, "--max_length", "64", "--global_batch_size", "16"],
@@ -54,6 +59,23 @@ def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path)
     peak_bytes = results["memory"]["peak_allocated_gib"] * GIB
     # On a CPU the recipe's figure is without the batch, which the loader made; images are the largest of these.
     assert candidate.peak_bytes == pytest.approx(peak_bytes, rel=0.04 if case == "adapters" else 0.03)
+
+
+def test_a_plan_on_paper_for_micro_batches_in_lockstep_is_that_of_the_run(tmp_path):
+    """One forward of 6 micro-batches, the last one of 2 samples."""
+    name, flags = CASES["lockstep"]
+    recipe, budget = RECIPES / f"{name}.py", ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib"]
+    plain, *_ = choose_for_target(read_task(recipe, [*flags, *budget, "1"]), LAUNCH, GIB).candidates
+    budget_bytes = int(0.75 * plain.needed_bytes)
+    chosen = choose_for_target(read_task(recipe, [*flags, *budget, "1"]), LAUNCH, budget_bytes).chosen
+    assert chosen.forecast.plan.recomputed
+    (tmp_path / "plan.json").write_text(chosen.forecast.plan.to_json())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    short = ["--max_steps", "3", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
+    given = ["--activation_checkpointing", str(tmp_path / "plan.json")]
+    peak_bytes = recipe_of(name).main([*flags, *given, *short])["memory"]["peak_allocated_gib"] * GIB
+    assert peak_bytes <= chosen.peak_bytes <= 1.02 * peak_bytes
+    assert chosen.step_s == chosen.forecast.micro_batch_s
 
 
 @pytest.mark.parametrize("strategy", OFFLOADING_STRATEGIES)

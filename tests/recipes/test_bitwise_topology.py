@@ -90,7 +90,8 @@ def test_two_ranks_prove_a_plan_and_have_the_bits_of_one(tmp_path, precision):
     assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
 
 
-BUDGET = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"]
+BUDGET = ["--memory_budget_gib", "1"]
+BITWISE_BUDGET = ["--activation_checkpointing", "budget:bitwise", *BUDGET]
 SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "14", "--max_steps", "3"]
 
 
@@ -100,14 +101,18 @@ SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_
         ([], "--bitwise_topology needs the same micro-batches on any number of ranks: give --micro_batch_size"),
         ([*BITS[1:], "2", "--activation_checkpointing", "compiled"], "compiled compiles for the shapes"),
         (
-            [*BITS[1:], "2", "--activation_checkpointing", "budget", "--memory_budget_gib", "1"],
+            [*BITS[1:], "2", "--activation_checkpointing", "budget", *BUDGET],
             "take budget:bitwise",
         ),
         ([*BITS[1:], "2", "--sync_batchnorm"], "--sync_batchnorm normalises over the ranks"),
         ([*BITS[1:], "14", "--optimizer_in_backward", "--max_grad_norm", "0"], "--bitwise_topology adds up all"),
         (
-            [*BITS[1:], "2", "--batchnorm", "global", *BUDGET],
-            "budget:bitwise is not measured for micro-batches in lockstep",
+            [*BITS[1:], "2", "--batchnorm", "global", "--activation_checkpointing", "budget", *BUDGET],
+            "take budget:bitwise, or a plan that does not compile",
+        ),
+        (
+            ["--micro_batch_size", "auto", "--batchnorm", "global", *BITWISE_BUDGET],
+            "--batchnorm global needs a --micro_batch_size that is a number",
         ),
         ([*BITS[1:], "2", "--model", "densenet_small"], "are BatchNorm layers, whose running statistics follow"),
     ],
@@ -135,8 +140,7 @@ def test_plans_keep_the_bits_and_are_proved(train, tmp_path, capsys):
 @pytest.mark.parametrize(("size", "num_sums"), [(2, 2), (7, 1)])
 def test_the_memory_is_predicted(train, size, num_sums):
     """Of 7 and 2 micro-batches, with so many sums of gradients beside the gradient of the last one."""
-    flags = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"]
-    memory = train(*SHORT, *BITS, str(size), *flags)["memory"]
+    memory = train(*SHORT, *BITS, str(size), *BITWISE_BUDGET)["memory"]
     assert 0 <= memory["prediction_error_pct"] <= 3
     assert memory["breakdown"]["gradients_gib"] > num_sums * memory["breakdown"]["parameters_gib"]
 
@@ -156,6 +160,24 @@ def test_the_memory_of_two_ranks_is_predicted(tmp_path, global_batch_size):
     assert code == 0, output
     memory = json.loads((tmp_path / "results.json").read_text())["memory"]
     assert abs(memory["prediction_error_pct"]) <= 3
+
+
+def test_in_lockstep_a_plan_for_a_budget_fits_and_has_the_bits_of_plain(train, refuse, tmp_path, capsys):
+    """Of 6 micro-batches, the last one of 2 samples, in one forward."""
+    flags = ["--model", "vgg_small_bn", "--batchnorm", "global", "--global_batch_size", "22", *BITS, "4"]
+    flags += ["--max_steps", "3", "--logging_steps", "1"]
+    plain = train(*flags, "--activation_checkpointing", "none", output="plain")["memory"]
+    budget = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib"]
+    memory = train(*flags, *budget, str(0.8 * plain["peak_allocated_gib"]), "--verify", output="planned")["memory"]
+    printed = capsys.readouterr().out
+    assert "the plan and with it: identical" in printed
+    assert "22 samples = 5 micro-batches of 4 + 1 of 2, on 1 rank in lockstep" in printed
+    assert memory["predicted_peak_gib"] <= 0.8 * plain["peak_allocated_gib"]
+    assert 0 <= memory["prediction_error_pct"] <= 2
+    assert_the_same_weights(tmp_path / "planned" / "final", tmp_path / "plain" / "final")
+    line = refuse(*flags, *budget, str(0.3 * plain["peak_allocated_gib"]), output="small")
+    assert "is too small for any plan: the smallest that works is" in line
+    assert "micro_batch_size, or auto" not in line
 
 
 def flags(**changed):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,9 +21,13 @@ from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import build_densenet, build_vgg
+from memsave_recipes.planner.budget import static_memory_of
+from memsave_recipes.planner.run_plan import RunPlan, plan_run
+from memsave_recipes.profiling.breakdown import break_down_peak
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
-from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.text import GIB
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch import check_share_of_every_rank
 from memsave_recipes.training.optimizers import StepLosses, clip_gradients, make_optimizer
@@ -31,6 +35,7 @@ from memsave_recipes.training.optimizers import StepLosses, clip_gradients, make
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, NUM_STEPS = 11, 19, 3  # the second step has 8 samples
 SIZE = 32
 RANKS = (1, 2, 3, 4)
+TIMEOUT_S = 150
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,22 @@ class Run:
     has_dropout: bool = True
     drops_last: bool = False
     is_bitwise: bool = True
+    budget_bytes: int = 0
 
 
 @dataclass
 class Outcome:
-    """All that must have the same bits."""
+    """All that must have the same bits, and what follows from the number of ranks.
+
+    ``peak_bytes`` are those of the last step, which is a full one.
+    """
 
     state: dict[str, Tensor] = field(default_factory=dict)
     optimizer: list[Tensor] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    planned: RunPlan | None = None
+    peak_bytes: int = 0
 
 
 def make_model(run: Run) -> nn.Module:
@@ -93,6 +104,29 @@ def loss_of(model: nn.Module, run: Run, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits, batch["labels"], reduction="sum", ignore_index=IGNORED_LABEL)
 
 
+def planned(
+    accelerator: Accelerator,
+    bare: nn.Module,
+    model: nn.Module,
+    batches: GlobalBatches,
+    run: Run,
+    optim: OptimizerArguments,
+) -> RunPlan:
+    """As a recipe plans."""
+    flags = RunArguments(
+        output_dir="unused",
+        report_to=["none"],
+        global_batch_size=run.global_batch_size,
+        micro_batch_size=run.micro_batch_size,
+        bitwise_topology=True,
+        batchnorm="global",
+        activation_checkpointing=run.strategy,
+        memory_budget_gib=run.budget_bytes / GIB if run.budget_bytes else None,
+    )
+    task, show = lambda: pytest.fail("nothing fits"), lambda choice: None
+    return plan_run(flags, optim, accelerator, bare, batches, model, partial(loss_of, model, run), task, show)
+
+
 def train(accelerator: Accelerator, run: Run) -> Outcome:
     """A recipe's loop."""
     optim = OptimizerArguments(optimizer=run.optimizer, learning_rate=run.learning_rate, max_grad_norm=0.5)
@@ -103,23 +137,25 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
     order = SampleOrder(
         num_samples=NUM_SAMPLES, global_batch_size=run.global_batch_size, seed=3, drop_last=run.drops_last
     )
-    layout = IndexedLayout.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
+    layout: BatchLayout = LockstepLayout.of(run.global_batch_size, run.micro_batch_size, accelerator.num_processes)
     if not run.is_bitwise:
         layout = BatchLayout.of(run.global_batch_size, None, accelerator.num_processes)
-    batches = GlobalBatches(
-        accelerator, Images(), order=order, layout=layout, num_steps=NUM_STEPS, seed=3, in_lockstep=run.is_bitwise
-    )
+    batches = GlobalBatches(accelerator, Images(), order=order, layout=layout, num_steps=NUM_STEPS, seed=3)
     losses = StepLosses(accelerator, order, skips=0, exact=run.is_bitwise)
     outcome = Outcome()
-    with apply_plan(bare, plan_blocks(bare, run.strategy)):
+    if run.is_bitwise:
+        outcome.planned = planned(accelerator, bare, model, batches, run, optim)
+    with apply_plan(bare, outcome.planned.plan if outcome.planned else plan_blocks(bare, run.strategy)):
         for batch in batches:
-            for micro_batch in batch.forwards(model):
-                batch.backward(loss_of(model, run, micro_batch))
-            norm = clip_gradients(optim, accelerator, model)
-            optimizer.step()
-            optimizer.zero_grad()
+            with break_down_peak(model, optimizer.optimizer, accelerator.device) as peak:
+                for micro_batch in batch.forwards(model):
+                    batch.backward(loss_of(model, run, micro_batch))
+                norm = clip_gradients(optim, accelerator, model)
+                optimizer.step()
+                optimizer.zero_grad()
             losses.add(batch, norm)
             outcome.norms.append(norm.item())
+    outcome.peak_bytes = peak.breakdown.total_bytes if peak.breakdown else 0
     outcome.losses = losses.state_dict()["losses"]
     outcome.state = {name: tensor.detach().clone() for name, tensor in bare.state_dict().items()}
     outcome.optimizer = [leaf for leaf in tree_leaves(optimizer.state_dict()["state"]) if isinstance(leaf, Tensor)]
@@ -135,10 +171,10 @@ def trained(run_on_ranks: Callable[..., list[Any]]) -> Train:
 
     @cache
     def on(run: Run, num_ranks: int) -> Outcome:
-        ranks = run_on_ranks(partial(train, run=run), num_ranks)
+        ranks = run_on_ranks(partial(train, run=run), num_ranks, timeout_s=TIMEOUT_S)
         for other in ranks[1:]:
             assert differences(other, ranks[0]) == []
-        return ranks[0]
+        return replace(ranks[0], peak_bytes=max(rank.peak_bytes for rank in ranks))
 
     return on
 
@@ -175,6 +211,39 @@ def test_the_bits_of_one_rank(trained: Train, name: str, num_ranks: int) -> None
     outcome, expected = trained(RUNS[name], num_ranks), trained(RUNS[name], 1)
     assert len(outcome.losses) == len(outcome.norms) == NUM_STEPS
     assert differences(outcome, expected) == []
+
+
+PLAIN = {
+    "vgg": Run(model="vgg_small_bn", optimizer="adamw"),
+    "vgg uneven": Run(model="vgg_small_bn", optimizer="adamw", global_batch_size=14),  # 4 and 3 micro-batches
+    "densenet": Run(model="densenet_small", optimizer="adamw"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("vgg", 1),
+        ("vgg", 3),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("vgg", 2), ("vgg uneven", 2))),
+        *(pytest.param("densenet", num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2, 3)),
+    ],
+)
+def test_a_plan_for_a_budget_has_the_bits_of_one_rank_without_a_plan(trained: Train, name: str, num_ranks: int) -> None:
+    """What ranks exchange, and sums that another rank than the first one has, count from the beginning of a step."""
+    run, plain = PLAIN[name], trained(PLAIN[name], num_ranks)
+    layout = LockstepLayout.of(run.global_batch_size, run.micro_batch_size, num_ranks)
+    static = static_memory_of(OptimizerArguments(), make_model(run), layout)
+    all_the_time_bytes = static.exchange_bytes + static.sums_bytes
+    budget_bytes = int(0.9 * (plain.peak_bytes + all_the_time_bytes))
+    outcome = trained(replace(run, strategy="budget:bitwise", budget_bytes=budget_bytes), num_ranks)
+    assert differences(outcome, trained(run, 1)) == []
+    assert outcome.planned is not None
+    assert outcome.planned.predicted_peak_bytes is not None
+    assert outcome.planned.plan.recomputed
+    assert outcome.planned.predicted_peak_bytes <= budget_bytes
+    above_bytes = outcome.planned.predicted_peak_bytes - outcome.peak_bytes
+    assert 0 <= above_bytes <= all_the_time_bytes + 0.02 * outcome.peak_bytes
 
 
 EXACT = {
