@@ -83,8 +83,8 @@ class StaticMemory:
         state_bytes: the optimizer's state.
         buckets_bytes: DDP's gradient buckets.
         sums_bytes: sums of earlier gradients that are there when a micro-batch begins: of ``--bitwise_topology``, and
-            of accumulation where weights are in shards and each micro-batch is reduced; in lockstep those that are in no
-            chain.
+            of accumulation where weights are in shards and each micro-batch is reduced; in lockstep those that
+            are in no chain.
         exchange_bytes: of the same, buckets on their way between ranks during a backward.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
