@@ -16,13 +16,15 @@ NOTE [ where CUDA differs ]
    queries' dtype in every layer, and the memory-efficient kernel pads its rows to a multiple of 16.
    (``attention.cpp`` and ``cuda/sdp_utils.cpp`` in ATen/native/transformers. On Hopper and B200 cuDNN's kernel comes
    first since cuDNN 9.15.1; it saves the same, but does not pad masks.)
+   Attention by document asks which one torch would take, and runs all documents at once where it is the flash kernel.
 2. Autocast: CUDA casts the inputs of norms, losses, powers and softmax to float32 (``AT_FORALL_FP32`` in
    ATen/autocast_mode.h), the CPU leaves most of them in bfloat16.
 3. Dropout saves a mask of one byte an element, the CPU's one of the input's dtype.
 4. ``tensor.is_cuda`` is true.
 Not known without the device, and so left out: the workspaces of cuDNN's convolutions (it chooses among algorithms; 0 to
 some hundred MiB; where one finds no memory, torch tries the next: ``try_plans`` in ATen/native/cudnn/Conv_v8.cpp), and
-the scratch of sorts and reductions.
+the scratch of sorts and reductions. Nor is it known how many documents are in a row: beyond those of the estimate, each
+adds ``FLASH_BLOCK`` rows to the sums of attention's backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +35,11 @@ from math import inf
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.attention.varlen  # registers torch_attn's operators
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -244,7 +248,7 @@ def _fake_mode_of(model: nn.Module) -> FakeTensorMode:
     return parameter.fake_mode
 
 
-aten = torch.ops.aten
+aten, torch_attn = torch.ops.aten, torch.ops.torch_attn
 
 # fmt: off
 FLOAT32_UNDER_AUTOCAST = frozenset({
@@ -268,7 +272,7 @@ def cuda_kernels(target: Target) -> Iterator[None]:
     if target.device_type == "cpu":
         yield
     else:
-        with _CudaKernels(target.has_flash_attention), nullcontext() if target.has_flash_attention else without_flash():
+        with _CudaKernels(target), nullcontext() if target.has_flash_attention else without_flash():
             yield
 
 
@@ -278,20 +282,28 @@ class CudaWorkspaces:
     def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
         """Its workspace and its results; ``None`` for other operators."""
         if func is aten._scaled_dot_product_flash_attention_backward.default:
-            return KernelRun(_flash_backward_bytes(*args[1:3]), ())
+            batch, _, length, _ = args[1].shape
+            return KernelRun(_flash_backward_bytes(args[1], args[2], rows=batch * rounded_up(length, FLASH_BLOCK)), ())
+        if func is torch_attn._varlen_attn_backward.default:
+            tokens, documents = len(args[1]), len(args[6]) - 1
+            return KernelRun(_flash_backward_bytes(args[1], args[2], rows=tokens + FLASH_BLOCK * documents), ())
         if func is aten._scaled_dot_product_efficient_attention_backward.default:
             return KernelRun(_efficient_backward_bytes(*args[1:4]), ())
         return None
 
 
-def _flash_backward_bytes(query: Tensor, key: Tensor) -> int:
+def _flash_backward_bytes(query: Tensor, key: Tensor, rows: int) -> int:
     """Gradients of query, key and value; sums for that of the query in float32, and one float32 a row; where heads
-    share keys, gradients of keys and values for every head."""
-    batch, heads, length, head_size = query.shape
-    rows = rounded_up(length, FLASH_BLOCK)
+    share keys, gradients of keys and values for every head.
+
+    Args:
+        query, key: (B, H, T, D) or (tokens, H, D).
+        rows: of a head, in whole blocks.
+    """
+    heads, head_size = query.shape[1], query.shape[-1]
     padded = rounded_up(head_size, 32 if head_size <= 128 else 64)
-    in_float32 = 4 * batch * heads * rows * (padded + 1)
-    of_every_head = 2 * batch * heads * key.shape[2] * head_size * key.element_size() if key.shape[1] != heads else 0
+    in_float32 = 4 * heads * rows * (padded + 1)
+    of_every_head = 2 * key.nbytes * heads // key.shape[1] if key.shape[1] != heads else 0
     return query.nbytes + 2 * key.nbytes + in_float32 + of_every_head
 
 
@@ -306,16 +318,18 @@ def _efficient_backward_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
 class _CudaKernels(TorchFunctionMode):
     """See NOTE [ where CUDA differs ]."""
 
-    def __init__(self, has_flash_attention: bool) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__()
-        self.has_flash_attention = has_flash_attention
+        self.target = target
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return attention(*args, **kwargs, flash=self.has_flash_attention)
+            return attention(*args, **kwargs, flash=self.target.has_flash_attention)
+        if func is torch._fused_sdp_choice:
+            return _choice(*args[:3], varlen=self.target.has_varlen_attention)
         if func is Tensor.backward:
             with self:  # a recomputation runs in the same way
                 return _backward(args[0])
@@ -395,6 +409,12 @@ def attention(
             )
     attended: Tensor = outputs[0]
     return attended
+
+
+def _choice(query: Tensor, key: Tensor, value: Tensor, *, varlen: bool) -> int:
+    """CUDA's choice, for attention by document, which alone asks, and only where one call may take all documents."""
+    choice = SDPBackend.FLASH_ATTENTION if varlen and _flash_can(query, key, value) else SDPBackend.MATH
+    return int(choice.value)
 
 
 def _flash_can(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -60,6 +60,7 @@ class Target:
         context_bytes: held by the driver besides torch's memory.
         cublas_workspace_bytes: allocated by the first matrix product, for good.
         has_flash_attention: whether torch's flash kernel runs on it: from Ampere on.
+        has_varlen_attention: whether attention by document takes all documents in one call: NVIDIA's of these.
         remark: how it was found, where the word does not tell.
     """
 
@@ -75,6 +76,7 @@ class Target:
     context_bytes: int = 0
     cublas_workspace_bytes: int = 0
     has_flash_attention: bool = True
+    has_varlen_attention: bool = False
     remark: str = ""
 
     @property
@@ -207,6 +209,7 @@ def _from_sheet(word: str) -> Target:
     sheet = SHEETS[word]
     flops = _flops_per_s(sheet)
     is_hopper = any(family in sheet.name for family in ("H100", "H200", "B200"))
+    has_flash_attention = any(name in flops for name in ("bfloat16", "tf32"))
     return Target(
         word=word,
         name=sheet.name,
@@ -216,7 +219,8 @@ def _from_sheet(word: str) -> Target:
         host_bytes_per_s=sheet.host_gb_per_s * 1e9,
         memory_bytes=int(sheet.memory_gib * GIB),
         kernel_s=KERNEL_S,
-        has_flash_attention=any(name in flops for name in ("bfloat16", "tf32")),
+        has_flash_attention=has_flash_attention,
+        has_varlen_attention=has_flash_attention and not sheet.name.startswith("AMD"),
         allocation_bytes=ALLOCATION_BYTES,
         context_bytes=CONTEXT_BYTES,
         cublas_workspace_bytes=HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES,

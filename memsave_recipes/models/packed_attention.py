@@ -1,27 +1,36 @@
-"""Attention of packed rows by document: torch's SDPA on each one, causal, so that no mask is made.
+"""Attention of packed rows by document: each one by itself, causal, so that no mask is made.
 
 NOTE [ attention by document ]
 1. From position ids that begin again transformers makes a bool mask (B, 1, T, T), and torch on a CPU a float copy of
    it in every layer, saved for backward. By document there is none, and no FLOPs between documents.
 2. The lengths come as Python numbers from ``collate``, so that no layer waits for the device.
-3. Autograd would save SDPA's output of each document beside the joined one that the next layer saves. On a CPU,
-   ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. Elsewhere, and with dropout, autograd
-   records SDPA itself.
-4. Documents longer than a sliding window take a part of one mask, as large as the longest.
-5. transformers makes no mask for a name that ``AttentionMaskInterface`` does not know. A model that has more in its
-   masks, or asks more of its attention than rules 1 to 4, keeps its masks: ``attend_by_document`` looks at the
+3. On CUDA one kernel takes all documents of all rows, and their windows: ``torch.nn.attention.varlen``, where SDPA
+   would take a fused kernel too (half precision, no dropout, from Ampere on) and the size of a head is a multiple of 8.
+   It finds them by their bounds, which are copied to the device once a micro-batch. ROCm's kernel is another one, and
+   is left out. Tested with a stand-in on a CPU; no GPU has run it.
+4. Elsewhere SDPA runs on each document. Autograd would save its output of each beside the joined one that the next
+   layer saves. On a CPU, ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. With dropout or
+   windows, and on other devices, autograd records SDPA itself.
+5. There, documents longer than a sliding window take a part of one mask, as large as the longest.
+6. transformers makes no mask for a name that ``AttentionMaskInterface`` does not know. A model that has more in its
+   masks, or asks more of its attention than rules 1 to 5, keeps its masks: ``attend_by_document`` looks at the
    arguments of both and compares the logits.
-6. Layers that are compiled would be compiled anew for other lengths: they keep their masks.
+7. Layers that are compiled would be compiled anew for other lengths: they keep their masks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from inspect import signature
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -66,17 +75,22 @@ def attention_by_document(
 
     Returns:
         (B, T, H, D).
+
+    Raises:
+        ValueError, RuntimeError: the documents are not as long as the rows.
     """
+    query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
     if keys_so_far is not None:
-        query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
         return keys_so_far.attend(query, key, value, dropout=dropout, scale=scaling, window=sliding_window), None
     lengths = [[query.shape[2]]] * len(query) if document_lengths is None else document_lengths
-    has_window = sliding_window is not None and sliding_window < max(map(max, lengths))
-    if not has_window and _has_flash_on_cpu(query, key, value, dropout):
-        query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
+    longest = max(map(max, lengths))
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    if _has_varlen(query, key, value, dropout):
+        return _varlen(query, key, value, lengths, scaling, window), None
+    if window is None and _has_flash_on_cpu(query, key, value, dropout):
         joined: Tensor = _FlashOnCpu.apply(query, key, value, lengths, scaling)  # type: ignore[no-untyped-call]
         return joined, None
-    windows = _windows(max(map(max, lengths)), sliding_window, query.device)
+    windows = _windows(longest, window, query.device)
     attended = [
         sdpa_attention_forward(module, q, k, v, windows(q.shape[2]), dropout, scaling, is_causal=True)[0]
         for q, k, v in _documents_of_all(lengths, query, key, value)
@@ -87,8 +101,56 @@ def attention_by_document(
 AttentionInterface.register(BY_DOCUMENT, attention_by_document)
 
 
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scale: float | None, window: int | None
+) -> Tensor:
+    """(B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ].
+
+    Args:
+        window: how many tokens one sees, itself included; ``None``: all before it.
+    """
+    q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (B * T, H or K, D)
+    bounds, longest = _bounds(lengths, query), max(map(max, lengths))
+    seen = (-1 if window is None else window - 1, 0)  # before and behind, without itself; -1: all
+    attended = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=seen, **SHARED_KEYS)
+    assert isinstance(attended, Tensor)
+    return attended.view(len(query), -1, *attended.shape[1:])
+
+
+SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Torch 2.11 takes keys that heads share without being told."""
+
+
+def _bounds(lengths: DocumentLengths, query: Tensor) -> Tensor:
+    """Where documents begin and end, all rows one behind the other: (documents + 1,) int32 on the query's device."""
+    of_all = tuple(length for row in lengths for length in row)
+    if sum(of_all) != query.shape[0] * query.shape[2]:
+        raise ValueError(f"documents of {sum(of_all)} tokens in rows of {query.shape[0] * query.shape[2]}")
+    if isinstance(query, FakeTensor):
+        return query.new_empty(len(of_all) + 1, dtype=torch.int32)
+    return _bounds_on(query.device, of_all)
+
+
+@lru_cache(maxsize=1)
+def _bounds_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
+    """Kept for all layers of a micro-batch, and for those that run again; modes would see that the first one copies."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        ends = list(accumulate(lengths, initial=0))
+        bounds = torch.tensor(ends, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        return bounds.to(device, non_blocking=True)
+
+
+def _has_varlen(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether one call takes all documents; an estimate answers as the device that it is for."""
+    fits = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    if not query.is_cuda or torch.version.hip is not None or dropout or not fits:
+        return False
+    choice = torch._fused_sdp_choice(query, key, value, None, 0.0, True, enable_gqa=True)
+    return choice in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value)
+
+
 class _FlashOnCpu(torch.autograd.Function):
-    """Rule 3 of NOTE [ attention by document ]."""
+    """Rule 4 of NOTE [ attention by document ]."""
 
     @staticmethod
     def forward(
@@ -133,9 +195,9 @@ def _has_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout: float)
 
 def _as_sdpa_casts(states: Tensor) -> Tensor:
     """Under autocast SDPA computes in half precision; its kernel alone does not."""
-    if not torch.is_autocast_enabled("cpu") or states.dtype == torch.float64:
-        return states
-    return states.to(torch.get_autocast_dtype("cpu"))
+    kind = states.device.type
+    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return states.to(torch.get_autocast_dtype(kind)) if is_cast and states.dtype != torch.float64 else states
 
 
 def _documents_of_all(lengths: DocumentLengths, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -159,7 +221,7 @@ def _rows(documents: Sequence[Tensor], num_rows: int) -> Tensor:
 
 def _windows(longest: int, sliding_window: int | None, device: torch.device) -> Callable[[int], Tensor | None]:
     """Which keys the tokens of a document of a length see: bool (L, L), a part of one mask; ``None``: all before."""
-    if sliding_window is None or sliding_window >= longest:
+    if sliding_window is None:
         return lambda length: None
     seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().triu(1 - sliding_window)
     return lambda length: None if sliding_window >= length else seen[:length, :length]

@@ -10,7 +10,8 @@ multiply-add; causal attention counts in full and everything else for nothing, a
 activation checkpoint's second forward nor the scores that a fused attention computes again in its backward count. So
 the count is the same under every plan.
 
-Of flash-attn's own operators those of version 2 count, each document of a packed row by itself, as it is computed.
+Of flash-attn's own operators those of version 2 count. There, as in torch's own of that kind, each document of a packed
+row counts by itself, as it is computed; in an estimate, which knows no lengths, each token as one of the longest.
 Known limits: other kernels from outside torch (Triton) and grouped products count nothing.
 
 Peaks are the dense rates of the vendors: where a data sheet gives those for 2:4 sparse factors, their half. Products of
@@ -41,7 +42,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.attention.varlen  # registers torch_attn's operators
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -381,7 +384,7 @@ def utilization_pct(flops_per_sec: Mapping[str, float], device_name: str) -> flo
     return 100 * seconds if seconds else None
 
 
-aten = torch.ops.aten
+aten, torch_attn = torch.ops.aten, torch.ops.torch_attn
 Formula = Callable[..., int]
 
 FUSED_ATTENTION = (
@@ -426,10 +429,21 @@ def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -
 
 
 def _flash_attn_varlen(
-    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, columns: Tensor, *_: Any, **__: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    most_rows: int,
+    most_columns: int,
+    *_: Any,
+    **__: Any,
 ) -> int:
     """The same for sequences that lie one after the other, (tokens, H, D), between the bounds ``rows``, ``columns``."""
-    num_scores = int((rows.diff().long() * columns.diff().long()).sum())
+    if isinstance(rows, FakeTensor):
+        num_scores = len(query) * most_columns
+    else:
+        num_scores = int((rows.diff().long() * columns.diff().long()).sum())
     return _scores_and_values(num_scores, query.shape[1], query, value)
 
 
@@ -444,6 +458,8 @@ def _formulas() -> dict[Any, Formula]:
     for kernel in FUSED_ATTENTION:
         known[getattr(aten, f"_scaled_dot_product_{kernel}")] = forward
         known[getattr(aten, f"_scaled_dot_product_{kernel}_backward")] = backward
+    known[torch_attn._varlen_attn] = _flash_attn_varlen
+    known[torch_attn._varlen_attn_backward] = lambda *args, **_: 5 * _flash_attn_varlen(*args[1:4], *args[6:10]) // 2
     return known
 
 
@@ -451,7 +467,7 @@ FORMULAS_OF_ALL_THAT_RUNS = _formulas()
 """The scores that a fused attention computes a second time included."""
 
 FORMULAS = {
-    op: _without_scores(formula) if "attention" in str(op) and "backward" in str(op) else formula
+    op: _without_scores(formula) if re.search("att(entio)?n.*backward", str(op)) else formula
     for op, formula in FORMULAS_OF_ALL_THAT_RUNS.items()
 }
 
@@ -462,7 +478,7 @@ FORMULAS_BY_NAME: dict[str, Formula] = {
     "flash_attn._flash_attn_forward": _flash_attn,
     "flash_attn._flash_attn_varlen_forward": _flash_attn_varlen,
     "flash_attn._flash_attn_backward": lambda *args, **_: 2 * _flash_attn(*args[1:4]),
-    "flash_attn._flash_attn_varlen_backward": lambda *args, **_: 2 * _flash_attn_varlen(*args[1:4], *args[9:11]),
+    "flash_attn._flash_attn_varlen_backward": lambda *args, **_: 2 * _flash_attn_varlen(*args[1:4], *args[9:13]),
 }
 
 

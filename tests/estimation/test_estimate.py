@@ -24,7 +24,7 @@ from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.convnets import build_vgg
-from memsave_recipes.models.packed_attention import set_packed_attention
+from memsave_recipes.models.packed_attention import attention_by_document, set_packed_attention
 from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.plan import INPUT_OFFLOADING, OFFLOADING, OFFLOADING_STRATEGIES
@@ -70,6 +70,15 @@ def test_half_precision_takes_flash_attention_also_where_heads_share_keys(cuda):
     assert saved == sorted([query.nbytes, key.nbytes, value.nbytes, query.nbytes, row_sums], reverse=True)
 
 
+@pytest.mark.parametrize("window", [None, 30])
+def test_documents_of_all_rows_save_one_output_and_no_mask(cuda, window):
+    query, key, value = heads(8), heads(2), heads(2)
+    options = {"sliding_window": window, "document_lengths": [[60, 40], [100]]}
+    out, saved = saved_by(lambda: attention_by_document(nn.Module(), query, key, value, None, **options)[0])
+    sums = 8 * 2 * 100 * FLOAT32
+    assert saved == sorted([query.nbytes, key.nbytes, value.nbytes, out.nbytes, sums], reverse=True)
+
+
 def test_float32_takes_the_memory_efficient_kernel(cuda):
     query, key, value = (heads(4, dtype=torch.float32) for _ in range(3))
     _, saved = saved_by(lambda: F.scaled_dot_product_attention(query, key, value))
@@ -103,6 +112,16 @@ def test_the_backward_of_flash_attention_sums_in_float32(cuda):
     run = CudaWorkspaces().of(backward, (query, query, key, key), {})
     results = query.nbytes + 2 * key.nbytes
     sums, repeated = 2 * 8 * 256 * (64 + 1) * FLOAT32, 2 * query.nbytes
+    assert run.peak_bytes == results + sums + repeated
+
+
+def test_the_backward_of_many_documents_has_a_block_more_for_each(cuda):
+    query, key = (torch.empty(200, count, 40, dtype=torch.bfloat16) for count in (8, 2))
+    backward = torch.ops.torch_attn._varlen_attn_backward.default
+    bounds = torch.empty(4, dtype=torch.int32)
+    run = CudaWorkspaces().of(backward, (query, query, key, key, query, None, bounds, bounds, 100, 100), {})
+    results = query.nbytes + 2 * key.nbytes
+    sums, repeated = 8 * (200 + 3 * 128) * (64 + 1) * FLOAT32, 2 * query.nbytes
     assert run.peak_bytes == results + sums + repeated
 
 
@@ -493,6 +512,41 @@ workload = Workload(model=model, forward=lambda: model(**batch).loss, batch=list
 chain = estimate_on_target(workload, [plan_blocks(model, "none")], find_target("a100")).chain()
 print(chain.resident_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
+
+
+def of_documents(lengths, word):
+    """The second layer of a Llama that attends by document, in bf16."""
+
+    def build():
+        model = causal_lm(llama(hidden_size=256, num_key_value_heads=1))()
+        set_packed_attention(model, "document")
+        return model
+
+    model = fake_model(build)
+    module = CausalLMLoss(model, "full")
+    batch = fake_batch(model, {"tokens": torch.empty(2, 1024, dtype=torch.long, device="meta")})
+    workload = workload_of(model, batch, lambda _, b: module(b["tokens"], b["tokens"], document_lengths=lengths))
+    plan = plan_blocks(model, "none")
+    return estimate_on_target(workload, [plan], find_target(word), autocast_dtype=torch.bfloat16).chain().blocks[2]
+
+
+def test_documents_in_one_call_save_an_output_less_than_one_by_one():
+    lengths = [[1024]] * 2
+    at_once, by_one = (of_documents(lengths, word) for word in ("a100", "mi300x"))
+    saved = [block.option(Action.KEEP).saved_bytes for block in (at_once, by_one)]
+    assert saved[1] - saved[0] == pytest.approx(2 * 1024 * 256 * BF16, abs=SMALL)
+
+
+def test_documents_in_one_call_take_the_time_of_their_own_scores():
+    """Or, where they differ in length, no more than if all tokens were in one of the longest."""
+    of_one, halves, uneven = (
+        of_documents(lengths, "a100") for lengths in ([[1024]] * 2, [[512] * 2] * 2, [[1000, 24]] * 2)
+    )
+    rate = A100.flops_per_s["bfloat16"]
+    scores = 4 * 2 * 1024 * 1024 * 256 / rate
+    assert of_one.forward_s - halves.forward_s == pytest.approx(scores / 2, rel=0.01)
+    assert of_one.backward_s - halves.backward_s == pytest.approx(2.5 * scores / 2, rel=0.01)
+    assert halves.forward_s < uneven.forward_s <= of_one.forward_s
 
 
 def test_eight_billion_parameters_take_no_memory():

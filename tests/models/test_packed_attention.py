@@ -6,64 +6,25 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from packed_rows import LENGTHS, NAMES, SHARED_KEYS, by_document, causal_model, gradients, packed
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.causal_lm import CausalLMLoss
-from memsave_recipes.models.packed_attention import attend_by_document, attends_by_document, set_packed_attention
+from memsave_recipes.models.packed_attention import (
+    attend_by_document,
+    attends_by_document,
+    attention_by_document,
+    set_packed_attention,
+)
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 
 CPU = torch.device("cpu")
-LENGTHS = ((20, 11, 1), (5, 27))
-SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
-SHARED_KEYS = {"num_key_value_heads": 1, "head_dim": 16}
-MODELS = {
-    "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 32},
-    "llama": SHARED_KEYS,
-    "qwen3": SHARED_KEYS,
-    "mistral": {**SHARED_KEYS, "sliding_window": 12},  # shorter than some documents
-    "gemma": SHARED_KEYS,
-    "gemma3_text": {**SHARED_KEYS, "sliding_window": 9, "num_hidden_layers": 6},  # of two kinds
-}
-NAMES = sorted(MODELS)
-
-
-def causal_model(model_type, *, dropout=0.0, dtype=torch.float64, **changes):
-    torch.manual_seed(0)
-    shape = {**SHAPE, **MODELS.get(model_type, {}), **changes}
-    tokens = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = AutoConfig.for_model(model_type, **shape, **tokens)
-    for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout"):
-        if hasattr(config, name):
-            setattr(config, name, dropout)
-    return AutoModelForCausalLM.from_config(config).to(dtype).train()
-
-
-def by_document(model):
-    model = copy.deepcopy(model)
-    assert attend_by_document(model) is None
-    return model
-
-
-def packed(lengths=LENGTHS, vocab_size=64):
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
-    tokens = torch.randint(vocab_size, positions.shape, generator=torch.Generator().manual_seed(1))
-    return {"input_ids": tokens, "labels": tokens, "position_ids": positions, "document_lengths": lengths}
-
-
-def gradients(model, batch, plan="none"):
-    with apply_plan(model, plan_blocks(model, plan)):
-        torch.manual_seed(2)
-        CausalLMLoss(model)(**batch).backward()
-    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    model.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
@@ -105,6 +66,15 @@ def test_half_precision_by_autocast():
         with torch.autocast("cpu", torch.bfloat16):
             errors.append((gradients(one, packed()) - exact).norm() / exact.norm())
     assert 0 < errors[1] < 1.5 * errors[0]
+
+
+def test_autocast_brings_states_of_two_dtypes_to_the_kernel():
+    """Rotated queries and keys are float32 there, values are not."""
+    query, key, value = (torch.randn(2, 2, 32, 16, requires_grad=True) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = attention_by_document(torch.nn.Module(), query, key, value.bfloat16(), None, document_lengths=LENGTHS)
+    assert out.dtype == torch.bfloat16
+    assert out.grad_fn.name() == "_FlashOnCpuBackward"
 
 
 # Memory

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from packed_rows import varlen_on_cpu
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -232,3 +234,29 @@ def test_documents_of_a_packed_row_attend_to_themselves(flash_attn):
     saved = (query, query, key, key, query, query, query, key, key)
     counted = count(lambda: flash_attn._flash_attn_varlen_backward(*saved, *varlen, False, None))
     assert counted.total == 4 * product
+
+
+def test_documents_in_one_call_count_like_those_of_flash_attn():
+    heads, size, lengths = 4, 8, (3, 5, 8)
+    product = 2 * heads * sum(length**2 for length in lengths) * size
+    with varlen_on_cpu():
+        query, key = torch.randn(16, heads, size), torch.randn(16, heads // 2, size)
+        bounds = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+        counted = count(lambda: called(query, key, bounds, max(lengths)).sum().backward())
+    assert counted.total == (2 + 4) * product
+
+
+def test_bounds_without_values_count_every_token_as_one_of_the_longest():
+    heads, size, longest = 4, 8, 8
+    with FakeTensorMode():
+        query, key = torch.empty(16, heads, size), torch.empty(16, heads // 2, size)
+        bounds = torch.empty(4, dtype=torch.int32)
+        counted = count(lambda: called(query, key, bounds, longest).sum().backward())
+    assert counted.total == (2 + 4) * 2 * heads * 16 * longest * size
+
+
+def called(query, key, bounds, longest):
+    query.requires_grad_()
+    key.requires_grad_()
+    arguments = (True, None, [-1, 0])  # causal
+    return torch.ops.torch_attn._varlen_attn(query, key, key, bounds, bounds, longest, longest, *arguments)[0]
