@@ -10,8 +10,9 @@ multiply-add; causal attention counts in full and everything else for nothing, a
 activation checkpoint's second forward nor the scores that a fused attention computes again in its backward count. So
 the count is the same under every plan.
 
-Of flash-attn's own operators those of version 2 count. There, as in torch's own of that kind, each document of a packed
-row counts by itself, as it is computed; in an estimate, which knows no lengths, each token as one of the longest.
+Of flash-attn's own operators those of version 2 count. There and in torch's own operator of that kind each document of
+a packed row counts by itself, as it is computed; in an estimate, which knows no lengths, each token counts as one of
+the longest document.
 Known limits: other kernels from outside torch (Triton) and grouped products count nothing.
 
 Peaks are the dense rates of the vendors: where a data sheet gives those for 2:4 sparse factors, their half. Products of
