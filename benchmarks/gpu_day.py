@@ -217,12 +217,14 @@ Found = Iterator[tuple[str, bool | None, str]]
 
 def kernels(day: Day) -> Found:
     """The tests that have cases for CUDA."""
-    tests = ["tests/test_losses.py", "tests/profiling/test_device_memory.py", "tests/profiling/test_breakdown.py"]
-    tests.append("tests/models/test_varlen.py")
+    tests = [
+        *("tests/test_losses.py", "tests/profiling/test_device_memory.py", "tests/profiling/test_breakdown.py"),
+        "tests/models/test_varlen.py",
+    ]
     chosen = [tests[0], "-k", "float64"] if day.size.is_tiny else tests
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    yield "losses and memory figures are right on this device", done.returncode == 0, _last_line(done.stdout)
+    yield "losses, memory and packed attention are right on this device", done.returncode == 0, _last_line(done.stdout)
 
 
 def proofs(day: Day) -> Found:

@@ -17,7 +17,8 @@ from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.profiling.block_costs import Workload
 
 aten = torch.ops.aten
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+is_here = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
+needs_kernel = pytest.mark.skipif(not is_here, reason="needs an NVIDIA GPU from Ampere on")
 
 
 @pytest.fixture
@@ -226,7 +227,7 @@ def on_cuda(model, lengths=LENGTHS):
     return model.cuda(), {name: part.cuda() if isinstance(part, torch.Tensor) else part for name, part in batch.items()}
 
 
-@needs_cuda
+@needs_kernel
 @pytest.mark.parametrize("model_type", NAMES)
 def test_on_a_gpu_half_precision_is_as_near_to_float64_as_by_masks(model_type, monkeypatch):
     exact = gradients(*on_cuda(causal_model(model_type)))
@@ -238,7 +239,7 @@ def test_on_a_gpu_half_precision_is_as_near_to_float64_as_by_masks(model_type, m
     assert 0 < ours < 1.5 * by_masks
 
 
-@needs_cuda
+@needs_kernel
 @pytest.mark.parametrize("plan", ["none", "full", "selective"])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral"])
 def test_on_a_gpu_no_layer_waits_for_it(model_type, plan):
