@@ -41,7 +41,7 @@ from memsave_recipes.activations.sublayers import AttentionBlock, MlpBlock, Norm
 from memsave_recipes.activations.tiles import Mlp, TiledForward, find_mlps, is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
-from memsave_recipes.plans.plan import IN_SUBLAYERS, JOINT, TILED, as_they_run
+from memsave_recipes.plans.plan import IN_SUBLAYERS, JOINT, OF_MICRO_BATCHES, TILED, as_they_run
 
 
 def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None = None) -> Plan:
@@ -148,7 +148,7 @@ class PlanHandle:
 
 
 _ABSENT = object()
-STARTS_AGAIN = (*JOINT, Action.RECOMPUTE_OFFLOAD, *TILED, Action.IN_MICRO_BATCHES)
+STARTS_AGAIN = (*JOINT, Action.RECOMPUTE_OFFLOAD, *TILED, *OF_MICRO_BATCHES.values())
 """Actions under which the second run of a block starts from the very storage of its input."""
 
 
@@ -312,7 +312,7 @@ def _tile_mlps(layers: list[nn.Module], handle: PlanHandle) -> None:
 
 def _options(plan: Plan, action: Action) -> dict[str, Any]:
     """The settings of ``plan`` for ``action``."""
-    return {"micro_batch_size": plan.micro_batch_size} if action is Action.IN_MICRO_BATCHES else {}
+    return {"micro_batch_size": plan.micro_batch_size} if action in OF_MICRO_BATCHES.values() else {}
 
 
 def _set_out_of_place(modules: list[nn.Module], handle: PlanHandle) -> None:

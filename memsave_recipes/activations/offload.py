@@ -1,7 +1,8 @@
 """Offload saved tensors to pinned host memory, and copy them back one block ahead of the backward.
 
 A block that recomputes saves its input alone: around ``recompute``, only that waits on the host, as DeepSpeed's
-``cpu_checkpointing`` does it (https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html).
+``cpu_checkpointing`` does it (https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html). So does the
+input of one that recomputes in micro-batches: that of all of them.
 
 Copies run on a stream of their own, in parallel with the computation; gradients are bit for bit those of the baseline.
 It pays where a block computes for longer than its bytes travel: long sequences, wide layers. The prefetch is the idea
@@ -44,6 +45,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
+
+from memsave_recipes.activations.lockstep import parts_of
 
 SMALLEST_BYTES = 1024**2
 """Below it, starting a copy takes about as long as the copy."""
@@ -294,4 +297,4 @@ def _keys(values: Any) -> set[StorageWeakRef]:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+    return parts_of([value for value in tree_leaves(values) if isinstance(value, Tensor)])

@@ -50,6 +50,7 @@ from memsave_recipes.activations.offload import offload
 from memsave_recipes.activations.recompute import BlockRuns, recompute, select_ops
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
+from memsave_recipes.plans.plan import OF_MICRO_BATCHES
 
 CACHE_NAMES = ("past_key_values", "layer_past")
 
@@ -246,11 +247,14 @@ def keep(function: Callable[..., Any], *inputs: Any, modules: list[nn.Module]) -
     return function(*inputs)
 
 
-def recompute_offloaded(function: Callable[..., Any], *inputs: Any, modules: list[nn.Module]) -> Any:
-    """``recompute``, whose saved inputs ``offload`` moves to the host, and back before ``function`` runs again."""
-    return RUN[Action.OFFLOAD](partial(recompute, function, modules=modules), *inputs, modules=modules)
+def with_inputs_offloaded(
+    run: Callable[..., Any], function: Callable[..., Any], *inputs: Any, modules: list[nn.Module], **options: Any
+) -> Any:
+    """``run``, whose saved inputs ``offload`` moves to the host, and back before ``function`` runs again."""
+    return RUN[Action.OFFLOAD](partial(run, function, modules=modules, **options), *inputs, modules=modules)
 
 
+recompute_offloaded = partial(with_inputs_offloaded, recompute)
 RUN: dict[Action, Callable[..., Any]] = {
     Action.KEEP: keep,
     Action.RECOMPUTE: recompute,
@@ -259,12 +263,13 @@ RUN: dict[Action, Callable[..., Any]] = {
     Action.RECOMPUTE_OFFLOAD: recompute_offloaded,
     Action.COMPILE: keep,
     Action.IN_MICRO_BATCHES: in_micro_batches,
+    Action.IN_MICRO_BATCHES_OFFLOAD: partial(with_inputs_offloaded, in_micro_batches),
     Action.RECOMPUTE_TILED: recompute,
     Action.RECOMPUTE_TILED_OFFLOAD: recompute_offloaded,
     Action.RECOMPUTE_NESTED: recompute,
 }
 """How each action runs a function: ``RUN[action](function, *inputs, modules=..., **options)``, with the options of the
-plan: ``micro_batch_size`` for ``IN_MICRO_BATCHES``. ``COMPILE`` compiled it before, ``TILED`` actions gave its MLPs
+plan: ``micro_batch_size`` for those in micro-batches. ``COMPILE`` compiled it before, ``TILED`` actions gave its MLPs
 other forwards, and ``RECOMPUTE_NESTED`` its parts."""
 
 
@@ -355,7 +360,7 @@ class SpannedLayer:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        if self.action is Action.IN_MICRO_BATCHES and _has_tensors((call.args, call.kwargs)):
+        if self.action in OF_MICRO_BATCHES.values() and _has_tensors((call.args, call.kwargs)):
             raise InputError(
                 f"strategy: {self.name} takes tensors beside its input, so it cannot run in micro-batches: use none"
             )

@@ -408,7 +408,8 @@ def plans_to_measure(
         strategies.append(f"nested:{count_blocks(workload.stacks)}")
     plans = [plan_for(one, workload.stacks) for one in strategies]
     if micro_batch_size is not None and strategy not in ("none", "budget:bitwise"):
-        plans.append(plan_for("full", workload.stacks).in_micro_batches(micro_batch_size))
+        recomputing = ["full", *(one for one in strategies if one == "full_offload")]
+        plans += [plan_for(one, workload.stacks).in_micro_batches(micro_batch_size) for one in recomputing]
     return plans
 
 

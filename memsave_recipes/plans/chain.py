@@ -173,7 +173,7 @@ class Chain:
             elsewhere, as it stays on the host.
         beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs ``TWICE``.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
-        micro_batch_size, mlp_tile_tokens: likewise of ``IN_MICRO_BATCHES`` and ``TILED`` actions.
+        micro_batch_size, mlp_tile_tokens: likewise of actions in micro-batches and of ``TILED`` ones.
         noise_s: of the seconds of all blocks together; rule 10 of the NOTE. Less than the sum over the blocks, whose
             errors differ.
         host_bytes: pinned all the time: frozen weights that are streamed from there.

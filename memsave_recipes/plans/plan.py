@@ -44,6 +44,7 @@ class Action(StrEnum):
     RECOMPUTE_OFFLOAD = "recompute_offload"
     COMPILE = "compile"
     IN_MICRO_BATCHES = "in_micro_batches"
+    IN_MICRO_BATCHES_OFFLOAD = "in_micro_batches_offload"
     RECOMPUTE_TILED = "recompute_tiled"
     RECOMPUTE_TILED_OFFLOAD = "recompute_tiled_offload"
     RECOMPUTE_NESTED = "recompute_nested"
@@ -52,7 +53,13 @@ class Action(StrEnum):
 JOINT = (Action.RECOMPUTE, Action.RECOMPUTE_NESTED)
 """Actions under which the blocks of a span run again together, from the input of the first."""
 
-INPUT_OFFLOADING = (Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED_OFFLOAD)
+OF_MICRO_BATCHES = {
+    Action.RECOMPUTE: Action.IN_MICRO_BATCHES,
+    Action.RECOMPUTE_OFFLOAD: Action.IN_MICRO_BATCHES_OFFLOAD,
+}
+"""Actions under which a block recomputes some samples at a time, each by itself, by what it does for all at once."""
+
+INPUT_OFFLOADING = (Action.RECOMPUTE_OFFLOAD, Action.IN_MICRO_BATCHES_OFFLOAD, Action.RECOMPUTE_TILED_OFFLOAD)
 """Actions under which the input of a block waits in host memory."""
 
 IN_SUBLAYERS = (Action.RECOMPUTE_TILED_OFFLOAD,)
@@ -64,7 +71,7 @@ OFFLOADING = (Action.OFFLOAD, *INPUT_OFFLOADING)
 TILED = (Action.RECOMPUTE_TILED, Action.RECOMPUTE_TILED_OFFLOAD)
 """Actions under which the MLP of a block takes some tokens at a time."""
 
-WITHIN_ROUNDING = (Action.COMPILE, Action.IN_MICRO_BATCHES, *TILED)
+WITHIN_ROUNDING = (Action.COMPILE, *OF_MICRO_BATCHES.values(), *TILED)
 """Actions under which gradients are sums in another order than without checkpointing."""
 
 IN_WORDS = {
@@ -73,6 +80,10 @@ IN_WORDS = {
     Action.RECOMPUTE_OFFLOAD: "recomputed, their inputs offloaded to the host",
     Action.COMPILE: "compiled (equal to plain within rounding, not bitwise)",
     Action.IN_MICRO_BATCHES: "recomputed in micro-batches of {size} (equal to plain within rounding, not bitwise)",
+    Action.IN_MICRO_BATCHES_OFFLOAD: (
+        "recomputed in micro-batches of {size}, their inputs offloaded to the host (equal to plain within rounding, "
+        "not bitwise)"
+    ),
     Action.RECOMPUTE_TILED: (
         "recomputed, their MLPs in tiles of {tile} tokens (equal to plain within rounding, not bitwise)"
     ),
@@ -109,8 +120,8 @@ class Plan:
         spans: cover all blocks once, in order.
         compiled_memory_ratio: the part of its activations that a compiled block may save, from 0 to 1; for plans that
             compile, and for no others.
-        micro_batch_size: the samples that a block under ``IN_MICRO_BATCHES`` takes at once; for plans with such blocks,
-            and for no others.
+        micro_batch_size: the samples that a block in micro-batches takes at once; for plans with such blocks, and for
+            no others.
         mlp_tile_tokens: the tokens that an MLP of a block under ``TILED`` actions takes at once; for plans with such
             blocks, and for no others.
         prediction: the memory and time of a step, where ``make_plan`` has measured one. It is no part of what is
@@ -136,7 +147,7 @@ class Plan:
         if (ratio is None) is bool(self.blocks_under(Action.COMPILE)) or not 0 <= (ratio or 0) <= 1:
             raise ValueError(f"compiled_memory_ratio is {ratio}: plans that compile need one from 0 to 1, others none")
         size = self.micro_batch_size
-        if (size is None) is bool(self.blocks_under(Action.IN_MICRO_BATCHES)) or (size is not None and size < 1):
+        if (size is None) is any(map(self.blocks_under, OF_MICRO_BATCHES.values())) or (size is not None and size < 1):
             raise ValueError(f"micro_batch_size is {size}: plans in micro-batches need one of at least 1, others none")
         tile = self.mlp_tile_tokens
         if (tile is None) is any(map(self.blocks_under, TILED)) or (tile is not None and tile < 1):
@@ -170,13 +181,12 @@ class Plan:
             )
         if self.micro_batch_size == size:
             return self
-        if not self.recomputed:
+        if not any(map(self.blocks_under, OF_MICRO_BATCHES)):
             raise InputError(
-                f"strategy {self.strategy} recomputes no block, so none can run in micro-batches: take full, every:K "
-                "or segments:K, or set no micro-batch size"
+                f"strategy {self.strategy} recomputes no block, so none can run in micro-batches: take full, "
+                "full_offload, every:K or segments:K, or set no micro-batch size"
             )
-        in_micro_batches = {Action.RECOMPUTE: Action.IN_MICRO_BATCHES}
-        spans = tuple(replace(span, action=in_micro_batches.get(span.action, span.action)) for span in self.spans)
+        spans = tuple(replace(span, action=OF_MICRO_BATCHES.get(span.action, span.action)) for span in self.spans)
         return replace(self, spans=spans, micro_batch_size=size)
 
     def blocks_under(self, action: Action) -> tuple[str, ...]:

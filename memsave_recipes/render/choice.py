@@ -50,6 +50,7 @@ ACTION_NAMES = {
     Action.RECOMPUTE_OFFLOAD: "recompute, input on the host",
     Action.COMPILE: "compiled",
     Action.IN_MICRO_BATCHES: "recompute in micro-batches",
+    Action.IN_MICRO_BATCHES_OFFLOAD: "recompute in micro-batches, input on the host",
     Action.RECOMPUTE_TILED: "recompute, MLP in tiles",
     Action.RECOMPUTE_TILED_OFFLOAD: "recompute in tiles, inputs of attention and MLP on the host",
     Action.RECOMPUTE_NESTED: "recompute, and again block by block",

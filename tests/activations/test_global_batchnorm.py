@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from host_copies import LateCopies, moving_everything
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -60,6 +61,43 @@ def test_equal_to_one_undivided_forward(name, strategy, micro_batch_size):
     with in_blocks(twin, strategy, micro_batch_size):
         state = trained(twin, 3)
     assert relative_error(state, trained(model, 3)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "micro_batch_size"),
+    [("vgg_small_bn", 2), ("vgg_small_bn", None), ("densenet_small", 3), ("resnet_small", 3), ("densenet_small", None)],
+)
+def test_inputs_on_the_host_change_nothing(name, micro_batch_size):
+    model = build(name)
+    twin, copies = copy.deepcopy(model), LateCopies()
+    global_batchnorm(twin)
+    plan = plan_blocks(twin, "full_offload")
+    plan = plan if micro_batch_size is None else plan.in_micro_batches(micro_batch_size)
+    with moving_everything(copies), apply_plan(twin, plan):
+        state = trained(twin, 3)
+    assert relative_error(state, trained(model, 3)) < 1e-12
+    assert copies.bytes_out > 0
+    assert not copies.pending
+
+
+def test_of_blocks_in_micro_batches_the_inputs_of_all_samples_wait_on_the_host():
+    """But for that of the first block, the batch, and that of the last one, which never leaves the device."""
+    model, copies, inputs = build_vgg("vgg_small_bn", num_classes=10).train().features, LateCopies(), []
+    model.activation_stacks = ("",)
+    global_batchnorm(model)
+    blocks = plan_blocks(model, "full_offload").blocks
+    with torch.no_grad():
+        x = images = torch.randn(6, 3, 32, 32)
+        for number, module in enumerate(model):
+            inputs += [x.nbytes] if f"{number}" in {name.partition("..")[0] for name in blocks} else []
+            x = module(x)
+    assert len(inputs) == len(blocks)
+    with moving_everything(copies), apply_plan(model, plan_blocks(model, "full_offload").in_micro_batches(4)):
+        output = model(images)
+        statistics = copies.bytes_out - sum(inputs[1:-1])
+        output.sum().backward()
+    # Of each layer: var, and the joined moments, in whose storage the mean and the number of values are.
+    assert statistics == sum(4 * (3 * m.num_features + 1) for m in model if isinstance(m, nn.BatchNorm2d))
 
 
 @pytest.mark.slow
@@ -229,6 +267,27 @@ def test_off_again():
         planned = model(images)
     assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == forwards
     assert torch.equal(planned, model(images))
+
+
+def test_on_a_cpu_inputs_stay_where_they_are():
+    model = build_vgg("vgg_small_bn", num_classes=10).train()
+    global_batchnorm(model)
+    plans = [plan_blocks(model, one).in_micro_batches(2) for one in ("full", "full_offload")]
+    images, gradients = torch.randn(4, 3, 32, 32), []
+    for plan in plans:
+        with apply_plan(model, plan):
+            torch.manual_seed(0)
+            model(images).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    assert all(map(torch.equal, *gradients))
+    assert plans[1].describe() == (
+        "full_offload: 15 of 15 blocks recomputed in micro-batches of 2, their inputs offloaded to the host (equal to "
+        "plain within rounding, not bitwise)"
+    )
+    assert plans[1].offloads == (Action.IN_MICRO_BATCHES_OFFLOAD,)
+    assert not plans[1].is_bitwise
+    assert Plan.from_json(plans[1].to_json()) == plans[1]
 
 
 def test_a_plan_in_micro_batches_is_read_as_it_was_written():

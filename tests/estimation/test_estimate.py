@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
@@ -27,7 +28,7 @@ from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.models.packed_attention import attention_by_document, set_packed_attention
 from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.plans.plan import INPUT_OFFLOADING, OFFLOADING, OFFLOADING_STRATEGIES
+from memsave_recipes.plans.plan import INPUT_OFFLOADING, OF_MICRO_BATCHES, OFFLOADING, OFFLOADING_STRATEGIES
 from memsave_recipes.plans.simulate import host_bytes, simulate
 from memsave_recipes.plans.solver import smallest_feasible
 from memsave_recipes.profiling.block_costs import Workload
@@ -490,6 +491,64 @@ def test_what_offloading_pins_on_the_host_is_predicted(name, strategy, monkeypat
     assert copies.pinned_bytes > 0
     assert copies.pinned_bytes <= host_bytes(chain, offload) <= 1.15 * copies.pinned_bytes
     assert host_bytes(chain, plain) == 0
+
+
+def batchnorm_over_all():
+    model = build_vgg("vgg_small_bn", num_classes=10)
+    global_batchnorm(model)
+    return model
+
+
+def estimated_in_micro_batches(strategies, host_bytes_per_s=A100.host_bytes_per_s):
+    """64 images, of which a block takes 16 at once."""
+    model = fake_model(batchnorm_over_all)
+    workload = workload_of(model, fake_batch(model, MOVING["vgg"][1]()), loss_of)
+    plans = [plan_blocks(model, "none"), *(plan_blocks(model, one).in_micro_batches(16) for one in strategies)]
+    target = replace(A100, host_bytes_per_s=host_bytes_per_s)
+    return estimate_on_target(workload, plans, target), plans
+
+
+def test_what_blocks_in_micro_batches_pin_on_the_host_is_predicted(monkeypatch):
+    measured, (plain, offload) = estimated_in_micro_batches(["full_offload"])
+    chain = measured.chain(offload=OFFLOADING)
+    copies = CountedCopies()
+    monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, copies).run)
+    real = batchnorm_over_all()
+    with apply_plan(real, offload):
+        loss_of(real, MOVING["vgg"][1]()).backward()
+    assert copies.pinned_bytes > 0
+    assert copies.pinned_bytes <= host_bytes(chain, offload) <= 1.15 * copies.pinned_bytes
+    assert host_bytes(chain, plain) == 0
+
+
+def test_blocks_in_micro_batches_wait_for_the_link_as_well():
+    strategies = ["full", "full_offload"]
+    fast, slow = (estimated_in_micro_batches(strategies, rate)[0].chain(offload=OFFLOADING) for rate in (1e15, 1e8))
+    kept, moved = (fast.blocks[3].option(action) for action in OF_MICRO_BATCHES.values())
+    assert kept.saves_input
+    assert not moved.saves_input
+    assert moved.added_s == pytest.approx(kept.added_s, rel=0.01)
+    assert slow.blocks[3].option(Action.IN_MICRO_BATCHES_OFFLOAD).added_s > 2 * kept.added_s
+
+
+def test_a_budget_takes_blocks_in_micro_batches_with_their_inputs_on_the_host():
+    def build():
+        layers = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(16))
+        model = nn.Sequential(*layers)
+        global_batchnorm(model)
+        return model
+
+    model = fake_model(build)
+    workload = workload_of(model, fake_batch(model, {"x": torch.empty(256, 8, 32, 32)}), loss_of)
+    plans = plans_to_measure("budget", workload, device_type="cuda", compiles=False, micro_batch_size=16)
+    measured = estimate_on_target(workload, plans, A100)
+    least = least_memory(measured, StaticMemory())
+    assert least.plan.blocks_under(Action.IN_MICRO_BATCHES_OFFLOAD)
+    assert least.plan.micro_batch_size == 16
+    assert least.host_bytes > 0
+    assert least_memory(measured, StaticMemory(), 0).peak.total_bytes > least.peak.total_bytes
+    named = plans_to_measure("full_offload", workload, device_type="cuda", micro_batch_size=16)
+    assert named[-1].blocks_under(Action.IN_MICRO_BATCHES_OFFLOAD) == named[-1].blocks
 
 
 EIGHT_BILLION = """

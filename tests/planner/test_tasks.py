@@ -13,7 +13,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.run_plan import predicted_host_memory
-from memsave_recipes.planner.task import Launch, choose_for_target, read_task
+from memsave_recipes.planner.task import Launch, choose_for_target, fake_planned_model, fake_workload, read_task
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.text import GIB
 
@@ -65,9 +65,11 @@ def test_a_plan_on_paper_for_micro_batches_in_lockstep_is_that_of_the_run(tmp_pa
     """One forward of 6 micro-batches, the last one of 2 samples."""
     name, flags = CASES["lockstep"]
     recipe, budget = RECIPES / f"{name}.py", ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib"]
-    plain, *_ = choose_for_target(read_task(recipe, [*flags, *budget, "1"]), LAUNCH, GIB).candidates
-    budget_bytes = int(0.75 * plain.needed_bytes)
-    chosen = choose_for_target(read_task(recipe, [*flags, *budget, "1"]), LAUNCH, budget_bytes).chosen
+    task = read_task(recipe, [*flags, *budget, "1"])
+    workload = fake_workload(task, LAUNCH, fake_planned_model(task, LAUNCH.target), task.run.layout(1), None)
+    assert workload.resident_bytes - workload.weights_bytes == 22 * (3 * 32 * 32 + 8)
+    plain, *_ = choose_for_target(task, LAUNCH, GIB).candidates
+    chosen = choose_for_target(task, LAUNCH, int(0.75 * plain.needed_bytes)).chosen
     assert chosen.forecast.plan.recomputed
     (tmp_path / "plan.json").write_text(chosen.forecast.plan.to_json())
     AcceleratorState._reset_state(reset_partial_state=True)

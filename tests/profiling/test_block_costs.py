@@ -13,13 +13,15 @@ from torch._subclasses.fake_tensor import FakeCopyMode
 from transformers import MegatronBertConfig, MegatronBertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import FakeInstruments, Rates
+from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import Action, Span, plan_for
-from memsave_recipes.plans.plan import OFFLOADING, TILED
-from memsave_recipes.plans.simulate import simulate
+from memsave_recipes.plans.plan import OF_MICRO_BATCHES, OFFLOADING, TILED
+from memsave_recipes.plans.simulate import host_bytes, simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 
@@ -331,6 +333,28 @@ def test_offloaded_blocks_need_no_more_than_was_predicted(monkeypatch, strategy)
         found = measured_peak_bytes(workload, plan)
         assert found <= predicted <= 1.5 * found
         assert found < 0.9 * plain
+
+
+@pytest.mark.parametrize("name", ["vgg_small_bn", "densenet_small"])
+def test_no_peak_with_inputs_of_micro_batches_on_the_host_is_predicted_low(monkeypatch, name):
+    monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, HostCopies(), smallest_bytes=1).run)
+    monkeypatch.setattr("memsave_recipes.profiling.step_trace.SMALLEST_BYTES", 1)
+    torch.manual_seed(0)
+    model = MODELS[name](num_classes=10).train()
+    global_batchnorm(model)
+    workload = workload_of(model, lambda model, batch: model(batch).sum(), torch.randn(6, 3, 32, 32))
+    in_micro_batches = [plan_for(word, workload.stacks).in_micro_batches(2) for word in ("full", "full_offload")]
+    plans = [plan_for("none", workload.stacks), *in_micro_batches]
+    measured = measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1))
+    chain = measured.chain(offload=(Action.IN_MICRO_BATCHES_OFFLOAD,))
+    choices, rng = [Action.KEEP, Action.RECOMPUTE, *OF_MICRO_BATCHES.values()], random.Random(0)
+    drawn = [tuple(rng.choices(choices, k=len(plans[0].blocks))) for _ in range(3)]
+    for actions in ((Action.IN_MICRO_BATCHES_OFFLOAD,) * len(plans[0].blocks), *drawn):
+        spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
+        plan = replace(plans[1], spans=spans)
+        predicted = simulate(chain, plan).peak_bytes - workload.resident_bytes
+        assert measured_peak_bytes(workload, plan) <= predicted <= 1.5 * measured_peak_bytes(workload, plan), actions
+        assert host_bytes(chain, plan) > 0
 
 
 @pytest.mark.parametrize("name", ["vgg_small", "densenet_small", "vit", "gpt2", "llama"])

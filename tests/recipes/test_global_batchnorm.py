@@ -44,6 +44,17 @@ def test_micro_batches_have_the_curve_of_the_whole_batch(train, tmp_path, capsys
     assert peaks["in micro-batches"] < peaks["whole"]
 
 
+def test_inputs_go_to_the_host_where_asked(train, tmp_path, capsys):
+    """On a CPU they stay, and one warning says so."""
+    flags = [*FLAGS, *EXACT, "--micro_batch_size", "5", "--activation_checkpointing"]
+    train(*flags, "full", output="full")
+    train(*flags, "full_offload", output="offloaded")
+    printed = capsys.readouterr().out
+    assert "17 of 17 blocks recomputed in micro-batches of 5, their inputs offloaded to the host" in printed
+    full, offloaded = weights(tmp_path / "full"), weights(tmp_path / "offloaded")
+    assert all(torch.equal(offloaded[name], full[name]) for name in full)
+
+
 def test_a_budget_prices_the_action(train, capsys):
     flags = [*FLAGS[:-4], "--global_batch_size", "32", "--max_steps", "2", "--micro_batch_size", "4"]
     budget = 0.0055  # recomputing every block for the whole share takes 0.0063, every block in micro-batches 0.0046

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from host_copies import LateCopies, moving_everything
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
@@ -48,8 +49,9 @@ def errors_on_rank(name, ways, num_steps, accelerator):
     for strategy, micro_batch_size in ways:
         own = copy.deepcopy(bare)
         global_batchnorm(own)
-        with planned(own, strategy, micro_batch_size):
+        with moving_everything(copies := LateCopies()), planned(own, strategy, micro_batch_size):
             found = trained(accelerator.prepare(own), own, share, 2, num_steps)
+        assert bool(copies.bytes_out) == (strategy == "full_offload")
         errors.append(max(float((found[key] - one).norm() / one.norm()) for key, one in expected.items()))
     return errors
 
@@ -57,9 +59,9 @@ def errors_on_rank(name, ways, num_steps, accelerator):
 @pytest.mark.parametrize(
     ("name", "ways"),
     [
-        ("densenet_small", [("none", None), ("full", 2), ("bottleneck", 3)]),
-        ("vgg_small_bn", [("full", None), ("selective", None), ("full", 1), ("segments:2", 3)]),
-        ("resnet_small", [("none", None), ("full", 2), ("every:2", 4)]),
+        ("densenet_small", [("none", None), ("full", 2), ("bottleneck", 3), ("full_offload", 3)]),
+        ("vgg_small_bn", [("full", None), ("selective", None), ("full", 1), ("segments:2", 3), ("full_offload", None)]),
+        ("resnet_small", [("none", None), ("full", 2), ("every:2", 4), ("full_offload", 2)]),
     ],
 )
 def test_two_ranks_are_one_process(run_on_ranks, name, ways):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from host_copies import LateCopies, moving_everything
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -145,7 +146,8 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
     outcome = Outcome()
     if run.is_bitwise:
         outcome.planned = planned(accelerator, bare, model, batches, run, optim)
-    with apply_plan(bare, outcome.planned.plan if outcome.planned else plan_blocks(bare, run.strategy)):
+    plan, copies = outcome.planned.plan if outcome.planned else plan_blocks(bare, run.strategy), LateCopies()
+    with moving_everything(copies), apply_plan(bare, plan):
         for batch in batches:
             with break_down_peak(model, optimizer.optimizer, accelerator.device) as peak:
                 for micro_batch in batch.forwards(model):
@@ -155,6 +157,7 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
                 optimizer.zero_grad()
             losses.add(batch, norm)
             outcome.norms.append(norm.item())
+    assert bool(copies.bytes_out) == bool(plan.offloads)
     outcome.peak_bytes = peak.breakdown.total_bytes if peak.breakdown else 0
     outcome.losses = losses.state_dict()["losses"]
     outcome.state = {name: tensor.detach().clone() for name, tensor in bare.state_dict().items()}
@@ -194,6 +197,7 @@ RUNS = {
     "vgg autocast": Run(model="vgg_small_bn", strategy="segments:2", autocasts=True),
     "densenet": Run(model="densenet_small", optimizer="adamw"),
     "densenet bottleneck": Run(model="densenet_small", strategy="bottleneck"),
+    "vgg offload": Run(model="vgg_small_bn", strategy="full_offload"),
     "resnet": Run(model="resnet", strategy="every:2", global_batch_size=10, drops_last=True),
 }
 
@@ -244,6 +248,24 @@ def test_a_plan_for_a_budget_has_the_bits_of_one_rank_without_a_plan(trained: Tr
     assert outcome.planned.predicted_peak_bytes <= budget_bytes
     above_bytes = outcome.planned.predicted_peak_bytes - outcome.peak_bytes
     assert 0 <= above_bytes <= all_the_time_bytes + 0.02 * outcome.peak_bytes
+
+
+@pytest.mark.parametrize("strategy", ["offload", "full_offload"])
+def test_inputs_of_all_micro_batches_wait_on_the_host(strategy: str) -> None:
+    """But for the batch, and what the last block takes, which never leaves the device; the bits are those of plain."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(4)))
+    parts, copies = [torch.randn(size, 8) for size in (3, 3, 2)], LateCopies()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(MicroBatched.of(parts, Lockstep([[range(2), range(2, 3)]], 0))).sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = gradients()
+    with moving_everything(copies), apply_plan(model, plan_blocks(model, strategy)):
+        assert all(map(torch.equal, gradients(), plain))
+    assert len(plain) == 4
+    assert copies.bytes_out == 2 * sum(part.nbytes for part in parts)
 
 
 EXACT = {
