@@ -90,6 +90,38 @@ def test_two_ranks_prove_a_plan_and_have_the_bits_of_one(tmp_path, precision):
     assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
 
 
+@pytest.fixture
+def one_thread_here():
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_plan_for_a_budget_have_the_bits_of_one_without(tmp_path, train, one_thread_here):
+    """Of 7 micro-batches they have 4 and 3, in one forward each."""
+    flags = [
+        "--model",
+        "vgg_small_bn",
+        "--global_batch_size",
+        "28",
+        *BITS,
+        "4",
+        "--max_steps",
+        "2",
+        "--save_every",
+        "2",
+    ]
+    plain = [*COMMON["densenet"], *WORKS["densenet"][1], "--max_grad_norm", "0.5", "--activation_checkpointing", "none"]
+    train(*plain, *flags, output="1")
+    planned = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.025"]
+    assert "of 15 blocks recomputed" in run("densenet", 2, *flags, *planned, folder=tmp_path / "2")
+    memory = json.loads((tmp_path / "2" / "results.json").read_text())["memory"]
+    assert memory["peak_allocated_gib"] <= memory["predicted_peak_gib"] <= 0.025
+    assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
+
+
 BUDGET = ["--memory_budget_gib", "1"]
 BITWISE_BUDGET = ["--activation_checkpointing", "budget:bitwise", *BUDGET]
 SHORT = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "14", "--max_steps", "3"]
