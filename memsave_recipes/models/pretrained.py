@@ -23,7 +23,8 @@ from transformers.image_processing_base import ImageProcessingMixin
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import INVALID_CONFIGURATION, ask_hub_for, reason
-from memsave_recipes.models.slices import ON_META, LoadWhole, leave_in_files, loaded_whole
+from memsave_recipes.models.deferred_init import deferred_init
+from memsave_recipes.models.slices import WholeOnly, leave_in_files, made_whole
 from memsave_recipes.text import read_json, sanitized
 
 LOADING_ERRORS = (
@@ -187,8 +188,8 @@ def build_transformer(
         auto_class: such as ``AutoModelForCausalLM``.
         dtype: of the parameters.
         with_weights: else a pretrained model is only made by its configuration, and no weights are read.
-        slices_on: where each rank is to have a part of the weights, its device: pretrained ones then stay in their
-            files where they can, as ``slices_of`` the model tells.
+        slices_on: where each rank is to have a part of the weights, its device: where they can, they then stay in
+            their files, or are drawn later, as ``slices_of`` the model tells.
         in_4bit: pack the linear layers' weights on the current CUDA device; they cannot train.
         **config_changes: entries of its configuration, such as ``id2label``; those of a tokenizer
             (``vocab_size``, ``*_token_id``) only count for a model from scratch.
@@ -198,14 +199,17 @@ def build_transformer(
     """
     if flags.model_name_or_path is None and in_4bit:
         raise InputError("--load_in_4bit packs weights that are there already: give --model_name_or_path")
+    whole: Callable[[], PreTrainedModel]
+    in_slices: Callable[[torch.device], PreTrainedModel]
     if flags.model_name_or_path is not None and with_weights:
-        load = partial(_from_pretrained, auto_class, flags, dtype, in_4bit, config_changes)
-        source = str(flags.base_name_or_path)
-        model = _naming_the_model(flags, load if slices_on is None else partial(_in_slices, load, source, slices_on))
+        whole = load = partial(_from_pretrained, auto_class, flags, dtype, in_4bit, config_changes)
+        in_slices = partial(leave_in_files, load, str(flags.base_name_or_path))
     else:
-        make = _from_scratch if flags.model_name_or_path is None else _from_configuration
-        model = _naming_the_model(flags, lambda: make(auto_class, flags, config_changes))
-        model.to(dtype)  # type: ignore[arg-type]  # a decorator of transformers hides the type of its ``to``
+        by_config = _from_scratch if flags.model_name_or_path is None else _from_configuration
+        make = partial(by_config, auto_class, flags, config_changes)
+        whole, in_slices = partial(_in_dtype, make, dtype), partial(deferred_init, make, dtype)
+    build = whole if slices_on is None else partial(_in_slices, partial(in_slices, slices_on), whole)
+    model = _naming_the_model(flags, build)
     model.train()
     return model
 
@@ -245,6 +249,12 @@ def configuration_of(flags: TransformerArguments) -> PreTrainedConfig:
     """
     make = _pretrained_config if flags.model_type is None else _config_from_scratch
     return _naming_the_model(flags, lambda: make(flags, {}))
+
+
+def _in_dtype(make: Callable[[], PreTrainedModel], dtype: torch.dtype) -> PreTrainedModel:
+    model = make()
+    model.to(dtype)  # type: ignore[arg-type]  # a decorator of transformers hides the type of its ``to``
+    return model
 
 
 def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:
@@ -343,15 +353,17 @@ def _from_pretrained(
     return model
 
 
-def _in_slices(load: Callable[..., PreTrainedModel], source: str, device: torch.device) -> PreTrainedModel:
-    """The model that ``load()`` gives, its weights left in ``source`` where they can be."""
+def _in_slices(in_slices: Callable[[], PreTrainedModel], whole: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """The model without its weights, and where that cannot be the ``whole`` one, with the same random numbers."""
+    state = torch.get_rng_state()
     try:
-        return leave_in_files(load(device_map=ON_META), source, device)
-    except LoadWhole as error:
+        return in_slices()
+    except WholeOnly as error:
         why = str(error)
     except (*LOADING_ERRORS, RuntimeError) as error:
         why = f"without them the model cannot be made ({reason(error)})"
-    return loaded_whole(load(), why)
+    torch.set_rng_state(state)
+    return made_whole(whole(), why)
 
 
 def image_processor_config(name_or_path: str) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""Pretrained weights that stay in their files, until each rank reads the rows that it is to have.
+"""Weights that are not there until each rank takes the rows that it is to have: from files, or by drawing them.
 
 NOTE [ stand-ins ]
 1. transformers builds the model on the meta device and loads a folder onto it: the parameters then have their dtypes,
    and are tied, as those of any loaded model, and no weight has been read.
 2. Each parameter becomes a *stand-in*: random numbers in the memory of about a row and a column, seen as a tensor of
-   its size whose diagonals are constant (a Hankel matrix). So the model runs, and what is tried on a few tokens before
-   the training finds what it finds with any weights: whether it sees later tokens, where its head is. Adapters are
-   made on top as on weights that are there.
+   its size whose diagonals are constant (a Hankel matrix). Experts in one tensor are one matrix again and again, in the
+   memory of the largest for all, as kernels for them look at strides. So the model runs, and what is tried on a few
+   tokens before the training finds what it finds with any weights: whether it sees later tokens, where its head is.
+   Adapters are made on top as on weights that are there.
 3. Buffers are there: those of the files are read, the others computed, by transformers' own rules.
 4. Whoever cuts the model up reads rows of its parameters by ``slices_of(model)``. A copy of the model has none.
 5. A parameter has to be one tensor of the files, of the same shape. Where transformers would rename, join or split
@@ -36,11 +37,11 @@ SPREAD = 0.02
 INITIALIZED = "_is_hf_initialized"
 """The attribute by which transformers leaves a tensor, or a module, as it is."""
 Rows = Callable[[int, int], Tensor]
-"""``rows(begin, end)`` of a tensor, on the host and in the dtype of its file."""
+"""``rows(begin, end)`` of a tensor, on the host and in the dtype of its file, or in the one that it is drawn in."""
 
 
-class LoadWhole(Exception):
-    """The weights of a model cannot be read in slices; the message says why."""
+class WholeOnly(Exception):
+    """The weights of a model cannot be taken in slices; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Slices:
     """Where the weights of a model are.
 
     Args:
-        unread: its parameters that are stand-ins, and what reads rows of each.
+        unread: its parameters that are stand-ins, and what reads or draws rows of each.
         line: says so to people; ``None`` where nobody asked for slices.
     """
 
@@ -64,35 +65,49 @@ def slices_of(model: nn.Module) -> Slices:
     return _OF_MODELS.get(model, Slices())
 
 
-def leave_in_files(model: PreTrainedModel, source: str, device: torch.device) -> PreTrainedModel:
-    """``model``, loaded onto the meta device from ``source``, with stand-ins on ``device``: NOTE [ stand-ins ].
+def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: torch.device) -> PreTrainedModel:
+    """The model that ``load`` loads from ``source``, with stand-ins on ``device``: NOTE [ stand-ins ].
 
     Args:
+        load: takes a ``device_map``.
         source: a folder, or a name on the Hub.
 
     Raises:
-        LoadWhole: by rule 5.
+        WholeOnly: by rule 5.
     """
+    model = load(device_map=ON_META)
     stored = _stored(folder_of(source))
     rows = _rows_of(model, stored)
     _make_buffers(model, stored)
+    return with_stand_ins(model, rows, device, f"weights: each rank reads its slices of {source}")
+
+
+def made_whole(model: PreTrainedModel, why: str) -> PreTrainedModel:
+    """``model``, of which slices were asked for and all weights are there."""
+    _OF_MODELS[model] = Slices(line=f"weights: every rank has all of them first, because {why}")
+    return model
+
+
+def with_stand_ins(
+    model: PreTrainedModel, rows: Mapping[nn.Parameter, Rows], device: torch.device, line: str
+) -> PreTrainedModel:
+    """``model`` with stand-ins in the place of the parameters that have ``rows``."""
     generator = torch.Generator().manual_seed(0)
-    stand_ins = {
-        parameter: nn.Parameter(_stand_in(parameter, generator, device), requires_grad=parameter.requires_grad)
-        for parameter in rows
-    }
+    experts = [parameter for parameter in rows if parameter.ndim > 2]
+    largest = max((parameter.shape[-2:].numel() for parameter in experts), default=0)
+    matrix = _numbers(largest, generator).to(device, experts[0].dtype if experts else None)
+    new = replace_parameters(model, {one: _stand_in(one, generator, device, matrix) for one in rows})
+    _OF_MODELS[model] = Slices({new[old]: read for old, read in rows.items()}, line)
+    return model
+
+
+def replace_parameters(model: nn.Module, tensors: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, nn.Parameter]:
+    """Put ``tensors`` in the places of parameters; the new one for each."""
+    new = {old: nn.Parameter(tensor, requires_grad=old.requires_grad) for old, tensor in tensors.items()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, stand_ins[parameter])
-    unread = {stand_ins[parameter]: read for parameter, read in rows.items()}
-    _OF_MODELS[model] = Slices(unread, f"weights: each rank reads its slices of {source}")
-    return model
-
-
-def loaded_whole(model: PreTrainedModel, why: str) -> PreTrainedModel:
-    """``model``, of which slices were asked for and all weights are there."""
-    _OF_MODELS[model] = Slices(line=f"weights: every rank loads all of them first, because {why}")
-    return model
+            setattr(module, name, new.get(parameter, parameter))
+    return new
 
 
 @dataclass(frozen=True)
@@ -131,7 +146,7 @@ def _files(folder: Path) -> list[Path]:
     if one.is_file():
         return [one]
     if not index.is_file():
-        raise LoadWhole(f"{folder} is no folder with {SAFE_WEIGHTS_NAME}")
+        raise WholeOnly(f"{folder} is no folder with {SAFE_WEIGHTS_NAME}")
     files = read_json(index.read_text(encoding="utf-8"))["weight_map"].values()
     return [folder / name for name in sorted(set(files))]
 
@@ -139,10 +154,10 @@ def _files(folder: Path) -> list[Path]:
 def _rows_of(model: PreTrainedModel, stored: dict[str, _Stored]) -> dict[nn.Parameter, Rows]:
     """Rule 5."""
     if getattr(model, "_weight_conversions", None):
-        raise LoadWhole(f"{type(model).__name__} has other names or shapes than its files")
+        raise WholeOnly(f"{type(model).__name__} has other names or shapes than its files")
     for pair in model.all_tied_weights_keys.items():
         if all(_find(name, model, stored) for name in pair):
-            raise LoadWhole(f"{' and '.join(pair)} are one weight, and both in its files")
+            raise WholeOnly(f"{' and '.join(pair)} are one weight, and both in its files")
     rows: dict[nn.Parameter, Rows] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tensor = _find(name, model, stored)
@@ -150,7 +165,7 @@ def _rows_of(model: PreTrainedModel, stored: dict[str, _Stored]) -> dict[nn.Para
             rows[parameter] = tensor.rows
     for name, parameter in model.named_parameters():
         if parameter not in rows:
-            raise LoadWhole(f"{name} is not in its files, or of another size there")
+            raise WholeOnly(f"{name} is not in its files, or of another size there")
     return rows
 
 
@@ -159,11 +174,22 @@ def _find(name: str, model: PreTrainedModel, stored: dict[str, _Stored]) -> _Sto
     return stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
 
 
-def _stand_in(parameter: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Rule 2; of a vector, numbers about 1, as the weights of norms are."""
+def _stand_in(parameter: Tensor, generator: torch.Generator, device: torch.device, matrix: Tensor) -> Tensor:
+    """Rule 2; of a vector, numbers about 1, as the weights of norms are.
+
+    Args:
+        matrix: the numbers of tensors of more than two dimensions.
+    """
+    if parameter.ndim > 2:
+        size = parameter.shape[-2:]
+        return matrix[: size.numel()].to(parameter.dtype).view(size).expand(parameter.shape)
     num_diagonals = sum(size - 1 for size in parameter.shape) + 1
-    numbers = torch.randn(num_diagonals, generator=generator).mul_(SPREAD).add_(1.0 if parameter.ndim == 1 else 0.0)
+    numbers = _numbers(num_diagonals, generator).add_(1.0 if parameter.ndim == 1 else 0.0)
     return numbers.to(device, parameter.dtype).as_strided(parameter.shape, (1,) * parameter.ndim)
+
+
+def _numbers(count: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(count, generator=generator).mul_(SPREAD)
 
 
 @torch.no_grad()
@@ -185,7 +211,7 @@ def _make_buffers(model: PreTrainedModel, stored: dict[str, _Stored]) -> None:
 def _read(name: str, buffer: Tensor, model: PreTrainedModel, stored: dict[str, _Stored]) -> Tensor:
     tensor = _find(name, model, stored)
     if tensor is None or tensor.shape != tuple(buffer.shape):
-        raise LoadWhole(f"{name} is not in its files, or of another size there")
+        raise WholeOnly(f"{name} is not in its files, or of another size there")
     value = tensor.whole().to(buffer.dtype, copy=True)
     setattr(value, INITIALIZED, True)
     return value

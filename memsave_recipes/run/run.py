@@ -226,7 +226,7 @@ class Run:
 
     @property
     def slices_on(self) -> torch.device | None:
-        """The device for slices of pretrained weights, where a rank is to have a part of them; else ``None``."""
+        """The device for slices of the weights, where a rank is to have a part of them; else ``None``."""
         return None if self._groups is None else self.accelerator.device
 
     def prepare(
@@ -245,7 +245,8 @@ class Run:
             task: with the loss of a micro-batch by the prepared model.
             model: the one with the blocks; all its parameters that require gradients are trained.
             trained: the module around it that is trained, where that is another one.
-            unread: with ``--shard``, the parameters that stand for tensors of files, as ``shard`` takes them.
+            unread: with ``--shard``, the parameters that stand for weights which are not there yet, as ``shard`` takes
+                them.
 
         Raises:
             InputError: ``--bitwise_topology`` and a model with BatchNorm that is local; ``--batchnorm global`` and one

@@ -10,10 +10,11 @@ NOTE [ as under DDP ]
    the sums, between replicas as well. ``zero_grad`` knows nothing of them, so no step may end inside.
 
 NOTE [ weights that are not there yet ]
-1. A parameter can stand for a tensor that is in a file, which all machines see alike. Then it is never whole on a rank:
-   it goes to the meta device, ``fully_shard`` cuts up its size, and this rank's part gets memory and is read.
+1. A parameter can stand for a tensor that is in a file, which all machines see alike, or whose numbers all ranks draw
+   alike. Then it goes to the meta device, ``fully_shard`` cuts up its size, and this rank's part gets memory and is
+   read or drawn.
 2. One unit after the other, so that what was read and the pages of files that it was read from are no more than the
-   parts of this rank and the tensors of one unit.
+   parts of this rank and the tensors of one unit. Of tensors that are drawn one at a time is there whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +35,7 @@ from memsave_recipes.sharding.units import check_parameters, units_of
 
 REDUCES_ONCE = "reduces_once_a_step"
 Rows = Callable[[int, int], Tensor]
-"""``rows(begin, end)`` of a tensor that is in a file."""
+"""``rows(begin, end)`` of a tensor that is not there yet."""
 
 
 def shard(
@@ -56,7 +57,7 @@ def shard(
         model: inside of it, with the blocks; the same one where it is trained by itself.
         plan: that will be applied; it joins blocks into units.
         flag: the value of ``--shard``, for errors.
-        unread: the parameters, on ``device``, that stand for tensors of files: NOTE [ weights that are not there yet ].
+        unread: the parameters, on ``device``, that stand for others: NOTE [ weights that are not there yet ].
 
     Raises:
         InputError: as ``units_of``, or a parameter cannot be cut up.
@@ -134,7 +135,7 @@ def _free_without_gradients(trained: nn.Module, *_: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Absent:
-    """A parameter that is in a file, by a module that has it."""
+    """A parameter that is not there yet, by a module that has it."""
 
     module: nn.Module
     name: str

@@ -138,7 +138,7 @@ def check_parameters(trained: nn.Module, flag: str, unread: Container[nn.Paramet
     """Refuse parameters that torch does not cut up.
 
     Args:
-        unread: those that stand for tensors of files.
+        unread: those that stand for tensors that are not there yet.
 
     Raises:
         InputError: there is one.

@@ -60,6 +60,7 @@ def test_the_curve_of_one_process(runs):
 def test_it_says_so_and_draws_a_sample(runs):
     output = (runs / "two.out").read_text()
     assert "weights, gradients and optimizer state in shards over 2 ranks" in output
+    assert "weights: each rank initialises its part" in output
     assert output.count("sample: ") == 1
 
 

@@ -1,4 +1,4 @@
-"""Pretrained weights that each rank reads in slices: the bits of weights that were loaded whole, in less memory."""
+"""Weights that each rank reads or draws in slices: the bits of weights that were there whole, in less memory."""
 
 import os
 import re
@@ -12,6 +12,7 @@ import torch
 from hub_stand_in import NAME, ask_at, cache_as_downloaded, hub_stand_in, use_caches_in
 from safetensors.torch import load_file, save_file
 from small_runs import VOCABULARY, all_equal, build_model
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -30,9 +31,10 @@ from memsave_recipes.data.text.packing import keeps_documents_apart
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss, check_causal, find_head
+from memsave_recipes.models.deferred_init import deferred_init
 from memsave_recipes.models.packed_attention import attend_by_document
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
-from memsave_recipes.models.slices import INITIALIZED, slices_of
+from memsave_recipes.models.slices import INITIALIZED, WholeOnly, slices_of
 from memsave_recipes.profiling.breakdown import record_allocations
 from memsave_recipes.profiling.memory import rss_bytes
 from memsave_recipes.sharding import ShardGroups, local, shard
@@ -46,18 +48,24 @@ TINY = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads":
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """A folder, or a name on the Hub, and how its model is cut up over the ranks."""
+    """A folder, a name on the Hub or a model from scratch, and how it is cut up over the ranks."""
 
-    folder: Path | str
+    folder: Path | str | None = None
+    model_type: str | None = None
+    overrides: str | None = None
     dtype: torch.dtype = torch.float32
     shard: str = "full"
     lora: bool = False
 
 
 def build(loading, device):
-    """The folder's model; with a ``device`` in slices."""
-    flags = TransformerArguments(model_name_or_path=str(loading.folder))
-    return build_transformer(AutoModelForCausalLM, flags, dtype=loading.dtype, slices_on=device)
+    """The model; with a ``device`` in slices."""
+    folder = None if loading.folder is None else str(loading.folder)
+    flags = TransformerArguments(
+        model_name_or_path=folder, model_type=loading.model_type, config_overrides=loading.overrides
+    )
+    of_tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
+    return build_transformer(AutoModelForCausalLM, flags, dtype=loading.dtype, slices_on=device, **of_tokens)
 
 
 def cut_up(loading, in_slices, accelerator):
@@ -90,7 +98,7 @@ def a_step(loading, in_slices, accelerator):
     return found | {"loss": loss.detach()}, slices_of(trained.model).line
 
 
-def steps(kind, loading, accelerator):
+def steps(loading, accelerator):
     return a_step(loading, True, accelerator), a_step(loading, False, accelerator)
 
 
@@ -110,7 +118,7 @@ def test_every_weight_is_the_one_that_is_loaded_whole(run_on_ranks, tmp_path, ki
     build_model(kind, torch.float32).save_pretrained(tmp_path, **of_files)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not of_files
     loading = Loading(folder=tmp_path, **how)
-    for (in_slices, line), (whole, _) in run_on_ranks(partial(steps, kind, loading), num_ranks):
+    for (in_slices, line), (whole, _) in run_on_ranks(partial(steps, loading), num_ranks):
         assert line == f"weights: each rank reads its slices of {tmp_path}"
         assert any(name.startswith("gradient of ") for name in whole)
         assert all_equal(in_slices, whole)
@@ -119,7 +127,7 @@ def test_every_weight_is_the_one_that_is_loaded_whole(run_on_ranks, tmp_path, ki
 def test_files_in_half_precision_train_in_another(run_on_ranks, tmp_path):
     build_model("llama", torch.bfloat16).save_pretrained(tmp_path)
     loading = Loading(folder=tmp_path)
-    for (in_slices, _), (whole, _) in run_on_ranks(partial(steps, "llama", loading), 2):
+    for (in_slices, _), (whole, _) in run_on_ranks(partial(steps, loading), 2):
         assert all_equal(in_slices, whole)
 
 
@@ -129,7 +137,7 @@ def test_files_in_half_precision_train_in_another(run_on_ranks, tmp_path):
 def steps_by_name(caches, accelerator):
     with pytest.MonkeyPatch.context() as patch:
         use_caches_in(patch, caches, offline=True)
-        return steps("llama", Loading(folder=NAME), accelerator)
+        return steps(Loading(folder=NAME), accelerator)
 
 
 @pytest.mark.parametrize("of_files", [SMALL_FILES, {}])
@@ -172,6 +180,133 @@ def test_pickled_weights_are_not_taken_from_a_cache(monkeypatch, tmp_path):
     cache_as_downloaded(tmp_path / "files", tmp_path)
     with pytest.raises(InputError, match="some/name cannot be made"):
         build(Loading(folder=NAME), CPU)
+
+
+# Models from scratch
+
+GPT2 = "n_layer=2,n_head=2,n_embd=16"
+LLAMA = "hidden_size=16,intermediate_size=40,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "num_ranks", "how"),
+    [
+        ("gpt2", GPT2, 2, {"lora": True}),
+        ("llama", LLAMA, 4, {"shard": "2", "dtype": torch.bfloat16}),
+        pytest.param("gpt2", GPT2, 4, {"shard": "2", "dtype": torch.bfloat16}, marks=pytest.mark.slow),
+        pytest.param("llama", LLAMA, 2, {}, marks=pytest.mark.slow),
+        pytest.param("llama", f"{LLAMA},tie_word_embeddings=true", 3, {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", f"{LLAMA},num_local_experts=4", 2, {"shard": "full"}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_weight_is_the_one_that_is_drawn_whole(run_on_ranks, model_type, overrides, num_ranks, how):
+    """Also adapters, buffers, gradients and the random numbers after it."""
+    loading = Loading(model_type=model_type, overrides=overrides, **how)
+    for (in_slices, line), (whole, _) in run_on_ranks(partial(steps, loading), num_ranks):
+        assert line == "weights: each rank initialises its part"
+        assert any(name.startswith("gradient of ") for name in whole)
+        assert all_equal(in_slices, whole)
+
+
+def test_stand_ins_of_experts_are_one_matrix_and_answer_as_weights_do():
+    loading = Loading(model_type="mixtral", overrides=f"{LLAMA},num_local_experts=4", dtype=torch.bfloat16)
+    model, whole = (build(loading, device) for device in (CPU, None))
+    experts = [parameter for parameter in slices_of(model).unread if parameter.ndim == 3]
+    assert len(experts) == 4
+    assert len({parameter.untyped_storage().data_ptr() for parameter in experts}) == 1
+    assert experts[0].untyped_storage().nbytes() == max(parameter[0].nbytes for parameter in experts)
+    check_causal(model, "mixtral")
+    assert find_head(model).scale == find_head(whole).scale == 1
+    assert keeps_documents_apart(model)
+
+
+def drawn(make):
+    """The parameters of a module from scratch, drawn later and as ever; what comes next, too."""
+    found = []
+    for later in (True, False):
+        torch.manual_seed(3)
+        module = deferred_init(make, torch.float32, CPU) if later else make()
+        named, unread = dict(module.named_parameters()), slices_of(module).unread
+        assert set(unread) == {p for name, p in named.items() if later and p.ndim > 1 and name != "zeros"}
+        made = {name: unread[p](0, len(p)) if p in unread else p for name, p in named.items()}
+        found.append(made | {"random numbers": torch.rand(3)})
+    return found
+
+
+class Filled(nn.Module):
+    """A parameter that ``fill`` fills."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, 5))
+        self.zeros = nn.Parameter(torch.zeros(6, 5))
+        with torch.no_grad():
+            fill(self.weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(nn.Embedding, 10, 4, padding_idx=3),
+        partial(nn.MultiheadAttention, 8, 2),
+        partial(nn.Conv2d, 3, 4, 3),
+        partial(nn.Bilinear, 3, 4, 5),
+        partial(Filled, lambda weight: weight.uniform_(-1, 1).mul_(0.9).erfinv_().clamp_(-2, 2)),
+        partial(Filled, lambda weight: weight.normal_().t()[:2].add_(1)),
+        partial(Filled, lambda weight: (weight.copy_(value := torch.rand(6, 5)), value.zero_())),
+        partial(Filled, lambda weight: weight.data.bernoulli_(0.3)),
+    ],
+)
+def test_whatever_fills_a_weight_in_place_is_done_again(make):
+    assert all_equal(*drawn(make))
+
+
+class Buffered(Filled):
+    def __init__(self):
+        super().__init__(nn.init.zeros_)
+        self.register_buffer("scale", torch.empty(2, 2).fill_(1))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (partial(Filled, nn.init.trunc_normal_), "calls aten._local_scalar_dense.default on a weight"),
+        (partial(Filled, nn.init.orthogonal_), "computes with a weight"),
+        (partial(Filled, lambda weight: weight.view(torch.int32).zero_()), "computes with a weight"),
+        (partial(Filled, lambda weight: weight.copy_(torch.empty(6, 5).normal_())), "calls aten.copy_.default on"),
+        (partial(Filled, lambda weight: torch.empty_like(weight).normal_()), "computes with a weight"),
+        (partial(Filled, lambda weight: torch.rand_like(weight)), "calls aten.rand_like.default on a weight"),
+        (partial(Filled, lambda weight: weight.normal_(generator=torch.Generator())), "calls aten.normal_.default on"),
+        (partial(Filled, lambda weight: torch.ones(5, 6).copy_(weight.t())), "calls aten.copy_.default on a weight"),
+        (partial(Filled, lambda weight: weight.normal_().t_()), "calls aten.t_.default on a weight"),
+        (partial(Filled, lambda weight: None), "leaves a weight as it is"),
+        (Buffered, "leaves a buffer to be drawn"),
+    ],
+)
+def test_whatever_cannot_be_done_again_is_refused(make, reason):
+    with pytest.raises(WholeOnly, match=reason):
+        deferred_init(make, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides"),
+    [
+        ("modernbert-decoder", "hidden_size=16,num_hidden_layers=2,num_attention_heads=2,pad_token_id=0"),
+        ("marian", "d_model=16,decoder_layers=2,decoder_attention_heads=2,pad_token_id=0"),
+        ("rwkv", "hidden_size=16,attention_hidden_size=16,num_hidden_layers=2"),
+    ],
+)
+def test_a_model_that_is_refused_is_made_whole_with_the_same_numbers(model_type, overrides):
+    """A truncated normal distribution; positions, and decays, that are computed."""
+    found = []
+    for device in (CPU, None):
+        torch.manual_seed(4)
+        model = build(Loading(model_type=model_type, overrides=overrides), device)
+        found.append(state_of(model) | {"random numbers": torch.rand(3)})
+        assert not slices_of(model).unread
+        line = slices_of(model).line or ""
+        assert line.startswith("weights: every rank has all of them first, because its initialisation") == bool(device)
+    assert all_equal(*found)
 
 
 # What cannot be read in slices, and stand-ins
@@ -238,7 +373,7 @@ def test_files_that_do_not_match_are_loaded_whole(tmp_path, kind, edit, reason):
     model, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
     slices = slices_of(model)
     assert not slices.unread
-    assert slices.line.startswith(f"weights: every rank loads all of them first, because {reason}")
+    assert slices.line.startswith(f"weights: every rank has all of them first, because {reason}")
     assert all_equal(state_of(model), state_of(whole))
 
 
@@ -306,7 +441,7 @@ def allocated_while_loading(loading, in_slices, accelerator):
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # allocations of other threads are not recorded
     with record_allocations() as events:
         trained, units = cut_up(loading, in_slices, accelerator)
-    files = {path.stat().st_size for path in loading.folder.glob("*.safetensors")}
+    files = {path.stat().st_size for path in Path(loading.folder or ".").glob("*.safetensors")}
     held = accumulate(event.num_bytes for event in events if abs(event.num_bytes) not in files)
     return max(held), share_of(trained), max(units)
 
@@ -321,6 +456,18 @@ def test_torch_never_allocates_more_than_the_share_and_a_unit(run_on_ranks, tmp_
         assert share < peak <= share + unit + ALLOWED
     for peak, share, unit in run_on_ranks(partial(allocated_while_loading, loading, False), num_ranks):
         assert peak > share + unit + ALLOWED
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_torch_never_allocates_more_than_the_share_and_a_weight_that_is_drawn(run_on_ranks, num_ranks):
+    sizes = "hidden_size=128,intermediate_size=448,num_hidden_layers=16,num_attention_heads=4,num_key_value_heads=4"
+    loading = Loading(model_type="llama", overrides=f"{sizes},max_position_embeddings=64")
+    largest = 128 * 448 * 4
+    for peak, share, _ in run_on_ranks(partial(allocated_while_loading, loading, True), num_ranks):
+        print(f"{num_ranks} ranks: at most {peak:,} bytes, share {share:,}, largest weight {largest:,}")
+        assert share < peak <= share + largest + ALLOWED
+    for peak, share, _ in run_on_ranks(partial(allocated_while_loading, loading, False), num_ranks):
+        assert peak > share + largest + ALLOWED
 
 
 def resident_while_loading(loading, in_slices, accelerator):
