@@ -79,7 +79,8 @@ def test_two_ranks_and_then_three(tmp_path):
     assert_the_same_bits(resumed, straight, 10)
 
 
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_two_ranks_prove_a_plan_and_have_the_bits_of_one(tmp_path, precision):
     """Of 5 micro-batches, the last one of 2 samples, which BatchNorm joins; ``--verify`` runs a step twice before."""
     flags = ["--global_batch_size", "14", "--max_steps", "2", "--save_every", "2", "--verify"]
@@ -101,18 +102,8 @@ def one_thread_here():
 @pytest.mark.slow
 def test_two_ranks_with_a_plan_for_a_budget_have_the_bits_of_one_without(tmp_path, train, one_thread_here):
     """Of 7 micro-batches they have 4 and 3, in one forward each."""
-    flags = [
-        "--model",
-        "vgg_small_bn",
-        "--global_batch_size",
-        "28",
-        *BITS,
-        "4",
-        "--max_steps",
-        "2",
-        "--save_every",
-        "2",
-    ]
+    flags = ["--model", "vgg_small_bn", "--global_batch_size", "28", *BITS, "4"]
+    flags += ["--max_steps", "2", "--save_every", "2"]
     plain = [*COMMON["densenet"], *WORKS["densenet"][1], "--max_grad_norm", "0.5", "--activation_checkpointing", "none"]
     train(*plain, *flags, output="1")
     planned = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.025"]

@@ -97,6 +97,7 @@ def reduced_once(runs):
     return flags
 
 
+@pytest.mark.slow
 def test_gradients_that_are_reduced_once_a_step_give_the_same_curve(runs, reduced_once):
     done = launch("cpu_fsdp2.yaml", *reduced_once, "--output_dir", runs / "each")
     assert done.returncode == 0, done.stderr[-3000:]
