@@ -34,6 +34,7 @@ from memsave_recipes.models.image_classifiers import (
     pretrained_image_size,
 )
 from memsave_recipes.models.saved import save_image_classifier
+from memsave_recipes.models.slices import slices_of
 from memsave_recipes.recipe import Batch, RecipeArguments, Run, Task, evaluate_classifier, parse_arguments, run_recipe
 from memsave_recipes.training.launch import synchronize_batchnorm
 
@@ -67,17 +68,18 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
 
     # Model and optimizer
     task = describe(args, images.label_names)
-    bare = task.build_model(with_weights=True)
+    bare = task.build_model(with_weights=True, slices_on=run.slices_on)
+    weights = slices_of(bare)
     if args.sync_batchnorm:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
     elif args.batchnorm == "local":
         check_image_size(bare, args.image_size, run.smallest_micro_batch)
-    model, optimizer, scheduler = run.prepare(task, bare)
+    model, optimizer, scheduler = run.prepare(task, bare, unread=weights.unread)
 
     # The activation plan: the one that the flags name, or the fastest that fits the memory
     run.apply_plan()
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
-    run.begin(data=images.fingerprint, work=work, notices=images.notices)
+    run.begin(data=images.fingerprint, work=work, notices=(*images.notices, weights.line))
 
     logits_of = partial(logits_of_images, pixels=pixels_for(args))
     validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of, exact=args.bitwise_topology)

@@ -38,6 +38,7 @@ from memsave_recipes.data.text.tokenizers import (
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, configuration_of
 from memsave_recipes.models.saved import save_text_processor
+from memsave_recipes.models.slices import slices_of
 from memsave_recipes.recipe import (
     Batch,
     InputError,
@@ -97,18 +98,19 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     names = [f"{kind}_token_id" for kind in ("pad", "bos", "eos", "cls", "sep")]
     special = {name: getattr(tokenizer, name) for name in names}
     task = describe(args, texts.label_names, vocab_size=len(tokenizer), **special)
-    bare = task.build_model(with_weights=True)
+    bare = task.build_model(with_weights=True, slices_on=run.slices_on)
     check_vocabulary(tokenizer, bare.config.vocab_size)
     check_inputs(bare, tokens.train)
     check_length(args.max_length, bare.config, bare, tokenizer)
     saved = task.adapt(bare)
     place(bare, run.accelerator.device, stream_frozen=task.stream_frozen)
-    model, optimizer, scheduler = run.prepare(task, bare)
+    weights = slices_of(bare)
+    model, optimizer, scheduler = run.prepare(task, bare, unread=weights.unread)
 
     # The activation plan: the one that the flags name, or the fastest that fits the memory
     run.apply_plan()
     work = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok"
-    run.begin(saved=saved, data=tokens.fingerprint, work=work, notices=(texts.notice, tokens.notice))
+    run.begin(saved=saved, data=tokens.fingerprint, work=work, notices=(texts.notice, tokens.notice, weights.line))
 
     options = {"logits_of": logits_of_texts, "with_f1": True, "exact": args.bitwise_topology}
     validate = partial(evaluate_classifier, model, run.accelerator, **options)

@@ -93,6 +93,7 @@ def build_image_classifier(
     dtype: torch.dtype,
     *,
     with_weights: bool = False,
+    slices_on: torch.device | None = None,
 ) -> nn.Module:
     """The network that the flags name, with one output a label.
 
@@ -102,6 +103,7 @@ def build_image_classifier(
         image_size: of the images that it has to take.
         dtype: of the parameters.
         with_weights: read those of a pretrained model; else it is only made by its configuration.
+        slices_on: as ``build_transformer``; ours are made whole.
 
     Raises:
         InputError: no such model or weights, or it does not take images of that size.
@@ -116,7 +118,12 @@ def build_image_classifier(
         if flags.model_type is not None:
             labels["image_size"] = image_size
         model: nn.Module = build_transformer(
-            AutoModelForImageClassification, flags, dtype=dtype, with_weights=with_weights, **labels
+            AutoModelForImageClassification,
+            flags,
+            dtype=dtype,
+            with_weights=with_weights,
+            slices_on=None if flags.channels_last else slices_on,
+            **labels,
         )
     elif saved is not None:
         folder = str(flags.model_name_or_path)

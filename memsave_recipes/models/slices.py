@@ -8,10 +8,11 @@ NOTE [ stand-ins ]
    memory of the largest for all, as kernels for them look at strides. So the model runs, and what is tried on a few
    tokens before the training finds what it finds with any weights: whether it sees later tokens, where its head is.
    Adapters are made on top as on weights that are there.
-3. Buffers are there: those of the files are read, the others computed, by transformers' own rules.
+3. Buffers are there: those of the files are read, the others computed, by transformers' own rules. So is what the
+   files lack (a new head): it is initialised as in a model that is loaded whole.
 4. Whoever cuts the model up reads rows of its parameters by ``slices_of(model)``. A copy of the model has none.
-5. A parameter has to be one tensor of the files, of the same shape. Where transformers would rename, join or split
-   tensors, or leave a parameter to be initialised, all weights are loaded whole.
+5. A parameter has to be one tensor of the files. Where transformers would rename, join or split tensors, all weights
+   are loaded whole.
 6. Building a model by its name on the Hub downloads its files into the cache, where ranks of one machine wait for one
    another's locks. The snapshot in the cache is the folder.
 """
@@ -78,7 +79,7 @@ def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: to
     model = load(device_map=ON_META)
     stored = _stored(folder_of(source))
     rows = _rows_of(model, stored)
-    _make_buffers(model, stored)
+    _make_others(model, stored, rows)
     return with_stand_ins(model, rows, device, f"weights: each rank reads its slices of {source}")
 
 
@@ -163,9 +164,6 @@ def _rows_of(model: PreTrainedModel, stored: dict[str, _Stored]) -> dict[nn.Para
         tensor = _find(name, model, stored)
         if tensor is not None and tensor.shape == tuple(parameter.shape):
             rows[parameter] = tensor.rows
-    for name, parameter in model.named_parameters():
-        if parameter not in rows:
-            raise WholeOnly(f"{name} is not in its files, or of another size there")
     return rows
 
 
@@ -193,19 +191,23 @@ def _numbers(count: int, generator: torch.Generator) -> Tensor:
 
 
 @torch.no_grad()
-def _make_buffers(model: PreTrainedModel, stored: dict[str, _Stored]) -> None:
-    """Rule 3: parameters and what has been read are left alone, because they say that they are initialised."""
+def _make_others(model: PreTrainedModel, stored: dict[str, _Stored], rows: Mapping[nn.Parameter, Rows]) -> None:
+    """Rule 3: parameters of files and what has been read are left alone, because they say that they are initialised."""
+    replace_parameters(model, {one: _empty(one) for one in model.parameters() if one not in rows})
     saved = model.state_dict().keys()
     made: dict[Tensor, Tensor] = {}
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if buffer not in made:
-            is_saved = name in saved
-            made[buffer] = _read(name, buffer, model, stored) if is_saved else torch.empty_like(buffer, device="cpu")
+            made[buffer] = _read(name, buffer, model, stored) if name in saved else _empty(buffer)
         parent, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(parent), own_name, made[buffer])
     for module in model.modules():
         vars(module).pop(INITIALIZED, None)
     model.initialize_weights()
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu")
 
 
 def _read(name: str, buffer: Tensor, model: PreTrainedModel, stored: dict[str, _Stored]) -> Tensor:

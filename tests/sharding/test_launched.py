@@ -19,6 +19,7 @@ from memsave_recipes.run.run import Run
 from memsave_recipes.training.arguments import RecipeArguments
 
 TINY = "n_layer=3,n_head=2,n_embd=16"
+CLASSIFIER = RECIPE.with_name("text_classification.py")
 FLAGS = (
     *("--model_type", "gpt2", "--config_overrides", TINY, "--vocab_size", "300", "--block_size", "16"),
     *("--global_batch_size", "6", "--micro_batch_size", "2", "--max_steps", "4", "--eval_steps", "2"),
@@ -160,6 +161,22 @@ def test_each_rank_reads_its_slices_of_a_folder_and_of_a_name(runs, monkeypatch,
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
         files = [tmp_path / each / "final" / "generation_config.json" for each in ("one", name)]
         assert files[0].read_text() == files[1].read_text()
+
+
+@pytest.mark.slow
+def test_a_classifier_with_a_new_head_reads_its_slices(runs, tmp_path):
+    """Of a language model: its weights are in slices, and the head is there."""
+    rows = [f"{number} is {'odd' if number % 2 else 'even'},{number % 2}" for number in range(40)]
+    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
+    source = runs / "two" / "final"
+    texts = ["--train_file", tmp_path / "rows.csv", "--validation_file", tmp_path / "rows.csv"]
+    flags = ["--model_name_or_path", source, *texts, "--max_length", "16"]
+    flags += ["--dropout", "0", *FLAGS[FLAGS.index("--global_batch_size") : FLAGS.index("--max_eval_samples")]]
+    for name, config in (("one", "cpu.yaml"), ("two", "cpu_fsdp2.yaml")):
+        done = launch(config, *flags, "--output_dir", tmp_path / name, program=CLASSIFIER)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert (f"weights: each rank reads its slices of {source}" in done.stdout) == (name == "two")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    BertForSequenceClassification,
     BertLMHeadModel,
+    BertModel,
     GPT2Config,
     GPT2Model,
     LlamaConfig,
@@ -32,8 +34,9 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss, check_causal, find_head
 from memsave_recipes.models.deferred_init import deferred_init
+from memsave_recipes.models.image_classifiers import ImageModelArguments, build_image_classifier
 from memsave_recipes.models.packed_attention import attend_by_document
-from memsave_recipes.models.pretrained import TransformerArguments, build_transformer
+from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, build_transformer
 from memsave_recipes.models.slices import INITIALIZED, WholeOnly, slices_of
 from memsave_recipes.profiling.breakdown import record_allocations
 from memsave_recipes.profiling.memory import rss_bytes
@@ -316,6 +319,25 @@ def state_of(model):
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
+def all_rows(model):
+    """Its state, with the weights that stand-ins stand for."""
+    unread = slices_of(model).unread
+    return {name: unread[one](0, len(one)) if one in unread else one for name, one in state_of(model).items()}
+
+
+LABELS = ("a", "b", "c")
+
+
+def text_classifier(device, **which):
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0}
+    return build_text_classifier(TransformerArguments(**which), LABELS, torch.float32, slices_on=device, **tokens)
+
+
+def image_classifier(device, **which):
+    flags = ImageModelArguments(**which)
+    return build_image_classifier(flags, LABELS, 32, torch.float32, with_weights=True, slices_on=device)
+
+
 def test_a_stand_in_takes_next_to_no_memory_and_answers_as_weights_do(tmp_path):
     build_model("llama", torch.float32).save_pretrained(tmp_path)
     stand_in, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
@@ -340,9 +362,8 @@ def test_buffers_are_those_of_a_loaded_model_and_a_model_that_sees_later_tokens_
 def test_files_of_a_model_without_its_head_have_no_prefix(tmp_path):
     GPT2Model(GPT2Config(vocab_size=VOCABULARY, n_layer=2, n_head=2, n_embd=16)).save_pretrained(tmp_path)
     model, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
-    unread = slices_of(model).unread
-    read = {name: unread[p](0, len(p)) for name, p in model.named_parameters()}
-    assert all_equal(read, dict(whole.named_parameters()))
+    assert set(slices_of(model).unread) == set(model.parameters())
+    assert all_equal(all_rows(model), state_of(whole))
 
 
 def change(folder, edit):
@@ -360,21 +381,72 @@ def add_the_tied_head(tensors):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "edit", "reason"),
-    [
-        ("llama", lose_a_norm, "model.norm.weight is not in its files, or of another size there"),
-        ("tied_llama", add_the_tied_head, "lm_head.weight and model.embed_tokens.weight are one weight, and both in"),
-    ],
-)
-def test_files_that_do_not_match_are_loaded_whole(tmp_path, kind, edit, reason):
-    build_model(kind, torch.float32).save_pretrained(tmp_path)
-    change(tmp_path, edit)
+def test_what_is_in_no_file_is_initialised(tmp_path):
+    build_model("llama", torch.float32).save_pretrained(tmp_path)
+    change(tmp_path, lose_a_norm)
+    model, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
+    assert model.model.norm.weight not in slices_of(model).unread
+    assert all_equal(all_rows(model), state_of(whole))
+
+
+def test_two_weights_for_one_are_loaded_whole(tmp_path):
+    build_model("tied_llama", torch.float32).save_pretrained(tmp_path)
+    change(tmp_path, add_the_tied_head)
     model, whole = (build(Loading(folder=tmp_path), device) for device in (CPU, None))
     slices = slices_of(model)
     assert not slices.unread
-    assert slices.line.startswith(f"weights: every rank has all of them first, because {reason}")
+    reason = "lm_head.weight and model.embed_tokens.weight are one weight, and both in its files"
+    assert slices.line == f"weights: every rank has all of them first, because {reason}"
     assert all_equal(state_of(model), state_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("make", "build_classifier", "new"),
+    [
+        (lambda: build_model("llama", torch.float32), text_classifier, {"score.weight"}),
+        (
+            lambda: BertForSequenceClassification(BertConfig(**TINY, intermediate_size=24, num_labels=5)),
+            text_classifier,
+            {"classifier.weight", "classifier.bias"},
+        ),
+        (
+            lambda: BertModel(BertConfig(**TINY, intermediate_size=24), add_pooling_layer=False),
+            text_classifier,
+            {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"},
+        ),
+        (lambda: build_model("resnet", torch.float32), image_classifier, {"classifier.1.weight", "classifier.1.bias"}),
+    ],
+    ids=["llama", "bert", "bert without a pooler", "resnet"],
+)
+def test_a_new_head_is_initialised_as_without_slices(tmp_path, make, build_classifier, new):
+    """Where the files have none, or one for another number of classes; so are the random numbers after it."""
+    make().save_pretrained(tmp_path)
+    found = []
+    for device in (CPU, None):
+        torch.manual_seed(4)
+        model = build_classifier(device, model_name_or_path=str(tmp_path))
+        found.append(all_rows(model) | {"random numbers": torch.rand(3)})
+        is_there = {name for name, p in model.named_parameters() if p not in slices_of(model).unread}
+        assert is_there == (new if device else set(dict(model.named_parameters())))
+    assert all_equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("build_classifier", "model_type", "overrides"),
+    [
+        (text_classifier, "bert", "hidden_size=16,num_hidden_layers=2,num_attention_heads=2,intermediate_size=24"),
+        (image_classifier, "vit", "hidden_size=16,num_hidden_layers=2,num_attention_heads=2,patch_size=8"),
+        (image_classifier, "convnext", None),
+    ],
+)
+def test_a_classifier_from_scratch_is_drawn_in_part(build_classifier, model_type, overrides):
+    found = []
+    for device in (CPU, None):
+        torch.manual_seed(4)
+        model = build_classifier(device, model_type=model_type, config_overrides=overrides)
+        found.append(all_rows(model) | {"random numbers": torch.rand(3)})
+        assert slices_of(model).line == ("weights: each rank initialises its part" if device else None)
+    assert all_equal(*found)
 
 
 def test_tensors_that_transformers_joins_are_loaded_whole(tmp_path):
