@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError, packages_of
+from memsave_recipes.models.slices import take_whole
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import LoraConfig, PeftModel
 
 StreamFrozen = Literal["none", "host"]
 ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
+COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score")}
+"""Modules of which peft trains a copy, by the kind of task."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_NAMES = {  # of flags in peft's configuration
     "lora_rank": "r",
@@ -145,6 +148,7 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
     if flags._adapter is not None:
         source = f"--model_name_or_path {flags._adapter}"
         return load_adapters(model, flags._adapter, task_type=task_type, source=source, is_trainable=True)
+    take_whole(model, COPIED[task_type])
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers under an old name

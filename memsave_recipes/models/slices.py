@@ -10,15 +10,16 @@ NOTE [ stand-ins ]
    Adapters are made on top as on weights that are there.
 3. Buffers are there: those of the files are read, the others computed, by transformers' own rules. So is what the
    files lack (a new head): it is initialised as in a model that is loaded whole.
-4. Whoever cuts the model up reads rows of its parameters by ``slices_of(model)``. A copy of the model has none.
+4. Whoever cuts the model up reads rows of its parameters by ``slices_of(model)``. A copy of the model has none, nor one
+   of a module: ``take_whole`` before it is made.
 5. A parameter has to be one tensor of the files. Where transformers would rename, join or split tensors, all weights
    are loaded whole.
 6. Building a model by its name on the Hub downloads its files into the cache, where ranks of one machine wait for one
    another's locks. The snapshot in the cache is the folder.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -81,6 +82,18 @@ def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: to
     rows = _rows_of(model, stored)
     _make_others(model, stored, rows)
     return with_stand_ins(model, rows, device, f"weights: each rank reads its slices of {source}")
+
+
+@torch.no_grad()
+def take_whole(model: nn.Module, names: Collection[str]) -> None:
+    """Put whole weights in the place of stand-ins in modules of these ``names``, since copies of stand-ins are none."""
+    slices = slices_of(model)
+    named = [module for path, module in model.named_modules() if path.rpartition(".")[2] in names]
+    here = {one for module in named for one in module.parameters() if one in slices.unread}
+    if not here:
+        return
+    replace_parameters(model, {one: slices.unread[one](0, len(one)).to(one, copy=True) for one in here})
+    _OF_MODELS[model] = replace(slices, unread={one: read for one, read in slices.unread.items() if one not in here})
 
 
 def made_whole(model: PreTrainedModel, why: str) -> PreTrainedModel:

@@ -449,6 +449,26 @@ def test_a_classifier_from_scratch_is_drawn_in_part(build_classifier, model_type
     assert all_equal(*found)
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_head_that_peft_copies_has_its_weights(tmp_path, is_saved):
+    """Adapters train a copy of the head; from scratch, and from files for as many classes."""
+    sizes = "hidden_size=16,num_hidden_layers=2,num_attention_heads=2,intermediate_size=24"
+    which = {"model_type": "bert", "config_overrides": sizes}
+    if is_saved:
+        text_classifier(None, **which).save_pretrained(tmp_path)
+        which = {"model_name_or_path": str(tmp_path)}
+    found = []
+    for device in (CPU, None):
+        torch.manual_seed(4)
+        model = text_classifier(device, **which)
+        adapted = add_lora(model, LoraArguments(lora=True, lora_rank=3), task_type="SEQ_CLS")
+        assert bool(slices_of(model).unread) == bool(device)
+        assert all(parameter.is_contiguous() for parameter in adapted.parameters() if parameter.requires_grad)
+        found.append(all_rows(model) | {"random numbers": torch.rand(3)})
+    assert any("modules_to_save" in name for name in found[0])
+    assert all_equal(*found)
+
+
 def test_tensors_that_transformers_joins_are_loaded_whole(tmp_path):
     config = MixtralConfig(**TINY, intermediate_size=24, num_key_value_heads=1, num_local_experts=2)
     MixtralForCausalLM(config).save_pretrained(tmp_path)
