@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from memsave_recipes.hub import folder_of
 from memsave_recipes.text import read_json
 
 ON_META = {"": "meta"}
@@ -77,6 +76,8 @@ def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: to
     Raises:
         WholeOnly: by rule 5.
     """
+    from memsave_recipes.hub import folder_of  # needs datasets, which are of no use to a plan with adapters
+
     model = load(device_map=ON_META)
     stored = _stored(folder_of(source))
     rows = _rows_of(model, stored)
