@@ -12,7 +12,6 @@ import torch
 from hub_stand_in import NAME, ask_at, cache_as_downloaded, hub_stand_in, use_caches_in
 from safetensors.torch import load_file, save_file
 from small_runs import VOCABULARY, all_equal, build_model
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -33,11 +32,10 @@ from memsave_recipes.data.text.packing import keeps_documents_apart
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss, check_causal, find_head
-from memsave_recipes.models.deferred_init import deferred_init
 from memsave_recipes.models.image_classifiers import ImageModelArguments, build_image_classifier
 from memsave_recipes.models.packed_attention import attend_by_document
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, build_transformer
-from memsave_recipes.models.slices import INITIALIZED, WholeOnly, slices_of
+from memsave_recipes.models.slices import INITIALIZED, slices_of
 from memsave_recipes.profiling.breakdown import record_allocations
 from memsave_recipes.profiling.memory import rss_bytes
 from memsave_recipes.sharding import ShardGroups, local, shard
@@ -221,74 +219,6 @@ def test_stand_ins_of_experts_are_one_matrix_and_answer_as_weights_do():
     check_causal(model, "mixtral")
     assert find_head(model).scale == find_head(whole).scale == 1
     assert keeps_documents_apart(model)
-
-
-def drawn(make):
-    """The parameters of a module from scratch, drawn later and as ever; what comes next, too."""
-    found = []
-    for later in (True, False):
-        torch.manual_seed(3)
-        module = deferred_init(make, torch.float32, CPU) if later else make()
-        named, unread = dict(module.named_parameters()), slices_of(module).unread
-        assert set(unread) == {p for name, p in named.items() if later and p.ndim > 1 and name != "zeros"}
-        made = {name: unread[p](0, len(p)) if p in unread else p for name, p in named.items()}
-        found.append(made | {"random numbers": torch.rand(3)})
-    return found
-
-
-class Filled(nn.Module):
-    """A parameter that ``fill`` fills."""
-
-    def __init__(self, fill):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(6, 5))
-        self.zeros = nn.Parameter(torch.zeros(6, 5))
-        with torch.no_grad():
-            fill(self.weight)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(nn.Embedding, 10, 4, padding_idx=3),
-        partial(nn.MultiheadAttention, 8, 2),
-        partial(nn.Conv2d, 3, 4, 3),
-        partial(nn.Bilinear, 3, 4, 5),
-        partial(Filled, lambda weight: weight.uniform_(-1, 1).mul_(0.9).erfinv_().clamp_(-2, 2)),
-        partial(Filled, lambda weight: weight.normal_().t()[:2].add_(1)),
-        partial(Filled, lambda weight: (weight.copy_(value := torch.rand(6, 5)), value.zero_())),
-        partial(Filled, lambda weight: weight.data.bernoulli_(0.3)),
-    ],
-)
-def test_whatever_fills_a_weight_in_place_is_done_again(make):
-    assert all_equal(*drawn(make))
-
-
-class Buffered(Filled):
-    def __init__(self):
-        super().__init__(nn.init.zeros_)
-        self.register_buffer("scale", torch.empty(2, 2).fill_(1))
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (partial(Filled, nn.init.trunc_normal_), "calls aten._local_scalar_dense.default on a weight"),
-        (partial(Filled, nn.init.orthogonal_), "computes with a weight"),
-        (partial(Filled, lambda weight: weight.view(torch.int32).zero_()), "computes with a weight"),
-        (partial(Filled, lambda weight: weight.copy_(torch.empty(6, 5).normal_())), "calls aten.copy_.default on"),
-        (partial(Filled, lambda weight: torch.empty_like(weight).normal_()), "computes with a weight"),
-        (partial(Filled, lambda weight: torch.rand_like(weight)), "calls aten.rand_like.default on a weight"),
-        (partial(Filled, lambda weight: weight.normal_(generator=torch.Generator())), "calls aten.normal_.default on"),
-        (partial(Filled, lambda weight: torch.ones(5, 6).copy_(weight.t())), "calls aten.copy_.default on a weight"),
-        (partial(Filled, lambda weight: weight.normal_().t_()), "calls aten.t_.default on a weight"),
-        (partial(Filled, lambda weight: None), "leaves a weight as it is"),
-        (Buffered, "leaves a buffer to be drawn"),
-    ],
-)
-def test_whatever_cannot_be_done_again_is_refused(make, reason):
-    with pytest.raises(WholeOnly, match=reason):
-        deferred_init(make, torch.float32, CPU)
 
 
 @pytest.mark.parametrize(
