@@ -12,7 +12,7 @@ NOTE [ deferred initialization ]
    of a model that was made whole. A rank so holds one whole parameter at a time, and draws the numbers of all.
 3. Vectors are there, and so is what is made with numbers in it (zeros, ones) and buffers.
 4. Whatever else is done with a tensor without memory ends the attempt, and the model is made whole: its numbers are
-   looked at (a truncated normal distribution is drawn until all fit), or go into another tensor.
+   looked at (torch 2.13 draws a truncated normal distribution until all fit), or go into another tensor.
 """
 
 from collections.abc import Callable

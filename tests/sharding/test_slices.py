@@ -224,7 +224,11 @@ def test_stand_ins_of_experts_are_one_matrix_and_answer_as_weights_do():
 @pytest.mark.parametrize(
     ("model_type", "overrides"),
     [
-        ("modernbert-decoder", "hidden_size=16,num_hidden_layers=2,num_attention_heads=2,pad_token_id=0"),
+        pytest.param(
+            "modernbert-decoder",
+            "hidden_size=16,num_hidden_layers=2,num_attention_heads=2,pad_token_id=0",
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch drew these distributions in place"),
+        ),
         ("marian", "d_model=16,decoder_layers=2,decoder_attention_heads=2,pad_token_id=0"),
         ("rwkv", "hidden_size=16,attention_hidden_size=16,num_hidden_layers=2"),
     ],
