@@ -4,9 +4,8 @@
 
 Both train the same vision transformer on the same micro-batches with AdamW and clipping, each with a model of its own
 in the same processes, and take turns in an order that is the same on all ranks. All ranks begin a step together; its
-time is that of rank 0. `--num_micro_batches` are those of a step over all ranks: 4 on 2 ranks are 1 subtree a rank, 6
-are 2. Run it on a quiet machine with a core for each rank. The ratio is meant to be at most 1.03 where a step takes
-20 ms or more.
+time is that of rank 0. `--num_micro_batches` are those of a step over all ranks. Run it on a quiet machine with a core
+for each rank. The ratio is meant to be at most 1.03 where a step takes 20 ms or more.
 
 Writes docs/results/bitwise_topology.json.
 """

@@ -5,10 +5,11 @@ NOTE [ lockstep ]
    function that is given such a tensor to ``__torch_function__``, which calls it for one micro-batch after the other.
    So no operator sees how many there are, and its bits do not depend on it; a layer that joins them has them all.
 2. *Parameters.* Each micro-batch computes with a view of its own of a parameter, made just before it is used. The
-   backward of the view takes the gradient and adds it to those before it: two gradients make one as soon as both halves
-   of a subtree over the index are there, so that the order of arrival changes no bit. So of k gradients at most
-   floor(log2(k)) + 1 are there at once. The last range of the rank becomes the gradient of the parameter, and those
-   before it are in ``Lockstep.sums``: NOTE [ the tree of sums ] in ``training/tree_sum.py``.
+   backward of the view takes the gradient and adds it to those before it: two make one as soon as both halves of a node
+   are there, so that the order of arrival changes no bit (NOTE [ the reduction tree ] in ``reduction_tree.py``). They
+   arrive from the last micro-batch on. So of the k gradients of one parameter, in s subtrees, at most
+   ceil(log2(k)) + s are there at once. The sum over the last subtree becomes the gradient of the parameter, and those
+   before it are in ``Lockstep.sums``.
 3. *Activations.* Autograd runs the nodes of a graph in the reverse order of their creation. So the gradients of a
    tensor that is used several times are added in an order that does not depend on the other micro-batches.
 4. *Random numbers.* Before a function runs, a number is drawn, the same on all ranks. Together with the index of the
@@ -20,6 +21,7 @@ NOTE [ lockstep ]
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.reduction_tree import Subtrees, join
 
 NO_VALUES = torch.empty(0)
 
@@ -70,25 +73,26 @@ class Lockstep:
     """The micro-batches of one step, on all ranks.
 
     Attributes:
-        blocks: for every rank the ranges of the indices of its micro-batches, ascending; each is a whole subtree.
+        subtrees: of the micro-batches, for every rank.
         rank: this one.
-        sums: of the gradients of this rank's ranges but the last one, by parameter, each with the length of its range;
-            complete after the backward.
+        count: leaves of the tree.
+        sums: over this rank's subtrees but the last one, the gradients by parameter; complete after the backward.
     """
 
-    blocks: list[list[range]]
+    subtrees: Subtrees
     rank: int
-    sums: list[tuple[int, dict[Tensor, Tensor]]] = field(init=False)
+    count: int
+    sums: dict[range, dict[Tensor, Tensor]] = field(init=False)
     _views: dict[Tensor, list[Tensor]] = field(init=False, default_factory=dict)
     _totals: dict[Tensor, "_GradientSum"] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sums = [(len(block), {}) for block in self.blocks[self.rank][:-1]]
+        self.sums = {subtree: {} for subtree in self.subtrees[self.rank][:-1]}
 
     @property
     def indices(self) -> list[int]:
         """Of this rank's micro-batches."""
-        return _indices(self.blocks[self.rank])
+        return _indices(self.subtrees[self.rank])
 
     def run(self, function: Callable[..., Any], leaves: Sequence[Any], structure: TreeSpec) -> Any:
         """The results of ``function`` for every micro-batch, its tensors as ``MicroBatched``."""
@@ -103,12 +107,12 @@ class Lockstep:
 
     def rows_of_all_ranks(self, rows: Tensor) -> Tensor:
         """(N, n), in the order of the index, of this rank's (k, n), one for each micro-batch."""
-        if len(self.blocks) == 1:
+        if len(self.subtrees) == 1:
             return rows
-        indices = [_indices(blocks) for blocks in self.blocks]
+        indices = [_indices(own) for own in self.subtrees]
         own = rows.new_zeros(max(map(len, indices)), rows.shape[1])
         own[: len(rows)] = rows
-        gathered = [torch.empty_like(own) for _ in self.blocks]
+        gathered = [torch.empty_like(own) for _ in self.subtrees]
         dist.all_gather(gathered, own)
         by_index = {i: gathered[rank][at] for rank, of_rank in enumerate(indices) for at, i in enumerate(of_rank)}
         return torch.stack([by_index[index] for index in sorted(by_index)])
@@ -125,7 +129,7 @@ class Lockstep:
                 "alone, which cannot run in lockstep: take batchnorm global without the bitwise topology"
             )
         if leaf not in self._views:
-            self._totals[leaf], self._views[leaf] = _GradientSum(leaf, self.sums, len(self.indices)), []
+            self._totals[leaf], self._views[leaf] = _GradientSum(leaf, self), []
         views = self._views[leaf]
         if number == len(views):
             views.append(_View.apply(leaf, self._totals[leaf], self.indices[number]))  # type: ignore[no-untyped-call]
@@ -181,29 +185,28 @@ class _GradientSum:
     """The gradients of a parameter by this rank's micro-batches: rule 2."""
 
     parameter: Tensor
-    sums: list[tuple[int, dict[Tensor, Tensor]]]
-    num_missing: int
-    subtrees: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """By length and start."""
+    lockstep: Lockstep
+    sums: dict[range, Tensor] = field(default_factory=dict)
+    num_missing: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_missing = len(self.lockstep.indices)
 
     def take(self, index: int, gradient: Tensor) -> Tensor | None:
-        """The sum of the last range, once all gradients are there."""
-        start, length = index, 1
-        while (sibling := self.subtrees.pop((length, start ^ length), None)) is not None:
-            gradient = gradient + sibling
-            start, length = start & ~length, 2 * length
-        self.subtrees[length, start] = gradient
+        """The sum over the last subtree, once all gradients are there."""
+        join(self.sums, range(index, index + 1), gradient, self.lockstep.count, torch.add)
         self.num_missing -= 1
         if self.num_missing:
             return None
-        *earlier, last = (self.subtrees.pop(key) for key in sorted(self.subtrees, key=lambda key: key[1]))
-        for (_, by_parameter), total in zip(self.sums, earlier, strict=True):
-            by_parameter[self.parameter] = total
+        for subtree, by_parameter in self.lockstep.sums.items():
+            by_parameter[self.parameter] = self.sums.pop(subtree)
+        (last,) = self.sums.values()
+        self.sums.clear()
         return last
 
 
-def _indices(blocks: Sequence[range]) -> list[int]:
-    return [index for block in blocks for index in block]
+def _indices(subtrees: Sequence[range]) -> list[int]:
+    return list(chain.from_iterable(subtrees))
 
 
 def _name(function: Callable[..., Any]) -> str:

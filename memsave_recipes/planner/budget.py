@@ -48,7 +48,7 @@ from memsave_recipes.training.optimizers import (
     state_bytes,
     update_bytes,
 )
-from memsave_recipes.training.tree_sum import exchange_bytes, most_subtrees
+from memsave_recipes.training.tree_sum import exchange_bytes, most_subtrees, most_sums
 
 WORKSPACES, ROUNDING = ALLOCATED = ("workspaces", "rounding")
 """Those of the overheads that torch counts as allocated."""
@@ -186,12 +186,13 @@ def static_memory_in_shards(
 def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: IndexedLayout) -> StaticMemory:
     """The copies of gradients in NOTE [ the tree of sums ], of a full step.
 
-    Of k micro-batches, one finds floor(log2(k)) sums of earlier ones, and its own gradient grows beside them. It is the
-    last one where k is a power of two, whose gradient DDP takes into its buckets.
+    One micro-batch finds most sums of earlier ones, and its own gradient grows beside them: in DDP's buckets if it is
+    the last one.
     """
-    count, all_bytes = layout.accumulation_steps, sum(parameter.nbytes for parameter in trained)
-    ends_in_buckets = static.buckets_bytes > 0 and count.bit_count() == 1
-    sums_bytes, own_bytes = (count.bit_length() - 1) * all_bytes, 0 if ends_in_buckets else all_bytes
+    num_sums, only_beside_the_last = most_sums(layout)
+    all_bytes = sum(parameter.nbytes for parameter in trained)
+    ends_in_buckets = static.buckets_bytes > 0 and only_beside_the_last
+    sums_bytes, own_bytes = num_sums * all_bytes, 0 if ends_in_buckets else all_bytes
     in_backward, after_it = exchange_bytes(trained, layout)
     return replace(
         static,
@@ -204,7 +205,7 @@ def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: In
 
 
 def _in_lockstep(static: StaticMemory, trained: list[nn.Parameter], layout: LockstepLayout) -> StaticMemory:
-    """The copies of gradients that are in no chain: one backward makes the sums of all ranges of a rank.
+    """The copies of gradients that are in no chain: one backward makes those of all subtrees of a rank.
 
     Under DDP the last one is made in its buckets, and the chain has none; without it the chain has all of them.
     """

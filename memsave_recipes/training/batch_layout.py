@@ -6,13 +6,14 @@ The rules stand in NOTE [ the exact global batch ] in ``memsave_recipes/training
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import ceil
 
 import torch
 from torch.utils.data import Sampler
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.reduction_tree import Subtrees, deal_subtrees
 
 MAX_LISTED = 16
 """Micro-batches that ``BatchLayout.describe`` lists one by one."""
@@ -123,7 +124,7 @@ class IndexedLayout(BatchLayout):
     """The split of ``--bitwise_topology``: into the same micro-batches on any number of ranks.
 
     Micro-batch i has the samples from ``i * micro_batch_size`` on; the last one may be short. A rank has the indices of
-    ``aligned_blocks``: rules 8 and 9 of NOTE [ the exact global batch ].
+    ``deal_subtrees``: rules 8 and 9 of NOTE [ the exact global batch ].
 
     Raises:
         InputError: as ``BatchLayout``, or fewer micro-batches than ranks.
@@ -154,13 +155,13 @@ class IndexedLayout(BatchLayout):
         """Of a full step, over all ranks."""
         return ceil(self.global_batch_size / self.micro_batch_size)
 
-    def blocks(self, num_samples: int) -> list[list[range]]:
-        """For every rank the ``aligned_blocks`` of a step's micro-batches."""
-        return aligned_blocks(ceil(num_samples / self.micro_batch_size), self.num_processes)
+    def subtrees(self, num_samples: int) -> Subtrees:
+        """Of a step's micro-batches, for every rank."""
+        return deal_subtrees(ceil(num_samples / self.micro_batch_size), self.num_processes)
 
     def indices(self, num_samples: int) -> list[list[int | None]]:
         """For every rank the indices of its micro-batches; ``None`` where its share has run out."""
-        ranks: list[list[int | None]] = [[i for block in blocks for i in block] for blocks in self.blocks(num_samples)]
+        ranks: list[list[int | None]] = [list(chain.from_iterable(own)) for own in self.subtrees(num_samples)]
         count = max(map(len, ranks))
         return [indices + [None] * (count - len(indices)) for indices in ranks]
 
@@ -204,24 +205,6 @@ class LockstepLayout(IndexedLayout):
         """As of ``BatchLayout``: of all micro-batches of the rank with most samples."""
         ranks = ([len(one) for one in of_rank if one] for of_rank in self.micro_batches(num_samples))
         return max(ranks, key=sum)
-
-
-def aligned_blocks(count: int, num_ranks: int) -> list[list[range]]:
-    """The indices below ``count``, dealt out to the ranks in ranges that are whole subtrees of the tree over all.
-
-    The length of each range is a power of two that divides its start. Shares differ by at most one, and a share of k
-    indices is as many ranges as the binary digits of k have ones, in ascending order.
-    """
-    share, num_larger = divmod(count, num_ranks)
-    shares = [share + (rank < num_larger) for rank in range(num_ranks)]
-    blocks: list[list[range]] = [[] for _ in shares]
-    start = 0
-    for length in (1 << bit for bit in reversed(range(count.bit_length()))):  # the longest of all ranks first
-        for own, share in zip(blocks, shares, strict=True):
-            if share & length:
-                own.append(range(start, start + length))
-                start += length
-    return blocks
 
 
 def _count(number: int, noun: str) -> str:

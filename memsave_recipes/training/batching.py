@@ -47,6 +47,7 @@ from torch.utils.data.dataloader import default_collate
 
 from memsave_recipes.activations.lockstep import Lockstep, MicroBatched
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
+from memsave_recipes.reduction_tree import Subtrees, count_leaves, deal_subtrees
 from memsave_recipes.training.batch_layout import (
     BatchLayout,
     IndexedLayout,
@@ -54,10 +55,9 @@ from memsave_recipes.training.batch_layout import (
     MicroBatchSampler,
     SampleKey,
     SampleOrder,
-    aligned_blocks,
     seed_for,
 )
-from memsave_recipes.training.tree_sum import Blocks, TreeSum
+from memsave_recipes.training.tree_sum import TreeSum
 
 Batch = dict[str, Tensor]
 
@@ -139,7 +139,7 @@ class GlobalBatches:
     def _make_batch(self, *, num_samples: int, **parts: Any) -> "GlobalBatch":
         if not isinstance(self.layout, IndexedLayout):
             return GlobalBatch(num_samples=num_samples, **parts)
-        parts |= {"num_samples": num_samples, "tree_sum": self._tree_sum, "blocks": self.layout.blocks(num_samples)}
+        parts |= {"num_samples": num_samples, "tree_sum": self._tree_sum, "subtrees": self.layout.subtrees(num_samples)}
         parts |= {"indices": self.layout.indices(num_samples)[self._rank]}
         if isinstance(self.layout, LockstepLayout):
             return LockstepGlobalBatch(rank=self._rank, **parts)
@@ -269,18 +269,18 @@ class IndexedGlobalBatch(GlobalBatch):
 
     Args:
         indices: of this rank's micro-batches in the global batch; ``None`` for padding.
-        blocks: the indices of all ranks.
+        subtrees: the indices of all ranks.
     """
 
     indices: list[int | None]
-    blocks: Blocks
+    subtrees: Subtrees
     tree_sum: TreeSum
     _losses: list[Tensor] = field(init=False, default_factory=list)
 
     def forwards(self, model: nn.Module) -> Iterator[Batch]:
         """As of ``GlobalBatch``."""
         self._losses.clear()
-        self.tree_sum.begin(model, self.blocks)
+        self.tree_sum.begin(model, self.subtrees)
         yield from super().forwards(model)
 
     @property
@@ -315,9 +315,9 @@ class LockstepGlobalBatch(IndexedGlobalBatch):
 
     def forwards(self, model: nn.Module) -> Iterator[Batch]:
         """Once: the micro-batches without padding, as ``MicroBatched`` tensors on the device."""
-        lockstep = Lockstep(self.blocks, self.rank)
+        lockstep = Lockstep(self.subtrees, self.rank, count_leaves(self.subtrees))
         self._losses.clear()
-        self.tree_sum.begin(model, self.blocks, lockstep.sums)
+        self.tree_sum.begin(model, self.subtrees, lockstep.sums)
         self._seed_dropout(0)
         counted = self.micro_batches[: len(lockstep.indices)]
         yield micro_batched(send_to_device(counted, self.accelerator.device, non_blocking=True), lockstep)
@@ -341,9 +341,11 @@ class LockstepGlobalBatch(IndexedGlobalBatch):
 
 
 def in_lockstep(micro_batches: list[Batch], rank: int = 0, num_ranks: int = 1) -> Batch:
-    """As one, outside of steps; every rank has as many of the same sizes."""
-    count = len(micro_batches)
-    return micro_batched(micro_batches, Lockstep(aligned_blocks(count * num_ranks, num_ranks), rank))
+    """As one, outside of steps; every rank has as many of the same sizes, and one subtree."""
+    power_of_two = 1 << (num_ranks - 1).bit_length()
+    count = len(micro_batches) * power_of_two
+    subtrees = deal_subtrees(count, power_of_two)[:num_ranks]
+    return micro_batched(micro_batches, Lockstep(subtrees, rank, count))
 
 
 def micro_batched(micro_batches: list[Batch], lockstep: Lockstep) -> Batch:

@@ -1,32 +1,31 @@
 """The sum of the gradients of a global batch's micro-batches, with the same bits on any number of ranks.
 
 NOTE [ the tree of sums ]
-1. *Tree.* Floating-point sums depend on their order. So the gradients of micro-batches 0 to N - 1 are the leaves of one
-   binary tree over the index: a node is ``left + right``, and one without a right child is its left child.
-2. *On a rank.* The indices of a rank are whole subtrees (``aligned_blocks``). After each backward the gradient is taken
-   off the parameters and joined with the sums before it like a carry in a binary counter: after k micro-batches a
-   rank holds as many sums as the binary digits of k have ones, so never more than log2(k) + 1 gradients at once besides
+1. *Tree.* Floating-point sums depend on their order. So the gradients of the micro-batches are the leaves of one binary
+   tree, which is the same on any number of ranks: NOTE [ the reduction tree ] in ``reduction_tree.py``.
+2. *On a rank.* After each backward the gradient is taken off the parameters and joined with the sums before it, besides
    DDP's buckets. A parameter without a gradient counts as zeros, also for the sign of a zero.
 3. *Between ranks.* The last backward of a step calls ``_Exchange.send`` for each bucket of DDP. A rank owns a slice of
    the bucket: it receives that slice of every subtree of every rank, adds them by the tree, and sends the sum back. The
    libraries between ranks (gloo, NCCL) only copy, and round nothing. With s subtrees a rank these are (s + 1) / 2 times
-   the bytes of a ring all-reduce.
+   the bytes of a ring all-reduce, so as many on 2^m ranks.
 4. *Order of collectives.* The sums of a bucket are made when the next one is ready, in the one thread that runs the
    hooks of DDP, in the order of its buckets; that is the same on all ranks. Two buckets are under way at most.
 5. *Not divided.* DDP leaves the division by the number of ranks to the hook. It is not exact for 3, and there is none.
 6. *In lockstep* (``LockstepGlobalBatch``) one backward takes all micro-batches of a rank, and gives the sums of its
-   ranges, the last one as the gradients of the parameters: rule 2 of NOTE [ lockstep ] in ``activations/lockstep.py``.
+   subtrees, the last one as the gradients of the parameters: rule 2 of NOTE [ lockstep ] in
+   ``activations/lockstep.py``.
 7. *Why a tree.* Sums of 64-bit integers on a grid for each tensor are exact in any order, but the grid has to be agreed
    before the largest gradient is known. Of 12 gradients whose sizes vary by e^4, the median relative error against
    float64 was 5e-8 for the tree; for integers 2e-8 on the best grid, and 1e-3 on one with 20 bits to spare. Integers
    took 5 times as long (one CPU thread), and take twice the bytes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import fsum, isfinite
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -36,37 +35,16 @@ from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from memsave_recipes.reduction_tree import Subtrees, count_leaves, join
 from memsave_recipes.text import MIB, format_bytes
 from memsave_recipes.training.batch_layout import IndexedLayout
 
 Gradients = dict[Tensor, Tensor]
 """By parameter; one without a gradient is missing."""
-Blocks = list[list[range]]
-"""For every rank the ranges of its micro-batches: ``aligned_blocks``."""
+PADDING = range(0)
+"""The node of a backward whose gradients do not count."""
 BUCKET_LIMITS = [1 * MIB, 25 * MIB]
 """Bytes at which DDP, as Accelerate makes it, closes its first bucket and the others."""
-T = TypeVar("T")
-
-
-def join(stack: list[tuple[int, T]], length: int, value: T, add: Callable[[T, T], T]) -> None:
-    """Take the sum over the next ``length`` leaves into ``stack``, whose sums of equal length become one.
-
-    Args:
-        stack: lengths and sums of subtrees, side by side from the left.
-        add: ``left + right``; it may change either.
-    """
-    while stack and stack[-1][0] == length:
-        value = add(stack.pop()[1], value)
-        length *= 2
-    stack.append((length, value))
-
-
-def root(stack: list[tuple[int, T]], add: Callable[[T, T], T]) -> T:
-    """The sum over all leaves of ``stack``, which is empty then."""
-    _, value = stack.pop()
-    while stack:
-        value = add(stack.pop()[1], value)
-    return value
 
 
 def exact_sum(values: Iterable[float]) -> float:
@@ -84,34 +62,39 @@ class TreeSum:
     def __init__(self) -> None:
         self._reducers: WeakSet[Any] = WeakSet()
         self._parameters: list[nn.Parameter] = []
-        self._stack: list[tuple[int, Gradients]] = []
+        self._count = 0
+        self._nodes: Iterator[range] = iter(())
+        self._sums: dict[range, Gradients] = {}
         self._exchange: _Exchange | None = None
 
-    def begin(self, model: nn.Module, blocks: Blocks, sums: Sequence[tuple[int, Gradients]] | None = None) -> None:
-        """Begin a step with the micro-batches of ``blocks``; every rank has as many backwards as the one with most.
+    def begin(self, model: nn.Module, subtrees: Subtrees, sums: dict[range, Gradients] | None = None) -> None:
+        """Begin a step with the micro-batches of ``subtrees``; all ranks have as many backwards as the one with most.
 
         Args:
-            sums: where one backward takes all micro-batches of this rank: those over all its ranges but the last one,
-                with their lengths; the backward fills them in, and leaves the gradient over the last one.
+            sums: where one backward takes all micro-batches of this rank: those over all its subtrees but the last one;
+                the backward fills them in, and leaves the gradient over the last one.
         """
+        rank = dist.get_rank() if isinstance(model, DistributedDataParallel) else 0
+        nodes = [range(index, index + 1) for index in chain.from_iterable(subtrees[rank])]
+        if sums is not None:
+            nodes = [subtrees[rank][-1]]
+        elif len(nodes) < max(sum(map(len, own)) for own in subtrees):
+            nodes.append(PADDING)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._stack = list(sums or [])
+        self._count, self._nodes, self._sums = count_leaves(subtrees), iter(nodes), dict(sums or {})
         self._exchange = None
         if isinstance(model, DistributedDataParallel):
-            rank = dist.get_rank()
-            counts = [sum(map(len, of_rank)) for of_rank in blocks]
-            ends_in_padding = sums is None and counts[rank] < max(counts)
-            self._exchange = _Exchange(blocks, rank, self._stack, ends_in_padding)
+            self._exchange = _Exchange(subtrees, rank, self._count, self._sums, nodes[-1])
             if model.reducer not in self._reducers:  # --verify gives a model another one for a while
                 model.register_comm_hook(None, self._hook)
                 self._reducers.add(model.reducer)
 
     def take(self) -> None:
-        """Take in the gradient that the backward of a micro-batch has left; not for the last one under DDP."""
+        """Take in the gradient that a backward has left; not for the last one under DDP."""
         gradients: Gradients = {one: _alone(one.grad) for one in self._parameters if one.grad is not None}
         for parameter in gradients:
             parameter.grad = None
-        join(self._stack, 1, gradients, _add_gradients)
+        join(self._sums, next(self._nodes), gradients, self._count, _add_gradients)
 
     def finish(self) -> None:
         """After the last backward: leave the gradient of the global batch on the parameters."""
@@ -120,7 +103,9 @@ class TreeSum:
             self._exchange = None
             return
         self.take()
-        for parameter, gradient in root(self._stack, _add_gradients).items():
+        (total,) = self._sums.values()
+        self._sums.clear()
+        for parameter, gradient in total.items():
             parameter.grad = gradient
 
     def _hook(self, _: Any, bucket: GradBucket) -> Future[Tensor]:
@@ -145,10 +130,6 @@ def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
     for one in left.keys() ^ right.keys():
         left[one] = (left[one] if one in left else right[one]).add_(0.0)
     return left
-
-
-def _add_slices(left: Tensor, right: Tensor) -> Tensor:
-    return left.add_(right)
 
 
 def _pop(gradients: Gradients, parameters: Iterable[Tensor]) -> list[Tensor | None]:
@@ -184,7 +165,7 @@ class _Transfer:
 
     Args:
         buffer: the bucket's own, for the sum.
-        sent, received: the subtrees of this rank; and of all ranks, this rank's slice.
+        sent, received: the sums over the subtrees of this rank; and over those of all ranks, this rank's slice.
     """
 
     buffer: Tensor
@@ -203,31 +184,32 @@ class _Exchange:
     """The buckets of one step between the ranks: rules 3 and 4.
 
     Args:
-        stack: the sums of this rank without those in the buckets, which come from its last backward.
-        ends_in_padding: whether that was of a padding micro-batch.
+        sums: of this rank, without the gradient in the buckets.
+        last: the node of that gradient.
     """
 
-    blocks: Blocks
+    subtrees: Subtrees
     rank: int
-    stack: list[tuple[int, Gradients]]
-    ends_in_padding: bool
+    count: int
+    sums: dict[range, Gradients]
+    last: range
     _arriving: _Transfer | None = None
     _returning: _Transfer | None = None
     _holders: list[list[bool]] = field(init=False)
 
     def __post_init__(self) -> None:
-        counts = [len(of_rank) for of_rank in self.blocks]
-        self._holders = [[count > place for count in counts] for place in range(max(counts))]
+        numbers = [len(own) for own in self.subtrees]
+        self._holders = [[number > place for number in numbers] for place in range(max(numbers))]
 
     def send(self, bucket: GradBucket) -> None:
         """Send the slices of a bucket to their owners."""
         self._turn()
         buffer = bucket.buffer()
-        subtrees, lengths = self._subtrees(bucket), self._slices(buffer)
-        own, transfer = lengths[self.rank], _Transfer(buffer, subtrees, [], [])
+        sums, lengths = self._flat_sums(bucket), self._slices(buffer)
+        own, transfer = lengths[self.rank], _Transfer(buffer, sums, [], [])
         for place, holders in enumerate(self._holders):
             received = buffer.new_empty(own * (sum(holders) if place else len(holders)))  # the first takes the sum back
-            mine = subtrees[place] if holders[self.rank] else buffer[:0]
+            mine = sums[place] if holders[self.rank] else buffer[:0]
             work = dist.all_to_all_single(
                 received[: own * sum(holders)],
                 mine,
@@ -258,7 +240,9 @@ class _Exchange:
         own = lengths[self.rank]
         total = self._sum_slices(transfer.received, own)
         copies = transfer.received[0].view(len(lengths), own)
-        copies[1:] = total  # which is the first row
+        for copy in copies:
+            if not copy.is_set_to(total):
+                copy.copy_(total)
         transfer.received = [copies]
         work = dist.all_to_all_single(
             transfer.buffer,
@@ -270,36 +254,59 @@ class _Exchange:
         transfer.works = [work]
 
     def _sum_slices(self, received: list[Tensor], own: int) -> Tensor:
-        """Of all subtrees; in the memory of the leftmost one."""
-        stack: list[tuple[int, Tensor]] = []
-        subtrees = [(block, rank, place) for rank, of in enumerate(self.blocks) for place, block in enumerate(of)]
-        for block, rank, place in sorted(subtrees, key=lambda subtree: subtree[0].start):
-            row = sum(self._holders[place][:rank])
-            join(stack, len(block), received[place][row * own : (row + 1) * own], _add_slices)
-        return root(stack, _add_slices)
+        """Of all subtrees; in the memory of one of them."""
+        sums: dict[range, Tensor] = {}
+        for rank, nodes in enumerate(self.subtrees):
+            for place, node in enumerate(nodes):
+                row = sum(self._holders[place][:rank])
+                join(sums, node, received[place][row * own : (row + 1) * own], self.count, Tensor.add_)
+        (total,) = sums.values()
+        return total
 
-    def _subtrees(self, bucket: GradBucket) -> list[Tensor]:
-        """The sums of this rank's blocks in the order of the bucket, each (n,); the last one in its own buffer."""
+    def _flat_sums(self, bucket: GradBucket) -> list[Tensor]:
+        """Over this rank's subtrees, each (n,) in the order of the bucket; the last one in its own buffer."""
         buffer, parameters, views = bucket.buffer(), bucket.parameters(), bucket.gradients()
-        if self.ends_in_padding:
-            return [_laid_out(buffer, views, _pop(gradients, parameters)) for _, gradients in self.stack]
-        joined = 0
-        while joined < len(self.stack) and self.stack[-1 - joined][0] == 1 << joined:
-            joined += 1
-        whole, partial = self.stack[: len(self.stack) - joined], self.stack[len(self.stack) - joined :]
-        for _, gradients in reversed(partial):
+        sums: dict[range, Any] = dict(self.sums)
+
+        def add_to_buffer(gradients: Gradients, _: Tensor) -> Tensor:
             _add_where_there(views, _pop(gradients, parameters))
-        return [*(_laid_out(buffer, views, _pop(gradients, parameters)) for _, gradients in whole), buffer]
+            return buffer
+
+        if self.last != PADDING:
+            join(sums, self.last, buffer, self.count, add_to_buffer)
+        return [
+            value if value is buffer else _laid_out(buffer, views, _pop(value, parameters)) for value in sums.values()
+        ]
 
     def _slices(self, buffer: Tensor) -> list[int]:
         """How many elements of a bucket each rank adds up."""
-        ends = [len(buffer) * rank // len(self.blocks) for rank in range(len(self.blocks) + 1)]
+        ends = [len(buffer) * rank // len(self.subtrees) for rank in range(len(self.subtrees) + 1)]
         return [stop - start for start, stop in pairwise(ends)]
+
+
+def most_sums(layout: IndexedLayout) -> tuple[int, bool]:
+    """Sums of earlier micro-batches that a rank holds beside the gradient of the next one, in a full step.
+
+    Returns:
+        The most of them; and whether no rank has as many beside another gradient than the one that DDP's buckets take.
+    """
+    of_ranks = []
+    subtrees = layout.subtrees(layout.global_batch_size)
+    for own in subtrees:
+        sums: dict[range, None] = {}
+        held = [0]
+        for index in chain.from_iterable(own):
+            join(sums, range(index, index + 1), None, count_leaves(subtrees), lambda left, right: None)
+            held.append(len(sums))
+        held = held[: layout.accumulation_steps]
+        of_ranks.append((max(held), max(held) in held[:-1]))
+    most, beside_others = max(of_ranks)
+    return most, not beside_others
 
 
 def most_subtrees(layout: IndexedLayout) -> int:
     """Of a rank in a full step."""
-    return max(map(len, layout.blocks(layout.global_batch_size)))
+    return max(map(len, layout.subtrees(layout.global_batch_size)))
 
 
 def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout) -> tuple[int, int]:

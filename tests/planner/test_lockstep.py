@@ -163,8 +163,8 @@ def test_gradients_are_sums_of_the_forward_but_for_ranges_that_only_other_ranks_
     alone = static_of(LockstepLayout.of(7, 1, 1))
     assert (alone.sums_bytes, alone.communication_bytes, alone.gradients_resident) == (0, 0, False)
     assert alone.gradients_stay
-    even, uneven = static_of(LockstepLayout.of(8, 1, 2)), static_of(LockstepLayout.of(7, 1, 2))
-    assert (even.sums_bytes, uneven.sums_bytes) == (0, trained_bytes)  # of 4 and 3 micro-batches: 4, and 2 + 1
+    even, uneven = static_of(LockstepLayout.of(8, 1, 2)), static_of(LockstepLayout.of(6, 1, 3))
+    assert (even.sums_bytes, uneven.sums_bytes) == (0, trained_bytes)  # of 4 micro-batches and of 1 + 1
     assert not even.gradients_stay
     assert even.buckets_bytes == trained_bytes
     assert even.exchange_bytes == static_of(IndexedLayout.of(8, 1, 2)).exchange_bytes > 0

