@@ -4,8 +4,8 @@
 
 Both train the same vision transformer on the same micro-batches with AdamW and clipping, each with a model of its own
 in the same processes, and take turns in an order that is the same on all ranks. All ranks begin a step together; its
-time is that of rank 0. `--num_micro_batches` are those of a step over all ranks. Run it on a quiet machine with a core
-for each rank. The ratio is meant to be at most 1.03 where a step takes 20 ms or more.
+time is that of rank 0. Micro-batches are those of a step over all ranks. Run it on a quiet machine with a core for each
+rank. The ratio is meant to be at most 1.03 where a step takes 20 ms or more.
 
 Writes docs/results/bitwise_topology.json.
 """
@@ -65,25 +65,35 @@ def measure(work: Work, accelerator: Accelerator) -> list[dict[str, Any]]:
     for name, own in seconds.items():
         timed, baseline = own[work.num_warmup_steps :], seconds[YARDSTICK][work.num_warmup_steps :]
         ratio, quartiles = harness.median_and_quartiles(harness.ratios(timed, baseline))
+        row = {"micro_batches": work.accumulation_steps, "step": name}
         step_ms = 1000 * harness.median_and_quartiles(timed)[0]
-        rows.append({"step": name, "step_ms": step_ms, "ratio": ratio, "ratio_quartiles": quartiles})
+        rows.append({**row, "step_ms": step_ms, "ratio": ratio, "ratio_quartiles": quartiles})
     return rows
 
 
 def main() -> None:
     """Measure, print on rank 0 and write."""
     parser = harness.make_parser(__doc__)
-    parser.add_argument("--num_micro_batches", type=int, default=4, help="of a step, over all ranks")
+    parser.add_argument(
+        "--num_micro_batches", type=int, nargs="+", default=[4, 6], help="of a step, over all ranks; each is measured"
+    )
     flags = harness.read_flags(parser, None)
-    work = replace(WORKS["loop_overhead"], accumulation_steps=flags.num_micro_batches)
+    work = WORKS["loop_overhead"]
     work = replace(work, num_steps=8, num_warmup_steps=2) if flags.quick else work
     accelerator = start_accelerator()
-    rows = measure(work, accelerator)
+    rows = [
+        row
+        for number in flags.num_micro_batches
+        for row in measure(replace(work, accumulation_steps=number), accelerator)
+    ]
     if accelerator.is_main_process:
-        cells = [[row["step"], f"{row['step_ms']:.2f} ms", f"{row['ratio']:.3f}"] for row in rows]
-        title = f"{work.num_steps} steps of {flags.num_micro_batches} micro-batches of {work.micro_batch_size} images"
-        harness.show(("step", "median", "ratio to usual"), cells, title=title)
-        content = {"work": asdict(work), "steps": rows, "environment": describe_environment(accelerator)}
+        cells = [
+            [str(row["micro_batches"]), row["step"], f"{row['step_ms']:.2f} ms", f"{row['ratio']:.3f}"] for row in rows
+        ]
+        title = f"{work.num_steps} steps of micro-batches of {work.micro_batch_size} images"
+        harness.show(("micro-batches", "step", "median", "ratio to usual"), cells, title=title)
+        about = {key: value for key, value in asdict(work).items() if key != "accumulation_steps"}
+        content = {"work": about, "steps": rows, "environment": describe_environment(accelerator)}
         harness.write_results(flags.output_dir, "bitwise_topology", content)
     accelerator.end_training()
 

@@ -68,7 +68,7 @@ def test_two_ranks_and_then_three(tmp_path):
     output = run("gpt2", 2, *flags, folder=straight)
     assert "14 samples = 7 micro-batches of 2, on 2 ranks in 4 accumulation steps" in output
     assert "bitwise topology: at most 3 x " in output
-    assert " besides DDP's, 1.5 x the bytes of an all-reduce between the ranks" in output
+    assert " besides DDP's, 1 x the bytes of an all-reduce between the ranks" in output
     shutil.copytree(straight, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-10")
     shutil.rmtree(resumed / "final")
@@ -106,10 +106,10 @@ def test_two_ranks_with_a_plan_for_a_budget_have_the_bits_of_one_without(tmp_pat
     flags += ["--max_steps", "2", "--save_every", "2"]
     plain = [*COMMON["densenet"], *WORKS["densenet"][1], "--max_grad_norm", "0.5", "--activation_checkpointing", "none"]
     train(*plain, *flags, output="1")
-    planned = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.025"]
+    planned = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.022"]
     assert "of 15 blocks recomputed" in run("densenet", 2, *flags, *planned, folder=tmp_path / "2")
     memory = json.loads((tmp_path / "2" / "results.json").read_text())["memory"]
-    assert memory["peak_allocated_gib"] <= memory["predicted_peak_gib"] <= 0.025
+    assert memory["peak_allocated_gib"] <= memory["predicted_peak_gib"] <= 0.022
     assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
 
 
