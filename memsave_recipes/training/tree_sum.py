@@ -8,7 +8,7 @@ NOTE [ the tree of sums ]
 3. *Between ranks.* The last backward of a step calls ``_Exchange.send`` for each bucket of DDP. A rank owns a slice of
    the bucket: it receives that slice of every subtree of every rank, adds them by the tree, and sends the sum back. The
    libraries between ranks (gloo, NCCL) only copy, and round nothing. With s subtrees a rank these are (s + 1) / 2 times
-   the bytes of a ring all-reduce, so as many on 2^m ranks.
+   the bytes of a ring all-reduce; on 2^m ranks s is 1.
 4. *Order of collectives.* The sums of a bucket are made when the next one is ready, in the one thread that runs the
    hooks of DDP, in the order of its buckets; that is the same on all ranks. Two buckets are under way at most.
 5. *Not divided.* DDP leaves the division by the number of ranks to the hook. It is not exact for 3, and there is none.
@@ -240,9 +240,9 @@ class _Exchange:
         own = lengths[self.rank]
         total = self._sum_slices(transfer.received, own)
         copies = transfer.received[0].view(len(lengths), own)
-        for copy in copies:
-            if not copy.is_set_to(total):
-                copy.copy_(total)
+        if not copies[0].is_set_to(total):
+            copies[0].copy_(total)
+        copies[1:] = copies[0]
         transfer.received = [copies]
         work = dist.all_to_all_single(
             transfer.buffer,
