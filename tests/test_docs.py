@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAX_README_LINES = 120
+PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
+OF_TEXT = {"recipes/language_modeling.py", "recipes/text_classification.py"}
+NAMES_A_MODEL = {"--model_type", "--model_name_or_path", "--config"}
 EXAMPLES = [
     (page.name, code)
     for page in DOCS.glob("*.md")
@@ -57,6 +60,12 @@ def test_the_three_lines_recompute_something():
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_of_recipes_for_text_name_a_model(page):
+    commands = [words for words in commands_of(page.read_text(encoding="utf-8")) if OF_TEXT & set(words)]
+    assert [words for words in commands if not NAMES_A_MODEL & set(words)] == []
 
 
 @pytest.mark.parametrize("words", commands_of(README), ids=" ".join)
