@@ -53,6 +53,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
+    DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     KwargsHandler,
@@ -256,9 +257,14 @@ def _handlers(timeout: timedelta) -> list[KwargsHandler]:
 
 
 class _Accelerator(Accelerator):  # type: ignore[misc, unused-ignore]  # accelerate has no types
-    """Fixes the buckets of DDP, and drains gloo before ``end_training`` destroys the process group."""
+    """Fixes the buckets of DDP, and drains gloo before ``end_training`` destroys the process group.
+
+    On one rank it does without DDP, as Accelerate does on accelerators but not on the CPU.
+    """
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        if self.distributed_type == DistributedType.MULTI_CPU and self.num_processes == 1:
+            kwargs["evaluation_mode"] = True  # which leaves DDP out
         model: nn.Module = super().prepare_model(*args, **kwargs)
         if isinstance(model, DistributedDataParallel):
             fix_buckets(model)

@@ -83,7 +83,7 @@ class TreeSum:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._count, self._nodes, self._sums = count_leaves(subtrees), iter(nodes), dict(sums or {})
         self._exchange = None
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) and len(subtrees) > 1:
             self._exchange = _Exchange(subtrees, rank, self._count, self._sums, nodes[-1])
             if model.reducer not in self._reducers:  # --verify gives a model another one for a while
                 model.register_comm_hook(None, self._hook)

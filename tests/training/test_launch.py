@@ -42,6 +42,7 @@ except InputError as error:
 rank = accelerator.process_index
 seen = dict(rank=rank, num_processes=accelerator.num_processes, device=accelerator.device.type,
             distributed_type=accelerator.distributed_type.value, asked=dataclasses.asdict(read_launch_request()),
+            model=type(accelerator.prepare(torch.nn.Linear(1, 1))).__name__,
             sum=accelerator.reduce(torch.tensor(rank + 1.0), "sum").item())
 Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps(seen))
 accelerator.reduce(torch.ones(1), "sum")
@@ -107,6 +108,7 @@ def assert_gloo_world(folder: Path, num_processes: int) -> None:
         assert rank["num_processes"] == num_processes
         assert rank["distributed_type"] == "MULTI_CPU"
         assert rank["device"] == "cpu"
+        assert rank["model"] == ("DistributedDataParallel" if num_processes > 1 else "Linear")
         assert rank["sum"] == num_processes * (num_processes + 1) / 2
 
 
@@ -137,9 +139,8 @@ class TestRealLaunches:
         code, output = launcher.run("--config_file", str(CONFIGS / "cpu.yaml"))
         assert code == 0, output
         asked = {"num_processes": 1, "num_machines": 1, "use_cpu": True}
-        assert ranks_seen(launcher.folder) == [
-            {"rank": 0, "num_processes": 1, "device": "cpu", "distributed_type": "NO", "asked": asked, "sum": 1.0}
-        ]
+        expected = {"num_processes": 1, "device": "cpu", "distributed_type": "NO", "asked": asked, "model": "Linear"}
+        assert ranks_seen(launcher.folder) == [expected | {"rank": 0, "sum": 1.0}]
 
     def test_cpu_ddp_file_gives_two_real_ranks(self, launcher: Launcher) -> None:
         code, output = launcher.run("--config_file", str(CONFIGS / "cpu_ddp.yaml"))
@@ -147,6 +148,11 @@ class TestRealLaunches:
         assert_gloo_world(launcher.folder, 2)
         asked = {"num_processes": 2, "num_machines": 1, "use_cpu": True}  # what keeps them off the GPUs of a machine
         assert [rank["asked"] for rank in ranks_seen(launcher.folder)] == [asked, asked]
+
+    def test_one_process_of_the_cpu_ddp_file_trains_without_ddp(self, launcher: Launcher) -> None:
+        code, output = launcher.run("--config_file", str(CONFIGS / "cpu_ddp.yaml"), "--num_processes", "1")
+        assert code == 0, output
+        assert_gloo_world(launcher.folder, 1)
 
     def test_num_processes_overrides_the_file_and_a_failure_keeps_its_exit_code(self, launcher: Launcher) -> None:
         arguments = ("--config_file", str(CONFIGS / "cpu_ddp.yaml"), "--num_processes", "3")

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -212,6 +214,7 @@ class Run:
     autocasts: bool = False
     layout: type[BatchLayout] = IndexedLayout
     bad_step: int | None = None
+    alone_in_ddp: bool = False
 
 
 @dataclass
@@ -245,6 +248,9 @@ def train(accelerator: Accelerator, run: Run) -> Outcome:
     bare = make_model(run)
     optimizer = make_optimizer(optim, bare)
     model, optimizer = accelerator.prepare(bare, optimizer)
+    if run.alone_in_ddp:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = DistributedDataParallel(model)
     order = SampleOrder(num_samples=NUM_SAMPLES, global_batch_size=GLOBAL_BATCH_SIZE, seed=3)
     batches = GlobalBatches(
         accelerator,
@@ -328,6 +334,11 @@ def test_the_bits_of_one_rank(trained: Train, name: str, num_ranks: int) -> None
     assert len(outcome.losses) == len(outcome.norms) == NUM_STEPS
     assert outcome.optimizer
     assert differences(outcome, expected) == []
+
+
+def test_ddp_on_one_rank_changes_no_bit(trained: Train) -> None:
+    """Accelerate does not keep it from synchronising after every micro-batch."""
+    assert differences(trained(Run(alone_in_ddp=True), 1), trained(Run(), 1)) == []
 
 
 def test_without_the_flag_they_differ(trained: Train) -> None:
