@@ -3,20 +3,27 @@
 NOTE [ the reduction tree ]
 1. *Nodes.* A node is the range of the indices of its micro-batches. The root is ``range(count)``, the children of a
    node are its ``halves``. So the tree depends on the number of micro-batches alone.
-2. *On ranks.* A rank has whole subtrees (``deal_subtrees``). All nodes of a level have equal lengths up to one. On 2^m
-   ranks, each therefore has one subtree, a node of level m. On other numbers of ranks the longest nodes are dealt out
-   first, and those that are too long for any rank are halved.
+2. *On ranks.* A rank has whole subtrees (``deal_subtrees``): the tree is cut into as many nodes as there are ranks, and
+   the longest goes to the rank with the fewest micro-batches, or is halved if it is too long for it. All nodes of a
+   level have equal lengths up to one. On 2^m ranks, each therefore has one subtree, a node of level m. On others a rank
+   has at most ``MAX_SUBTREES``. Where even shares of micro-batches need more of them, the largest share is as much
+   larger as it takes.
 3. *Sums at once.* The subtrees of a rank are in order of falling length. A rank that adds up k micro-batches one by one
    in that order holds at most floor(log2(k)) + 1 sums, the latest gradient included.
 """
 
+from bisect import insort
 from collections.abc import Callable, Sequence
 from functools import cache
+from heapq import heappop, heappush
 from itertools import chain
+from math import ceil
 from typing import TypeVar
 
 Subtrees = Sequence[Sequence[range]]
 """For every rank the nodes that it adds up by itself, in the order of its micro-batches."""
+MAX_SUBTREES = 3
+"""Of a rank. With s of them a step sends (s + 1) / 2 times the bytes of an all-reduce."""
 T = TypeVar("T")
 
 
@@ -40,30 +47,54 @@ def parent(node: range, count: int) -> range | None:
 
 @cache
 def deal_subtrees(count: int, num_ranks: int) -> Subtrees:
-    """The tree of ``count`` leaves in whole subtrees, of which no two on a rank have the same parent.
-
-    The ranks' shares differ by at most one: rule 2 of NOTE [ the reduction tree ].
-    """
-    share, num_larger = divmod(count, num_ranks)
-    missing = [share + (rank < num_larger) for rank in range(num_ranks)]
-    dealt: list[list[range]] = [[] for _ in missing]
-    level = [range(count)] if count else []
-    while level:
-        too_long = []
-        for node in sorted(level, key=len, reverse=True):
-            rank = max(range(num_ranks), key=lambda rank: (missing[rank] == len(node), missing[rank]))
-            if missing[rank] < len(node):
-                too_long.append(node)
-            else:
-                dealt[rank].append(node)
-                missing[rank] -= len(node)
-        level = [half for node in too_long for half in halves(node)]
+    """The tree of ``count`` leaves in whole subtrees: rule 2 of NOTE [ the reduction tree ]."""
+    room = ceil(count / num_ranks)
+    while (dealt := _deal_with_room(room, count, num_ranks)) is None:
+        room += 1
     return dealt
+
+
+def _deal_with_room(room: int, count: int, num_ranks: int) -> Subtrees | None:
+    """With at most ``room`` leaves on a rank; ``None`` where that is too few."""
+    dealt: list[list[range]] = [[] for _ in range(num_ranks)]
+    ranks = [(0, rank) for rank in range(num_ranks)]  # a heap: those that may have more, fewest leaves first
+    nodes = _cut(count, num_ranks)
+    while nodes:
+        node = nodes.pop(0)
+        if ranks and ranks[0][0] + len(node) <= room:
+            num_leaves, rank = heappop(ranks)
+            dealt[rank].append(node)
+            if len(dealt[rank]) < MAX_SUBTREES:
+                heappush(ranks, (num_leaves + len(node), rank))
+        elif len(node) > 1:
+            _insert_halves(nodes, node)
+        else:
+            return None
+    return dealt
+
+
+def _cut(count: int, num_nodes: int) -> list[range]:
+    """The tree of ``count`` leaves in ``num_nodes`` nodes, or in its leaves if these are fewer; longest first."""
+    nodes = [range(count)] if count else []
+    while len(nodes) < min(count, num_nodes):
+        _insert_halves(nodes, nodes.pop(0))
+    return nodes
+
+
+def _insert_halves(nodes: list[range], node: range) -> None:
+    """In the order of ``nodes``: longest first, then by index."""
+    for half in halves(node):
+        insort(nodes, half, key=lambda node: (-len(node), node.start))
 
 
 def count_leaves(subtrees: Subtrees) -> int:
     """Of all ranks."""
     return sum(map(len, chain.from_iterable(subtrees)))
+
+
+def largest_share(subtrees: Subtrees) -> int:
+    """The leaves of the rank with most."""
+    return max(sum(map(len, own)) for own in subtrees)
 
 
 def join(sums: dict[range, T], node: range, value: T, count: int, add: Callable[[T, T], T]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.reduction_tree import Subtrees, deal_subtrees
+from memsave_recipes.reduction_tree import Subtrees, deal_subtrees, largest_share
 
 MAX_LISTED = 16
 """Micro-batches that ``BatchLayout.describe`` lists one by one."""
@@ -154,6 +154,11 @@ class IndexedLayout(BatchLayout):
     def num_micro_batches(self) -> int:
         """Of a full step, over all ranks."""
         return ceil(self.global_batch_size / self.micro_batch_size)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of the rank with most in a full step; padding makes up for those that others lack."""
+        return largest_share(self.subtrees(self.global_batch_size))
 
     def subtrees(self, num_samples: int) -> Subtrees:
         """Of a step's micro-batches, for every rank."""

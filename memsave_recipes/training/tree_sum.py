@@ -8,7 +8,7 @@ NOTE [ the tree of sums ]
 3. *Between ranks.* The last backward of a step calls ``_Exchange.send`` for each bucket of DDP. A rank owns a slice of
    the bucket: it receives that slice of every subtree of every rank, adds them by the tree, and sends the sum back. The
    libraries between ranks (gloo, NCCL) only copy, and round nothing. With s subtrees a rank these are (s + 1) / 2 times
-   the bytes of a ring all-reduce; on 2^m ranks s is 1.
+   the bytes of a ring all-reduce, so twice at most (``MAX_SUBTREES``); on 2^m ranks s is 1.
 4. *Order of collectives.* The sums of a bucket are made when the next one is ready, in the one thread that runs the
    hooks of DDP, in the order of its buckets; that is the same on all ranks. Two buckets are under way at most.
 5. *Not divided.* DDP leaves the division by the number of ranks to the hook. It is not exact for 3, and there is none.
@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from memsave_recipes.reduction_tree import Subtrees, count_leaves, join
+from memsave_recipes.reduction_tree import Subtrees, count_leaves, join, largest_share
 from memsave_recipes.text import MIB, format_bytes
 from memsave_recipes.training.batch_layout import IndexedLayout
 
@@ -78,8 +78,8 @@ class TreeSum:
         nodes = [range(index, index + 1) for index in chain.from_iterable(subtrees[rank])]
         if sums is not None:
             nodes = [subtrees[rank][-1]]
-        elif len(nodes) < max(sum(map(len, own)) for own in subtrees):
-            nodes.append(PADDING)
+        else:
+            nodes += [PADDING] * (largest_share(subtrees) - len(nodes))
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._count, self._nodes, self._sums = count_leaves(subtrees), iter(nodes), dict(sums or {})
         self._exchange = None
@@ -94,7 +94,8 @@ class TreeSum:
         gradients: Gradients = {one: _alone(one.grad) for one in self._parameters if one.grad is not None}
         for parameter in gradients:
             parameter.grad = None
-        join(self._sums, next(self._nodes), gradients, self._count, _add_gradients)
+        if (node := next(self._nodes)) != PADDING:
+            join(self._sums, node, gradients, self._count, _add_gradients)
 
     def finish(self) -> None:
         """After the last backward: leave the gradient of the global batch on the parameters."""
@@ -291,14 +292,13 @@ def most_sums(layout: IndexedLayout) -> tuple[int, bool]:
         The most of them; and whether no rank has as many beside another gradient than the one that DDP's buckets take.
     """
     of_ranks = []
-    subtrees = layout.subtrees(layout.global_batch_size)
-    for own in subtrees:
+    for indices in layout.indices(layout.global_batch_size):
         sums: dict[range, None] = {}
-        held = [0]
-        for index in chain.from_iterable(own):
-            join(sums, range(index, index + 1), None, count_leaves(subtrees), lambda left, right: None)
+        held = []
+        for index in indices:
             held.append(len(sums))
-        held = held[: layout.accumulation_steps]
+            if index is not None:
+                join(sums, range(index, index + 1), None, layout.num_micro_batches, lambda left, right: None)
         of_ranks.append((max(held), max(held) in held[:-1]))
     most, beside_others = max(of_ranks)
     return most, not beside_others
