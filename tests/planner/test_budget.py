@@ -143,7 +143,8 @@ def test_every_budget_leaves_gradients_buffers_and_random_numbers_as_they_are(co
 
 
 def test_tighter_budgets_never_add_less_time(costed):
-    added = [forecast(costed.measurement, budget, costed.static).added_s for budget in costed.budgets()]
+    """With the noise of the measured times, as the solver counts it."""
+    added = [forecast(costed.measurement, budget, costed.static).surely_added_s for budget in costed.budgets()]
     assert added == sorted(added, reverse=True)
 
 
