@@ -24,7 +24,7 @@ NOTE [ the tree of sums ]
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from math import fsum, isfinite
+from math import ceil, fsum, isfinite
 from typing import Any
 from weakref import WeakSet
 
@@ -312,16 +312,22 @@ def most_subtrees(layout: IndexedLayout) -> int:
 def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout) -> tuple[int, int]:
     """The most that buckets under way between the ranks take besides DDP's own buffers: in a backward, and after it.
 
-    The last bucket is ready when the backward has ended; no subtree is then anywhere else, and of the gradients that it
-    was filled with only the last one is still there, at most the largest.
+    A rank receives its slice of all subtrees. What it sends takes the place of the sums that it is laid out from, but
+    for what is in the bucket itself, which on ranks with padding is none. The last bucket is ready when the backward
+    has ended; no subtree is then anywhere else, and of the gradients that it was filled with only the last one is still
+    there, at most the largest.
     """
     if layout.num_processes == 1 or not parameters:
         return 0, 0
     indices, _ = _compute_bucket_assignment_by_size(list(reversed(parameters)), BUCKET_LIMITS)
     sizes = [sum(parameters[-1 - index].nbytes for index in bucket) for bucket in indices]
-    copies = 2 * most_subtrees(layout) - 1  # what is sent, but for the bucket itself, and what is received
-    *earlier, last = (before + copies * size for before, size in pairwise([0, *sizes]))
-    return max(earlier, default=0), last + max(parameters[-1 - index].nbytes for index in indices[-1])
+    subtrees = layout.subtrees(layout.global_batch_size)
+    received = sum(map(len, subtrees)) / layout.num_processes
+    sent = max(len(own) - (sum(map(len, own)) >= layout.forwards_per_step) for own in subtrees)
+    *earlier, (before_last, last) = pairwise([0, *sizes])
+    in_backward = max((before + received * size for before, size in earlier), default=0)
+    after_it = before_last + (received + sent) * last + max(parameters[-1 - index].nbytes for index in indices[-1])
+    return ceil(in_backward), ceil(after_it)
 
 
 def describe_cost(model: nn.Module, layout: IndexedLayout) -> str:

@@ -168,17 +168,23 @@ def test_the_memory_is_predicted(train, size, num_sums):
     assert memory["breakdown"]["gradients_gib"] > num_sums * memory["breakdown"]["parameters_gib"]
 
 
-@pytest.mark.parametrize("global_batch_size", ["8", pytest.param("12", marks=pytest.mark.slow)])
-def test_the_memory_of_two_ranks_is_predicted(tmp_path, global_batch_size):
-    """Of 2 and 3 micro-batches a rank: the sums, or the last bucket under way between them, decide.
+SLOW_BATCHES = [(2, "12"), (3, "16"), (3, "48")]  # of 3 ranks two subtrees each, and three
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "global_batch_size"), [(2, "8"), *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW_BATCHES)]
+)
+def test_the_memory_of_ranks_is_predicted(tmp_path, num_ranks, global_batch_size):
+    """Of 2 to 8 micro-batches a rank: the sums, or the last bucket under way between them, decide.
 
     What a thread of gloo lets go last leaves no event, so a reading may be too high by as much as a small bucket.
     """
     sizes = ["--model_type", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=192", "--vocab_size", "512"]
     batch = ["--block_size", "32", "--global_batch_size", global_batch_size, "--max_steps", "2", "--loss", "full"]
     budget = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"]
+    options = {"num_ranks": num_ranks, "common": sizes}
     code, output = end_of(
-        launch("language_modeling", "cpu_ddp", *batch, *BITS, "2", *budget, folder=tmp_path, common=sizes)
+        launch("language_modeling", "cpu_ddp", *batch, *BITS, "2", *budget, folder=tmp_path, **options)
     )
     assert code == 0, output
     memory = json.loads((tmp_path / "results.json").read_text())["memory"]
