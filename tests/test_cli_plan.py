@@ -57,6 +57,17 @@ def test_what_the_flags_leave_open_is_searched(tmp_path: Path, capsys: pytest.Ca
     assert "--memory_budget_gib" not in words
 
 
+def test_what_a_bitwise_topology_holds_and_sends_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 24 micro-batches on 3 ranks one has three subtrees."""
+    flags = ["--bitwise_topology", "--micro_batch_size", "1", "--global_batch_size", "24"]
+    devices = ["--target", "a100", "--num_processes", "3", "--activation_checkpointing", "none"]
+    page = tmp_path / "plan.html"
+    assert main(["plan", *LANGUAGE, *flags, *devices, "--memory_budget_gib", "1", "--html", str(page)]) == 0
+    line = "at most 4 x 292 KiB of gradients at once besides DDP's, 2 x the bytes of an all-reduce between the ranks"
+    assert f"bitwise topology: {line}\n" in capsys.readouterr().out
+    assert "2 x the bytes of an all-reduce between the ranks" in page.read_text()
+
+
 def test_what_the_flags_say_is_kept(tmp_path: Path) -> None:
     words = ["plan", *SMALL, "--micro_batch_size=2", "--activation_checkpointing", "full", "--memory_budget_gib", "2"]
     found = planned([*words, "--target", "cpu", "--num_processes", "2", "--mixed_precision", "bf16"], tmp_path)

@@ -90,10 +90,11 @@ def _plan(arguments: argparse.Namespace) -> None:
         check_plan_file(request)
         write_text("--plan", arguments.plan, choice.chosen.forecast.plan.to_json())
     line = launch_line(request, choice.chosen, arguments.plan)
+    remarks = request.remarks_on(choice.chosen)
     if str(arguments.json) != STDOUT:
         is_cut = not arguments.all and len(best_rows(choice)) < len(choice.candidates)
-        remarks = [*request.remarks, *(["--all shows every candidate"] if is_cut else [])]
-        show_choice(choice, all_rows=arguments.all, remarks=remarks)
+        more = ["--all shows every candidate"] if is_cut else []
+        show_choice(choice, all_rows=arguments.all, remarks=[*remarks, *more])
         if largest is not None:
             print(f"\nthe largest --{arguments.largest} that fits: {largest:,}")
         print(f"\n{line}")
@@ -103,7 +104,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         record = record_of(request, points, chosen=choice.candidates.index(choice.chosen), launch=line, **found)
         write_text("--json", arguments.json, to_json(record))
     if arguments.html:
-        page = plan_page(request.title, request.remarks, points, choice.chosen, line)
+        page = plan_page(request.title, remarks, points, choice.chosen, line)
         write_text("--html", arguments.html, page)
 
 

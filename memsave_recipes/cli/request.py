@@ -33,8 +33,9 @@ from memsave_recipes.planner.task import (
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.text import GIB, to_gib
 from memsave_recipes.training.arguments import AUTO, MAX_GIB, PER_STEP
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.parsing import named_flags, underscored
+from memsave_recipes.training.tree_sum import describe_cost
 
 PROGRESS_BAR_DELAY_S = 5
 DATA_SHEET_SECONDS = (
@@ -109,6 +110,13 @@ class PlanRequest:
             *(f"assumed: {assumption}" for assumption in self.task.assumed),
             *([CPU_SECONDS] if target.device_type == "cpu" else [DATA_SHEET_SECONDS, no_figure]),
         ]
+
+    def remarks_on(self, candidate: Candidate) -> list[str]:
+        """``remarks``, and what a step of ``candidate`` holds and sends for the sums of ``--bitwise_topology``."""
+        if not isinstance(candidate.layout, IndexedLayout):
+            return self.remarks
+        model = fake_planned_model(self.task, self.launch.target)
+        return [*self.remarks, describe_cost(model, candidate.layout)]
 
     def _remarks_on_shards(self) -> list[str]:
         groups = shard_groups(self.task, self.launch)
