@@ -47,7 +47,10 @@ def parent(node: range, count: int) -> range | None:
 
 @cache
 def deal_subtrees(count: int, num_ranks: int) -> Subtrees:
-    """The tree of ``count`` leaves in whole subtrees: rule 2 of NOTE [ the reduction tree ]."""
+    """The tree of ``count`` leaves in whole subtrees, of which no two on a rank have the same parent.
+
+    Rule 2 of NOTE [ the reduction tree ].
+    """
     room = ceil(count / num_ranks)
     while (dealt := _deal_with_room(room, count, num_ranks)) is None:
         room += 1
