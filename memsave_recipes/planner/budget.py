@@ -193,7 +193,7 @@ def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: In
     all_bytes = sum(parameter.nbytes for parameter in trained)
     ends_in_buckets = static.buckets_bytes > 0 and only_beside_the_last
     sums_bytes, own_bytes = num_sums * all_bytes, 0 if ends_in_buckets else all_bytes
-    in_backward, after_it = exchange_bytes(trained, layout)
+    in_backward, after_it = exchange_bytes(trained, layout, num_sums)
     return replace(
         static,
         sums_bytes=sums_bytes,
@@ -211,7 +211,7 @@ def _in_lockstep(static: StaticMemory, trained: list[nn.Parameter], layout: Lock
     """
     earlier = most_subtrees(layout) - 1 if static.buckets_bytes else 0
     sums_bytes = earlier * sum(parameter.nbytes for parameter in trained)
-    in_backward, after_it = exchange_bytes(trained, layout)
+    in_backward, after_it = exchange_bytes(trained, layout, earlier)
     return replace(
         static,
         sums_bytes=sums_bytes,

@@ -23,7 +23,7 @@ NOTE [ the tree of sums ]
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import ceil, fsum, isfinite
 from typing import Any
 from weakref import WeakSet
@@ -309,13 +309,16 @@ def most_subtrees(layout: IndexedLayout) -> int:
     return max(map(len, layout.subtrees(layout.global_batch_size)))
 
 
-def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout) -> tuple[int, int]:
+def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout, num_sums: int) -> tuple[int, int]:
     """The most that buckets under way between the ranks take besides DDP's own buffers: in a backward, and after it.
 
-    A rank receives its slice of all subtrees. What it sends takes the place of the sums that it is laid out from, but
-    for what is in the bucket itself, which on ranks with padding is none. The last bucket is ready when the backward
-    has ended; no subtree is then anywhere else, and of the gradients that it was filled with only the last one is still
-    there, at most the largest.
+    A rank receives its slice of all subtrees. What it sends is in new memory, but for what is in the bucket itself; on
+    ranks with padding that is nothing. The sums that it is made from are given back, bucket by bucket. The last bucket
+    is ready when the backward has ended: no sum is then anywhere else, and of the gradients that it was filled with
+    only the last one is still there, at most the largest.
+
+    Args:
+        num_sums: that the ranks hold, at most, beside the last gradient.
     """
     if layout.num_processes == 1 or not parameters:
         return 0, 0
@@ -325,7 +328,9 @@ def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout) -> tuple
     received = sum(map(len, subtrees)) / layout.num_processes
     sent = max(len(own) - (sum(map(len, own)) >= layout.forwards_per_step) for own in subtrees)
     *earlier, (before_last, last) = pairwise([0, *sizes])
-    in_backward = max((before + received * size for before, size in earlier), default=0)
+    in_backward = 0.0
+    for (before, size), given_back in zip(earlier, accumulate(sizes), strict=False):
+        in_backward = max(in_backward, before + (received + sent) * size - num_sums * given_back)
     after_it = before_last + (received + sent) * last + max(parameters[-1 - index].nbytes for index in indices[-1])
     return ceil(in_backward), ceil(after_it)
 
