@@ -30,7 +30,7 @@ from transformers import (
 from memsave_recipes.models.image_classifiers import MODELS
 
 sys.path.append(str(Path(__file__).parent))
-pytest_plugins = ["nursery", "finished_runs"]
+pytest_plugins = ["nursery", "finished_runs", "cuda_devices"]
 
 
 @dataclass

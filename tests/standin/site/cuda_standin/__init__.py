@@ -1,0 +1,1 @@
+"""CUDA devices whose memory is the host's, for a torch that was built without CUDA: ``../../README.md``."""

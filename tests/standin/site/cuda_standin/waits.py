@@ -1,0 +1,45 @@
+"""What the host waits for, with the lines that cause it.
+
+``STANDIN_WAITS=FOLDER`` writes a file a process there when it ends; ``since`` gives the waits of a part of a run.
+"""
+
+import atexit
+import collections
+import ctypes
+import json
+import os
+import traceback
+from pathlib import Path
+
+FOLDER = os.environ.get("STANDIN_WAITS")
+HERE = str(Path(__file__).parent)
+waits: collections.Counter[tuple[str, str]] = collections.Counter()
+"""By what was done and the line that did it, such as ``("item", "recipe.py:30 main < ...")``."""
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+def _note(kind: bytes) -> None:
+    waits[kind.decode(), _callers()] += 1
+
+
+def _callers() -> str:
+    """The innermost line of the checkout and, where another library waited for it, the innermost of all."""
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(HERE)]
+    ours = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    named = [*ours[-1:], *frames[-1:]]
+    lines = [f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}" for frame in named]
+    return " <- ".join(dict.fromkeys(lines)) or "autograd"  # whose own thread has no line of Python
+
+
+def _write() -> None:
+    assert FOLDER
+    Path(FOLDER).mkdir(parents=True, exist_ok=True)
+    rows = [{"kind": kind, "where": where, "count": count} for (kind, where), count in waits.most_common()]
+    (Path(FOLDER) / f"{os.getpid()}.json").write_text(json.dumps(rows, indent=1))
+
+
+def install(library: ctypes.CDLL) -> None:
+    """Count waits from now on, where a folder for them is named."""
+    if FOLDER:
+        library.standin_on_wait(_note)
+        atexit.register(_write)
