@@ -296,8 +296,9 @@ class MemoryWatch:
         device = read_device_memory(self.accelerator.device)
         reset_peaks(self.accelerator.device)
         window = {name.removesuffix("_bytes"): value for name, value in vars(device).items()}
-        for name in window.keys() - set(COUNTS):
-            self._keep_largest(name, window[name])
+        for name, value in window.items():  # in one order on all ranks, which gather them by place
+            if name not in COUNTS:
+                self._keep_largest(name, value)
         return window
 
     def _keep_largest(self, name: str, num_bytes: int) -> None:

@@ -36,6 +36,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -126,6 +127,8 @@ def start_accelerator(*, collective_timeout_s: float = 30 * 60.0, **kwargs: Any)
         )
     if on_cpu:
         atexit.register(drain_gloo)
+    # Accelerate 1.15 gathers on GPUs under a name that torch 2.13 calls old, in a line from each rank.
+    warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
     if not accelerator.is_main_process or not sys.stderr.isatty():
         disable_progress_bar()  # of transformers, which would draw it into a log file, and once a rank
     return accelerator
@@ -287,11 +290,11 @@ def fix_buckets(model: DistributedDataParallel) -> None:
     inner = model.module
     own = vars(inner).get("forward")
     parts = [parameter.sum() for parameter in inner.parameters() if parameter.requires_grad]
-    inner.forward = lambda: sum(parts)
+    inner.forward = lambda _: sum(parts)
     try:
-        model().backward()
+        model(None).backward()  # an argument, since DDP with `device_ids` takes the first of those it has moved
         with model.no_sync():
-            model()
+            model(None)
     finally:
         if own is None:
             del inner.forward

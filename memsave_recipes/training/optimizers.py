@@ -448,6 +448,8 @@ def describe_not_finite(order: SampleOrder, step: int, loss: float, grad_norm: f
 
 def gather_figures(accelerator: Accelerator, figures: Mapping[Any, float]) -> dict[Any, list[float]]:
     """Every figure of every rank, in one collective; all ranks must have the same. Whole numbers are exact to 2^53."""
+    if not figures:
+        return {}  # Accelerate cannot gather a tensor without elements on GPUs
     device = accelerator.device if accelerator.num_processes > 1 else "cpu"
     values = torch.tensor([list(figures.values())], dtype=torch.float64, device=device)
     return dict(zip(figures, accelerator.gather(values).T.tolist(), strict=True))

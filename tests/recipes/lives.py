@@ -24,7 +24,13 @@ FLAGS = {"image_classification": IMAGES, "language_modeling": TEXT, "text_classi
 MEASURED = ("perf/", "memory/", "result/perf", "result/memory")  # by the clock, or by the life
 
 
-def launch(recipe, config, *flags, folder, precision="no", num_ranks=None, common=None):
+def environment_of(**variables):
+    """The environment of a process that imports this checkout, before what is on its path already."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def launch(recipe, config, *flags, folder, precision="no", num_ranks=None, common=None, environment=None):
     """``accelerate launch`` as people type it, with a process group of its own; ``common`` in place of ``FLAGS``."""
     command = [Path(sys.executable).with_name("accelerate"), "launch"]
     command += ["--config_file", ROOT / "accelerate_configs" / f"{config}.yaml", "--mixed_precision", precision]
@@ -34,7 +40,7 @@ def launch(recipe, config, *flags, folder, precision="no", num_ranks=None, commo
     return subprocess.Popen(
         [str(word) for word in [*command, ROOT / "recipes" / f"{recipe}.py", *words]],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment or environment_of(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

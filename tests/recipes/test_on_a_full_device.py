@@ -1,0 +1,41 @@
+"""On a device of 20 MiB, which only a stand-in has: what does not fit says so, and what is chosen for it fits.
+
+STANDIN_GIB=0.02, set by ``make test-standin``.
+"""
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from memsave_recipes.run.failures import OUT_OF_MEMORY, run_recipe
+
+MIB = 2**20
+TOTAL = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+pytestmark = pytest.mark.skipif(not 0 < TOTAL < 64 * MIB, reason="needs a device with less than 64 MiB")
+RECIPE = "language_modeling"
+LAYERS = "num_hidden_layers=8,num_attention_heads=2,num_key_value_heads=1,hidden_size=64,intermediate_size=256"
+LARGE = ["--model_type", "llama", "--config_overrides", LAYERS, "--vocab_size", "512", "--block_size", "256"]
+LARGE += ["--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
+
+
+def end_of(recipe, folder, *flags):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(SystemExit) as end:
+        run_recipe(lambda: recipe.main([*LARGE, *flags, "--report_to", "none", "--output_dir", str(folder)]))
+    return end.value.code
+
+
+def test_a_run_that_does_not_fit_ends_with_its_page(recipe, tmp_path, capsys):
+    assert end_of(recipe, tmp_path / "run", "--micro_batch_size", "16") == OUT_OF_MEMORY
+    page = capsys.readouterr().err
+    assert "out of memory" in page
+    assert "predicted to fit" in page
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", "4"])
+def test_a_plan_for_the_device_fits(train, micro_batch):
+    budget = ["--activation_checkpointing", "budget", "--micro_batch_size", micro_batch]
+    results = train(*LARGE, *budget)
+    memory = results["memory"]
+    assert memory["prediction_error_pct"] >= 0
+    assert memory["peak_allocated_gib"] * 2**30 <= TOTAL

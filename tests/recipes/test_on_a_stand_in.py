@@ -1,0 +1,127 @@
+"""Through real `accelerate launch` on two stand-ins for CUDA devices: all recipes train, are killed and go on.
+
+Accelerate, DDP and FSDP2 go other ways on CUDA devices than on the CPU; ``tests/standin/README.md`` says what shows.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from lives import FLAGS, ROOT, end_of, launch, rows_of, wait_for_checkpoint
+from safetensors.torch import load_file
+
+NO_DROPOUT = {
+    "image_classification": "",
+    "language_modeling": ",resid_pdrop=0.0,embd_pdrop=0.0,attn_pdrop=0.0",
+    "text_classification": ",hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0",
+}
+TOLERANCE = 1e-5  # as between ranks and micro-batches in float32: test_topologies.py
+SAVED = ["--save_every", "4", "--resume"]  # step 4 ends a logging window, too
+
+
+def flags_of(recipe):
+    flags = [*FLAGS[recipe], "--optimizer", "sgd", "--learning_rate", "0.05"]
+    at = flags.index("--config_overrides") + 1
+    flags[at] += NO_DROPOUT[recipe]
+    return flags
+
+
+def train_here(recipe, folder):
+    """On one rank of the CPU, in this process."""
+    specification = importlib.util.spec_from_file_location(recipe, ROOT / "recipes" / f"{recipe}.py")
+    module = sys.modules[recipe] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        module.main([*flags_of(recipe), "--report_to", "none", "--output_dir", str(folder)])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    del sys.modules[recipe]
+
+
+def assert_the_same_training(folder, expected):
+    memory = json.loads((folder / "results.json").read_text())["memory"]
+    assert 0 < memory["peak_allocated_gib"] <= memory["peak_reserved_gib"] < memory["device_used_gib"]
+    for key in ("train/loss", "eval/loss"):
+        losses, others = ([row[key] for row in rows_of(run) if key in row] for run in (folder, expected))
+        assert losses == pytest.approx(others, rel=TOLERANCE)
+    weights, others = (load_file(run / "final" / "model.safetensors") for run in (folder, expected))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, others[name], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("recipe", FLAGS)
+def test_a_run_on_two_devices_that_is_killed_is_that_of_one_rank(recipe, on_devices, tmp_path):
+    options = {"folder": tmp_path / "two", "common": flags_of(recipe), "environment": on_devices(2)}
+    process = launch(recipe, "multi_gpu", *SAVED, **options)
+    train_here(recipe, tmp_path / "one")
+    wait_for_checkpoint(process, tmp_path / "two")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    code, output = end_of(launch(recipe, "multi_gpu", *SAVED, **options))
+    assert code == 0, output
+    assert "going on after" in output
+    assert "Warning" not in output
+    assert_the_same_training(tmp_path / "two", tmp_path / "one")
+
+
+def test_weights_in_shards_over_two_devices_train_as_on_one_rank(on_devices, tmp_path):
+    recipe = "language_modeling"
+    options = {"folder": tmp_path / "shards", "common": flags_of(recipe), "environment": on_devices(2)}
+    process = launch(recipe, "fsdp2", "--save_every", "4", **options)
+    train_here(recipe, tmp_path / "one")
+    code, output = end_of(process)
+    assert code == 0, output
+    assert_the_same_training(tmp_path / "shards", tmp_path / "one")
+
+
+def test_ddp_equals_accumulation_bit_for_bit(on_devices, tmp_path):
+    flags = ["--global_batch_size", "7", "--max_steps", "3"]
+    recipe = "ddp_equals_accumulation"
+    code, output = end_of(launch(recipe, "multi_gpu", folder=tmp_path, common=flags, environment=on_devices(2)))
+    assert code == 0, output
+    equivalence = json.loads((tmp_path / "results.json").read_text())["equivalence"]
+    assert equivalence["largest_difference_exact"] <= 1e-15
+    for loop in ("bitwise", "bitwise_GPT-2", "bitwise_VGG16-BN"):
+        assert equivalence[f"largest_difference_{loop}"] == 0
+
+
+def test_late_copies_of_activations_are_waited_for(on_devices, tmp_path):
+    plan = ["--activation_checkpointing", "full_offload", "--verify", "--max_steps", "2"]
+    words = [*FLAGS["language_modeling"], *plan, "--report_to", "none", "--output_dir", tmp_path]
+    done = subprocess.run(
+        [sys.executable, ROOT / "recipes" / "language_modeling.py", *map(str, words)],
+        env=on_devices(POISON=1),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "identical" in done.stdout
+
+
+# In a step of 4 micro-batches, with language modeling of 2. A line more is a step that became slower on every GPU.
+NORMALIZE = "copy from pageable memory: vision/augmentation.py <genexpr>"
+ALL_ONES = "item: recipes/text_classification.py logits_of_texts <- transformers/masking_utils.py "
+WAITS = {
+    "image_classification": {NORMALIZE: 8},
+    "language_modeling": {},
+    "text_classification": {f"{ALL_ONES}_ignore_bidirectional_mask_sdpa": 4},
+}
+
+
+def test_what_the_host_waits_for_in_a_step(on_devices, tmp_path):
+    program = ROOT / "tests" / "recipes" / "waits_of_a_step.py"
+    environment = on_devices(WAITS=tmp_path / "all")
+    done = subprocess.run(
+        [sys.executable, program, tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "waits.json").read_text()) == WAITS

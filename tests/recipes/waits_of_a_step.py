@@ -1,0 +1,55 @@
+"""``python waits_of_a_step.py FOLDER``: what the host waits for in the 4th step of each training recipe, as JSON.
+
+Run on a stand-in for CUDA with ``STANDIN_WAITS`` set. The step is neither measured nor logged nor saved.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from accelerate.state import AcceleratorState
+from cuda_standin.waits import waits
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(Path(__file__).parent), str(ROOT / "recipes")]
+
+import image_classification  # noqa: E402
+import language_modeling  # noqa: E402
+import text_classification  # noqa: E402
+from lives import FLAGS  # noqa: E402
+
+from memsave_recipes.run.run import Run  # noqa: E402
+
+RECIPES = (image_classification, language_modeling, text_classification)
+STEP = 4
+FEW = ["--max_steps", "5", "--logging_steps", "100", "--eval_steps", "100", "--micro_batch_size", "4"]
+found: dict[str, dict[str, int]] = {}
+
+
+def main(folder: Path) -> None:
+    steps = Run.steps
+    for recipe in RECIPES:
+        before: Counter[tuple[str, str]] = Counter()
+
+        def counted(run, before=before, name=recipe.__name__):
+            for number, batch in enumerate(steps(run), 1):
+                yield batch
+                if number == STEP - 1:
+                    before.update(waits)
+                if number == STEP:
+                    found[name] = {_describe(*wait): count for wait, count in (waits - before).items()}
+
+        Run.steps = counted
+        AcceleratorState._reset_state(reset_partial_state=True)
+        name = recipe.__name__
+        recipe.main([*FLAGS[name], *FEW, "--report_to", "none", "--output_dir", str(folder / name)])
+    (folder / "waits.json").write_text(json.dumps(found))
+
+
+def _describe(kind: str, where: str) -> str:
+    return f"{kind}: {re.sub(r':[0-9]+', '', where)}"  # lines move
+
+
+main(Path(sys.argv[1]))
