@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-all results results-run article site clean
+.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-standin test-all results results-run article site clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,14 @@ test-oldest: BIN := $(OLDEST)/bin
 test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (4 minutes on 2 cores)
 	$(PYTEST) -m 'not slow' tests/activations tests/estimation tests/models tests/profiling tests/test_losses.py \
 		tests/training/test_optimizers.py tests/recipes/test_verify.py
+
+# Its pytest, and every process that the tests start, see CUDA devices: tests/standin/README.md.
+ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not slow' --timeout 900
+test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++ (15 minutes on 2 cores)
+	$(ON_STANDIN) tests/standin tests/recipes tests/integrations tests/sharding tests/planner/test_on_a_device.py \
+		tests/activations/test_offload.py tests/activations/test_streaming.py tests/activations/test_tiles.py \
+		tests/models/test_varlen.py tests/profiling/test_breakdown.py tests/profiling/test_device_memory.py
+	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py
 
 test-all: install  ## the slow ones too, and those of the oldest versions
 	$(PYTEST)
