@@ -92,10 +92,15 @@ class Labels:
 
 @contextmanager
 def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
-    """The events of the block on all devices, in the order of time; they are in the list when the block has ended."""
+    """The events of the block on all devices, in the order of time; they are in the list when the block has ended.
+
+    The profiler's tree has no root on an accelerator: what is released there between two operations, as a variable of
+    Python is, is in the tree because the whole block is one event of the host.
+    """
     events: list[Event] = []
     with _only_errors_of_c10(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield events
+        with record_function("memsave block"):
+            yield events
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     found = _walk(roots, Use.ACTIVATIONS, labels.added if labels else [])
     events += [event for _, event in sorted(found, key=lambda timed: timed[0])]
