@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
-from memsave_recipes.activations.streaming import streamable_bytes
+from memsave_recipes.activations.streaming import streamable_bytes, streamed_parameters
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
 from memsave_recipes.planner.budget import Forecast, InShards, static_memory_in_shards
@@ -290,10 +290,12 @@ def needed_in_shards(
 ) -> dict[str, int]:
     """The bytes that a rank needs under ``full`` with ``--shard full``, over as few devices as suffice.
 
-    Nothing where too many would be, the model does not go with shards, or the chain has no gradients.
+    Nothing where too many would be, the model does not go with shards, as one with weights on the host or in 4 bits does
+    not, or the chain has no gradients.
     """
     joins_gradients = isinstance(candidate.layout, IndexedLayout) or has_global_batchnorm(model)
-    if joins_gradients or not candidate.static.gradients_stay:
+    whole = streamed_parameters(model) or not all(map(torch.is_floating_point, model.parameters()))
+    if joins_gradients or whole or not candidate.static.gradients_stay:
         return {}
     for count in DEVICES:
         try:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights
 from memsave_recipes.estimation.fake_step import rounded_up
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import (
@@ -33,6 +34,7 @@ from memsave_recipes.render.choice import fits_text, rival_lines, summarize
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import make_optimizer, state_bytes
+from tests.decoders import CopiesAtOnce, causal_model
 
 MODEL = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
 WEIGHTS = sum(parameter.nbytes for parameter in MODEL.parameters())
@@ -293,6 +295,28 @@ def test_sharding_is_over_as_few_devices_as_suffice():
     assert fewer_bytes < needed
     in_buckets = replace(whole, static=StaticMemory(gradients_stay=False))
     assert needed_in_shards(in_buckets, MODEL, optim) == {}
+
+
+def with_weights_on_the_host():
+    model = causal_model("llama").requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    stream_frozen_weights(model, WeightStream(torch.device("cpu"), CopiesAtOnce()))
+    return model
+
+
+def with_packed_weights():
+    model = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+    model[0].weight = nn.Parameter(torch.zeros(5000, 1, dtype=torch.uint8), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("make_model", [with_weights_on_the_host, with_packed_weights])
+def test_sharding_is_no_way_out_for_weights_that_it_refuses(make_model):
+    """Those on the host were once taken off the device's memory, in which they are not."""
+    whole = replace(candidate(budget=WEIGHTS + STATE), layout=BatchLayout.of(4, 4, 1))
+    line = budget_too_small(whole, make_model(), OptimizerArguments(), takes_adapters=False).one_line
+    assert "the smallest that works is" in line
+    assert "--shard" not in line
 
 
 def test_what_the_allocator_holds_besides_known_tensors_are_workspaces(monkeypatch):
