@@ -65,7 +65,7 @@ def choices(
     real: Real, measured: dict[int, Measurement], layouts: Sequence[BatchLayout], num_budgets: int
 ) -> list[Choice]:
     """What is chosen at each budget, from just above the least that works to what the largest plain step needs."""
-    static = partial(static_memory_of, real.task.optim, real.model)
+    static = partial(static_memory_of, real.task.optim, real.model, device_type=real.accelerator.device.type)
     space = partial(SearchSpace, strategy="budget:bitwise", static=static, plan_of=partial(plan_blocks, real.model))
     least = min(
         forecast.peak.total_bytes + forecast.reserve_bytes

@@ -28,7 +28,7 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import (
-    ALLOCATED,
+    WORKSPACES,
     Forecast,
     forecast,
     least_memory,
@@ -96,8 +96,7 @@ def predict(case: Case, device: str) -> tuple[Plan, int]:
         is_random = case.strategy == "random"
         plan = random_plan(workload.stacks, rng) if is_random else plan_blocks(model, case.strategy)
         found = Forecast(plan=plan, chain=static.added_to(measured.chain(offload=plan.offloads)))
-    overheads = overheads_of_target(launch.target, model)
-    return found.plan, found.peak.total_bytes + sum(overheads.get(name, 0) for name in ALLOCATED)
+    return found.plan, found.peak.total_bytes + overheads_of_target(launch.target).get(WORKSPACES, 0)
 
 
 def random_plan(stacks: Sequence[Sequence[str]], rng: random.Random) -> Plan:

@@ -36,6 +36,7 @@ from memsave_recipes.activations.blocks import CalledLayers, Layer, find_stacks
 from memsave_recipes.activations.offload import Copies, SideStream
 from memsave_recipes.activations.tiles import Caller
 from memsave_recipes.errors import InputError
+from memsave_recipes.plans.chain import allocated_bytes
 
 STREAMED = "_streamed"
 """Attribute of a layer whose frozen weights are streamed; a plan on top replaces its forward, and leaves this."""
@@ -204,10 +205,10 @@ def resident_tensors(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in on_host]
 
 
-def ahead_bytes(model: nn.Module) -> int:
-    """Of the weights that are copied ahead, at most; 0 where none are streamed."""
-    layers = _streamed_layers(model)
-    return max((sum(layer.module.get_parameter(name).nbytes for name in layer.names) for layer in layers), default=0)
+def ahead_bytes(model: nn.Module, *, on_cpu: bool) -> int:
+    """Of the weights that are copied ahead, at most, as the device counts them; 0 where none are streamed."""
+    copies = [[layer.module.get_parameter(name).nbytes for name in layer.names] for layer in _streamed_layers(model)]
+    return max((allocated_bytes(sizes, on_cpu=on_cpu) for sizes in copies), default=0)
 
 
 def host_bytes(model: nn.Module) -> int:

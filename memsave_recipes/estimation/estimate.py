@@ -130,7 +130,7 @@ class Estimator:
         self.autocast_dtype = autocast_dtype
         on_cpu = target.device_type == "cpu"
         workspaces = Workspaces() if on_cpu else CudaWorkspaces()
-        self._instruments = FakeInstruments(target.rates, workspaces, target.allocation_bytes, on_host=on_cpu)
+        self._instruments = FakeInstruments(target.rates, workspaces, on_cpu=on_cpu)
         self._kinds = cache(partial(kinds_of, model))
 
     def estimate(self, workload: Workload, plans: Sequence[Plan]) -> Measurement:

@@ -26,6 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.profiling.breakdown import Allocation, record_allocations
 from memsave_recipes.profiling.throughput import CONVOLUTIONS, FORMULAS_OF_ALL_THAT_RUNS
 from memsave_recipes.profiling.trace_events import Meter, Reading
@@ -229,8 +230,7 @@ class FakeInstruments:
 
     Args:
         workspaces: of the kernels; without them none has any.
-        allocation_bytes: every allocation is a multiple of these.
-        on_host: whether the memory that is read is the host's: states of the generator that checkpoints keep, and
+        on_cpu: whether the memory that is read is the host's: states of the generator that checkpoints keep, and
             numbers that autograd saves, are in no other.
         clock: runs while a step is read.
         known: operators of the model whose steps are read, which earlier readings may share.
@@ -238,8 +238,7 @@ class FakeInstruments:
 
     rates: Rates
     workspaces: KernelWorkspaces | None = None
-    allocation_bytes: int = 1
-    on_host: bool = False
+    on_cpu: bool = False
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     known: "KnownOperators" = field(default_factory=lambda: KnownOperators())
     repetitions: int = 0
@@ -247,7 +246,7 @@ class FakeInstruments:
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """Bytes of the tensors that are alive, above those at the first boundary, and seconds by the roofline."""
         operators = _Operators(self)
-        with operators, operators.seeing_random_states() if self.on_host else nullcontext():
+        with operators, operators.seeing_random_states() if self.on_cpu else nullcontext():
             step(operators)
         return operators.readings
 
@@ -297,7 +296,7 @@ class _Operators(TorchDispatchMode):
 
     def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable, out: Any) -> Any:
         """``out``, in the form that the kernel gives it, after its bytes and seconds are added."""
-        if self.instruments.on_host and _saves_number(func, args):
+        if self.instruments.on_cpu and _saves_number(func, args):
             self.live_bytes += NUMBER_BYTES
         taken = {id(storage) for storage in _storages((args, kwargs))}
         workspaces = self.instruments.workspaces
@@ -330,7 +329,7 @@ class _Operators(TorchDispatchMode):
             torch.get_rng_state = read
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        num_bytes = rounded_up(storage.nbytes(), self.instruments.allocation_bytes)
+        num_bytes = allocated_bytes([storage.nbytes()], on_cpu=self.instruments.on_cpu)
         self._counted_storages.add(storage)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

@@ -30,9 +30,6 @@ KERNEL_S = 3e-6
 """The least time of a CUDA kernel with the gap before the next one: an assumption, of the order that is measured for
 kernels that do nothing."""
 
-ALLOCATION_BYTES = 512
-"""CUDA's caching allocator rounds requests up to multiples of it (``kMinBlockSize``, CUDACachingAllocator.h)."""
-
 WORKSPACE_BYTES = (2 * 4096 + 8 * 16) * 1024
 HOPPER_WORKSPACE_BYTES = 32 * MIB
 """cuBLAS takes it from torch's allocator with the first product, for good: ``:4096:2:16:8`` of its documentation, and
@@ -56,7 +53,6 @@ class Target:
         host_bytes_per_s: between it and the host's memory, one way.
         memory_bytes: that it has.
         kernel_s: the least time of any kernel.
-        allocation_bytes: every allocation is a multiple of these.
         context_bytes: held by the driver besides torch's memory.
         cublas_workspace_bytes: allocated by the first matrix product, for good.
         has_flash_attention: whether torch's flash kernel runs on it: from Ampere on.
@@ -72,7 +68,6 @@ class Target:
     host_bytes_per_s: float
     memory_bytes: int
     kernel_s: float = 0.0
-    allocation_bytes: int = 1
     context_bytes: int = 0
     cublas_workspace_bytes: int = 0
     has_flash_attention: bool = True
@@ -221,7 +216,6 @@ def _from_sheet(word: str) -> Target:
         kernel_s=KERNEL_S,
         has_flash_attention=has_flash_attention,
         has_varlen_attention=has_flash_attention and not sheet.name.startswith("AMD"),
-        allocation_bytes=ALLOCATION_BYTES,
         context_bytes=CONTEXT_BYTES,
         cublas_workspace_bytes=HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES,
     )

@@ -44,6 +44,7 @@ from memsave_recipes.planner.make_plan import (
     torch_optimizer,
 )
 from memsave_recipes.plans import BUDGET_WORDS, Plan
+from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak, storages_of
@@ -340,7 +341,8 @@ class PlannedTraining:
 
     def _static(self) -> StaticMemory:
         """Under DDP the gradients live in its buckets; ``static_memory_of`` has the same rule for recipes."""
-        trained_bytes = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+        trained = (parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+        trained_bytes = allocated_bytes(trained, on_cpu=self.device.type == "cpu")
         buckets_bytes = trained_bytes if self.ranks.number > 1 else 0
         return replace(
             static_of(self.optimizer),

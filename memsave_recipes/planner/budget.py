@@ -8,7 +8,7 @@ one ratio, and twice with offloading, which sets memory aside.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,7 +25,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
 from memsave_recipes.models.packed_attention import attends_by_document
 from memsave_recipes.plans import BUDGET_WORDS, Action, Plan, plan_for
-from memsave_recipes.plans.chain import Chain
+from memsave_recipes.plans.chain import Chain, allocated_bytes
 from memsave_recipes.plans.plan import (
     MLP_TILE_TOKENS,
     OFFLOADING_STRATEGIES,
@@ -38,7 +38,7 @@ from memsave_recipes.plans.shards import Shards, communication_s, peak_in_shards
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
-from memsave_recipes.sharding.units import largest_shards, shards_bytes
+from memsave_recipes.sharding.units import largest_shards
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
 from memsave_recipes.training.optimizers import (
@@ -50,11 +50,8 @@ from memsave_recipes.training.optimizers import (
 )
 from memsave_recipes.training.tree_sum import exchange_bytes, most_subtrees, most_sums
 
-WORKSPACES, ROUNDING = ALLOCATED = ("workspaces", "rounding")
-"""Those of the overheads that torch counts as allocated."""
-
-MOST_STATES = 5
-"""Tensors of an optimizer's state for a parameter: 8-bit AdamW has four."""
+WORKSPACES = "workspaces"
+"""That one of the overheads that torch counts as allocated."""
 
 MULTIPLYING_THREADS = 2
 """The thread of the forward and that of autograd's backward: each has a cuBLAS handle, and torch has a workspace for
@@ -130,13 +127,16 @@ def static_memory_of(
     Raises:
         InputError: as ``parameters_by_optimizer``.
     """
+    on_cpu = device_type == "cpu"
     shares = parameters_by_optimizer(optim.update_rule, model)
     trained = [parameter for share in shares.values() for parameter in share]
     state = sum(
-        state_bytes(name, share, momentum=optim.momentum) + counters_bytes(name, len(share))
+        state_bytes(name, share, momentum=optim.momentum, on_cpu=on_cpu)
+        + counters_bytes(name, len(share), on_cpu=on_cpu)
         for name, share in shares.items()
     )
-    buckets = sum(parameter.nbytes for parameter in trained) if layout.num_processes > 1 else 0
+    gradients = _allocated_bytes(trained, on_cpu)
+    buckets = gradients if layout.num_processes > 1 else 0
     accumulates = layout.forwards_per_step > 1
     static = StaticMemory(
         state_bytes=state,
@@ -144,13 +144,13 @@ def static_memory_of(
         gradients_resident=accumulates,
         gradients_stay=not optim.optimizer_in_backward and not (buckets and not accumulates),
         optimizer_bytes=max(
-            clipping_bytes(trained),
-            *(update_bytes(name, share, on_cpu=device_type == "cpu") for name, share in shares.items()),
+            clipping_bytes(trained, on_cpu=on_cpu),
+            *(update_bytes(name, share, on_cpu=on_cpu) for name, share in shares.items()),
         ),
     )
     if isinstance(layout, LockstepLayout):
-        return _in_lockstep(static, trained, layout)
-    return _with_tree_sum(static, trained, layout) if isinstance(layout, IndexedLayout) else static
+        return _in_lockstep(static, trained, gradients, layout)
+    return _with_tree_sum(static, trained, gradients, layout) if isinstance(layout, IndexedLayout) else static
 
 
 def static_memory_in_shards(
@@ -164,33 +164,39 @@ def static_memory_in_shards(
     Raises:
         InputError: as ``parameters_by_optimizer``.
     """
-    weights = list(model.parameters())
+    on_cpu, weights = device_type == "cpu", list(model.parameters())
     shares = parameters_by_optimizer(optim.update_rule, model)
     trained = largest_shards([parameter for share in shares.values() for parameter in share], num_ranks)
-    decayed = trained if optim.update_rule == "sgd" and optim.weight_decay else []
+    gradients = _allocated_bytes(trained, on_cpu)
+    decayed = gradients if optim.update_rule == "sgd" and optim.weight_decay else 0
     state = sum(
-        state_bytes(name, share, momentum=optim.momentum, num_ranks=num_ranks) + counters_bytes(name, len(share))
+        state_bytes(name, share, momentum=optim.momentum, num_ranks=num_ranks, on_cpu=on_cpu)
+        + counters_bytes(name, len(share), on_cpu=on_cpu)
         for name, share in shares.items()
     )
-    update = max(
-        update_bytes(name, share, on_cpu=device_type == "cpu", num_ranks=num_ranks) for name, share in shares.items()
-    )
+    update = max(update_bytes(name, share, on_cpu=on_cpu, num_ranks=num_ranks) for name, share in shares.items())
     return StaticMemory(
         state_bytes=state,
-        sums_bytes=sum(shard.nbytes for shard in trained) if layout.accumulation_steps > 1 else 0,
-        optimizer_bytes=max(clipping_bytes(trained), update + sum(shard.nbytes for shard in decayed)),
-        elsewhere_bytes=sum(weight.nbytes for weight in weights) - shards_bytes(weights, num_ranks),
+        sums_bytes=gradients if layout.accumulation_steps > 1 else 0,
+        optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), update + decayed),
+        elsewhere_bytes=_allocated_bytes(weights, on_cpu)
+        - _allocated_bytes(largest_shards(weights, num_ranks), on_cpu),
     )
 
 
-def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: IndexedLayout) -> StaticMemory:
+def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:
+    return allocated_bytes((tensor.nbytes for tensor in tensors), on_cpu=on_cpu)
+
+
+def _with_tree_sum(
+    static: StaticMemory, trained: list[nn.Parameter], all_bytes: int, layout: IndexedLayout
+) -> StaticMemory:
     """The copies of gradients in NOTE [ the tree of sums ], of a full step.
 
     One micro-batch finds most sums of earlier ones, and its own gradient grows beside them: in DDP's buckets if it is
     the last one.
     """
     num_sums, only_beside_the_last = most_sums(layout)
-    all_bytes = sum(parameter.nbytes for parameter in trained)
     ends_in_buckets = static.buckets_bytes > 0 and only_beside_the_last
     sums_bytes, own_bytes = num_sums * all_bytes, 0 if ends_in_buckets else all_bytes
     in_backward, after_it = exchange_bytes(trained, layout, num_sums)
@@ -204,13 +210,15 @@ def _with_tree_sum(static: StaticMemory, trained: list[nn.Parameter], layout: In
     )
 
 
-def _in_lockstep(static: StaticMemory, trained: list[nn.Parameter], layout: LockstepLayout) -> StaticMemory:
+def _in_lockstep(
+    static: StaticMemory, trained: list[nn.Parameter], all_bytes: int, layout: LockstepLayout
+) -> StaticMemory:
     """The copies of gradients that are in no chain: one backward makes those of all subtrees of a rank.
 
     Under DDP the last one is made in its buckets, and the chain has none; without it the chain has all of them.
     """
     earlier = most_subtrees(layout) - 1 if static.buckets_bytes else 0
-    sums_bytes = earlier * sum(parameter.nbytes for parameter in trained)
+    sums_bytes = earlier * all_bytes
     in_backward, after_it = exchange_bytes(trained, layout, earlier)
     return replace(
         static,
@@ -235,21 +243,13 @@ def usable_host_bytes(device: torch.device) -> int | None:
     return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def overheads_of_target(target: Target, model: nn.Module) -> dict[str, int]:
-    """Bytes of a device besides the tensors, by purpose; of rounded allocations the most that there may be."""
+def overheads_of_target(target: Target) -> dict[str, int]:
+    """Bytes of a device besides the tensors, by purpose."""
     lines = {
         "CUDA context": target.context_bytes,
         WORKSPACES: MULTIPLYING_THREADS * target.cublas_workspace_bytes,
-        ROUNDING: (target.allocation_bytes - 1) * _most_tensors(model),
     }
     return {name: num_bytes for name, num_bytes in lines.items() if num_bytes}
-
-
-def _most_tensors(model: nn.Module) -> int:
-    """Parameters, buffers, and for each trained parameter a gradient and the optimizer's state, at most."""
-    parameters = list(model.parameters())
-    trained = sum(parameter.requires_grad for parameter in parameters)
-    return len(parameters) + len(list(model.buffers())) + (1 + MOST_STATES) * trained
 
 
 def overheads_of_device(device: torch.device) -> dict[str, int]:

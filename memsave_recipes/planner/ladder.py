@@ -346,7 +346,7 @@ class Setting:
             budget_bytes=self.budget_bytes,
             strategy=strategy,
             static=self._static,
-            overheads=overheads_of_target(self.launch.target, model),
+            overheads=overheads_of_target(self.launch.target),
             plan_of=partial(plan_blocks, model),
             in_shards=None if groups is None else partial(in_shards, self.task, self.launch, model, groups),
             reductions=self.task.run.reductions,
@@ -359,10 +359,10 @@ class Setting:
         return shard_groups(self.task, self.launch)
 
     def _static(self, layout: BatchLayout) -> StaticMemory:
-        optim, model = self.task.optim, self.estimates.model
+        optim, model, device_type = self.task.optim, self.estimates.model, self.launch.target.device_type
         if self.groups is None:
-            return static_memory_of(optim, model, layout)
-        return static_memory_in_shards(optim, model, layout, num_ranks=self.groups.size)
+            return static_memory_of(optim, model, layout, device_type=device_type)
+        return static_memory_in_shards(optim, model, layout, num_ranks=self.groups.size, device_type=device_type)
 
     def _plain_at(self, at: int, loss: str | None) -> Candidate:
         return self._plain_ways(at, loss)[0]

@@ -12,7 +12,7 @@ method is called on all of them. The recipes have ``memsave_recipes.distributed`
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adafactor, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
@@ -36,6 +36,7 @@ from memsave_recipes.planner.budget import (
 )
 from memsave_recipes.planner.trial_step import MAX_TRIALS, group_counts, step_bytes, with_smaller_ratio
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
+from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.simulate import Prediction
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
@@ -175,8 +176,9 @@ def make_plan(
         device=next(model.parameters()).device,
         stacks=stacks,
     )
-    trained_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    static = static or (static_of(optimizer) if optimizer else StaticMemory(state_bytes=2 * trained_bytes))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adamw = StaticMemory(state_bytes=_bytes(ASSUMED_COPIES * trained, workload.device))
+    static = static or (static_of(optimizer) if optimizer else adamw)
     return plan_step(workload, strategy, budget_gib=budget_gib, static=static, named=bool(names), predict=predict)
 
 
@@ -352,8 +354,8 @@ def loss_of(output: Any) -> Tensor:
 
 ASSUMED_COPIES = 2
 """Of a parameter, in the state of an optimizer that cannot step on the ``meta`` device: those of AdamW."""
-PLAIN = {"fused": False, "foreach": False, "capturable": False}
-"""Options of torch's optimizers that choose a kernel for a device, and change no state but a few bytes of counters."""
+PLAIN = {"fused": False, "foreach": False}
+"""Options of torch's optimizers that choose a kernel for a device, and change no state."""
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
@@ -366,19 +368,20 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 
 def state_bytes_of(optimizer: Optimizer) -> int:
     """The bytes of the state after a step; leaves the optimizer as it is."""
-    there = sum(_bytes(state) for state in optimizer.state.values())
+    there = sum(_bytes(state.values(), parameter.device) for parameter, state in optimizer.state.items())
     return there or sum(_bytes_to_come(optimizer, group, shape) for group, shape in _parameters(optimizer))
 
 
 def update_bytes_of(optimizer: Optimizer) -> int:
     """Temporaries of a step: a copy of all parameters where the device's update is neither fused nor by parameter.
 
-    That is what torch's documentation of ``foreach`` states, which is the default of its optimizers on CUDA.
+    That is what torch's documentation of ``foreach`` states, which is the default on CUDA but for Adafactor.
     """
+    by_parameter = (False, None) if isinstance(optimizer, Adafactor) else (False,)
     return sum(
-        parameter.nbytes
+        _bytes([parameter], parameter.device)
         for group, parameter in _parameters(optimizer)
-        if parameter.is_cuda and not group.get("fused") and group.get("foreach", False) is not False
+        if parameter.is_cuda and not group.get("fused") and group.get("foreach", False) not in by_parameter
     )
 
 
@@ -390,6 +393,8 @@ def _bytes_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
     alone = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))
     alone.grad = torch.empty_like(alone)
     options = {name: PLAIN.get(name, value) for name, value in group.items()}
+    if "capturable" in group:  # with either of them steps are counted where the parameter is
+        options["capturable"] = bool(group["capturable"] or group.get("fused"))
     twin = copy.copy(optimizer)
     vars(twin).update(
         state=defaultdict(dict),
@@ -401,8 +406,12 @@ def _bytes_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
     with suppress(Exception):  # a kernel of the device, after the state has been made
         type(optimizer).step(twin)  # not the instance's, which a schedule may have bound to the optimizer itself
         stepped = True
-    return _bytes(twin.state[alone]) if stepped or twin.state[alone] else ASSUMED_COPIES * parameter.nbytes
+    made = twin.state[alone].values() if stepped or twin.state[alone] else ASSUMED_COPIES * [alone]
+    return _bytes(made, parameter.device)
 
 
-def _bytes(state: dict[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+def _bytes(values: Iterable[Any], device: torch.device) -> int:
+    """Of those that are tensors, on ``device``: an accelerator has none of the host's."""
+    on_cpu = device.type == "cpu"
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return allocated_bytes((tensor.nbytes for tensor in tensors if on_cpu or not tensor.is_cpu), on_cpu=on_cpu)

@@ -101,7 +101,8 @@ class Setup:
 
     def state_bytes_of(self, optimizer: str, parameters: Iterable[Tensor]) -> int:
         """That of ``parameters``, all of which the optimizer steps."""
-        return state_bytes(optimizer, parameters, momentum=self.flags.get("momentum", 0))
+        momentum, on_cpu = self.flags.get("momentum", 0), self.device_type == "cpu"
+        return state_bytes(optimizer, parameters, momentum=momentum, on_cpu=on_cpu)
 
     @property
     def optimizer(self) -> str:
@@ -262,7 +263,7 @@ def budget_too_small(
     savings = [] if in_shards else beyond_the_plan(smallest, setup)  # of whole weights
     needed = {saving.flags: needed_with(saving, smallest, setup) for saving in savings}
     if optim.goes_in_shards and not in_shards and mixed_precision != "fp16":
-        needed |= needed_in_shards(smallest, model, optim, on_cpu=device_type == "cpu")
+        needed |= needed_in_shards(smallest, model, optim, device_type)
     helpful = sorted((size, flags) for flags, size in needed.items() if size < smallest.needed_bytes)
     listed = ", ".join(f"{flags} {gib_that_suffice(size)}" for size, flags in helpful)
     return InputError(
@@ -286,12 +287,12 @@ def beyond_the_plan(candidate: Candidate, setup: Setup) -> list[Saving]:
 
 
 def needed_in_shards(
-    candidate: Candidate, model: nn.Module, optim: OptimizerArguments, *, on_cpu: bool = False
+    candidate: Candidate, model: nn.Module, optim: OptimizerArguments, device_type: str = "cpu"
 ) -> dict[str, int]:
     """The bytes that a rank needs under ``full`` with ``--shard full``, over as few devices as suffice.
 
-    Nothing where too many would be, the model does not go with shards, as one with weights on the host or in 4 bits does
-    not, or the chain has no gradients.
+    Nothing where too many would be, the model does not go with shards (as one with weights on the host, or in 4 bits,
+    does not), or the chain has no gradients.
     """
     joins_gradients = isinstance(candidate.layout, IndexedLayout) or has_global_batchnorm(model)
     whole = streamed_parameters(model) or not all(map(torch.is_floating_point, model.parameters()))
@@ -299,7 +300,7 @@ def needed_in_shards(
         return {}
     for count in DEVICES:
         try:
-            one = _in_shards(candidate, model, optim, count, on_cpu=on_cpu)
+            one = _in_shards(candidate, model, optim, count, device_type)
         except InputError:
             return {}
         if one.needed_bytes <= candidate.budget_bytes:
@@ -308,18 +309,18 @@ def needed_in_shards(
 
 
 def _in_shards(
-    candidate: Candidate, model: nn.Module, optim: OptimizerArguments, count: int, *, on_cpu: bool
+    candidate: Candidate, model: nn.Module, optim: OptimizerArguments, count: int, device_type: str
 ) -> Candidate:
     forecast, before = candidate.forecast, candidate.static
     chain, layout = forecast.chain, candidate.layout
     plan = plan_for("full", [chain.decided_names])
     layout = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
-    static = static_memory_in_shards(optim, model, layout, num_ranks=count)
+    static = static_memory_in_shards(optim, model, layout, num_ranks=count, device_type=device_type)
     added_bytes = before.state_bytes + before.communication_bytes + before.sums_bytes
     without = replace(chain, resident_bytes=chain.resident_bytes - added_bytes, gradients_resident=False)
     ends = chain.blocks[0].name, chain.blocks[-1].name
     shards = Shards(
-        units=sharded_units(model, plan, count, "full", on_cpu=on_cpu, ends=ends),
+        units=sharded_units(model, plan, count, "full", on_cpu=device_type == "cpu", ends=ends),
         num_ranks=count,
         accumulates=layout.accumulation_steps > 1,
     )

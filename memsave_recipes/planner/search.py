@@ -11,8 +11,8 @@ from math import hypot
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import (
-    ALLOCATED,
     COMPILED_RATIOS,
+    WORKSPACES,
     Forecast,
     InShards,
     StaticMemory,
@@ -75,8 +75,8 @@ class Candidate:
 
     @property
     def allocated_bytes(self) -> int:
-        """The peak that torch's allocator will report, at most: it counts the workspaces and what it rounds up, too."""
-        return self.peak_bytes + sum(self.overheads.get(name, 0) for name in ALLOCATED)
+        """The peak that torch's allocator will report, at most: it counts the workspaces, too."""
+        return self.peak_bytes + self.overheads.get(WORKSPACES, 0)
 
     @property
     def needed_bytes(self) -> int:

@@ -244,7 +244,7 @@ def choose_for_target(
         budget_bytes=budget_bytes,
         strategy=strategy,
         static=partial(static_of, task.optim, model, device_type=launch.target.device_type),
-        overheads=overheads_of_target(launch.target, model),
+        overheads=overheads_of_target(launch.target),
         host_budget_bytes=launch.host_budget_bytes,
         plan_of=partial(plan_blocks, model),
         micro_batch_size=task.run.micro_batch_of_blocks(layouts[0]),

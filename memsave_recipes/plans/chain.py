@@ -7,8 +7,9 @@ NOTE [ the figures of a chain ]
 1. The blocks stand in the order in which they run and cover the *whole* forward, the loss included. Parts that no plan
    decides about (embeddings before the layers, pooling between two stacks, head and loss) are blocks with
    ``stack=None``. So the input of a block is the output of the block before, and the input of the first is the batch.
-2. Bytes are those of storages, each counted once. Parameters, buffers, optimizer state and the batch are
-   ``resident_bytes`` and appear nowhere else, also where a block saves them or hands them on.
+2. Bytes are those of storages, each counted once, as the device's allocator counts them (``allocated_bytes``).
+   Parameters, buffers, optimizer state and the batch are ``resident_bytes`` and appear nowhere else, also where a block
+   saves them or hands them on.
 3. ``output_bytes``: the storages that leave the block and are not among its inputs. A view has 0 and ``passes_input``;
    a layer of a dense block has its one new feature map and ``passes_input``, as the older maps leave it too.
 4. ``saved_bytes``: saved for backward *besides* input and output. Whether it saves these is ``saves_input`` (a
@@ -39,6 +40,7 @@ NOTE [ the figures of a chain ]
 """
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -46,6 +48,14 @@ from memsave_recipes.plans.plan import TILED, Action
 
 TWICE = (Action.RECOMPUTE, Action.SELECT_OPS, Action.RECOMPUTE_OFFLOAD, *TILED, Action.RECOMPUTE_NESTED)
 """Actions under which a block runs again in the backward, wholly or in part."""
+
+ALLOCATION_BYTES = 512
+"""CUDA's caching allocator rounds requests up to multiples of it (``kMinBlockSize``, CUDACachingAllocator.h)."""
+
+
+def allocated_bytes(sizes: Iterable[int], *, on_cpu: bool) -> int:
+    """The bytes that an allocator counts for tensors of these sizes: on an accelerator, in whole blocks each."""
+    return sum(sizes) if on_cpu else ALLOCATION_BYTES * sum(-(-size // ALLOCATION_BYTES) for size in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from memsave_recipes.activations import apply_plan
 from memsave_recipes.activations.streaming import StreamedLayer, ahead_bytes, nothing_ahead, resident_tensors
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
-from memsave_recipes.plans.chain import Chain
+from memsave_recipes.plans.chain import Chain, allocated_bytes
 from memsave_recipes.plans.plan import JOINT, as_they_run
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
@@ -78,12 +78,18 @@ class Workload:
     @cached_property
     def weights_bytes(self) -> int:
         """Of the model's parameters and buffers on the device, and of those that are copied ahead."""
-        return _bytes_of(resident_tensors(self.model)) + ahead_bytes(self.model)
+        return self._bytes_of(resident_tensors(self.model))
 
     @cached_property
     def resident_bytes(self) -> int:
         """With the batch: live all the time."""
-        return _bytes_of([*resident_tensors(self.model), *self.batch]) + ahead_bytes(self.model)
+        return self._bytes_of([*resident_tensors(self.model), *self.batch])
+
+    def _bytes_of(self, tensors: Sequence[Tensor]) -> int:
+        """With what is copied ahead."""
+        on_cpu, storages = self.device.type == "cpu", [tensor.untyped_storage() for tensor in tensors]
+        sizes = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}
+        return allocated_bytes(sizes.values(), on_cpu=on_cpu) + ahead_bytes(self.model, on_cpu=on_cpu)
 
 
 @dataclass(frozen=True)
@@ -150,11 +156,6 @@ class Measurement:
         return self.chain(
             ratio=plan.compiled_memory_ratio, offload=plan.offloads, tiles=plan.mlp_tile_tokens is not None
         )
-
-
-def _bytes_of(tensors: Sequence[Tensor]) -> int:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
 
 
 def num_runs(plans: Sequence[Plan]) -> int:
@@ -337,7 +338,8 @@ class _Run:
     @contextmanager
     def _tracer(self, *, counting: bool) -> Iterator[StepTracer]:
         workload = self.workload
-        tracer = StepTracer(workload.model, workload.batch, counting=counting, apart=workload.apart)
+        on_cpu = self.instruments.on_cpu
+        tracer = StepTracer(workload.model, workload.batch, on_cpu=on_cpu, counting=counting, apart=workload.apart)
         with apply_plan(self.workload.model, self.plan, watch=tracer.watch):
             yield tracer
 

@@ -98,9 +98,9 @@ def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
     Python is, is in the tree because the whole block is one event of the host.
     """
     events: list[Event] = []
-    with _only_errors_of_c10(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        with record_function("memsave block"):
-            yield events
+    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _only_errors_of_c10(), profiling as profiler, record_function("memsave block"):
+        yield events
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     found = _walk(roots, Use.ACTIVATIONS, labels.added if labels else [])
     events += [event for _, event in sorted(found, key=lambda timed: timed[0])]

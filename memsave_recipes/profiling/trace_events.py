@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations.lockstep import parts_of
 from memsave_recipes.activations.recompute import kept_by_policy
+from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, record_allocations
 
 
@@ -67,6 +68,10 @@ class Instruments(Protocol):
     """Read the steps that are passed to them; a step gets a meter, on which it marks its boundaries."""
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether bytes are those of the host's memory, whose tensors are no whole blocks."""
+
+    @property
     def repetitions(self) -> int:
         """Timed runs at least; 0 where the readings of memory have the seconds, and nothing has to warm up."""
 
@@ -84,13 +89,18 @@ class DeviceInstruments:
     device: torch.device
     repetitions: int = 5
 
+    @property
+    def on_cpu(self) -> bool:
+        """By the type of the device."""
+        return self.device.type == "cpu"
+
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
         """From the allocator's statistics, or, on a CPU, from torch's profiler."""
-        return _read_profile(step) if self.device.type == "cpu" else _read_allocator(step, self.device)
+        return _read_profile(step) if self.on_cpu else _read_allocator(step, self.device)
 
     def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
         """By the host's clock on a CPU; elsewhere by events in the device's own stream."""
-        clock = _HostClock() if self.device.type == "cpu" else _DeviceClock(self.device)
+        clock = _HostClock() if self.on_cpu else _DeviceClock(self.device)
         step(clock)
         return clock.intervals_s()
 
@@ -225,12 +235,16 @@ class StepTracer:
     Args:
         model: with a plan applied whose watch is ``self.watch``.
         batch: the input of the forward; with the parameters and buffers it is resident.
+        on_cpu: as of ``Instruments``.
         counting: storages too; else only the boundaries, which costs the step next to nothing.
         apart: the names of modules outside of all blocks that are parts of their own.
     """
 
-    def __init__(self, model: nn.Module, batch: Iterable[Tensor], *, counting: bool, apart: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Iterable[Tensor], *, on_cpu: bool, counting: bool, apart: Sequence[str] = ()
+    ) -> None:
         self.model = model
+        self.on_cpu = on_cpu
         self.counting = counting
         self.apart = apart
         self.parts: list[Part] = []
@@ -341,7 +355,7 @@ class StepTracer:
             # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
             part = latest if parameter in tied else self._in_backward
             if part is not None and parameter.grad is not None:
-                num_bytes = parameter.grad.untyped_storage().nbytes()
+                num_bytes = allocated_bytes([parameter.grad.untyped_storage().nbytes()], on_cpu=self.on_cpu)
                 part.gradient_bytes += num_bytes
                 part.tied_gradient_bytes += num_bytes if parameter in tied else 0
                 if parameter not in tied:
@@ -398,7 +412,7 @@ class StepTracer:
         for storage in [tensor.untyped_storage() for tensor in tensors] if self.counting else ():
             self._references.append(StorageWeakRef(storage))
             if storage._cdata not in self._resident:
-                found[storage._cdata] = storage.nbytes()
+                found[storage._cdata] = allocated_bytes([storage.nbytes()], on_cpu=self.on_cpu)
         return found
 
 

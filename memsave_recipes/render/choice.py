@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from memsave_recipes.planner.budget import ROUNDING, WORKSPACES, Forecast
+from memsave_recipes.planner.budget import WORKSPACES, Forecast
 from memsave_recipes.planner.search import Candidate, Choice, host_line, reduction_line
 from memsave_recipes.plans.plan import JOINT, Action, Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
@@ -39,7 +39,6 @@ OVERHEAD_SOURCES = {
     "CUDA context": "assumed: the driver and torch's kernels take 300 to 700 MiB",
     "device context": "reported by the driver as in use outside torch, other processes included",
     WORKSPACES: "kept by the libraries of matrix products; two of cuBLAS are assumed where nothing is measured",
-    ROUNDING: "at most: the allocator rounds parameters, gradients and optimizer state up to 512 bytes each",
     "reserve": "1 % of the activations that the baseline saves for backward, for errors of the prediction",
 }
 ACTION_NAMES = {

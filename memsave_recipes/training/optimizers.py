@@ -39,6 +39,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.sharding.tensors import is_sharded, whole
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
@@ -57,8 +58,11 @@ from memsave_recipes.training.update_rules import (
 
 BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
 MUON_SCRATCH = 2**18  # of a thread, in the matrix products of an update on a CPU
-UPDATE = 64  # numbers that an update or clipping makes, at most
-COUNTER = 4  # of the steps of a parameter
+NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
+NUMBER_BYTES = 4
+NORM_CHUNK = 2**16
+"""Numbers of a gradient to whose norm a block of CUDA's kernel adds a partial sum (``kChunkSize``, ForeachReduceOp.cu,
+which makes as many sums for every gradient as the largest has)."""
 
 
 def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0) -> Optimizer:
@@ -86,7 +90,7 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
             if not in_shards:
                 optimizer.register_step_pre_hook(_begin_momentum)
         case "adafactor":
-            optimizer = Adafactor(parameters, lr=lr, weight_decay=weight_decay)
+            optimizer = Adafactor(parameters, lr=lr, weight_decay=weight_decay, foreach=False)
         case "adamw_8bit":
             optimizer = _adamw_8bit(parameters, lr, weight_decay)
         case "muon":
@@ -224,60 +228,70 @@ class _StepOne:
 
 
 def state_bytes(
-    optimizer: str, parameters: Iterable[Tensor], *, momentum: float = 0.0, num_ranks: int | None = None
+    optimizer: str,
+    parameters: Iterable[Tensor],
+    *,
+    momentum: float = 0.0,
+    num_ranks: int | None = None,
+    on_cpu: bool = True,
 ) -> int:
     """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer.
 
     Args:
         num_ranks: that are to hold whole ``parameters`` in shards; then it is the state of the first rank.
+        on_cpu: else as an accelerator's allocator counts them.
     """
     if optimizer == "sgd" and not momentum:
         return 0
-    return sum(_state_of_one(optimizer, parameter, num_ranks) for parameter in parameters)
+    sizes = (size for parameter in parameters for size in _state_of_one(optimizer, parameter, num_ranks))
+    return allocated_bytes(sizes, on_cpu=on_cpu)
 
 
-def _state_of_one(optimizer: str, parameter: Tensor, num_ranks: int | None) -> int:
+def _state_of_one(optimizer: str, parameter: Tensor, num_ranks: int | None) -> list[int]:
+    """Of each tensor."""
     numel, size = parameter.numel() if num_ranks is None else part_numel(parameter, num_ranks), parameter.element_size()
     if optimizer == "adamw_8bit":
         in_8_bits = has_8bit_state(parameter, num_ranks)
-        return 2 * (numel + 4 * ceil(numel / BITSANDBYTES_BLOCK)) if in_8_bits else 8 * numel
+        return 2 * [numel, 4 * ceil(numel / BITSANDBYTES_BLOCK)] if in_8_bits else 2 * [4 * numel]
     if optimizer == "adafactor" and parameter.ndim > 1:
-        rows, columns = parameter.shape[-2:]
-        return size * (numel // rows + numel // columns)
-    return {"adamw": 2, "adamw_bf16": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * numel * size
+        return [size * (numel // length) for length in parameter.shape[-2:]]
+    return {"adamw": 2, "adamw_bf16": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * [numel * size]
 
 
-def counters_bytes(optimizer: str, num_parameters: int) -> int:
-    """Besides ``state_bytes``: counters of steps, and the values that 8-bit state stands for."""
-    counters = COUNTER * num_parameters if optimizer in ("adamw", "adafactor") else 0
-    return BITSANDBYTES_CODES if optimizer == "adamw_8bit" else counters
+def counters_bytes(optimizer: str, num_parameters: int, *, on_cpu: bool) -> int:
+    """Besides ``state_bytes``: counters of steps, and the values that 8-bit state stands for.
+
+    The fused AdamW counts on the device, Adafactor always on the host.
+    """
+    if optimizer == "adamw_8bit":
+        return BITSANDBYTES_CODES
+    counted = ("adamw", "adafactor") if on_cpu else ("adamw",)
+    return allocated_bytes([NUMBER_BYTES] * num_parameters, on_cpu=on_cpu) if optimizer in counted else 0
 
 
 def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, num_ranks: int = 1) -> int:
     """The most bytes that the optimizer's update takes besides its state, on the first rank of ``num_ranks`` in shards.
 
     The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
-    before is still there, and on an accelerator those of all at once; 8-bit AdamW is one kernel there, and five copies
-    of a parameter on a CPU. Muon goes by parameter, AdamW with stochastic rounding by slice.
+    before is still there. 8-bit AdamW takes five copies of a parameter on a CPU, and is one kernel on an accelerator.
+    Muon goes by parameter, AdamW with stochastic rounding by slice.
     """
-    trained = list(parameters)
+    trained, numbers_bytes = list(parameters), allocated_bytes([NUMBER_BYTES] * NUMBERS, on_cpu=on_cpu)
     if optimizer == "muon":
         sizes = (_muon_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
-        return UPDATE + max(sizes, default=0)
+        return numbers_bytes + max(sizes, default=0)
     if optimizer == "adamw_bf16":
         sizes = (slice_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
-        return UPDATE + max(sizes, default=0)
+        return numbers_bytes + max(sizes, default=0)
     if optimizer == "adamw_8bit" and on_cpu:
-        return UPDATE + 5 * 4 * max((part_numel(parameter, num_ranks) for parameter in trained), default=0)
+        return numbers_bytes + 5 * 4 * max((part_numel(parameter, num_ranks) for parameter in trained), default=0)
     if optimizer != "adafactor":
-        return UPDATE
+        return numbers_bytes
     changes = [0, *(parameter.nbytes for parameter in trained)]
     means = [_means_bytes(parameter) for parameter in trained]
     vectors = [parameter.nbytes for parameter in trained if parameter.ndim < 2]
-    if not on_cpu:
-        return UPDATE + sum(changes) + sum(means) + sum(vectors)
     matrices = [before + change + mean for (before, change), mean in zip(pairwise(changes), means, strict=True)]
-    return UPDATE + max(matrices, default=0) + max(vectors, default=0)
+    return numbers_bytes + max(matrices, default=0) + max(vectors, default=0)
 
 
 def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
@@ -305,9 +319,13 @@ def _means_bytes(parameter: Tensor) -> int:
     return parameter.element_size() * (numel // rows + numel // columns + numel // (rows * columns))
 
 
-def clipping_bytes(parameters: Iterable[Tensor]) -> int:
-    """The norm of every gradient, and all of them once more in one tensor."""
-    return UPDATE + sum(2 * parameter.element_size() for parameter in parameters)
+def clipping_bytes(parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
+    """The norm of every gradient, and all of them once more in one tensor; on an accelerator also partial sums."""
+    trained = list(parameters)
+    norms = [parameter.element_size() for parameter in trained]
+    sums = 0 if on_cpu else len(trained) * ceil(max((one.numel() for one in trained), default=0) / NORM_CHUNK)
+    sizes = [*norms, sum(norms), NUMBER_BYTES * sums, *[NUMBER_BYTES] * NUMBERS]
+    return allocated_bytes(sizes, on_cpu=on_cpu)
 
 
 MAX_NAMED_SAMPLES = 32

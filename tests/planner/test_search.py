@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights
-from memsave_recipes.estimation.fake_step import rounded_up
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import (
     Forecast,
     StaticMemory,
     overheads_of_target,
+    static_memory_of,
     usable_bytes,
     usable_host_bytes,
     workspaces_of_device,
@@ -30,10 +30,11 @@ from memsave_recipes.planner.search import Candidate, Choice, host_line, open_la
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.simulate import Prediction
+from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.render.choice import fits_text, rival_lines, summarize
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.optimizers import make_optimizer, state_bytes
+from memsave_recipes.training.optimizers import state_bytes
 from tests.decoders import CopiesAtOnce, causal_model
 
 MODEL = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
@@ -329,30 +330,35 @@ def test_what_the_allocator_holds_besides_known_tensors_are_workspaces(monkeypat
 
 def test_on_paper_two_threads_multiply():
     target = find_target("a100")
-    assert overheads_of_target(target, nn.Linear(3, 3))["workspaces"] == 2 * target.cublas_workspace_bytes > 0
+    assert overheads_of_target(target)["workspaces"] == 2 * target.cublas_workspace_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor", "sgd"])
-def test_rounding_is_counted_for_all_that_an_optimizer_keeps(name):
-    model = nn.Sequential(nn.Linear(65, 64), nn.BatchNorm1d(64))  # above 4,096 elements a state has 8 bits
-    if name == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
-    optimizer = make_optimizer(OptimizerArguments(optimizer=name, momentum=0.9), model)
-    model(torch.randn(2, 65)).sum().backward()
-    optimizer.step()
-    states = [part for state in optimizer.state.values() for part in state.values() if isinstance(part, torch.Tensor)]
-    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers(), *states]
-    rounded = sum(rounded_up(tensor.nbytes, 512) - tensor.nbytes for tensor in tensors)
-    assert rounded <= overheads_of_target(find_target("a100"), model)["rounding"]
+@pytest.mark.parametrize(
+    ("optimizer", "blocks"),
+    # gradients and state of a (64, 65) and a (64,) in float32: 33 and 1 blocks each; then what steps them at most
+    [("adamw", 2 * 34 + 2), ("sgd", 34), ("adafactor", 1 + 1 + 1), ("adamw_8bit", 2 * (9 + 1) + 2 * 1 + 4)],
+)
+def test_an_accelerator_counts_whole_blocks_of_512_bytes(optimizer, blocks):
+    model, layout = nn.Linear(65, 64), BatchLayout.of(4, 2, 2)
+    optim = OptimizerArguments(optimizer=optimizer, momentum=0.9)
+    static = static_memory_of(optim, model, layout, device_type="cuda")
+    assert static.buckets_bytes == 34 * 512
+    assert static.state_bytes == blocks * 512
+    assert static_memory_of(optim, model, layout).buckets_bytes == 4 * (64 * 65 + 64)
+    workload = Workload(
+        model=model, forward=torch.rand, batch=[torch.rand(3)], device=torch.device("cuda"), stacks=[["0"]]
+    )
+    assert workload.weights_bytes == 34 * 512
+    assert workload.resident_bytes == 35 * 512
 
 
-def test_a_cpu_rounds_nothing():
-    assert overheads_of_target(find_target("cpu"), nn.Linear(3, 3)) == {}
+def test_a_cpu_has_no_overheads():
+    assert overheads_of_target(find_target("cpu")) == {}
 
 
 def test_workspaces_are_allocated_and_the_context_is_not():
-    one = candidate(overheads={"CUDA context": 77, "workspaces": 11, "rounding": 5})
-    assert one.allocated_bytes == one.peak_bytes + 16
+    one = candidate(overheads={"CUDA context": 77, "workspaces": 11})
+    assert one.allocated_bytes == one.peak_bytes + 11
 
 
 def test_without_a_budget_a_device_is_not_filled():
