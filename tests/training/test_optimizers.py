@@ -228,3 +228,24 @@ def test_8bit_without_its_library(monkeypatch):
     monkeypatch.setattr("memsave_recipes.training.optimizers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'memsave-recipes\[bitsandbytes\]'"):
         make_optimizer(OptimizerArguments(optimizer="adamw_8bit"), build())
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_adafactor_changes_one_parameter_after_the_other_on_every_device(on_cpu):
+    """The change of the second (100, 200) beside that of the first; means over rows, columns and both; one vector."""
+    parameters = [torch.empty(100, 200), torch.empty(100, 200), torch.empty(50)]
+    numbers = 64 if on_cpu else 16 * 512
+    expected = numbers + 4 * (2 * 20_000 + 100 + 200 + 1) + 4 * 50
+    assert update_bytes("adafactor", parameters, on_cpu=on_cpu) == expected
+
+
+def test_an_accelerator_clips_with_a_block_for_every_norm_and_partial_sums():
+    parameters = [torch.empty(2**20, device="meta"), torch.empty(10, device="meta")]  # 16 sums for each
+    assert clipping_bytes(parameters, on_cpu=False) == (2 + 1 + 1 + 16) * 512
+    assert clipping_bytes(parameters, on_cpu=True) == (2 + 2 + 16) * 4
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "adafactor"])
+def test_torch_is_told_which_kernel_to_take_and_not_left_to_the_device(name):
+    for group in make_optimizer(OptimizerArguments(optimizer=name), build()).param_groups:
+        assert group.get("use_muon") or group.get("fused") or group["foreach"] is False
