@@ -1,4 +1,4 @@
-"""On an accelerator, which counts memory in whole blocks, no prediction is below the peak of training, nor far above."""
+"""On an accelerator, which counts whole blocks, no prediction is below the peak of training, or far above."""
 
 import gc
 
