@@ -46,7 +46,7 @@ MAKE = {
     "llama": llama,
     "streamed": adapted_llama,
     "bert": lambda: BertForSequenceClassification(BertConfig(**SHAPE, vocab_size=300)),
-    "densenet": lambda: MODELS["densenet_small"](10),
+    "densenet": lambda: MODELS["densenet_small"](num_classes=10),
 }
 
 
