@@ -27,8 +27,9 @@ NOTE [ the figures of a chain ]
 7. ``gradient_bytes``: the parameter gradients that are there after its backward and were not before. A tied weight
    counts where its gradient is born: in the later of its blocks. ``tied_gradient_bytes`` of them wait there for the
    gradient of the earlier use, even where the gradients of an earlier micro-batch are there already.
-8. ``untracked_bytes``: the live bytes when its backward begins that rule 6 does not name: the loss, the gradient of an
-   argument that all layers share. They are in the transient of its backward, and live while its span runs again.
+8. ``untracked_bytes``: the live bytes when its backward first reads what it saved that rule 6 does not name: the loss,
+   the gradient of an argument that all layers share, that of its output in another dtype. They are in the transient of
+   its backward, and live while its span runs again, which that reading starts.
    ``variables_bytes``: likewise when its forward begins, what variables of the model hold.
 9. A storage that several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and
    in no other's.

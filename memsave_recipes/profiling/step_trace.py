@@ -321,8 +321,8 @@ def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
         max(0, part.until_saved_bytes - there) for part, there in zip(trace.parts, simulated[:num_parts], strict=True)
     ]
     untracked = [
-        max(0, trace.memory[moment[0]].live_bytes - there) if moment else 0
-        for moment, there in zip(_backwards(trace), reversed(simulated[num_parts:-1]), strict=True)
+        max(0, trace.memory[part.backward].live_bytes + part.until_read_bytes - there) if part.backward else 0
+        for part, there in zip(trace.parts, reversed(simulated[num_parts:-1]), strict=True)
     ]
     variables = [
         max(0, trace.memory[start].live_bytes - there)

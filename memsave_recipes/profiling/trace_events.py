@@ -204,6 +204,8 @@ class Part:
     leaves: Storages = field(default_factory=dict)  # inputs that autograd did not make
     until_saved_bytes: int = 0  # the peak of its forward until its last tensor is saved
     backward: int | None = None
+    is_read: bool = False  # whether its backward has read a tensor that it saved
+    until_read_bytes: int = 0  # by which more is live just before that than when its backward begins
     gradient_bytes: int = 0  # of the parameters that get theirs in its backward
     tied_gradient_bytes: int = 0  # those of them that wait for an earlier use of the parameter
     accumulated_bytes: int = 0  # by which the peak of its backward is less where there are gradients to add them to
@@ -216,10 +218,14 @@ class Part:
 
 
 class _Mark(NamedTuple):
-    """Between two boundaries: ``part`` has saved a tensor, or a gradient of so many bytes is there in its backward."""
+    """Between two boundaries ``part`` has saved a tensor, or in its backward a gradient of so many bytes is there.
+
+    Or ``is_read``: its backward is about to read the first tensor that it has saved.
+    """
 
     part: Part
     gradient_bytes: int | None = None
+    is_read: bool = False
 
 
 class Ends(NamedTuple):
@@ -264,7 +270,7 @@ class StepTracer:
         self._meter = meter
         self.parts = [Part(None, {}, self._boundary())]
         with (
-            saved_tensors_hooks(self._pack, lambda tensor: tensor) if self.counting else nullcontext(),
+            saved_tensors_hooks(self._pack, self._unpack) if self.counting else nullcontext(),
             self._watching_apart(),
         ):
             loss = forward()
@@ -372,9 +378,10 @@ class StepTracer:
                 handle.remove()
 
     def at_boundaries(self, readings: Iterable[Reading]) -> Iterator[Reading]:
-        """Those of the readings at boundaries; those at saved tensors and at gradients go into the parts."""
+        """Those of the readings at boundaries; those between them go into the parts."""
         peak_bytes = lower_peak_bytes = gradients_bytes = 0  # lower: without the gradients of this backward
         seconds, in_backward = None, None
+        live_bytes: list[int] = []  # at the boundaries
         for reading, mark in zip(readings, self._marks, strict=True):
             peak_bytes = max(peak_bytes, reading.peak_bytes)
             lower_peak_bytes = max(lower_peak_bytes, reading.peak_bytes - gradients_bytes)
@@ -382,9 +389,12 @@ class StepTracer:
             if mark is None:
                 if in_backward is not None:
                     in_backward.accumulated_bytes = peak_bytes - lower_peak_bytes
+                live_bytes.append(reading.live_bytes)
                 yield Reading(reading.live_bytes, peak_bytes, seconds)
                 peak_bytes = lower_peak_bytes = gradients_bytes = 0
                 seconds, in_backward = None, None
+            elif mark.is_read:
+                mark.part.until_read_bytes = reading.live_bytes - live_bytes[mark.part.backward or 0]
             elif mark.gradient_bytes is None:
                 mark.part.until_saved_bytes = peak_bytes
             else:
@@ -396,11 +406,19 @@ class StepTracer:
         self._num_boundaries += 1
         return self._num_boundaries - 1
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.parts[-1].saved |= self._storages([tensor])
-        self._mark(_Mark(self.parts[-1]))
+    def _pack(self, tensor: Tensor) -> tuple[Part, Tensor]:
+        part = self.parts[-1]
+        part.saved |= self._storages([tensor])
+        self._mark(_Mark(part))
         # Detached: a saved output that came back as itself would keep its own graph alive if no backward follows.
-        return tensor.detach()
+        return part, tensor.detach()
+
+    def _unpack(self, packed: tuple[Part, Tensor]) -> Tensor:
+        part, tensor = packed
+        if part.backward is not None and not part.is_read:
+            part.is_read = True
+            self._mark(_Mark(part, is_read=True))
+        return tensor
 
     def _mark(self, mark: _Mark | None) -> None:
         self._meter.mark()

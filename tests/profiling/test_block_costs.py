@@ -201,6 +201,28 @@ def test_variables_of_the_model_are_there_through_the_forward_alone():
         assert number < 1 or peak_bytes - measured_bytes < images.nbytes / 2, number
 
 
+class AddsInBfloat16(nn.Module):
+    """In the backward the sum hands its gradient on in another dtype before a saved tensor is read.
+
+    The mean makes the forward the peak.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = x.repeat(1, 16).exp().mean()
+        return x + (scale * self.linear(x)).bfloat16()
+
+
+def test_the_gradient_of_an_output_in_another_dtype_is_there_while_its_span_runs_again():
+    model = nn.Sequential(*(AddsInBfloat16() for _ in range(4)))
+    workload = workload_of(model, lambda model, batch: model(batch).sum(), torch.randn(256, 64))
+    assert errors(workload, ["none", "full", "segments:2"]) == {"none": 0, "full": 0, "segments:2": 0}
+
+
 def test_frozen_layers_have_no_backward(make_case):
     """As under LoRA, or where only a head trains."""
     case = make_case("llama")
