@@ -57,7 +57,8 @@ from memsave_recipes.training.update_rules import (
 )
 
 BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
-MUON_SCRATCH = 2**18  # of a thread, in the matrix products of an update on a CPU
+MUON_SCRATCH = 2**18  # of a thread of oneDNN, in the matrix products of an update
+TRANSPOSING = 2 * 60**2  # of torch, which copies a transposed matrix of bfloat16 tile by tile
 NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
 NUMBER_BYTES = 4
 NORM_CHUNK = 2**16
@@ -297,8 +298,9 @@ def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, 
 def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
     """The update, and in bfloat16 two iterates of its Newton-Schulz and two square matrices.
 
-    On a CPU also what its products take: where it has none of bfloat16, a float32 copy of an iterate, else less. Of
-    shards the update is collected in bfloat16; before, that of the next matrix is made beside it, and cast twice.
+    On a CPU also what oneDNN takes where it multiplies bfloat16: at most a float32 copy of an iterate. torch itself
+    does where there is neither AVX-512 nor its like, and takes ``TRANSPOSING``. Of shards the update is collected in
+    bfloat16; before, that of the next matrix is made beside it, and cast twice.
     """
     if num_ranks > 1:
         collected = torch.empty(matrix.shape, dtype=torch.bfloat16, device="meta")
@@ -306,8 +308,16 @@ def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
         cast = collected.nbytes + numel * (matrix.element_size() + 2 * collected.element_size())
         return max(cast, _muon_bytes(collected, on_cpu=on_cpu))
     iterate, square = 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
-    scratch = 2 * iterate + MUON_SCRATCH * torch.get_num_threads() if on_cpu else 0
+    scratch = 0
+    if on_cpu:
+        of_onednn = 2 * iterate + MUON_SCRATCH * torch.get_num_threads()
+        scratch = of_onednn if onednn_multiplies_bfloat16() else TRANSPOSING
     return matrix.nbytes + 2 * iterate + 2 * square + scratch
+
+
+def onednn_multiplies_bfloat16() -> bool:
+    """Whether torch leaves products of bfloat16 on this CPU to oneDNN; ``ONEDNN_MAX_CPU_ISA`` counts."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _means_bytes(parameter: Tensor) -> int:

@@ -25,8 +25,11 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.training.arguments import OptimizerArguments, RecipeArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import (
+    TRANSPOSING,
+    UPDATE,
     make_optimizer,
     make_scheduler,
+    onednn_multiplies_bfloat16,
     parameters_by_optimizer,
     update_bytes,
 )
@@ -132,7 +135,7 @@ def peak_bytes(call):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("widths", [(512, 512, 3), (64, 700, 9), (3, 2000, 1)])
 def test_its_memory_is_predicted(widths, dtype):
-    """The state to the byte, the temporaries of an update never low."""
+    """The state to the byte, the temporaries of an update never low; by a tile too high where torch multiplies."""
     model = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(widths))).to(dtype)
     optimizer = make_optimizer(MUON, model)
     for parameter in model.parameters():
@@ -142,7 +145,9 @@ def test_its_memory_is_predicted(widths, dtype):
     state = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
     assert static.state_bytes == sum(tensor.nbytes for tensor in state)
     update = peak_bytes(optimizer.step)
-    assert update <= static.optimizer_bytes <= 1.5 * update + torch.get_num_threads() * 2**18
+    by_onednn = 1.5 * update + torch.get_num_threads() * 2**18
+    most = by_onednn if onednn_multiplies_bfloat16() else update + UPDATE + TRANSPOSING
+    assert update <= static.optimizer_bytes <= most
 
 
 WIDE = 2**15
