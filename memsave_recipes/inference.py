@@ -13,18 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.data.vision.decoding import decode, reason_of
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.models.saved import SavedModel, load
-from memsave_recipes.text import first_line, read_json
+from memsave_recipes.text import ProgressBar, first_line, read_json
 
 with packages_of("vision", "images"):
     from PIL import Image
 
-BAR_AFTER_S = 5
 TABLES = (".txt", ".jsonl")
 MESSAGES = "messages"  # of a conversation, in a .jsonl
 
@@ -171,7 +169,7 @@ def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments)
     answer: Callable[..., Iterator[Any]] = _generated if saved.task == "text-generation" else _classified
     key = "generated_text" if saved.task == "text-generation" else "predictions"
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(inputs), unit="input", delay=BAR_AFTER_S, leave=False, disable=None) as bar:
+    with ProgressBar(total=len(inputs), unit="input") as bar:
         for start in range(0, len(inputs), flags.batch_size):
             batch = inputs[start : start + flags.batch_size]
             answers = answer(saved, [one.value for one in batch], flags)

@@ -1,4 +1,4 @@
-"""Text from others made printable, and numbers made text for people.
+"""Text from others made printable, numbers made text for people, and progress bars.
 
 Names, texts and JSON of foreign files can hold anything; they pass through ``printable``, ``read_json`` and
 ``sanitized`` where they come in. Bytes are ``int``; only texts for people and ``*_gib`` figures are in GiB (1024^3).
@@ -10,11 +10,27 @@ from datetime import timedelta
 from math import ceil
 from typing import Any
 
+from tqdm import tqdm
+
 MAX_LEVELS = 50
 MAX_DIGITS = 300  # of a whole number; a float holds 308
 HUGE = 1e9  # figures of this size, which no run reaches, are written with a power of ten so that their column is narrow
 MIB = 1024**2
 GIB = 1024**3
+BAR_AFTER_S = 5
+
+
+class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]  # tqdm has no types
+    """A bar of tqdm that appears on stderr after five seconds, where that is a terminal; every bar is one of these.
+
+    Args:
+        shown: whether this process may show it; of several ranks, the first.
+        options: of tqdm.
+    """
+
+    def __init__(self, iterable: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> None:
+        disable = None if shown else True  # None: where the stream is no terminal
+        super().__init__(iterable, disable=disable, **{"delay": BAR_AFTER_S, "leave": False, **options})
 
 
 def printable(text: str) -> str:

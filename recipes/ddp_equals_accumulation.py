@@ -37,7 +37,6 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import default_collate
-from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
@@ -56,6 +55,7 @@ from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, write_results
 from memsave_recipes.run.report import CardFacts, write_model_card
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
+from memsave_recipes.text import ProgressBar
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout, SampleOrder, seed_for
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
@@ -167,7 +167,7 @@ def prove(
 
     expected = vit.train(batches_of(undivided), vit.exact)
     cuts = []
-    for layout in tqdm(layouts, disable=None if accelerator.is_main_process else True, unit="layout"):
+    for layout in ProgressBar(layouts, shown=accelerator.is_main_process, unit="layout"):
         size = layout.micro_batch_size
         cut: dict[str, Any] = {"geometry": layout.describe(), "micro_batch_size": size}
         for name in LOOPS:

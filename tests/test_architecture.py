@@ -12,7 +12,7 @@ EVERYWHERE = {"errors", "text"}
 
 # package or module: (what of ours it imports beside EVERYWHERE, packages from outside)
 TABLE = {
-    "text": (set(), set()),
+    "text": (set(), {"tqdm"}),
     "errors": (set(), set()),
     "fingerprint": (set(), {"torch", "numpy"}),
     "hub": (set(), {"datasets", "huggingface_hub"}),
@@ -27,9 +27,9 @@ TABLE = {
     ),
     "data": (
         {"fingerprint", "hub", "losses"},  # losses: the label that they leave out
-        {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn", "tqdm"},
+        {"torch", "datasets", "transformers", "tokenizers", "PIL", "numpy", "kornia", "sklearn"},
     ),
-    "inference": ({"data", "models"}, {"torch", "transformers", "PIL", "tqdm"}),
+    "inference": ({"data", "models"}, {"torch", "transformers", "PIL"}),
     "activations": ({"plans", "reduction_tree"}, {"psutil", "torch", "transformers"}),
     "sharding": ({"activations", "plans"}, {"accelerate", "torch"}),
     "profiling": ({"activations", "plans", "sharding"}, {"torch", "numpy", "psutil"}),
@@ -38,7 +38,7 @@ TABLE = {
     "training": (
         {"activations", "losses", "plans", "processes", "reduction_tree", "sharding"},
         {
-            *("torch", "accelerate", "transformers", "tqdm", "yaml", "psutil", "bitsandbytes"),
+            *("torch", "accelerate", "transformers", "yaml", "psutil", "bitsandbytes"),
             *("datasets", "evaluate", "sklearn"),
         },
     ),
@@ -51,9 +51,9 @@ TABLE = {
             *("activations", "distributed", "estimation", "hub", "models", "plans", "processes", "profiling"),
             *("sharding", "training"),
         },
-        {"torch", "accelerate", "tqdm", "psutil", "transformers"},
+        {"torch", "accelerate", "psutil", "transformers"},
     ),
-    "integrations": ({"activations", "planner", "plans", "profiling"}, {"torch", "transformers", "lightning", "tqdm"}),
+    "integrations": ({"activations", "planner", "plans", "profiling"}, {"torch", "transformers", "lightning"}),
     "compare": (set(), set()),
     "results": ({"compare"}, set()),
     "dashboards": ({"compare"}, {"wandb", "wandb_workspaces", "trackio"}),
@@ -63,23 +63,24 @@ TABLE = {
             *("activations", "checkpoints", "compare", "distributed", "fingerprint", "models", "planner", "processes"),
             *("profiling", "render", "sharding", "training", "equivalence"),
         },
-        {"torch", "accelerate", "tqdm", "wandb", "trackio", "huggingface_hub", "safetensors"},
+        {"torch", "accelerate", "wandb", "trackio", "huggingface_hub", "safetensors"},
     ),
     "recipe": ({"planner", "run", "training"}, set()),
     "cli": (
         {"compare", "dashboards", "estimation", "inference", "planner", "plans", "render", "results", "training"},
-        {"torch", "tqdm"},
+        {"torch"},
     ),
     "recipes": (
         {
             *("activations", "checkpoints", "compare", "data", "distributed", "losses", "models", "planner"),
             *("processes", "recipe", "run", "training"),
         },
-        {"torch", "accelerate", "transformers", "rich", "tqdm"},
+        {"torch", "accelerate", "transformers", "rich"},
     ),
 }
 # Packages that only these files may import.
 ONLY_IN = {
+    "tqdm": "memsave_recipes/text.py",
     "lightning": ("integrations/lightning_callback.py",),
     "wandb": ("run/trackers.py", "dashboards.py"),
     "wandb_workspaces": "dashboards.py",

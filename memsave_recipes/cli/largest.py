@@ -18,14 +18,13 @@ from functools import cache
 from math import ceil
 from typing import Any
 
-from tqdm import tqdm
-
-from memsave_recipes.cli.request import PROGRESS_BAR_DELAY_S, PlanRequest, read_request, record_of_candidate, without
+from memsave_recipes.cli.request import PlanRequest, read_request, record_of_candidate, without
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.planner.lengths import TOKENS_APART, Curve, curves, under_each
 from memsave_recipes.planner.search import Choice
 from memsave_recipes.planner.task import choose_for_target
+from memsave_recipes.text import ProgressBar
 from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH
 
 BLOCK, MICRO, GLOBAL = "block_size", "micro_batch_size", "global_batch_size"
@@ -43,7 +42,7 @@ def with_largest(arguments: argparse.Namespace) -> tuple[tuple[str, ...], int]:
     step = TOKENS_APART if name == BLOCK else 1
     begin, most = _begin(request, name) // step, _most(request, name) // step
 
-    with tqdm(desc=f"largest {name}", unit="value", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=None) as bar:
+    with ProgressBar(desc=f"largest {name}", unit="value") as bar:
 
         @cache
         def fits(count: int) -> bool:
@@ -72,7 +71,7 @@ def curves_over_lengths(arguments: argparse.Namespace) -> list[Curve]:
     """
     first = read_request(arguments)
     _begin(first, BLOCK, "--over")
-    with tqdm(desc="estimating", unit="length", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=None) as bar:
+    with ProgressBar(desc="estimating", unit="length") as bar:
 
         def choose(length: int) -> Choice:
             bar.set_postfix_str(f"{length} tokens", refresh=False)

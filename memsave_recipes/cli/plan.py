@@ -21,7 +21,7 @@ from memsave_recipes.cli.flags import (
     writing,
 )
 from memsave_recipes.errors import InputError, packages_of, require
-from memsave_recipes.text import GIB, format_bytes, gib_that_suffice, to_gib
+from memsave_recipes.text import GIB, ProgressBar, format_bytes, gib_that_suffice, to_gib
 
 if TYPE_CHECKING:
     from memsave_recipes.cli.request import PlanRequest
@@ -237,14 +237,11 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
 
 
 def _fit(arguments: argparse.Namespace) -> None:
-    from tqdm import tqdm
-
-    from memsave_recipes.cli.request import PROGRESS_BAR_DELAY_S
     from memsave_recipes.planner.ladder import ladder
 
     page = _open_page(arguments)
     try:
-        with tqdm(desc="estimating", unit="", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=None) as bar:
+        with ProgressBar(desc="estimating", unit="") as bar:
 
             def on_estimate(words: str) -> None:
                 bar.set_postfix_str(words, refresh=False)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.targets import Target, target_of
@@ -31,13 +30,12 @@ from memsave_recipes.planner.task import (
     shard_groups,
 )
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.text import GIB, to_gib
+from memsave_recipes.text import GIB, ProgressBar, to_gib
 from memsave_recipes.training.arguments import AUTO, MAX_GIB, PER_STEP
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.parsing import named_flags, underscored
 from memsave_recipes.training.tree_sum import describe_cost
 
-PROGRESS_BAR_DELAY_S = 5
 DATA_SHEET_SECONDS = (
     "seconds are lower bounds by the data sheet, without the optimizer's update: they rank plans, they predict no clock"
 )
@@ -186,7 +184,7 @@ def with_progress(request: PlanRequest, work: Callable[[Callable[[BatchLayout], 
     task = request.task
     sizes = open_layouts(task.run, task.optim, request.launch.num_processes)
     total = len(sizes) * len(task.losses)
-    with tqdm(desc="planning", total=total, unit="size", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=None) as bar:
+    with ProgressBar(desc="planning", total=total, unit="size") as bar:
 
         def on_size(layout: BatchLayout) -> None:
             bar.set_postfix_str(f"micro-batch {layout.micro_batch_size}", refresh=False)
@@ -324,9 +322,7 @@ def check_device(request: PlanRequest) -> None:
 def measured_points(request: PlanRequest, points: Sequence[FrontierPoint], *, all_points: bool) -> list[FrontierPoint]:
     """``points`` after a run of the Pareto-optimal ones, or of all."""
     chosen = [number for number, point in enumerate(points) if all_points or point.is_optimal]
-    with tqdm(
-        desc="measuring", total=len(chosen), unit="point", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=None
-    ) as bar:
+    with ProgressBar(desc="measuring", total=len(chosen), unit="point") as bar:
         runs = run_points(request.task, request.launch, [points[number] for number in chosen], on_run=bar.update)
     found = list(points)
     for number, run in zip(chosen, runs, strict=True):

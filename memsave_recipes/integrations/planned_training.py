@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
 
 from memsave_recipes.activations import PlanHandle, apply_plan, block_names, find_stacks
 from memsave_recipes.activations.compiled import CompiledLayer
@@ -50,7 +49,7 @@ from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak, storages_of
 from memsave_recipes.profiling.memory import reset_peaks
 from memsave_recipes.profiling.preserve_state import device_of, preserve_attributes
-from memsave_recipes.text import GIB, format_bytes
+from memsave_recipes.text import GIB, ProgressBar, format_bytes
 
 
 class StepPeak:
@@ -157,7 +156,6 @@ def check_model(model: nn.Module) -> None:
 
 
 PREFIX = "memsave: "
-PROGRESS_BAR_DELAY_S = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +288,7 @@ class PlannedTraining:
     def say(self, text: str) -> None:
         """Print it on the first rank, above the trainer's progress bar."""
         if self.ranks.is_first:
-            tqdm.write(f"{PREFIX}{text}")
+            ProgressBar.write(f"{PREFIX}{text}")
 
     def _grow(self, micro_batch: MicroBatch) -> None:
         """NOTE [ decisions ] 3."""
@@ -323,10 +321,9 @@ class PlannedTraining:
         return self._made(micro_batch, self.settings.strategy, predict=False)
 
     def _made(self, micro_batch: MicroBatch, strategy: str, *, predict: bool = True) -> Plan:
-        disable = None if self.ranks.is_first else True  # None: where stderr is no terminal
         with (
             preserve_attributes([*self.owners, *self.model.modules()]),
-            tqdm(desc="measuring blocks", unit="run", delay=PROGRESS_BAR_DELAY_S, leave=False, disable=disable) as bar,
+            ProgressBar(shown=self.ranks.is_first, desc="measuring blocks", unit="run") as bar,
         ):
             return plan_step(
                 self._workload(micro_batch),

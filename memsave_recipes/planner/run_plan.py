@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
@@ -57,12 +56,10 @@ from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.profiling.memory import empty_cache
-from memsave_recipes.text import GIB, format_bytes, gib_that_suffice, to_gib
+from memsave_recipes.text import GIB, ProgressBar, format_bytes, gib_that_suffice, to_gib
 from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerArguments, RunArguments
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
-
-PROGRESS_BAR_DELAY_S = 5
 
 
 @dataclass(frozen=True)
@@ -313,7 +310,7 @@ class _Planning:
         missed_bytes: int = 0,
     ) -> Choice:
         space = replace(self._search_space(strategy), compiled_ratios=compiled_ratios, missed_bytes=missed_bytes)
-        with self._progress() as progress:
+        with ProgressBar(shown=self.accelerator.is_main_process, desc="measuring blocks", unit="run") as progress:
             choice = search(layouts, (None,), lambda layout, _: self.step.candidates(space, layout, progress))
         return choice if choice.candidates else self._search_by_estimates(layouts, strategy)
 
@@ -342,15 +339,6 @@ class _Planning:
         except InputError as refused:
             way_out = "give a smaller --micro_batch_size"
             raise InputError(f"{no_memory}, and no estimate ({refused.one_line}): {way_out}") from refused
-
-    def _progress(self) -> tqdm:
-        return tqdm(
-            desc="measuring blocks",
-            unit="run",
-            delay=PROGRESS_BAR_DELAY_S,
-            leave=False,
-            disable=not self.accelerator.is_main_process,
-        )
 
 
 @dataclass(frozen=True)

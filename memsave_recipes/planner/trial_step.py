@@ -28,7 +28,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.activations.lockstep import parts_of
@@ -41,7 +40,7 @@ from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, running_blocks, without_layerdrop
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.sharding.shards import reduce_once_a_step
-from memsave_recipes.text import first_line, format_bytes
+from memsave_recipes.text import ProgressBar, first_line, format_bytes
 from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.batching import Batch, GlobalBatches
 
@@ -79,7 +78,7 @@ class StepOnDevice:
             return None
         return running_blocks(self.model, stacks, self.forward(self.batches.layout), self.accelerator.device)
 
-    def candidates(self, space: SearchSpace, layout: BatchLayout, progress: tqdm) -> list[Candidate]:
+    def candidates(self, space: SearchSpace, layout: BatchLayout, progress: ProgressBar) -> list[Candidate]:
         """The first rank's candidates, on all ranks; none if a rank has too little memory to measure.
 
         All blocks are measured at once, or group by group where memory is too small for that and plans may recompute.
@@ -93,7 +92,7 @@ class StepOnDevice:
         return []
 
     def _measured(
-        self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: tqdm
+        self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: ProgressBar
     ) -> list[Candidate] | None:
         """The candidates of a measurement, or ``None`` where a rank ran out of memory."""
         try:
@@ -109,7 +108,7 @@ class StepOnDevice:
             self.accelerator, lambda: replace(space, overheads=overheads).candidates(measured, layout)
         )
 
-    def _measure(self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: tqdm) -> Measurement:
+    def _measure(self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: ProgressBar) -> Measurement:
         make_batch = self.batches.largest_forward(layout)
         workload = Workload(
             model=self.model,

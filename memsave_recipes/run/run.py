@@ -27,7 +27,6 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
@@ -76,6 +75,7 @@ from memsave_recipes.sharding import ShardGroups, launched_shard, shard
 from memsave_recipes.sharding.groups import NONE, check_precision
 from memsave_recipes.sharding.shards import Rows, callable_in_parts, reduce_once_a_step
 from memsave_recipes.sharding.units import joint_blocks
+from memsave_recipes.text import ProgressBar
 from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH, PER_STEP, RecipeArguments
 from memsave_recipes.training.batch_layout import IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
@@ -391,8 +391,8 @@ class Run:
         """The global batches that are left, with a progress bar on a terminal. FLOPs are counted beside the first."""
         if self.args.eval_only:
             return
-        off_terminal = None if self.accelerator.is_main_process else True  # tqdm: only where stderr is a terminal
-        self._progress = tqdm(self._batches, disable=off_terminal, unit="step")
+        first = self.accelerator.is_main_process
+        self._progress = ProgressBar(self._batches, shown=first, unit="step", delay=0, leave=True)
         for batch in self._report.clock.loading(self._progress):
             self._learning_rate = float(self._scheduler.get_last_lr()[0])
             self._report.count_flops(batch, self._loss_of)

@@ -9,10 +9,10 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.utils.data.dataloader import default_collate
-from tqdm import tqdm
 
 from memsave_recipes.errors import packages_of
 from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.text import ProgressBar
 from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.training.batching import Batch, make_loader
 from memsave_recipes.training.tree_sum import exact_sum
@@ -20,8 +20,6 @@ from memsave_recipes.training.tree_sum import exact_sum
 with packages_of("vision,text", "accuracies"):
     import datasets
     import evaluate
-
-BAR_AFTER_S = 5
 
 _DESCRIPTION = """
 The share of predictions that equal their references, and F1, the harmonic mean of precision and recall: from 0 to 1.
@@ -62,8 +60,7 @@ def evaluation_batches(
         last_step=order.steps_per_epoch,
     )
     loader = make_loader(accelerator, dataset, sampler, collate_fn, num_workers)
-    off_terminal = None if accelerator.is_main_process else True  # tqdm: only where stderr is a terminal
-    for batch in tqdm(loader, desc="evaluating", delay=BAR_AFTER_S, leave=False, disable=off_terminal):
+    for batch in ProgressBar(loader, shown=accelerator.is_main_process, desc="evaluating"):
         yield send_to_device(batch, accelerator.device, non_blocking=True)
 
 

@@ -317,7 +317,7 @@ def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
 
 def onednn_multiplies_bfloat16() -> bool:
     """Whether torch leaves products of bfloat16 on this CPU to oneDNN; ``ONEDNN_MAX_CPU_ISA`` counts."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _means_bytes(parameter: Tensor) -> int:

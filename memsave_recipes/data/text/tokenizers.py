@@ -37,7 +37,6 @@ import numpy as np
 import tokenizers
 import torch
 from datasets import Features, List, Value
-from datasets.utils import tqdm
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
@@ -57,6 +56,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
 from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.text import ProgressBar
 
 PART_CHARACTERS = 2**18
 DOCUMENTS_AT_ONCE = 64
@@ -180,7 +180,7 @@ def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.
         beginning = beginning[:-1]
     tokens = [[np.asarray(beginning, dtype=np.int32)] for _ in texts]
     parts = [(number, part) for number, text in enumerate(texts) for part in _parts_for(tokenizer, text)]
-    with tqdm(total=len(parts), unit=" parts", desc="long documents", delay=5, leave=False, disable=None) as bar:
+    with ProgressBar(total=len(parts), unit=" parts", desc="long documents") as bar:
         for group in _groups(parts):
             encoded = tokenizer(
                 [part for _, part in group],

@@ -29,7 +29,6 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from memsave_recipes.data.text.documents import LONG_BYTES, Splits, progress_bars
 from memsave_recipes.data.vision.augmentation import Augmentation
@@ -37,7 +36,7 @@ from memsave_recipes.data.vision.image_folder import first_of
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
 from memsave_recipes.losses import IGNORED_LABEL
-from memsave_recipes.text import first_line
+from memsave_recipes.text import ProgressBar, first_line
 
 with packages_of("vision", "images"):
     from PIL import Image, UnidentifiedImageError
@@ -50,7 +49,6 @@ MAX_KEPT_BYTES = 256 * 1024**2
 MAX_NAMED = 10
 READING_THREADS = 8  # reading and hashing leave Python's lock
 IMAGES_AT_ONCE = 256
-BAR_AFTER_S = 5
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -229,7 +227,7 @@ def of_each_image(rows: datasets.Dataset, function: Callable[[Stored], str], des
 
     ``datasets`` keeps the answers in its cache until a file changes its time, also for the other ranks.
     """
-    with progress_bars(False), tqdm(total=len(rows), desc=desc, unit="image", delay=BAR_AFTER_S, disable=None) as bar:
+    with progress_bars(False), ProgressBar(total=len(rows), desc=desc, unit="image") as bar:
         answered = rows.map(
             _OfEach(function, bar),
             batched=True,
@@ -245,7 +243,7 @@ def of_each_image(rows: datasets.Dataset, function: Callable[[Stored], str], des
 class _OfEach:
     """For ``datasets``, which hashes it to find its answers again: the bar is no part of that."""
 
-    def __init__(self, function: Callable[[Stored], str], bar: tqdm) -> None:
+    def __init__(self, function: Callable[[Stored], str], bar: ProgressBar) -> None:
         self.function = function
         self.bar = bar
 
