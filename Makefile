@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-standin test-all results results-run article site clean
+.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-standin test-all results results-run article site clean test-cpus
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ test: install  ## the tests (25 minutes on 2 cores)
 
 test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (10 minutes on 2 cores)
 	$(PYTEST) -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
+
+test-cpus: install  ## predictions and equality with the instructions of other processors
+	$(PYTEST) -m slow tests/test_kinds_of_cpu.py
 
 # timm and diffusers are tried where they are installed. It goes on where an interrupted one ended (out/zoo.jsonl).
 test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/models.md (an hour)
