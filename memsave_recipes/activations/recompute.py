@@ -360,6 +360,7 @@ def is_kept(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _selective_contexts(modules: list[nn.Module], inputs: tuple[Any, ...]) -> tuple["_FirstRun", "_SecondRun"]:
     block = " + ".join(dict.fromkeys(type(module).__name__ for module in modules))
     caching, cached = create_selective_checkpoint_contexts(_policy)
+    caching.respect_saved_tensors_hooks = False  # torch 2.15 asks; what is kept passes through no hooks
     return _FirstRun(caching, block, inputs), _SecondRun(cached, FrozenStatistics(modules), block)
 
 

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
@@ -52,7 +53,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
 from memsave_recipes.plans.plan import OF_MICRO_BATCHES
 
-CACHE_NAMES = ("past_key_values", "layer_past")
+CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def _own_copy(value: Any) -> Any:
 
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+_checkpoint_hooks = getattr(checkpoint, "_checkpoint_internal_hook", saved_tensors_hooks)
+"""Puts a checkpoint's hooks around code as torch itself does: since 2.14 it notes which hooks are around them."""
 
 
 @dataclass
@@ -202,7 +205,7 @@ class _Calls:
         began = _RandomState.now(state)
         moved = self.random_state is not None and not began.equals(self.random_state)
         self.calls.append((call, began if moved else None))
-        with saved_tensors_hooks(*hooks):
+        with _checkpoint_hooks(*hooks):
             returned = call(state)
         self.position = position
         self.random_state = _RandomState.now(state) if position + 1 < self.num_layers else None

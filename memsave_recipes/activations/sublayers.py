@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from memsave_recipes.activations.recompute import BlockRuns
-from memsave_recipes.activations.spans import RUN, LayerCall, split_call
+from memsave_recipes.activations.spans import CACHE_NAMES, RUN, LayerCall, split_call
 from memsave_recipes.activations.tiled_attention import KeysSoFar, NotInTiles, TiledAttention
 from memsave_recipes.activations.tiles import Mlp, TiledForward, find_mlps, in_tiles, is_norm_of_a_token
 from memsave_recipes.plans import Action
@@ -158,7 +158,7 @@ class _TileCall:
         """(B, L, H) to the same."""
         cut = partial(_of_tile, so_far.start, rows.shape[1], self.length)
         args, kwargs = tree_map_only(Tensor, cut, (self.whole.args, self.whole.kwargs))
-        if kwargs.get("past_key_values") is not None:
+        if any(kwargs.get(name) is not None for name in CACHE_NAMES):
             raise NotInTiles
         found = _after(self.norm, replace(self.whole, args=args, kwargs={**kwargs, KEYS: so_far}), rows)
         output, *others = found if isinstance(found, tuple) else (found,)

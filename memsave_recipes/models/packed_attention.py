@@ -6,8 +6,9 @@ NOTE [ attention by document ]
 2. The lengths come as Python numbers from ``collate``, so that no layer waits for the device.
 3. On CUDA one kernel takes all documents of all rows, and their windows: ``torch.nn.attention.varlen``, where SDPA
    would take a fused kernel too (half precision, no dropout, from Ampere on) and the size of a head is a multiple of 8.
-   It finds them by their bounds, which are copied to the device once a micro-batch. ROCm's kernel is another one, and
-   is left out. Tested with a stand-in on a CPU; no GPU has run it.
+   It finds them by their bounds, which are copied to the device once a micro-batch. It is flash's: torch 2.15 would
+   ask the card that is there, by the lengths too, and take cuDNN's on some, whose workspace no estimate knows. ROCm's
+   kernel is another one, and is left out. Tested with a stand-in on a CPU; no GPU has run it.
 4. Elsewhere SDPA runs on each document. Autograd would save its output of each beside the joined one that the next
    layer saves. On a CPU, ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. With dropout or
    windows, and on other devices, autograd records SDPA itself.
@@ -29,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -112,7 +113,8 @@ def _varlen(
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (B * T, H or K, D)
     bounds, longest = _bounds(lengths, query), max(map(max, lengths))
     seen = (-1 if window is None else window - 1, 0)  # before and behind, without itself; -1: all
-    attended = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=seen, **SHARED_KEYS)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        attended = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=seen, **SHARED_KEYS)
     assert isinstance(attended, Tensor)
     return attended.view(len(query), -1, *attended.shape[1:])
 

@@ -1,12 +1,14 @@
 """Selective plans: plain's result bit for bit, no product or convolution twice, and fewer bytes kept."""
 
 import copy
+import warnings
 from contextlib import suppress
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -156,6 +158,21 @@ def test_kept_bytes_by_hand():
     with kept_by_policy() as nothing:
         output.sum().backward()
     assert not nothing
+
+
+def test_hooks_around_it_see_its_inputs_alone():
+    """Torch 2.15 warns that a later one would show them what is kept, too, and count it twice."""
+    linear, inputs, seen = nn.Linear(8, 16), torch.randn(4, 8), set()
+    with (
+        warnings.catch_warnings(action="error"),
+        kept_by_policy() as kept,
+        saved_tensors_hooks(lambda tensor: seen.add(tensor.untyped_storage().data_ptr()) or tensor, lambda one: one),
+    ):
+        output = select_ops(lambda x: linear(x).exp(), inputs, modules=[linear])
+    assert seen == {inputs.untyped_storage().data_ptr()}
+    assert list(kept.values()) == [4 * 16 * 4]
+    output.sum().backward()
+    assert linear.weight.grad is not None
 
 
 def gradients(function, *inputs):

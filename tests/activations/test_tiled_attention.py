@@ -113,6 +113,20 @@ def test_a_window_recomputes(calls):
         torch.testing.assert_close(found[name], gradient)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_with_a_cache_of_keys_it_recomputes(model_type, calls):
+    """Each tile would add its keys to those of the tiles before it."""
+    model = by_document(model_type, torch.float64)
+    tokens, found = torch.arange(40)[None], []
+    for plan in ("none", "full_tiled_offload:8"):
+        model.zero_grad()
+        with apply_plan(model, plan_blocks(model, plan)):
+            model(input_ids=tokens, labels=tokens, document_lengths=[[40]], use_cache=True).loss.backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert calls == []
+    assert all(map(torch.allclose, *found))
+
+
 def test_shared_keys_of_a_tile_are_those_of_the_whole_row():
     torch.manual_seed(0)
     query = torch.randn(1, 4, 12, 8, dtype=torch.float64)

@@ -178,6 +178,20 @@ def test_what_the_kernel_does_not_take_goes_document_by_document():
     assert not packed_attention._has_varlen(*states(), 0.0)  # this CPU
 
 
+def test_it_is_flash_whatever_card_is_here(monkeypatch):
+    """Torch 2.15 asks the card, and not the target of an estimate, whether cuDNN's kernel is faster."""
+    allowed, kernel = [], packed_attention.varlen_attn
+
+    def watched(*args, **options):
+        allowed.append((torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()))
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(packed_attention, "varlen_attn", watched)
+    assert takes_one_call("h100")
+    assert allowed == [(True, False)]
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize(
     ("choice", "sizes", "hip", "expected"),
     [
