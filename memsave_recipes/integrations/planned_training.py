@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from memsave_recipes.activations import PlanHandle, apply_plan, block_names, find_stacks
 from memsave_recipes.activations.compiled import CompiledLayer
@@ -145,9 +146,10 @@ def check_model(model: nn.Module) -> None:
         raise InputError("model: DataParallel runs copies of it: launch one process for each GPU, with DDP")
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
+            kind = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_disable") else "gradient"
             raise InputError(
-                f"gradient_checkpointing: {name or type(model).__name__} is checkpointed already, and {WAY_OUT}: call "
-                "model.gradient_checkpointing_disable()"
+                f"{kind}_checkpointing: {name or type(model).__name__} is checkpointed already, and {WAY_OUT}: call "
+                f"model.{kind}_checkpointing_disable()"
             )
         if type(module).__name__ == "CheckpointWrapper":
             raise InputError(f"model: {name} is a CheckpointWrapper, and {WAY_OUT}: leave the wrapper out")

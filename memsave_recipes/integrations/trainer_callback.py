@@ -135,10 +135,11 @@ def _check_arguments(args: TrainingArguments) -> None:
     Raises:
         InputError: a second checkpointing, sharding, or compiling.
     """
-    if getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None):
+    flag = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    if getattr(args, flag):
         raise InputError(
-            "gradient_checkpointing=True: a plan decides which activations are recomputed: pass "
-            f"gradient_checkpointing=False to {type(args).__name__}; TRL's default is True"
+            f"{flag}=True: a plan decides which activations are recomputed: pass {flag}=False to "
+            f"{type(args).__name__}; TRL's default is True"
         )
     if getattr(args, "activation_offloading", False):
         raise InputError("activation_offloading=True: pass activation_offloading=False, or leave MemsaveCallback out")

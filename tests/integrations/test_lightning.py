@@ -130,7 +130,7 @@ def test_manual_optimization_is_refused(tmp_path):
 def test_a_second_checkpointing_is_refused(tmp_path):
     module = Module()
     module.network.activation_checkpointing_enable()
-    with pytest.raises(memsave.InputError, match=r"checkpointed already, .* model.gradient_checkpointing_disable\(\)"):
+    with pytest.raises(memsave.InputError, match=r"checkpointed already, .*\.activation_checkpointing_disable\(\)"):
         fitted(tmp_path, [memsave.MemsaveLightningCallback(strategy="full")], module=module)
 
 

@@ -29,7 +29,7 @@ def in_the_trainer(accelerator, folder, settings, accumulation):
 def in_trl(accelerator, folder, settings, accumulation):
     """Its loss gathers metrics from all ranks."""
     model, callback = llama(), memsave.MemsaveCallback(**settings) if settings else None
-    arguments = {**BASE, "per_device_train_batch_size": 2, "max_steps": 2, "gradient_checkpointing": False}
+    arguments = {**BASE, "per_device_train_batch_size": 2, "max_steps": 2, "activation_checkpointing": False}
     SFTTrainer(
         model=model,
         args=SFTConfig(folder, **arguments),

@@ -168,7 +168,7 @@ class OwnStepTrainer(Trainer):
 REFUSED = {
     "two checkpointings": (
         {"activation_checkpointing": True},
-        "gradient_checkpointing=True: a plan decides .* pass gradient_checkpointing=False to TrainingArguments",
+        "activation_checkpointing=True: a plan decides .* pass activation_checkpointing=False to TrainingArguments",
     ),
     "compiled": ({"torch_compile": True}, "torch_compile=True: pass torch_compile=False"),
     "a step of its own": ({"trainer": OwnStepTrainer}, "training_step does not call compute_loss"),
@@ -188,7 +188,7 @@ def test_what_cannot_stand_beside_a_plan_is_refused(arguments, message, tmp_path
 def test_a_model_that_checkpoints_by_itself_is_refused(tmp_path):
     model = llama()
     model.activation_checkpointing_enable()
-    with pytest.raises(memsave.InputError, match=r"checkpointed already, .* model.gradient_checkpointing_disable\(\)"):
+    with pytest.raises(memsave.InputError, match=r"checkpointed already, .*\.activation_checkpointing_disable\(\)"):
         trained(tmp_path, [memsave.MemsaveCallback(strategy="full")], model=model)
 
 

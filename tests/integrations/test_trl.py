@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 import memsave_recipes as memsave
 from memsave_recipes.text import GIB
 
-SMALL = {**BASE, "per_device_train_batch_size": 4, "max_steps": 4, "gradient_checkpointing": False, "max_length": 64}
+SMALL = {**BASE, "per_device_train_batch_size": 4, "max_steps": 4, "activation_checkpointing": False, "max_length": 64}
 LORA = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 PLANS = {"none": {"strategy": "none"}, "full": {"strategy": "full"}, "budget": {}}
 CASES = {
@@ -88,8 +88,8 @@ def test_dpo(adapters, tmp_path, capsys):
 
 
 def test_the_checkpointing_that_trl_turns_on_is_refused(tmp_path):
-    with pytest.raises(memsave.InputError, match="pass gradient_checkpointing=False to SFTConfig; TRL's default"):
-        fine_tuned(tmp_path, [memsave.MemsaveCallback(1)], None, gradient_checkpointing=True)
+    with pytest.raises(memsave.InputError, match="pass activation_checkpointing=False to SFTConfig; TRL's default"):
+        fine_tuned(tmp_path, [memsave.MemsaveCallback(1)], None, activation_checkpointing=True)
 
 
 def test_offloading_by_trl_is_refused(tmp_path):
