@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
 RECIPE := $(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/image_classification.py --config recipes/configs/demo.yaml
 
-.PHONY: help demo install check lint types test test-faults test-zoo test-oldest test-standin test-all results results-run article site clean test-cpus
+.PHONY: help demo install check lint types test test-faults test-cpus test-standin test-zoo test-oldest test-newest test-all \
+	results results-run article site clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +23,12 @@ $(VENV)/.installed $(OLDEST)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $$(grep '^torch==' $(CONSTRAINTS))
 	$(@D)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
+	touch $@
+
+# Without constraints: what a user gets today. `make clean` before it, if the environment is old.
+$(NEWEST)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test,trl,lightning]'
 	touch $@
 
 install: $(VENV)/.installed  ## make .venv with everything in it
@@ -59,10 +67,13 @@ test-cpus: install  ## predictions and equality with the instructions of other p
 test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/models.md (an hour)
 	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.matrix; status=$$?; PYTHONPATH=tests $(BIN)/python -m zoo.page; exit $$status
 
+OF_VERSIONS := tests/activations tests/estimation tests/models tests/profiling tests/test_losses.py \
+	tests/test_private_names.py tests/training/test_optimizers.py tests/recipes/test_verify.py
+TRAININGS := tests/integrations $(patsubst %,tests/recipes/test_%.py,ddp_equals_accumulation resume topologies)
+
 test-oldest: BIN := $(OLDEST)/bin
 test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (4 minutes on 2 cores)
-	$(PYTEST) -m 'not slow' tests/activations tests/estimation tests/models tests/profiling tests/test_losses.py \
-		tests/training/test_optimizers.py tests/recipes/test_verify.py
+	$(PYTEST) -m 'not slow' $(OF_VERSIONS)
 
 # Its pytest, and every process that the tests start, see CUDA devices: tests/standin/README.md.
 ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not slow' --timeout 900
@@ -72,9 +83,13 @@ test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA;
 		tests/models/test_varlen.py tests/profiling/test_breakdown.py tests/profiling/test_device_memory.py
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py
 
-test-all: install  ## the slow ones too, and those of the oldest versions
+test-newest: BIN := $(NEWEST)/bin
+test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB)
+	$(PYTEST) -m 'not slow' $(OF_VERSIONS) $(TRAININGS)
+
+test-all: install  ## the slow ones too, and those of the oldest and the newest versions
 	$(PYTEST)
-	$(MAKE) test-oldest
+	$(MAKE) test-oldest test-newest
 
 results: install  ## docs/results/README.md and index.html from docs/results/rows, without training
 	$(BIN)/memsave results page
@@ -94,4 +109,4 @@ site: install  ## the documentation with the API reference in out/site, which ne
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment and what runs wrote
-	rm -rf $(VENV) $(OLDEST) out .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) out .pytest_cache .mypy_cache .ruff_cache

@@ -14,7 +14,7 @@ def lower_bounds():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = "\n".join([setup["options"]["install_requires"], *setup["options.extras_require"].values()])
-    return dict(re.findall(r"^([\w-]+)>=([\d.]+)$", lines, flags=re.MULTILINE))
+    return dict(re.findall(r"^([\w-]+)>=([\d.]+)(?:,<[\d.]+)?$", lines, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", sorted(lower_bounds().keys() - {"mypy", "ruff", "liger-kernel", "lightning", "trl"}))
