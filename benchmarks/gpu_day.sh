@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Every claim of the README on the GPU of this machine: 25 minutes, no network (benchmarks/gpu_day.py).
+# Every claim of the README on the GPUs of this machine: 25 minutes, no network (benchmarks/gpu_day/__main__.py).
 #
 #     bash benchmarks/gpu_day.sh [WHEELS] [--only STEP ...]     # WHEELS: a folder of wheels, if something is missing
-#     bash benchmarks/gpu_day.sh --tiny                         # the same steps on a CPU, 3 minutes
+#     bash benchmarks/gpu_day.sh --list                         # the steps and their claims
+#     bash benchmarks/gpu_day.sh --tiny                         # the same steps on a CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -12,5 +13,5 @@ if [[ $# -gt 0 && -d $1 ]]; then
     export PYTHONPATH="$PWD/$site${PYTHONPATH:+:$PYTHONPATH}"
     shift
 fi
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-exec "$python" benchmarks/gpu_day.py "$@"
+export PYTHONPATH="$PWD:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+exec "$python" -m gpu_day "$@"
