@@ -46,7 +46,7 @@ def test_no_prediction_is_too_low_in_more_cases(first):
 def test_it_goes_on_where_it_was_stopped_and_says_how_good_it_is(load, tmp_path, monkeypatch):
     prediction = load("prediction")
     monkeypatch.setattr(prediction.harness, "QUICK_RESULTS", tmp_path)
-    done = tmp_path / "prediction-cpu-seed-1.jsonl"
+    done = tmp_path / "prediction-cpu-seed-1-x1.jsonl"
     done.write_text(json.dumps(KNOWN) + "\n")
     low = prediction.Row(case=prediction.random_case(1, 1), predicted_bytes=99, real_bytes=100)
     monkeypatch.setattr(prediction, "row_of", lambda case, device: low)
