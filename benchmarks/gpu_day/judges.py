@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpu_day.claims import Found, Outcome
-from memsave_recipes.planner.budget import ALLOCATED, FRAGMENTATION, RESERVE
+from memsave_recipes.planner.budget import FRAGMENTATION, RESERVE, WORKSPACES
 from memsave_recipes.text import GIB, MIB, format_bytes
 
 OUT_OF_MEMORY = 3
@@ -185,10 +185,10 @@ def seconds_by_sheet(plan: Outcome, run: Outcome) -> Found:
 
 
 def peak_by_sheet(plan: Outcome, run: Outcome) -> Found:
-    """With workspaces and rounding as they are assumed; the error without them is told, too."""
+    """With workspaces as they are assumed; the error without them is told, too."""
     (first, *_) = plan.read("plan.json")["candidates"]
     peak = GIB * run.memory["peak_allocated_gib"]
-    assumed = first["peak_bytes"] + sum(first["parts"].get(name, 0) for name in ALLOCATED)
+    assumed = first["peak_bytes"] + first["parts"].get(WORKSPACES, 0)
     errors = [100 * (size / peak - 1) for size in (assumed, first["peak_bytes"])]
     return assumed >= peak, f"{format_bytes(peak)}, predicted {errors[0]:+.2f} %, {errors[1]:+.2f} % without constants"
 

@@ -26,7 +26,7 @@ RESULTS = {
 }
 SUMMARY = {"lowest_pct": 0.1, "lowest_without_constants_pct": -0.9}
 LOOPS = {"losses": [2.0, 1.0], "plain_losses": [2.0, 1.0], "peak_bytes": 1, "plain_peak_bytes": 2}
-PLAN = {"candidates": [{"step_s": 0.09, "peak_bytes": 2**31 - 64, "parts": {"workspaces": 32, "rounding": 32}}]}
+PLAN = {"candidates": [{"step_s": 0.09, "peak_bytes": 2**31 - 64, "parts": {"workspaces": 64}}]}
 SAID = "full_offload: at most 1 GiB of the host's memory for a rank, of 9 GiB that are available to it"
 
 
