@@ -80,7 +80,9 @@ ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not
 test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++ (15 minutes on 2 cores)
 	$(ON_STANDIN) tests/standin tests/recipes tests/integrations tests/sharding tests/planner/test_on_a_device.py \
 		tests/activations/test_offload.py tests/activations/test_streaming.py tests/activations/test_tiles.py \
-		tests/models/test_varlen.py tests/profiling/test_breakdown.py tests/profiling/test_device_memory.py
+		tests/models/test_varlen.py tests/profiling/test_breakdown.py tests/profiling/test_device_memory.py \
+		--ignore tests/integrations/test_ranks.py
+	STANDIN_DEVICES=2 $(ON_STANDIN) tests/integrations/test_ranks.py
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py
 
 test-newest: BIN := $(NEWEST)/bin

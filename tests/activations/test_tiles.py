@@ -1,6 +1,7 @@
 """MLPs in tiles: the plain gradients within rounding, one gradient a weight, two forwards and no third."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -283,6 +284,8 @@ def test_the_figures_of_the_documentation(plan, mib):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_on_a_gpu(model_type):
+    if model_type == "gpt2" and "STANDIN" in os.environ:
+        pytest.skip("the stand-in has no fused attention with dropout")
     model = causal_model(model_type, max_position_embeddings=2048).cuda()
     tokens = torch.randint(0, 64, (2, 2048), device="cuda")
 
