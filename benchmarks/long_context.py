@@ -182,7 +182,7 @@ def fake_bytes(training: Training, length: int) -> int:
         training.step(tokens)
         meter.mark()
 
-    instruments = FakeInstruments(rates=Rates(flops_per_s=1.0, bytes_per_s=1.0), on_host=True)
+    instruments = FakeInstruments(rates=Rates(flops_per_s=1.0, bytes_per_s=1.0), on_cpu=True)
     with training.model.lm_head.weight.fake_mode, simulated_offloading(find_target("a100"), instruments.clock):
         if not training.optimizer.state:
             training.step(training.tokens(STEP_TOKENS))
