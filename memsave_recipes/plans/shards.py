@@ -4,10 +4,10 @@ A *unit* is weights that are gathered together (``sharding/units.py``). Of W ran
 every weight, the last ones less; what travels is padded to W times as many. All bytes are those of the first rank,
 which has most.
 
-NOTE [ a step in shards ], as of torch 2.13 (``torch/distributed/fsdp/_fully_shard``)
+NOTE [ a step in shards ], as of torch 2.13 and 2.15 (``torch/distributed/fsdp/_fully_shard``)
 1. Forward. When the first module of a unit is called, its shards are gathered into one buffer, and copied from there
    into its weights. These are freed when the last of its modules has run, unless they stay; the buffer when the next
-   unit has been gathered, or the forward ends.
+   unit has been gathered (before torch 2.15, and copied into its weights), or the forward ends.
 2. Backward. When the gradient of its output is there, its weights are gathered again: the buffer was filled while the
    unit behind it had its backward. It is freed at once, and that of the unit before is filled.
 3. When the gradient of its input is there, its weights are freed, and the buffer of the gradients that were reduced
@@ -54,6 +54,7 @@ class ShardedUnit:
         gathered_bytes: of the weights.
         reduced_bytes: of the gradients of those that train.
         copied_bytes: of padded copies of gradients while they are reduced.
+        frees_last: whether the buffer of the unit before is freed when its own is filled, and not when that is copied.
         stays: whether the weights stay between their forward and their backward.
         takes_gradient: whether its input may need a gradient, which that of an embedding never does.
     """
@@ -62,6 +63,7 @@ class ShardedUnit:
     gathered_bytes: int
     reduced_bytes: int
     copied_bytes: int = 0
+    frees_last: bool = False
     stays: bool = False
     takes_gradient: bool = True
 
@@ -198,10 +200,14 @@ class _MicroBatch:
 
     def _gather(self, unit: ShardedUnit, point: TimelinePoint) -> Iterator[TimelinePoint]:
         """Before the forward of ``point``."""
-        self.incoming.add(unit)
-        self.whole.add(unit)
         variables_bytes = 0 if point.position is None else self.chain.blocks[point.position].variables_bytes
-        yield self._now(_before(point, point.own_bytes - point.temporary_bytes + variables_bytes, "gathering"))
+        before = _before(point, point.own_bytes - point.temporary_bytes + variables_bytes, "gathering")
+        self.incoming.add(unit)
+        if unit.frees_last:
+            yield self._now(before)
+            self.behind = None
+        self.whole.add(unit)
+        yield self._now(before)
         self.incoming.discard(unit)
         self.behind = unit
 

@@ -117,6 +117,7 @@ def _in_bytes(
         gathered_bytes=num_ranks * shards_bytes(weights, num_ranks),
         reduced_bytes=num_ranks * shards_bytes(trained, num_ranks),
         copied_bytes=num_ranks * shards_bytes(uneven, num_ranks) if on_cpu else 0,
+        frees_last=torch.__version__ >= "2.15",
         stays=stays,
     )
 

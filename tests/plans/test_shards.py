@@ -71,6 +71,21 @@ def test_every_moment_of_a_step():
     ]
 
 
+def test_the_buffer_before_may_be_freed_when_the_next_is_filled():
+    units = tuple(replace(one, frees_last=True) for one in SHARDS.units)
+    assert moments(replace(SHARDS, units=units))[:9] == [
+        ("gathering", "a", 0, 40),
+        ("gathering", "a", 0, 80),
+        ("forward", "a", 0, 80),
+        ("gathering", "b", 0, 40 + 60),  # the buffers of both
+        ("gathering", "b", 0, 120),
+        ("forward", "b", 0, 120),
+        ("gathering", "head", 0, 60 + 20),
+        ("gathering", "head", 0, 40),
+        ("forward", "head", 0, 40),
+    ]
+
+
 def test_what_else_is_live_when_weights_and_gradients_travel():
     live = {
         (point.phase, point.block): point.total_bytes - RESIDENT - point.gradients_bytes - point.traffic_bytes
