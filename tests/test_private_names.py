@@ -76,6 +76,7 @@ IMPORTED = frozenset(
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
         "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
         "torch.ops.aten._unsafe_view",
+        "torch.ops.mkldnn._is_mkldnn_bf16_supported",
         "torch.ops.torch_attn._varlen_attn",
         "torch.ops.torch_attn._varlen_attn_backward",
         "torch.optim._muon._adjust_lr",
