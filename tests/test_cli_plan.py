@@ -152,6 +152,9 @@ SHARDS = ["plan", *LANGUAGE, "--target", "a100", "--num_processes", "4", "--loss
 NAMED = ["--micro_batch_size", "1", "--activation_checkpointing", "full"]
 
 
+IN_BLOCKS = 64 * 512  # about 30 tensors, of each of which a rank holds whole blocks of 512 bytes
+
+
 def test_a_rank_in_shards_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (whole,) = planned([*SHARDS, *NAMED], tmp_path)["candidates"]
     capsys.readouterr()
@@ -161,7 +164,7 @@ def test_a_rank_in_shards_is_predicted(tmp_path: Path, capsys: pytest.CaptureFix
     assert (found["shard"], found["interconnect_bytes_per_s"]) == ("full", 1e7)
     assert sum(rank["parts"].values()) == rank["needed_bytes"] < whole["needed_bytes"]
     for part in ("parameters", "optimizer state"):
-        assert rank["parts"][part] == pytest.approx(whole["parts"][part] / 4, rel=0.02)
+        assert rank["parts"][part] == pytest.approx(whole["parts"][part] / 4, abs=IN_BLOCKS)
     assert rank["step_s"] == pytest.approx(whole["step_s"] + rank["exposed_communication_s"])
     assert 0 < rank["exposed_communication_s"] <= rank["communication_s"]
     assert "weights, gradients and optimizer state in shards over 4 ranks" in out
@@ -175,7 +178,7 @@ def test_a_rank_in_shards_is_predicted(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_groups_of_ranks_that_replicate_one_another_hold_more(tmp_path: Path) -> None:
     full, halves = (planned([*SHARDS, *NAMED, "--shard", flag], tmp_path)["candidates"][0] for flag in ("full", "2"))
-    assert halves["parts"]["parameters"] == pytest.approx(2 * full["parts"]["parameters"], rel=0.02)
+    assert halves["parts"]["parameters"] == pytest.approx(2 * full["parts"]["parameters"], abs=IN_BLOCKS)
 
 
 @pytest.mark.parametrize("flags", [["--optimizer", "muon"], ["--optimizer", "adamw_8bit"]], ids=" ".join)
