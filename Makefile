@@ -77,7 +77,7 @@ test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest 
 
 # Its pytest, and every process that the tests start, see CUDA devices: tests/standin/README.md.
 ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not slow' --timeout 900
-test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++ (15 minutes on 2 cores)
+test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++
 	$(ON_STANDIN) tests/standin tests/recipes tests/integrations tests/sharding tests/planner/test_on_a_device.py \
 		tests/activations/test_offload.py tests/activations/test_streaming.py tests/activations/test_tiles.py \
 		tests/models/test_varlen.py tests/profiling/test_breakdown.py tests/profiling/test_device_memory.py \

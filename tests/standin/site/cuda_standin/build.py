@@ -24,7 +24,7 @@ def why_not() -> str | None:
 
 
 def build() -> Path:
-    """Return the library's path; compile it first where no process has done so yet (half a minute).
+    """Return the library's path; compile it first where no process has done so yet (a minute of a processor).
 
     Raises:
         ImportError: it cannot be had here, or does not compile against this torch.
