@@ -223,7 +223,7 @@ def step_of(case: Case) -> Step:
 
 def row_of(case: Case, others: dict[str, Estimator]) -> Row:
     """Ask all, then run the case."""
-    plan, predicted = predict(case, "cpu")
+    plan, predicted, _ = predict(case, "cpu")
     step = step_of(case)
     estimates = {OURS: predicted, **{name: other.estimate(step) for name, other in others.items()}}
     del step

