@@ -177,3 +177,18 @@ def test_waits_are_counted_with_their_line(device, kind, wait):
     wait(tensor)
     assert [name for name, _ in waits][:1] == ([] if kind is None else [kind])
     assert all("test_device.py" in where for _, where in waits)
+
+
+def test_torch_tells_of_waits_where_it_is_asked_to(device):
+    ones = torch.ones(4, device=device)
+    message = "called a synchronizing CUDA operation"
+    try:
+        torch.cuda.set_sync_debug_mode("warn")
+        with pytest.warns(UserWarning, match=message):
+            ones[0].item()
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match=message):
+            ones[0].item()
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

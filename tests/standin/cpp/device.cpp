@@ -26,6 +26,7 @@ double setting(const char* name, double otherwise) {
 
 using WaitCallback = void (*)(const char* kind);
 std::atomic<WaitCallback> wait_callback{nullptr};
+std::atomic<int> sync_debug_mode{0};  // of torch.cuda.set_sync_debug_mode: 1 warns, 2 raises
 
 thread_local c10::DeviceIndex device_of_thread = 0;
 thread_local std::unordered_map<c10::DeviceIndex, c10::StreamId> streams_of_thread;
@@ -103,7 +104,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     finish(stream.id());
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
-    note_wait("synchronize device");
+    note_wait("synchronize device", /*is_asked_for=*/true);
     finish_all();
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -123,7 +124,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   void synchronizeEvent(void* event) const override {
-    note_wait("synchronize event");
+    note_wait("synchronize event", /*is_asked_for=*/true);
     queryEvent(event);
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
@@ -157,7 +158,7 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return exchange_device(index); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchange_device(index); }
   void deviceSynchronize(c10::DeviceIndex) const override {
-    note_wait("synchronize device");
+    note_wait("synchronize device", /*is_asked_for=*/true);
     finish_all();
   }
 
@@ -208,8 +209,11 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex index) {
 }
 c10::StreamId current_stream(c10::DeviceIndex index) { return streams_of_thread[index]; }
 
-void note_wait(const char* kind) {
+void note_wait(const char* kind, bool is_asked_for) {
   if (const auto callback = wait_callback.load()) callback(kind);
+  if (is_asked_for) return;
+  TORCH_CHECK(sync_debug_mode < 2, "called a synchronizing CUDA operation");
+  if (sync_debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation");
 }
 
 void enqueue(c10::StreamId stream, Work work) {
@@ -259,6 +263,8 @@ C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
 
 extern "C" {
 void standin_on_wait(void (*callback)(const char*)) { standin::wait_callback = callback; }
+int standin_sync_debug_mode() { return standin::sync_debug_mode; }
+void standin_set_sync_debug_mode(int mode) { standin::sync_debug_mode = mode; }
 int standin_current_device() { return standin::current_device(); }
 int standin_exchange_device(int index) { return standin::exchange_device(static_cast<c10::DeviceIndex>(index)); }
 }

@@ -25,7 +25,7 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex index);  // a negative one cha
 c10::StreamId current_stream(c10::DeviceIndex index);
 
 // ---- what the host waits for ------------------------------------------------------------------------------------------
-void note_wait(const char* kind);
+void note_wait(const char* kind, bool is_asked_for = false);  // with a warning in torch's debug mode, unless it is
 
 // ---- streams: work that is done as soon as somebody waits for it, and no sooner ---------------------------------------
 using Work = std::function<void()>;
