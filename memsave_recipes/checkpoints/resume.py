@@ -40,6 +40,7 @@ FREE = {
 """The flags that change no weight, or no more than rounding does."""
 LATER = {
     "batchnorm": "local",
+    "decay_all": True,
     "bitwise_topology": False,
     "packed_attention": "mask",
     "shard": NONE,
@@ -50,6 +51,8 @@ ROUNDS = ("shard", "reduce_gradients")
 """Flags by which ranks add gradients in another order."""
 CHOSEN = ("packed_attention",)
 """Flags whose ``auto`` a run resolves when it begins, and writes down."""
+KEPT = ("decay_all",)
+"""Switches that stay as a run began: that of an earlier version had no such switch, and did what it says."""
 LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
 SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
@@ -187,9 +190,10 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
 
 
 def with_previous_choices(run: Any, earlier: dict[str, Any]) -> Any:
-    """The flags ``run`` with ``auto`` as the ``earlier`` one resolved it."""
-    autos = [name for name in CHOSEN if getattr(run, name, None) == AUTO]
-    return replace(run, **{name: (LATER | earlier)[name] for name in autos})
+    """The flags ``run`` with ``auto`` as the ``earlier`` one resolved it, and ``KEPT``."""
+    kept = [name for name in CHOSEN if getattr(run, name, None) == AUTO]
+    kept += [name for name in KEPT if not getattr(run, name, True)]
+    return replace(run, **{name: (LATER | earlier)[name] for name in kept})
 
 
 def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:

@@ -44,7 +44,7 @@ from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, Lo
 from memsave_recipes.training.optimizers import (
     clipping_bytes,
     counters_bytes,
-    parameters_by_optimizer,
+    in_order_of_steps,
     state_bytes,
     update_bytes,
 )
@@ -128,7 +128,7 @@ def static_memory_of(
         InputError: as ``parameters_by_optimizer``.
     """
     on_cpu = device_type == "cpu"
-    shares = parameters_by_optimizer(optim.update_rule, model)
+    shares = in_order_of_steps(optim, model)
     trained = [parameter for share in shares.values() for parameter in share]
     state = sum(
         state_bytes(name, share, momentum=optim.momentum, on_cpu=on_cpu)
@@ -165,7 +165,7 @@ def static_memory_in_shards(
         InputError: as ``parameters_by_optimizer``.
     """
     on_cpu, weights = device_type == "cpu", list(model.parameters())
-    shares = parameters_by_optimizer(optim.update_rule, model)
+    shares = in_order_of_steps(optim, model)
     trained = largest_shards([parameter for share in shares.values() for parameter in share], num_ranks)
     gradients = _allocated_bytes(trained, on_cpu)
     decayed = gradients if optim.update_rule == "sgd" and optim.weight_decay else 0

@@ -138,7 +138,6 @@ class Run:
             print_lines(accelerator, *notices)
             self.flags |= names
             plan, num_processes = folder.path / PLAN, accelerator.num_processes
-            args = with_previous_choices(args, folder.earlier)
             self.args = with_previous_plan(args, folder.earlier, plan=plan, num_processes=num_processes)
         self.num_workers = num_workers(args.dataloader_num_workers, accelerator)
         self.step = 0
@@ -171,7 +170,10 @@ class Run:
             stack.enter_context(recorded())
             args = _with_shard(args, stack.enter_context(launched_shard()))
             earlier = read_earlier(path / CONFIG, path / CHECKPOINTS) if args.resume else None
-            notices = check_same_flags(earlier, flag_values((args,))) if earlier else []
+            notices = []
+            if earlier:
+                args = with_previous_choices(args, earlier)
+                notices = check_same_flags(earlier, flag_values((args,)))
             stack.enter_context(deterministic_kernels(args.full_determinism, later=args.verify != "off"))
             stack.enter_context(matmul_precision(args.matmul_precision))
             use_expandable_segments()

@@ -416,8 +416,10 @@ class OptimizerArguments:
     )
     learning_rate: float = field(default=3e-4, metadata={"help": "learning rate at the end of the warm-up"})
     weight_decay: float = field(
-        default=0.0, metadata={"help": "weight decay, decoupled from the gradient; L2 penalty with sgd"}
+        default=0.0,
+        metadata={"help": "weight decay of matrices, decoupled from the gradient; L2 penalty with sgd"},
     )
+    decay_all: bool = field(default=False, metadata={"help": "let norms and biases decay, too"})
     momentum: float = field(default=0.9, metadata={"help": "momentum of sgd"})
     lr_scheduler_type: Schedule = field(default="linear", metadata={"help": "learning-rate schedule after the warm-up"})
     warmup_steps: int = field(default=0, metadata={"help": "optimizer steps of linear warm-up"})

@@ -78,7 +78,7 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
     Raises:
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
     """
-    parameters = _trained(model)
+    parameters = decay_groups(optim, model, _trained(model))
     lr, weight_decay = optim.learning_rate, optim.weight_decay
     optimizer: Optimizer
     match optim.update_rule:
@@ -95,8 +95,9 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
         case "adamw_8bit":
             optimizer = _adamw_8bit(parameters, lr, weight_decay)
         case "muon":
-            shares = parameters_by_optimizer("muon", model)
-            optimizer = MuonWithAdamW(shares["muon"], shares["adamw"], lr=lr, weight_decay=weight_decay)
+            shares = parameters_by_optimizer("muon", model).values()
+            matrices, others = (decay_groups(optim, model, share) for share in shares)
+            optimizer = MuonWithAdamW(matrices, others, lr=lr, weight_decay=weight_decay)
         case _:
             optimizer = AdamW(parameters, lr=lr, weight_decay=weight_decay, fused=True)
     if optim.optimizer_in_backward:
@@ -122,6 +123,33 @@ def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[
     return {"muon": matrices, "adamw": [parameter for parameter in trained if parameter not in known]}
 
 
+def decay_groups(optim: OptimizerArguments, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """``parameters`` in groups for an optimizer: those that decay, then those that do not.
+
+    Norms and biases do not decay, by the rule of transformers' ``Trainer``, and no vector does, as in nanoGPT. With
+    ``--decay_all``, or without weight decay, there is one group.
+    """
+    if optim.decay_all or not optim.weight_decay:
+        return [{"params": parameters}]
+    from transformers import Trainer  # slow to import
+
+    no_trainer: Any = None  # of which the rule uses nothing
+    names = set(Trainer.get_decay_parameter_names(no_trainer, model))
+    decayed = {one for name, one in model.named_parameters() if name in names and one.ndim > 1}
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in parameters if one in decayed]},
+        {"params": [one for one in parameters if one not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+def in_order_of_steps(optim: OptimizerArguments, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """``parameters_by_optimizer``, each list in the order in which its optimizer steps."""
+    shares = parameters_by_optimizer(optim.update_rule, model)
+    groups = {name: decay_groups(optim, model, share) for name, share in shares.items()}
+    return {name: [one for group in of_one for one in group["params"]] for name, of_one in groups.items()}
+
+
 def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
@@ -139,7 +167,7 @@ def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.grad, -0.0)
 
 
-def _adamw_8bit(parameters: list[nn.Parameter], lr: float, weight_decay: float) -> Optimizer:
+def _adamw_8bit(parameters: list[dict[str, Any]], lr: float, weight_decay: float) -> Optimizer:
     if find_spec("bitsandbytes") is None:
         raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
     from memsave_recipes.training.eight_bit import AdamW8bitInParts  # optional, and slow to import

@@ -40,21 +40,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim.optimizer import ParamsT
 
 from memsave_recipes.sharding.tensors import collected, first_row, handed_out, local, num_parts
 from memsave_recipes.training.batch_layout import seed_for
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon for ``matrices`` and AdamW for ``others``, as one optimizer with a group of parameters for each."""
+    """Muon for ``matrices`` and AdamW for ``others``, both in groups of parameters, as one optimizer."""
 
-    def __init__(
-        self, matrices: list[nn.Parameter], others: list[nn.Parameter], *, lr: float, weight_decay: float
-    ) -> None:
-        is_cut = any(isinstance(matrix, DTensor) for matrix in matrices)
+    def __init__(self, matrices: list[dict[str, Any]], others: ParamsT, *, lr: float, weight_decay: float) -> None:
+        is_cut = any(isinstance(matrix, DTensor) for group in matrices for matrix in group["params"])
         kind = MuonInShards if is_cut else Muon
         self._muon = kind(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-        self._adamw = AdamW([{"params": others}], lr=lr, weight_decay=weight_decay, fused=True)
+        self._adamw = AdamW(others, lr=lr, weight_decay=weight_decay, fused=True)
         groups = [
             *({**group, "use_muon": True} for group in self._muon.param_groups),
             *({**group, "use_muon": False} for group in self._adamw.param_groups),
@@ -133,14 +132,15 @@ class StochasticAdamW(Optimizer):
     """AdamW whose weights and moments are bfloat16: NOTE [ stochastic rounding ].
 
     Args:
-        parameters: in the same order on all ranks and in every life of a run.
+        parameters: in groups, and in the same order on all ranks and in every life of a run.
         seed: of the rounding.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], *, lr: float, weight_decay: float, seed: int) -> None:
+    def __init__(self, parameters: ParamsT, *, lr: float, weight_decay: float, seed: int) -> None:
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay})
         self._seed = seed
-        self._numbers: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(parameters)}
+        in_order = (parameter for group in self.param_groups for parameter in group["params"])
+        self._numbers: dict[Tensor, int] = {parameter: number for number, parameter in enumerate(in_order)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

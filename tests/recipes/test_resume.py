@@ -1,5 +1,6 @@
 """A run that is ended and goes on is the run that was never ended: weights, rows and results."""
 
+import json
 import os
 import signal
 
@@ -49,6 +50,23 @@ def test_every_recipe_with_muon(recipe, train, kill_after, tmp_path):
     with kill_after(7):
         train(*flags, "--save_every", "3")
     train(*flags, "--resume")
+    assert_the_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_a_run_of_before_goes_on_with_the_decay_that_it_began_with(train, kill_after, tmp_path):
+    """Of norms and biases, too; and a run that goes on twice remembers."""
+    flags = [*IMAGES, "--weight_decay", "0.1", "--save_every", "3"]
+    train(*flags, "--decay_all", output="straight")
+    with kill_after(4):
+        train(*flags, "--decay_all")
+    path = tmp_path / "run/config.json"
+    config = json.loads(path.read_text())
+    del config["decay_all"]
+    path.write_text(json.dumps(config))
+    with kill_after(7):
+        train(*flags, "--resume")
+    train(*flags, "--resume")
+    assert json.loads(path.read_text())["decay_all"] is True
     assert_the_same_run(tmp_path / "run", tmp_path / "straight")
 
 

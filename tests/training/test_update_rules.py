@@ -28,6 +28,7 @@ from memsave_recipes.training.optimizers import (
     NUMBER_BYTES,
     NUMBERS,
     TRANSPOSING,
+    decay_groups,
     make_optimizer,
     make_scheduler,
     onednn_multiplies_bfloat16,
@@ -117,7 +118,7 @@ def test_the_weights_are_those_of_torchs_two_optimizers():
     shares = parameters_by_optimizer("muon", two)
     options = {"lr": 1e-3, "weight_decay": 0.1}
     muon = Muon(shares["muon"], **options, adjust_lr_fn="match_rms_adamw")
-    apart = [muon, AdamW(shares["adamw"], **options, fused=True)]
+    apart = [muon, AdamW(decay_groups(optim, two, shares["adamw"]), **options, fused=True)]
     results = [
         train(model, optimizers, [make_scheduler(optim, optimizer, 4) for optimizer in optimizers])
         for model, optimizers in ((one, [joint]), (two, apart))
