@@ -45,7 +45,8 @@ from memsave_recipes.activations.lockstep import (
     own_random_numbers,
     seed_generators,
 )
-from memsave_recipes.activations.recompute import batchnorm_layers, check_buffers
+from memsave_recipes.activations.recompute import batchnorm_layers
+from memsave_recipes.activations.side_effects import SideEffects
 from memsave_recipes.errors import InputError
 
 
@@ -338,12 +339,13 @@ def in_micro_batches(
         modules: run by ``function``; their BatchNorm layers are those of ``global_batchnorm``.
 
     Raises:
-        InputError: the tensors differ in length, or a module writes on a buffer in every forward.
+        InputError: the tensors differ in length, or a module writes on a tensor of its own in every forward.
     """
     modules = list(modules)
     leaves, structure = tree_flatten(inputs)
     parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
-    block = _Block(check_buffers(function, modules), modules, parameters, structure, micro_batch_size)
+    checked, _ = SideEffects(modules).around(function)
+    block = _Block(checked, modules, parameters, structure, micro_batch_size)
     made = _InMicroBatches.apply(block, len(leaves), *leaves, *parameters)  # type: ignore[no-untyped-call]
     assert block.outputs is not None
     return block.outputs.filled(leaves, made)

@@ -15,7 +15,8 @@ NOTE [ statistics once ]
    tensor it needs is there).
 3. ``track_running_stats = False`` is no way out: BatchNorm then saves fewer tensors, and the checkpoint raises.
 4. Other modules that write on a buffer in their forward (spectral norm, the ranges of quantized activations) compute
-   with it as well, so a second run would compute something else. They are refused in the first run.
+   with it as well, so a second run would compute something else. They are refused in the first run: NOTE [ side
+   effects ] in ``side_effects.py``.
 
 NOTE [ selective checkpointing ]
 Nearly all the time of a forward is in a few kinds of operators, and most of the bytes that the baseline saves are of
@@ -72,6 +73,7 @@ from torch.utils.checkpoint import (
 )
 
 from memsave_recipes.activations.lockstep import in_parts
+from memsave_recipes.activations.side_effects import SideEffects
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan
 from memsave_recipes.plans.chain import TWICE
@@ -113,33 +115,6 @@ def _end_hooks(error: BaseException) -> None:
     for frame, _ in walk_tb(error.__traceback__):
         if frame.f_code.co_name == checkpoint.__name__ and isinstance(frame.f_locals.get("gen"), Generator):
             frame.f_locals["gen"].close()
-
-
-def check_buffers(function: Callable[..., Any], modules: Iterable[nn.Module]) -> Callable[..., Any]:
-    """``function``, whose run leaves all buffers of ``modules`` but BatchNorm's as they are.
-
-    Raises:
-        InputError: by ``function``, if it writes on one: rule 4 of the NOTE.
-    """
-    buffers = [
-        (layer, name, buffer, buffer._version)
-        for module in modules
-        for layer in module.modules()
-        for name, buffer in layer._buffers.items()
-        if buffer is not None and not isinstance(layer, _BatchNorm)
-    ]
-
-    def run(*inputs: Any) -> Any:
-        outputs = function(*inputs)
-        for layer, name, buffer, version in buffers:
-            if layer._buffers[name] is not buffer or buffer._version != version:
-                raise InputError(
-                    f"strategy: {type(layer).__name__} writes on its buffer {name} in every forward, so no plan can "
-                    "run it a second time: use none"
-                )
-        return outputs
-
-    return run if buffers else function
 
 
 def _contexts(layers: Iterable[nn.Module]) -> tuple[nullcontext[None], "FrozenStatistics"]:
@@ -205,6 +180,7 @@ class BlockRuns:
 
     first: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
+    effects: dict[tuple[str, ...], SideEffects] = field(default_factory=dict)
 
     def recorded(
         self, function: Callable[..., Any], *names: str, action: Action, modules: Iterable[nn.Module]
@@ -214,15 +190,19 @@ class BlockRuns:
         What autocast cast in it is forgotten at its end: NOTE [ casts of weights ].
 
         Raises:
-            InputError: by the first run, if ``action`` cannot run these ``modules`` again: NOTE [ statistics once ].
+            InputError: by the first run, if ``action`` cannot run these ``modules`` again: NOTE [ side effects ].
         """
-        runs, next_run = self.first, check_buffers(function, modules) if action in TWICE else function
+        runs, next_run, later = self.first, function, function
+        if action in TWICE:
+            if names not in self.effects:
+                self.effects[names] = SideEffects(modules)
+            next_run, later = self.effects[names].around(function)
         forgets_casts = action not in KEEPS_CASTS and self.shared.isdisjoint(modules)
 
         def run(*state: Any) -> Any:
             nonlocal runs, next_run
             runs.update(names)
-            this_run, runs, next_run = next_run, self.again, function
+            this_run, runs, next_run = next_run, self.again, later
             try:
                 return this_run(*state)
             finally:

@@ -33,7 +33,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ from memsave_recipes.activations.blocks import Block, SequentialStack
 from memsave_recipes.activations.global_batchnorm import in_micro_batches
 from memsave_recipes.activations.offload import offload
 from memsave_recipes.activations.recompute import BlockRuns, recompute, select_ops
+from memsave_recipes.activations.side_effects import CONTAINERS, SideEffects, copied
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
 from memsave_recipes.plans.plan import OF_MICRO_BATCHES
@@ -56,21 +57,31 @@ from memsave_recipes.plans.plan import OF_MICRO_BATCHES
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 
 
-@dataclass(frozen=True)
+@dataclass
 class LayerCall:
-    """``method`` with its arguments but the state, which is passed by position or as ``keyword``."""
+    """``method`` with its arguments but the state, which is passed by position or as ``keyword``.
+
+    The first run gets the lists and dicts that the model gave, and may change them; later ones get copies of what was
+    in them: NOTE [ side effects ].
+    """
 
     method: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keyword: str | None = None
     takes_list: bool = False
+    ran: bool = False
+
+    def __post_init__(self) -> None:
+        self.before = copied(self.args), copied(self.kwargs)
 
     def __call__(self, *state: Any) -> Any:
         """The output of the layer for a state: one tensor, or several, which a dense layer takes as a list."""
         flowing = (list(state),) if self.takes_list else state
-        args = map(_own_copy, self.args)
-        kwargs = {name: _own_copy(value) for name, value in self.kwargs.items()}
+        given, of_kwargs = copied(self.before) if self.ran else (self.args, self.kwargs)
+        self.ran = True
+        args = map(_own_copy, given)
+        kwargs = {name: _own_copy(value) for name, value in of_kwargs.items()}
         if self.keyword is None:
             return self.method(*flowing, *args, **kwargs)
         return self.method(*args, **{self.keyword: flowing[0]}, **kwargs)
@@ -116,7 +127,8 @@ def _checked(module: nn.Module, name: str, value: Any) -> Any:
             f"strategy: {type(module).__name__} cannot run again with the cache of its states; "
             "call the model with use_cache=False, or set model.config.use_cache = False"
         )
-    return None if name in CACHE_NAMES and not (_is_cache(value) or isinstance(value, tuple)) else _own_copy(value)
+    can_be_copied = _is_cache(value) or isinstance(value, (tuple, *CONTAINERS))
+    return None if name in CACHE_NAMES and not can_be_copied else _own_copy(value)
 
 
 def _is_cache(value: Any) -> bool:
@@ -304,9 +316,15 @@ class SpannedBlocks:
     def forward(self, *state: Tensor) -> tuple[Tensor, ...]:
         """The blocks, one after the other."""
         nests = self.action is Action.RECOMPUTE_NESTED and len(self.blocks) > 1
-        for block in self.blocks:
-            state = recompute(block.run, *state, modules=block.modules) if nests else block.run(*state)
+        for number, block in enumerate(self.blocks):
+            run = self.effects[number].once(block.run) if nests else None
+            state = recompute(run, *state, modules=block.modules) if run else block.run(*state)
         return state
+
+    @cached_property
+    def effects(self) -> list[SideEffects]:
+        """Of the runs of each block."""
+        return [SideEffects(block.modules) for block in self.blocks]
 
 
 @dataclass
@@ -339,7 +357,12 @@ class NestedPart:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        return recompute(call, *state, modules=[self.module])
+        return recompute(self.effects.once(call), *state, modules=[self.module])
+
+    @cached_property
+    def effects(self) -> SideEffects:
+        """Of the part's runs."""
+        return SideEffects([self.module])
 
 
 @dataclass

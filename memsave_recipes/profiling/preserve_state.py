@@ -7,7 +7,7 @@ step that of a training: ``training_mode`` and ``without_layerdrop``.
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import inf
 from typing import Any
@@ -26,14 +26,13 @@ def preserve_state(
 ) -> Iterator["SavedState"]:
     """Inside, the model trains, without gradients at the beginning; afterwards its state is as before.
 
-    Put back are buffers, gradients, the modes of modules and the random number generators of torch (on the host and on
-    ``device``), Python and numpy. No hook acts on accumulated gradients meanwhile, as an optimizer that steps in the
-    backward would.
+    Put back are buffers, gradients, what modules hold as attributes, and the random number generators of torch (on the
+    host and on ``device``), Python and numpy. No hook acts on accumulated gradients meanwhile, as an optimizer that
+    steps in the backward would.
 
     Args:
         device: of the model; by default that of its parameters.
-        everything: also the parameters that train and the numbers that modules hold as attributes, which no forward and
-            backward should change.
+        everything: also the parameters that train, which no forward and backward should change.
 
     Yields:
         The state, from which a run can begin again.
@@ -65,7 +64,7 @@ class SavedState:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._numbers = [(module, _numbers_of(module)) for module in modules] if everything else []
+        self._attributes = _Attributes(modules, left_out=OF_TORCH)
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
         self._hooks = [(of_one, dict(of_one)) for of_one in hooks if of_one]
@@ -99,8 +98,7 @@ class SavedState:
         for module, name, buffer, kept in self._buffers:
             module._buffers[name] = buffer
             _restore(buffer, kept)
-        for module, numbers in self._numbers:
-            vars(module).update(numbers)
+        self._attributes.put_back()
         random.setstate(self._python_rng)
         np.random.set_state(self._numpy_rng)
         torch.set_rng_state(self._generators["cpu"])
@@ -124,10 +122,6 @@ def _read_generators(device: torch.device) -> dict[str, Tensor]:
     if device.type != "cpu":
         states[str(device)] = torch.get_device_module(device).get_rng_state(device)
     return states
-
-
-def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float)}
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -237,6 +231,8 @@ def _recording(ran: dict[str, None], name: str, module: nn.Module) -> Iterator[N
 MAX_ELEMENTS = 100_000
 """Of an attribute that is put back. Larger ones are data and weights, which no forward changes."""
 CONTAINERS = (dict, list, set, deque)
+OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes in which every module has its tensors, modules and hooks."""
 _ABSENT = object()
 
 
@@ -246,16 +242,32 @@ def preserve_attributes(owners: Iterable[Any]) -> Iterator[None]:
 
     Other objects are put back where they were, and not changed themselves.
     """
-    kept = [
-        (vars(owner), {name: _restorer(value) for name, value in vars(owner).items() if _is_small(value)})
-        for owner in owners
-    ]
-    names = [set(attributes) for attributes, _ in kept]
+    attributes = _Attributes(owners)
     try:
         yield
     finally:
-        for (attributes, restorers), before in zip(kept, names, strict=True):
-            for added in attributes.keys() - before:
+        attributes.put_back()
+
+
+class _Attributes:
+    """Of ``owners``, as they are now, without those ``left_out`` and the forwards that a plan has replaced."""
+
+    def __init__(self, owners: Iterable[Any], *, left_out: Collection[str] = ()) -> None:
+        self._left_out = {*left_out, "forward"}
+        self._kept = [
+            (vars(owner), set(vars(owner)), {name: _restorer(value) for name, value in self._held(owner)})
+            for owner in owners
+        ]
+
+    def _held(self, owner: Any) -> Iterator[tuple[str, Any]]:
+        for name, value in vars(owner).items():
+            if name not in self._left_out and _is_small(value):
+                yield name, value
+
+    def put_back(self) -> None:
+        """Set them again, and take away those that are new."""
+        for attributes, before, restorers in self._kept:
+            for added in attributes.keys() - before - self._left_out:
                 del attributes[added]
             attributes.update({name: restore() for name, restore in restorers.items()})
 

@@ -1,0 +1,362 @@
+"""Blocks that change more than their outputs give plain bit for bit under every strategy, or are refused by name."""
+
+import copy
+import random
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memsave_recipes as memsave
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.errors import InputError
+
+STRATEGIES = ["full", "every:2", "segments:2", "nested:2", "selective", "full_offload"]
+SIZE = 16
+
+
+class Block(nn.Module):
+    """Computes with the ``scale`` of a step; those below remember something of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, 32), nn.Linear(32, SIZE)
+
+    def body(self, x):
+        return x + self.b(F.gelu(self.a(x)))
+
+    def forward(self, x):
+        return self.body(x) * self.scale(x)
+
+
+class Counter(Block):
+    calls = 0
+
+    def scale(self, x):
+        self.calls += 1
+        return 1 / self.calls
+
+
+class MeanOfAll(Block):
+    """A tensor that is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def scale(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return 1 + self.mean
+
+
+class History(Block):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def scale(self, x):
+        self.seen.append(x.detach().mean())
+        return 1 + sum(self.seen)
+
+
+class Named(Block):
+    def __init__(self):
+        super().__init__()
+        self.seen = {"means": [], "calls": 0}
+
+    def scale(self, x):
+        self.seen["calls"] += 1
+        self.seen["means"].append(x.detach().mean())
+        return sum(self.seen["means"]) / self.seen["calls"]
+
+
+class Window(Block):
+    def __init__(self):
+        super().__init__()
+        self.last = deque(maxlen=3)
+
+    def scale(self, x):
+        self.last.append(x.detach().std())
+        return sum(self.last)
+
+
+class Lazy(Block):
+    """Computes something once, in its first forward."""
+
+    table = None
+
+    def scale(self, x):
+        if self.table is None:
+            self.table = torch.linspace(0.5, 1.5, SIZE).sin()
+        return self.table
+
+
+class Inner(Block):
+    """Its child counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Counter()
+
+    def scale(self, x):
+        return self.inner.scale(x)
+
+
+class Codebook(Block):
+    """Vector quantisation's moving average, past the counters of autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(SIZE))
+
+    def scale(self, x):
+        self.mean.data.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return 1 + self.mean
+
+
+class Teacher(Block):
+    """A parameter that does not train and follows one that does."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Parameter(torch.ones(SIZE), requires_grad=False)
+
+    def scale(self, x):
+        self.teacher.data.lerp_(self.b.bias.detach(), 0.1)
+        return self.teacher
+
+
+class PlainTensor(Block):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(SIZE)
+
+    def scale(self, x):
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return 1 + self.mean
+
+
+class Buffer(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(SIZE))
+
+    def scale(self, x):
+        self.mean.copy_(x.detach().mean(0))
+        return 1 + self.mean
+
+
+class Normalised(Block):
+    """Weights of norm 1, as weight clipping writes them."""
+
+    def scale(self, x):
+        self.a.weight.data.div_(self.a.weight.norm() + 1)
+        return 1.0
+
+
+class OwnGenerator(Block):
+    def __init__(self):
+        super().__init__()
+        self.draws = torch.Generator().manual_seed(3)
+
+    def scale(self, x):
+        return torch.rand(x.shape, generator=self.draws)
+
+
+class OfPython(Block):
+    def __init__(self):
+        super().__init__()
+        self.draws = random.Random(3)
+
+    def scale(self, x):
+        return self.draws.random()
+
+
+@dataclass
+class Moments:
+    calls: int = 0
+
+
+class Object(Block):
+    def __init__(self):
+        super().__init__()
+        self.moments = Moments()
+
+    def scale(self, x):
+        self.moments.calls += 1
+        return 1 / self.moments.calls
+
+
+class Pops(Block):
+    def forward(self, *, held):
+        return self.body(held.pop(0))
+
+
+class Writes(Block):
+    def forward(self, x, cache):
+        cache["mean"] = x.mean() + cache.get("mean", 0)
+        return self.body(x) * cache["mean"]
+
+
+class Appends(Block):
+    def forward(self, x, cache):
+        cache.setdefault("all", []).append(x.mean())
+        return self.body(x) * sum(cache["all"])
+
+
+class Counts(Block):
+    def forward(self, x, cache):
+        cache["calls"] = cache.get("calls", 0) + 1
+        return self.body(x) / cache["calls"]
+
+
+class WritesInList(Block):
+    def forward(self, x, cache):
+        steps = cache.setdefault("steps", [0])
+        steps[0] += 1
+        return self.body(x) / steps[0]
+
+
+class Net(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, SIZE), nn.Linear(SIZE, 3)
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+
+    def forward(self, x):
+        x, cache = self.stem(x), {}
+        for block in self.blocks:
+            if isinstance(block, Pops):
+                x = block(held=[x])
+            else:
+                x = block(x, cache) if isinstance(block, GIVEN) else block(x)
+        return self.head(x).square().mean()
+
+
+PUT_BACK = [Counter, MeanOfAll, History, Named, Window, Lazy, Inner]
+GIVEN = (Pops, Writes, Appends, Counts, WritesInList)
+REFUSED = {
+    Codebook: "Codebook writes on its buffer mean",
+    Teacher: "Teacher writes on its parameter teacher",
+    PlainTensor: "PlainTensor writes on its tensor mean",
+    Buffer: "Buffer writes on its buffer mean",
+    Normalised: "Linear writes on its parameter weight",
+    OwnGenerator: "OwnGenerator changes its draws",
+    OfPython: "OfPython changes its draws",
+    Object: "Object changes its moments",
+}
+
+
+def net(kind):
+    torch.manual_seed(0)
+    return Net(kind).train()
+
+
+def held(model):
+    """What its modules hold but their functions."""
+    plain = (int, float, list, dict, deque, torch.Tensor)
+    return [
+        {name: value for name, value in vars(layer).items() if isinstance(value, plain) and not name.startswith("_")}
+        for layer in model.modules()
+    ]
+
+
+def steps(model):
+    """Losses, gradients, parameters and what is held, of three steps."""
+    optimizer, random_ = torch.optim.SGD(model.parameters(), lr=0.05), torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(3):
+        loss = model(torch.randn(5, 8, generator=random_))
+        loss.backward()
+        found.append([loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, list(model.parameters()), held(model)]
+
+
+def is_same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | deque):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", [*PUT_BACK, *GIVEN])
+def test_what_can_be_put_back_is(kind, strategy):
+    expected, model = steps(net(kind)), net(kind)
+    with apply_plan(model, plan_blocks(model, strategy)):
+        found = steps(model)
+    assert is_same(found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_put_back_is_refused_by_name(kind, strategy):
+    model = net(kind)
+    with apply_plan(model, plan_blocks(model, strategy)), pytest.raises(InputError, match=REFUSED[kind]) as error:
+        steps(model)
+    assert error.value.one_line.endswith("use none")
+
+
+@pytest.mark.parametrize("kind", [*PUT_BACK, *GIVEN])
+def test_a_budget_is_kept_with_the_bits_of_plain(kind):
+    batch = torch.randn(256, 8)
+    model, twin = net(kind), net(kind)
+    whole = memsave.make_plan(net(kind), [batch], strategy="full", predict=True).prediction.peak_bytes
+    plan = memsave.make_plan(model, [batch], strategy="budget:bitwise", budget_gib=1.1 * whole / 2**30)
+    with apply_plan(model, plan):
+        found = steps(model)
+    assert is_same(found, steps(twin))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_plain_may_do_as_it_likes(kind):
+    model = net(kind)
+    with apply_plan(model, plan_blocks(model, "none")):
+        steps(model)
+
+
+def test_a_second_backward_finds_what_the_first_one_found():
+    model, twin = net(Appends), net(Appends)
+    batch = torch.randn(5, 8)
+    for one in (model, twin):
+        handle = apply_plan(one, plan_blocks(one, "full" if one is model else "none"))
+        loss = one(batch)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        handle.remove()
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_a_copy_of_a_model_under_a_plan_has_its_own():
+    model = net(Counter)
+    with apply_plan(model, plan_blocks(model, "full")):
+        steps(model)
+        twin = copy.deepcopy(model)
+        assert is_same(steps(twin), steps(model))
+    assert [block.calls for block in model.blocks] == [6] * 4
+
+
+def test_objects_that_stay_as_they_are_are_no_side_effect():
+    class Configured(Block):
+        def __init__(self):
+            super().__init__()
+            self.config = SimpleNamespace(scale=0.5, sizes=[1, 2])
+
+        def scale(self, x):
+            return self.config.scale
+
+    model, twin = net(Configured), net(Configured)
+    with apply_plan(model, plan_blocks(model, "full")):
+        found = steps(model)
+    assert is_same(found, steps(twin))
