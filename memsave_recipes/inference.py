@@ -5,10 +5,14 @@ the same length. Language models continue a prompt greedily; where the tokenizer
 user's message and the continuation its reply.
 """
 
+import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -18,13 +22,15 @@ from transformers.utils.logging import disable_progress_bar
 from memsave_recipes.data.vision.decoding import decode, reason_of
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.models.saved import SavedModel, load
-from memsave_recipes.text import ProgressBar, first_line, read_json
+from memsave_recipes.text import ProgressBar, first_line, printable, read_json
 
 with packages_of("vision", "images"):
     from PIL import Image
 
 TABLES = (".txt", ".jsonl")
 MESSAGES = "messages"  # of a conversation, in a .jsonl
+TEMPLATE_S = 20
+"""For the prompts of a batch; a template may have loops that do not end in a life."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +71,8 @@ def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False)
     """
     word = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=word)
-    except (RuntimeError, AssertionError) as error:  # the latter of torch without CUDA
+        torch.empty(1, device=word).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # whatever a torch that was built without it raises
         raise InputError(f"--device {word} is not there ({first_line(error)}): leave it out") from error
     disable_progress_bar()  # of transformers, for every file of weights
     saved = load(folder, trust_remote_code=trust_remote_code)
@@ -121,6 +127,8 @@ def _texts_of(word: str, flags: PredictArguments) -> Iterator[Input]:
             raise InputError(f"{word} is {kind}, and the model takes text: give texts, a .txt or a .jsonl")
         yield Input(name=word, value=word)
         return
+    if path.exists() and not path.is_file():  # a pipe may never end
+        raise InputError(f"{word} is no file: check the path")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
@@ -136,10 +144,13 @@ def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
     """The text of a JSON object, the pair of its texts, or its conversation."""
     try:
         content = read_json(line)
+        json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no text
     except ValueError as error:
         raise InputError(f"{row} is no JSON ({error}): a .jsonl has an object a line") from error
     found = content if isinstance(content, dict) else {}
     if isinstance(found.get(MESSAGES), list) and flags.text_column not in found:
+        if not found[MESSAGES] or not all(isinstance(one, dict) for one in found[MESSAGES]):
+            raise InputError(f'{row} is no conversation: give "messages" with objects of role and content')
         return found[MESSAGES]
     columns = [flags.text_column, *([flags.text_pair_column] if flags.text_pair_column else [])]
     for column in columns:
@@ -152,8 +163,7 @@ def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
 def _name_of(value: Any) -> str:
     """Of a conversation its last message."""
     if isinstance(value, list):
-        last = value[-1] if value and isinstance(value[-1], dict) else {}
-        return str(last.get("content"))
+        return str(value[-1].get("content"))
     return " | ".join(value) if isinstance(value, tuple) else str(value)
 
 
@@ -164,7 +174,7 @@ def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments)
         ``input`` with ``predictions``, each a ``label`` with its ``probability``; or with ``generated_text``.
 
     Raises:
-        InputError: an image cannot be decoded, or a text is too long.
+        InputError: an image cannot be decoded, a text is too long, or the model, its processor or its template fail.
     """
     answer: Callable[..., Iterator[Any]] = _generated if saved.task == "text-generation" else _classified
     key = "generated_text" if saved.task == "text-generation" else "predictions"
@@ -172,7 +182,15 @@ def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments)
     with ProgressBar(total=len(inputs), unit="input") as bar:
         for start in range(0, len(inputs), flags.batch_size):
             batch = inputs[start : start + flags.batch_size]
-            answers = answer(saved, [one.value for one in batch], flags)
+            try:
+                answers = list(answer(saved, [one.value for one in batch], flags))
+            except InputError:
+                raise
+            except Exception as error:  # of a processor, a template or weights from elsewhere
+                where = f"from {printable(batch[0].name)[:80]!r} on"
+                raise InputError(
+                    f"the model cannot take the inputs {where} ({first_line(error)}): look at the files beside it"
+                ) from error
             rows += [{"input": one.name, key: given} for one, given in zip(batch, answers, strict=True)]
             bar.update(len(batch))
     return rows
@@ -225,9 +243,29 @@ def _prompts(saved: SavedModel, values: list[Any], flags: PredictArguments) -> A
         tokenizer.pad_token = tokenizer.eos_token
     chats = [value if isinstance(value, list) else [{"role": "user", "content": value}] for value in values]
     if any(isinstance(value, list) for value in values) or (_has_template(saved) and flags.chat is not False):
-        values = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        with _time_limit(TEMPLATE_S, "the chat template"):
+            values = tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
         return tokenizer(values, padding=True, return_tensors="pt", add_special_tokens=False)
     return tokenizer(values, padding=True, return_tensors="pt")
+
+
+@contextmanager
+def _time_limit(seconds: float, what: str) -> Iterator[None]:
+    """End what is inside after so long with a TimeoutError; only the main thread can be ended."""
+    if current_thread() is not main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"{what} takes longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _has_template(saved: SavedModel) -> bool:

@@ -1,5 +1,6 @@
 """``memsave fit``: a model by one word, the ways to train it on a card, and lines that launch them."""
 
+import io
 import json
 import shlex
 from pathlib import Path
@@ -235,6 +236,34 @@ def test_what_is_no_model_is_told_in_one_line(tmp_path: Path, capsys: pytest.Cap
     assert "MODEL nobody/nothing cannot be read: it is not in the cache" in refusal(
         ["nobody/nothing", "--memory", "8GiB"], capsys
     )
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000 is more than 2000"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers=100000 is more than 2000"),
+        ({"hidden_size": -64}, "cannot be made"),
+        ({"hidden_size": 10**12, "num_attention_heads": 1}, "cannot be made"),
+        ({"vocab_size": -1}, "cannot be made"),
+        ({"architectures": 5}, "architectures"),
+        ({"architectures": {"a": 1}}, "architectures"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}, "brings code of its own, which is not run"),
+    ],
+)
+def test_configurations_that_make_no_model_are_one_line(tmp_path, capsys, monkeypatch, entries, message):
+    folder = folder_of({**LLAMA, **entries}, tmp_path / "model")
+    (tmp_path / "model/mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    assert message in refusal([folder, "--card", "rtx4090", "--length", "32"], capsys)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_configuration_that_is_nested_without_end(tmp_path, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert "cannot be read" in refusal([str(folder), "--card", "rtx4090"], capsys)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """``memsave predict``: a table or a JSON object a line, and every mistake in one line with exit code 2."""
 
+import io
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from memsave_recipes import inference
 from memsave_recipes.cli import main
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.models.saved import save_image_classifier
@@ -170,6 +174,8 @@ def test_prompts_beyond_the_positions_of_the_model(prompts, capsys):
         (["{run}", "{pictures}/notes.txt"], "notes.txt is not a readable image (no image format that Pillow knows)"),
         (["{run}", "{pictures}", "--top_k", "0"], "--top_k 0: must be at least 1"),
         (["{run}", "{pictures}", "--device", "tpu9"], "--device tpu9 is not there"),
+        (["{run}", "{pictures}", "--device", "meta"], "--device meta is not there"),
+        (["{run}", "{pictures}", "--device", "hpu"], "--device hpu is not there"),
         (["{run}"], "the following arguments are required: INPUT"),
         (["{pictures}", "x.jpg"], "holds no model"),
     ],
@@ -195,12 +201,21 @@ def test_an_image_that_is_cut_off_is_named_and_nothing_is_printed(images, tmp_pa
         (["missing.txt"], "missing.txt cannot be read (No such file or directory)"),
         (["{rows}"], "rows.jsonl row 2 has no text 'text'"),
         (["{torn}"], "torn.jsonl row 1 is no JSON"),
+        (["{half}"], "half.jsonl row 1 is no JSON ('utf-8' codec can't encode character"),
+        (["{pipe}"], "pipe.jsonl is no file"),
+        (["{numbers}"], "numbers.jsonl row 1 is no conversation"),
+        (["{nobody}"], "nobody.jsonl row 1 is no conversation"),
     ],
 )
 def test_mistakes_with_texts(texts, images, tmp_path, capsys, words, message):
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud800x"}\n')
+    (tmp_path / "numbers.jsonl").write_text('{"messages": [1, 2]}\n')
+    (tmp_path / "nobody.jsonl").write_text('{"messages": []}\n')
+    os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
     (tmp_path / "torn.jsonl").write_text('{"text": ')
-    places = {"pictures": images[1], "rows": tmp_path / "rows.jsonl", "torn": tmp_path / "torn.jsonl"}
+    names = ("rows", "torn", "half", "pipe", "numbers", "nobody")
+    places = {"pictures": images[1]} | {name: tmp_path / f"{name}.jsonl" for name in names}
     assert message in refusal_of(capsys, texts, *(word.format(**places) for word in words))
 
 
@@ -213,3 +228,93 @@ def test_code_that_comes_with_a_model_is_not_run(texts, tmp_path, capsys):
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     assert "pass --trust_remote_code" in refusal_of(capsys, folder, "one")
     assert not (tmp_path / "ran").exists()
+
+
+def changed(source, target, **files):
+    """A copy of a model's folder with entries of its JSON files changed."""
+    shutil.copytree(source, target)
+    for stem, entries in files.items():
+        path = target / f"{stem}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    return target
+
+
+@pytest.mark.parametrize("answer", ["y\n", "yes\ny\n", ""])
+def test_an_image_processor_of_its_own_is_not_run_whatever_stands_on_the_input(
+    images, tmp_path, capsys, monkeypatch, answer
+):
+    own = {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Mine"}}
+    folder = changed(images[0] / "final", tmp_path / "model", preprocessor_config=own)
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    given = io.StringIO(answer)
+    monkeypatch.setattr("sys.stdin", given)
+    assert "pass --trust_remote_code" in refusal_of(capsys, folder, images[1])
+    assert not (tmp_path / "ran").exists()
+    assert given.tell() == 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"image_mean": [0.1]}, "cannot take the inputs from"),
+        ({"size": None, "crop_size": None}, "cannot take the inputs from"),
+        ({"size": {"height": 200_000, "width": 200_000}}, "sides of [200000, 200000"),
+        ({"size": {"shortest_edge": -3}}, "sides of [-3"),
+    ],
+)
+def test_image_processors_that_make_no_image(images, tmp_path, capsys, entries, message):
+    run, pictures = images
+    folder = changed(run / "final", tmp_path / "model", preprocessor_config=entries)
+    assert message in refusal_of(capsys, folder, pictures)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for %}", "Expected an expression"),
+        ("{{ raise_exception('no \x1b[31m') }}", "no \\x1b[31m"),
+        ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}", "takes longer than 0.2 s"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_chat_templates_with_a_mistake(prompts, tmp_path, capsys, monkeypatch, template, message):
+    monkeypatch.setattr(inference, "TEMPLATE_S", 0.2)
+    folder = tmp_path / "model"
+    shutil.copytree(prompts, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    line = refusal_of(capsys, folder, "one")
+    assert message in line
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("named", ["../elsewhere.safetensors", "/etc/elsewhere.safetensors", "weights.bin", 3])
+def test_files_of_weights_are_safetensors_in_the_folder(texts, tmp_path, capsys, named):
+    folder = tmp_path / "model"
+    shutil.copytree(texts, folder)
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    names = dict.fromkeys(BertForSequenceClassification.from_pretrained(texts).state_dict(), named)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    line = refusal_of(capsys, folder, "one")
+    assert f"model.safetensors.index.json names {named!r}, which is no .safetensors file beside it" in line
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 2000])
+def test_weights_that_are_cut_off(texts, tmp_path, capsys, num_bytes):
+    folder = tmp_path / "model"
+    shutil.copytree(texts, folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:num_bytes])
+    assert "cannot be loaded" in refusal_of(capsys, folder, "one")
+
+
+def test_weights_of_another_size(texts, tmp_path, capsys):
+    folder = changed(texts, tmp_path / "model", config={"hidden_size": 32})
+    assert "cannot be loaded" in refusal_of(capsys, folder, "one")
+
+
+def test_rows_of_json_hold_no_control_characters(texts, tmp_path, capsys):
+    (tmp_path / "rows.txt").write_text("one \x9b31m two\n")
+    assert main(["predict", str(texts), str(tmp_path / "rows.txt"), "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "\x9b" not in printed
+    assert json.loads(printed)["input"] == "one \x9b31m two"

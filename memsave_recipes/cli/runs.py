@@ -299,6 +299,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     rows = predict(saved, read_inputs(arguments.inputs, saved, flags), flags)
     if arguments.json:
         for row in rows:
-            print(json.dumps(row, ensure_ascii=False))
+            line = json.dumps(row, ensure_ascii=False)
+            print("".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in line))
     else:
         show_predictions(rows)

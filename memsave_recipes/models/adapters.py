@@ -3,11 +3,15 @@
 The layers are put into the model where it stands, so the names of its blocks, and with them every activation plan, stay
 as they are. Recomputation works although the first block's input needs no gradient, because it is not reentrant.
 
+What the files of the base did not hold (a new head, pooler or projection) has random values, so it trains whole and is
+saved with the adapters: peft's ``modules_to_save``.
+
 ``--model_name_or_path`` may be a folder of adapters, which then go on training, with the rank and the layers that they
 have, or are evaluated or merged.
 """
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,15 +22,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError, packages_of
-from memsave_recipes.models.slices import take_whole
+from memsave_recipes.models.slices import new_weights, take_whole
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
     from peft import LoraConfig, PeftModel
 
 StreamFrozen = Literal["none", "host"]
 ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
-COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score")}
-"""Modules of which peft trains a copy, by the kind of task."""
+ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score")}
+"""Endings of the modules of which peft trains a copy in any case, by the kind of task."""
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Of which peft makes no copy."""
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_NAMES = {  # of flags in peft's configuration
     "lora_rank": "r",
@@ -133,10 +139,10 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
 
     Args:
         model: changed in place; goes on to work as it is.
-        task_type: ``CAUSAL_LM``, or ``SEQ_CLS``, which trains the new head as well.
+        task_type: ``CAUSAL_LM``, or ``SEQ_CLS``, which trains the head in any case.
 
     Raises:
-        InputError: none of the target modules is there; or as ``load_adapters``.
+        InputError: none of the target modules is there; as ``copied_modules``; or as ``load_adapters``.
     """
     if not flags.has_adapters:
         return model
@@ -148,17 +154,54 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
     if flags._adapter is not None:
         source = f"--model_name_or_path {flags._adapter}"
         return load_adapters(model, flags._adapter, task_type=task_type, source=source, is_trainable=True)
-    take_whole(model, COPIED[task_type])
+    copied = copied_modules(model, task_type)
+    take_whole(model, copied)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers under an old name
-            return get_peft_model(model, lora_config(model, flags, task_type), autocast_adapter_dtype=False)
+            config = lora_config(model, flags, task_type, copied)
+            return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         asked = " ".join(flags.lora_target_modules)
         found = ", ".join(linear_names(model)) or "none"
         raise InputError(
             f"--lora_target_modules {asked}: no such layers in this model (linear ones: {found})"
         ) from error
+
+
+def copied_modules(model: PreTrainedModel, task_type: str) -> list[str]:
+    """The names of the modules of which peft is to train and save a copy: those with new weights, and the head.
+
+    peft goes by endings of names, so what happens to end alike is among them.
+
+    Raises:
+        InputError: a new weight is in no module but the model itself.
+    """
+    new = new_weights(model)
+    if new is None:  # from scratch: nothing was in a file, and the head is what trains beside adapters
+        body = set(model.base_model.parameters())
+        new = {one for one in model.parameters() if one not in body and task_type == "SEQ_CLS"}
+    if own := [name for name, one in model.named_parameters(recurse=False) if one in new]:
+        raise InputError(
+            f"--lora: the files of the model hold no {own[0]}, and peft cannot save it with adapters: train without "
+            "--lora"
+        )
+    endings = (*_covering(model, new), *ALWAYS_COPIED[task_type])
+    found: list[str] = []
+    for name, _ in model.named_modules() if endings else ():
+        if name.endswith(endings) and not any(name.startswith(f"{above}.") for above in found):
+            found.append(name)
+    return found
+
+
+def _covering(module: nn.Module, new: set[nn.Parameter], prefix: str = "") -> Iterator[str]:
+    """The names of the largest modules in ``module`` all of whose weights are ``new``, or some of their own."""
+    for name, child in module.named_children():
+        inside, own = set(child.parameters()), set(child.parameters(recurse=False))
+        if inside & new and (own & new or inside <= new) and not isinstance(child, CONTAINERS):
+            yield prefix + name
+        elif inside & new:
+            yield from _covering(child, new, f"{prefix}{name}.")
 
 
 def load_adapters(
@@ -196,13 +239,13 @@ def load_adapters(
             )
     except InputError:
         raise
-    except (*LOADING_ERRORS, RuntimeError) as error:
+    except LOADING_ERRORS as error:
         why = " ".join(str(error).split())
         raise InputError(f"{source}: its adapters do not fit {type(model).__name__} ({why[:200]})") from error
 
 
-def lora_config(model: nn.Module, flags: LoraArguments, task_type: str) -> "LoraConfig":
-    """The flags as peft's configuration."""
+def lora_config(model: nn.Module, flags: LoraArguments, task_type: str, copied: list[str]) -> "LoraConfig":
+    """The flags as peft's configuration, with the names of the modules of which it trains a copy."""
     with packages_of("text", "adapters"):
         from peft import LoraConfig
 
@@ -213,6 +256,7 @@ def lora_config(model: nn.Module, flags: LoraArguments, task_type: str) -> "Lora
         lora_dropout=flags.lora_dropout,
         target_modules=targets[0] if targets == ["all-linear"] else targets,
         task_type=task_type,
+        modules_to_save=copied or None,
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layers
     )
 

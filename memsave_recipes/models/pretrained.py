@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -20,17 +22,21 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.image_processing_base import ImageProcessingMixin
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import INVALID_CONFIGURATION, ask_hub_for, reason
 from memsave_recipes.models.deferred_init import deferred_init
-from memsave_recipes.models.slices import WholeOnly, leave_in_files, made_whole
+from memsave_recipes.models.slices import ON_META, WholeOnly, leave_in_files, made_whole, mark_as_read
+from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.text import read_json, sanitized
 
 LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, ImportError, ArithmeticError, AssertionError, AttributeError),
-    INVALID_CONFIGURATION,
+    *(RuntimeError, IndexError, SafetensorError, INVALID_CONFIGURATION),
 )
+"""What damaged files and impossible configurations raise; of the RuntimeErrors not those of memory."""
+MOST_LAYERS = 2000
 ADAPTER_CONFIG = "adapter_config.json"
 LABELS = "id2label.json"
 Built = TypeVar("Built", PreTrainedConfig, PreTrainedModel)
@@ -210,8 +216,18 @@ def build_transformer(
         whole, in_slices = partial(_in_dtype, make, dtype), partial(deferred_init, make, dtype)
     build = whole if slices_on is None else partial(_in_slices, partial(in_slices, slices_on), whole)
     model = _naming_the_model(flags, build)
+    if not with_weights and _brings_adapters(flags):
+        with unset_fake_temporarily():
+            load = partial(_from_pretrained, auto_class, flags, dtype, False, config_changes, device_map=ON_META)
+            mark_as_read(model, by=_naming_the_model(flags, load))
     model.train()
     return model
+
+
+def _brings_adapters(flags: TransformerArguments) -> bool:
+    """Whether new adapters go into a model whose files are here, so that it matters which weights these lack."""
+    files = [Path(flags.base_name_or_path or "", name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
+    return bool(getattr(flags, "lora", False)) and any(file.is_file() for file in files)
 
 
 def build_text_classifier(
@@ -234,8 +250,9 @@ def build_text_classifier(
         use_cache=False,  # decoders would fill it again when they recompute
         **options,
     )
-    if model.config.pad_token_id is None:  # decoders look for a text's last token by it
-        model.config.pad_token_id = options["pad_token_id"]
+    config = model.config.get_text_config()
+    if config.pad_token_id is None:  # decoders look for a text's last token by it
+        config.pad_token_id = options["pad_token_id"]
     if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:
         model.config.decoder_start_token_id = model.config.pad_token_id  # as in T5's own configurations
     return model
@@ -249,6 +266,38 @@ def configuration_of(flags: TransformerArguments) -> PreTrainedConfig:
     """
     make = _pretrained_config if flags.model_type is None else _config_from_scratch
     return _naming_the_model(flags, lambda: make(flags, {}))
+
+
+def check_files(folder: str | Path) -> None:
+    """Refuse the index of a model's files that names others than safetensors in ``folder``.
+
+    Raises:
+        InputError: it does, or cannot be read.
+    """
+    index = Path(folder, SAFE_WEIGHTS_INDEX_NAME)
+    if not index.is_file():
+        return
+    try:
+        names = set(read_json(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{index} cannot be read ({reason(error)}): take another copy of the model") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise InputError(f"{index} names {name!r}, which is no .safetensors file beside it: take another model")
+
+
+def check_configuration(config: PreTrainedConfig) -> None:
+    """Refuse entries with which transformers would build for hours, or take text for a list.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if not isinstance(config.architectures or [], list):
+        raise ValueError("architectures is no list")
+    for part in (config, config.get_text_config()):
+        layers = getattr(part, "num_hidden_layers", None)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers={layers} is more than {MOST_LAYERS}")
 
 
 def _in_dtype(make: Callable[[], PreTrainedModel], dtype: torch.dtype) -> PreTrainedModel:
@@ -325,6 +374,7 @@ def _pretrained_config(flags: TransformerArguments, config_changes: dict[str, An
     changes = {name: value for name, value in config_changes.items() if name not in of_a_tokenizer}
     source = {"trust_remote_code": flags.trust_remote_code}
     config: PreTrainedConfig = AutoConfig.from_pretrained(str(flags.base_name_or_path), **source, **changes)
+    check_configuration(config)
     _set_dropout(config, flags.dropout)
     return config
 
@@ -360,7 +410,7 @@ def _in_slices(in_slices: Callable[[], PreTrainedModel], whole: Callable[[], Pre
         return in_slices()
     except WholeOnly as error:
         why = str(error)
-    except (*LOADING_ERRORS, RuntimeError) as error:
+    except LOADING_ERRORS as error:
         why = f"without them the model cannot be made ({reason(error)})"
     torch.set_rng_state(state)
     return made_whole(whole(), why)
@@ -397,9 +447,12 @@ def _naming_the_model(flags: TransformerArguments, build: Callable[[], Built]) -
     base = flags.base_name_or_path
     if base is not None:
         ask_hub_for(base)
+        check_files(base)
     try:
         return build()
     except LOADING_ERRORS as error:
+        if is_out_of_memory(error):
+            raise
         name = flags.model_name_or_path or flags.model_type
         if "trust_remote_code" in str(error):
             raise InputError(

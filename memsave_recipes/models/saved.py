@@ -51,6 +51,7 @@ from memsave_recipes.models.pretrained import (
     LOADING_ERRORS,
     adapter_config,
     base_of_adapter,
+    check_files,
     is_adapter,
     missing_base,
     read_labels,
@@ -59,6 +60,8 @@ from memsave_recipes.models.pretrained import (
 CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 BILINEAR = 2  # of PIL.Image.Resampling
+SIDES, MAX_SIDE = ("height", "width", "shortest_edge", "longest_edge"), 10_000
+"""Of an image that a processor makes, and how many pixels one may have."""
 
 TaskName = Literal["image-classification", "text-classification", "text-generation"]
 """As the Hub and ``transformers.pipeline`` call it."""
@@ -215,6 +218,7 @@ def load(folder: str | Path, *, trust_remote_code: bool = False) -> SavedModel:
         InputError: there is no model in it, a file is missing or damaged, or the base model of adapters is not there.
     """
     path = _model_folder(Path(folder))
+    check_files(path)
     if is_adapter(path):
         return _load_adapters(path, trust_remote_code)
     config = read_convnet(path)
@@ -240,7 +244,7 @@ def _load_convnet(path: Path, config: ConvnetConfig) -> SavedModel:
     return SavedModel(
         model=model.to(config.dtype).eval(),
         task="image-classification",
-        processor=_image_processor(path),
+        processor=_image_processor(path, trust_remote_code=False),
         label_names=config.label_names,
     )
 
@@ -259,7 +263,7 @@ def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
     return SavedModel(
         model=model.eval(),
         task=task,
-        processor=_image_processor(path) if is_image else _tokenizer(path, trust_remote_code),
+        processor=(_image_processor if is_image else _tokenizer)(path, trust_remote_code),
         label_names=() if task == "text-generation" else _names(config.id2label),
     )
 
@@ -271,6 +275,7 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
     task, options = OF_ADAPTERS[kind], {"trust_remote_code": trust_remote_code}
     names = read_labels(path) if task == "text-classification" else {}
     ask_hub_for(base)
+    check_files(base)
     try:
         config = AutoConfig.from_pretrained(base, **({"id2label": names} if names else {}), **options)
         ignored = {"ignore_mismatched_sizes": bool(names)}  # the adapters bring the head
@@ -278,8 +283,9 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
     except LOADING_ERRORS as error:
         raise missing_base(path, base, error) from error
     tokenizer = _tokenizer(path if (path / "tokenizer_config.json").is_file() else base, trust_remote_code)
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.pad_token_id
+    of_text = config.get_text_config()
+    if of_text.pad_token_id is None:
+        of_text.pad_token_id = tokenizer.pad_token_id
     adapted = load_adapters(model, path, task_type=kind, source=str(path)).eval()
     return SavedModel(model=adapted, task=task, processor=tokenizer, label_names=tuple(names.values()))
 
@@ -299,18 +305,23 @@ def _names(id2label: dict[int, str]) -> tuple[str, ...]:
     return tuple(str(id2label[index]) for index in sorted(id2label))
 
 
-def _image_processor(path: Path) -> Any:
+def _image_processor(path: Path, trust_remote_code: bool) -> Any:
     if not (path / IMAGE_PROCESSOR).is_file():
         raise InputError(f"{path} has no {IMAGE_PROCESSOR}, so size and normalisation are not known: take another")
     try:
-        return _load_image_processor(path)
+        processor = _load_image_processor(path, trust_remote_code)
+        sizes = [dict(getattr(processor, name, None) or {}) for name in ("size", "crop_size")]
+        sides = [size[name] for size in sizes for name in SIDES if size.get(name) is not None]
+        if not all(0 < side <= MAX_SIDE for side in sides):
+            raise ValueError(f"its images have sides of {sides} pixels")
+        return processor
     except LOADING_ERRORS as error:
         raise _refusal(path / IMAGE_PROCESSOR, error) from error
 
 
-def _load_image_processor(path: Path) -> Any:
+def _load_image_processor(path: Path, trust_remote_code: bool) -> Any:
     try:
-        return AutoImageProcessor.from_pretrained(path)
+        return AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except ImportError:  # transformers 5.17 asks for torchvision, also for a class that needs PIL alone
         name = json.loads((path / IMAGE_PROCESSOR).read_text(encoding="utf-8")).get("image_processor_type", "")
         if (of_pil := getattr(transformers, f"{name.removesuffix('Fast')}Pil", None)) is None:

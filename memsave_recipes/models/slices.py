@@ -82,15 +82,17 @@ def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: to
     stored = _stored(folder_of(source))
     rows = _rows_of(model, stored)
     _make_others(model, stored, rows)
-    return with_stand_ins(model, rows, device, f"weights: each rank reads its slices of {source}")
+    with_stand_ins(model, rows, device, f"weights: each rank reads its slices of {source}")
+    for parameter in slices_of(model).unread:
+        setattr(parameter, INITIALIZED, True)
+    return model
 
 
 @torch.no_grad()
 def take_whole(model: nn.Module, names: Collection[str]) -> None:
     """Put whole weights in the place of stand-ins in modules of these ``names``, since copies of stand-ins are none."""
     slices = slices_of(model)
-    named = [module for path, module in model.named_modules() if path.rpartition(".")[2] in names]
-    here = {one for module in named for one in module.parameters() if one in slices.unread}
+    here = {one for name in names for one in model.get_submodule(name).parameters() if one in slices.unread}
     if not here:
         return
     replace_parameters(model, {one: slices.unread[one](0, len(one)).to(one, copy=True) for one in here})
@@ -123,6 +125,24 @@ def replace_parameters(model: nn.Module, tensors: Mapping[nn.Parameter, Tensor])
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, new.get(parameter, parameter))
     return new
+
+
+def new_weights(model: nn.Module) -> set[nn.Parameter] | None:
+    """The parameters that the files of ``model`` did not hold, or held in another shape; ``None`` of one from scratch.
+
+    transformers marks what it has read. Weights packed into integers have always been read.
+    """
+    parameters = set(model.parameters())
+    new = {one for one in parameters if not getattr(one, INITIALIZED, False) and one.is_floating_point()}
+    return None if new == parameters else new
+
+
+def mark_as_read(model: nn.Module, by: nn.Module) -> None:
+    """Mark the parameters of ``model``, which no file was read for, that were read for another one of its class."""
+    new = new_weights(by)
+    there = {name for name, one in by.named_parameters() if new is not None and one not in new}
+    for name, parameter in model.named_parameters():
+        setattr(parameter, INITIALIZED, name in there)
 
 
 @dataclass(frozen=True)

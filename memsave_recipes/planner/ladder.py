@@ -43,7 +43,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator
 from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.models.image_classifiers import MODELS, read_convnet
-from memsave_recipes.models.pretrained import LOADING_ERRORS
+from memsave_recipes.models.pretrained import LOADING_ERRORS, check_configuration
 from memsave_recipes.models.saved import KINDS
 from memsave_recipes.planner.ahead import ahead
 from memsave_recipes.planner.budget import (
@@ -168,9 +168,13 @@ def _configuration(word: str) -> Any:
     """
     ask_hub_for(word)
     try:
-        return AutoConfig.from_pretrained(word)
+        config = AutoConfig.from_pretrained(word, trust_remote_code=False)
+        check_configuration(config)
     except LOADING_ERRORS as error:
-        raise InputError(f"MODEL {word} cannot be read: {reason(error)}; {WAYS}") from error
+        brings_code = "trust_remote_code" in str(error)
+        why = "it brings code of its own, which is not run" if brings_code else reason(error)
+        raise InputError(f"MODEL {word} cannot be read: {why}; {WAYS}") from error
+    return config
 
 
 def _recipe_of(word: str, config: Any) -> str:

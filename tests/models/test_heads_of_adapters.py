@@ -1,0 +1,135 @@
+"""Adapters of a model whose files lacked something: what is new trains whole, is saved and comes back."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaModel,
+)
+from zoo.batches import batch_of
+from zoo.tiny import tiny_config
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.adapters import LoraArguments, add_lora, copied_modules, load_adapters, merged
+from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier
+from memsave_recipes.models.slices import new_weights
+
+CLASSIFIER, LANGUAGE = "SEQ_CLS", "CAUSAL_LM"
+LORA = LoraArguments(lora=True, lora_rank=2)
+TYPES = ["bart", "t5", "xlnet", "distilbert", "modernbert", "deberta", "flaubert", "bert", "gpt2", "eurobert"]
+
+
+def load(folder, seed, num_labels=3):
+    torch.manual_seed(seed)
+    options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}
+    model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = 0
+    return model
+
+
+def trained(model):
+    """With adapters, every weight that trains a little changed."""
+    adapted, random = add_lora(model, LORA, task_type=CLASSIFIER), torch.Generator().manual_seed(3)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=random)
+    return adapted
+
+
+@torch.no_grad()
+def logits(model, kind):
+    batch = batch_of("AutoModelForSequenceClassification", kind)
+    return model.eval()(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+
+
+def base_without_head(kind, folder):
+    whole = AutoModelForSequenceClassification.from_config(tiny_config(kind))
+    bare = getattr(whole, whole.base_model_prefix, None)
+    (AutoModel.from_config(tiny_config(kind)) if bare is None else bare).save_pretrained(folder)
+
+
+def base_with_another_head(kind, folder):
+    AutoModelForMaskedLM.from_config(tiny_config(kind)).save_pretrained(folder)  # without a pooler
+
+
+def base_for_other_classes(kind, folder):
+    config = tiny_config(kind)
+    config.num_labels = 5
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "save"),
+    [
+        *((kind, base_without_head) for kind in TYPES),
+        *((kind, base_with_another_head) for kind in ("bert", "distilbert", "modernbert", "roberta")),
+        *((kind, base_for_other_classes) for kind in ("bart", "distilbert", "bert", "electra")),
+    ],
+)
+def test_what_the_base_lacks_trains_is_saved_and_comes_back(kind, save, tmp_path):
+    save(kind, tmp_path / "base")
+    model = load(tmp_path / "base", seed=1)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    new = {names[parameter] for parameter in new_weights(model)}
+    assert new
+    adapted = trained(model)
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.replace(".modules_to_save.default", "") for name in trains} >= new
+    adapted.save_pretrained(tmp_path / "final")
+    expected = logits(adapted, kind)
+    again = load_adapters(load(tmp_path / "base", seed=2), tmp_path / "final", task_type=CLASSIFIER, source="final")
+    by_peft = PeftModel.from_pretrained(load(tmp_path / "base", seed=3), tmp_path / "final")
+    assert torch.equal(logits(again, kind), expected)
+    assert torch.equal(logits(by_peft, kind), expected)
+    torch.testing.assert_close(logits(merged(adapted), kind), expected)
+
+
+@pytest.mark.parametrize("kind", ["bert", "bart", "distilbert"])
+def test_a_plan_before_the_weights_has_what_trains_then(kind, tmp_path):
+    base_without_head(kind, tmp_path)
+    flags = type("Flags", (TransformerArguments,), {"lora": True})(model_name_or_path=str(tmp_path))
+    found = []
+    for with_weights in (True, False):
+        options = {"vocab_size": 50, "pad_token_id": 0, "with_weights": with_weights}
+        model = build_text_classifier(flags, ("a", "b", "c"), torch.float32, **options)
+        add_lora(model, LORA, task_type=CLASSIFIER)
+        found.append({name for name, parameter in model.named_parameters() if parameter.requires_grad})
+    assert found[0] == found[1]
+
+
+def test_of_a_language_model_whose_base_has_no_head_the_head_trains(tmp_path):
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaModel(LlamaConfig(vocab_size=64, tie_word_embeddings=False, **shape)).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert copied_modules(model, LANGUAGE) == ["lm_head"]
+    adapted = add_lora(model, LORA, task_type=LANGUAGE)
+    tokens = torch.arange(10)[None]
+    adapted(input_ids=tokens, labels=tokens).loss.backward()
+    assert model.lm_head.weight.grad is not None
+    assert model.lm_head.weight.requires_grad
+
+
+def test_from_scratch_adapters_train_beside_the_head_alone():
+    model = AutoModelForSequenceClassification.from_config(tiny_config("bart"))
+    assert copied_modules(model, CLASSIFIER) == ["classification_head"]
+    model = AutoModelForCausalLM.from_config(tiny_config("gpt2"))
+    assert copied_modules(model, LANGUAGE) == []
+
+
+def test_a_new_weight_of_the_model_itself_is_refused(tmp_path):
+    class Scaled(LlamaModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.gain = torch.nn.Parameter(torch.ones(config.hidden_size))
+            self.post_init()
+
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaModel(LlamaConfig(vocab_size=64, **shape)).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="--lora: the files of the model hold no gain"):
+        add_lora(Scaled.from_pretrained(tmp_path), LORA, task_type=LANGUAGE)
