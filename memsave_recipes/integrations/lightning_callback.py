@@ -7,7 +7,13 @@ from typing import Any
 from torch import Tensor
 
 from memsave_recipes.errors import InputError, packages_of
-from memsave_recipes.integrations.planned_training import MicroBatch, PlannedTraining, PlanningCallback, tensors_in
+from memsave_recipes.integrations.planned_training import (
+    MicroBatch,
+    PlannedTraining,
+    PlanningCallback,
+    refuse_several,
+    tensors_in,
+)
 from memsave_recipes.profiling.preserve_state import replaced
 
 with packages_of("lightning", "plans in Lightning"):
@@ -37,6 +43,7 @@ class MemsaveLightningCallback(PlanningCallback, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what a plan cannot stand beside."""
         _check_trainer(trainer, pl_module)
+        refuse_several(getattr(trainer, "callbacks", ()))
         self.training = PlannedTraining(
             settings=self.settings,
             model=pl_module,

@@ -19,7 +19,9 @@ NOTE [ the peak of a step ]
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from threading import current_thread
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +39,11 @@ from memsave_recipes.planner.make_plan import (
     Progress,
     Ranks,
     call,
+    check_budget,
     loss_of,
     names_of,
     plan_step,
+    refuse_compiled,
     static_of,
     torch_optimizer,
 )
@@ -142,6 +146,7 @@ def check_model(model: nn.Module) -> None:
         raise InputError(f"model: {sharded.pop()} shards it, which no plan is made for: train with DDP or one process")
     if "OptimizedModule" in kinds:
         raise InputError("model: torch.compile has wrapped it: pass the model itself, or use strategy compiled")
+    refuse_compiled(model)
     if "DataParallel" in kinds:
         raise InputError("model: DataParallel runs copies of it: launch one process for each GPU, with DDP")
     for name, module in model.named_modules():
@@ -157,7 +162,20 @@ def check_model(model: nn.Module) -> None:
             raise InputError(f"model: a plan is applied to {name or 'it'} already: call its handle.remove() first")
 
 
+def refuse_several(callbacks: Sequence[Any]) -> None:
+    """Refuse a second callback of this package beside the first one.
+
+    Raises:
+        InputError: a trainer has several, or the same one twice.
+    """
+    ours = [type(one).__name__ for one in callbacks if isinstance(one, PlanningCallback)]
+    if len(ours) > 1:
+        raise InputError(f"callbacks: {' and '.join(ours)}, and a model follows one plan: leave one of them out")
+
+
 PREFIX = "memsave: "
+_UNDER_WAY: "WeakSet[PlannedTraining]" = WeakSet()
+"""The trainings whose plan has not been removed: torch's profiler is one for the whole process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,12 +191,11 @@ class PlanSettings:
     blocks: Sequence[str] | type[nn.Module] | None = None
 
     def __post_init__(self) -> None:
+        check_budget(self.budget_gib)
         if self.is_budget and self.budget_gib is None:
             raise InputError(f"strategy {self.strategy}: needs budget_gib, the GiB of memory that a step may take")
         if not self.is_budget and self.budget_gib is not None:
             raise InputError(f"budget_gib {self.budget_gib:g}: strategy {self.strategy} takes none; use budget:bitwise")
-        if self.budget_gib is not None and not self.budget_gib > 0:
-            raise InputError(f"budget_gib {self.budget_gib:g}: it must be above 0")
 
     @property
     def is_budget(self) -> bool:
@@ -238,6 +255,14 @@ class PlannedTraining:
 
     def __post_init__(self) -> None:
         check_model(self.model)
+        self._thread = current_thread()
+        for other in _UNDER_WAY:
+            if other._thread is not self._thread and other._thread.is_alive():
+                raise InputError(
+                    f"model: a training with a plan runs in thread {other._thread.name} already, and torch has one "
+                    "profiler: train in processes of their own"
+                )
+        _UNDER_WAY.add(self)
         self.optimizer = torch_optimizer(self.optimizer)
         self.device = device_of(self.model)
         self.peak = StepPeak(self.model, self.optimizer, self.device)
@@ -274,6 +299,7 @@ class PlannedTraining:
 
     def remove(self) -> None:
         """Set the model back; a second call does nothing."""
+        _UNDER_WAY.discard(self)
         self.peak.close()
         while self._on_remove:
             self._on_remove.pop()()

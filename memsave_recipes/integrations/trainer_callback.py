@@ -15,6 +15,7 @@ from memsave_recipes.integrations.planned_training import (
     PlannedTraining,
     PlanningCallback,
     check_model,
+    refuse_several,
     tensors_in,
 )
 from memsave_recipes.profiling.preserve_state import replaced
@@ -49,6 +50,7 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         trainer = _calling_trainer()
         _check_arguments(args)
         _check_trainer(trainer)
+        refuse_several(trainer.callback_handler.callbacks)
         check_model(trainer.model_wrapped)
         self.training = PlannedTraining(
             settings=self.settings,

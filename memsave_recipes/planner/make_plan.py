@@ -44,6 +44,7 @@ from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, gib_that_suffice, to_gib
 
 T = TypeVar("T")
+MAX_GIB = 1e6
 
 
 @dataclass(frozen=True)
@@ -208,14 +209,40 @@ def plan_step(
         InputError: as ``make_plan``.
     """
     if strategy in BUDGET_WORDS:
+        refuse_compiled(workload.model)
+        check_budget(budget_gib)
         if budget_gib is None:
             raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
         found = plan_workload(workload, strategy, int(budget_gib * GIB), static, progress=progress, ranks=ranks)
         return replace(found.plan, prediction=Prediction.of(found.chain, found.plan))
     model, stacks = workload.model, workload.stacks
+    refuse_compiled(model)
     running = running_blocks(model, stacks, workload.forward, workload.device)
     plan = plan_for(strategy, stacks) if named else plan_blocks(model, strategy, running)
     return replace(plan, prediction=_predicted(plan, workload, static, progress, ranks)) if predict else plan
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse modules that are compiled in place: what stands around a block then runs inside the compiled code, or not.
+
+    Raises:
+        InputError: ``module.compile()`` was called on one.
+    """
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None:
+            where = name or type(model).__name__
+            raise InputError(f"model: {where} is compiled in place: leave compile() out, or use strategy compiled")
+
+
+def check_budget(budget_gib: float | None) -> None:
+    """Refuse what is no amount of memory.
+
+    Raises:
+        InputError: it is none.
+    """
+    is_number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool)
+    if budget_gib is not None and not (is_number and 0 < budget_gib < MAX_GIB):
+        raise InputError(f"budget_gib {budget_gib!r}: it must be above 0, and a number of GiB")
 
 
 def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -> list[str]:
@@ -225,6 +252,9 @@ def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -
         InputError: the model has none of that class.
     """
     if not isinstance(blocks, type):
+        there = dict(model.named_modules())
+        if missing := [name for name in blocks or () if name not in there]:
+            raise InputError(f"blocks {missing[0]}: {type(model).__name__} has no module of that name")
         return list(blocks or ())
     names = [name for name, module in model.named_modules() if isinstance(module, blocks)]
     if not names:

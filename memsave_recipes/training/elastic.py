@@ -66,6 +66,7 @@ from memsave_recipes.training.launch import launch_parser
 FINAL = frozenset({2, 3, 4, 5})
 """Exit codes of ``docs/failures.md``: bad input, no memory, numbers that are not finite, no proof of the plan."""
 LOOPBACK = "127.0.0.1"
+MAX_PORT = 2**16 - 1
 STOP_S = 3600
 """Ranks end themselves some time after a signal; the launcher, which passes it on, has no need to end them earlier."""
 HAS_RUN = "memsave_recipes/has_run"
@@ -99,10 +100,20 @@ def _parse(words: Sequence[str]) -> Namespace:
     try:
         args, _, _ = _validate_launch_command(args)
     except Exception as error:  # of many kinds
+        if args.config_file and isinstance(error, AttributeError | TypeError):
+            raise InputError(
+                f"--config_file {args.config_file} does not hold lines such as `num_processes: 2`: take one of "
+                "accelerate_configs/"
+            ) from error
         raise InputError(f"the arguments before the script: {error}") from error
     if args.use_deepspeed or args.use_megatron_lm or args.tpu:
         raise InputError("memsave launch starts the recipes, which take no DeepSpeed, Megatron-LM or TPU: leave it out")
     require(args.max_restarts >= 0, "--max_restarts", args.max_restarts, "at least 0")
+    asked = args.num_processes
+    is_number = isinstance(asked, int) and asked >= 1
+    require(asked is None or is_number, "--num_processes", asked, "a whole number, at least 1")
+    port = args.main_process_port or 0
+    require(0 <= port <= MAX_PORT, "--main_process_port", port, f"in [0, {MAX_PORT}]")
     args.nnodes = args.nnodes or str(args.num_machines)
     return args
 
@@ -154,7 +165,10 @@ def _launch_ranks(args: Namespace) -> int:
     args.num_machines, args.main_process_port = 1, 0  # to Accelerate; the world is torch's
     with patch_environment(**_environment(args, address)):
         script = ["--training_script", args.training_script, "--training_script_args", args.training_script_args]
-        config, command, words = config_from_args(_filter_args(args, get_args_parser(), script))
+        try:
+            config, command, words = config_from_args(_filter_args(args, get_args_parser(), script))
+        except (ValueError, OSError) as error:
+            raise InputError(f"the arguments before the script: {error}") from error
         try:
             return _run_ranks(config, command, words, address)
         except SignalException as stop:

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from threading import Event, Thread
 
 import pytest
 import torch
 from integrations.trainings import BASE, LaterPeaks, differing, llama, padded, rows, weights_of
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import memsave_recipes as memsave
 from memsave_recipes.text import GIB
@@ -218,6 +219,9 @@ def test_what_shards_the_model_is_refused(kind, tmp_path, monkeypatch):
     [
         ({}, "strategy budget:bitwise: needs budget_gib"),
         ({"budget_gib": 0}, "budget_gib 0: it must be above 0"),
+        ({"budget_gib": float("inf")}, "budget_gib inf: it must be above 0, and a number of GiB"),
+        ({"budget_gib": float("nan")}, "budget_gib nan: it must be above 0"),
+        ({"budget_gib": "5"}, "budget_gib '5': it must be above 0, and a number of GiB"),
         ({"budget_gib": 1, "strategy": "full"}, "budget_gib 1: strategy full takes none"),
     ],
 )
@@ -232,6 +236,7 @@ def test_settings_that_do_not_go_together_are_refused(settings, message):
         ({"strategy": "fulll"}, "strategy fulll: no such strategy"),
         ({"budget_gib": 2**-13}, "budget_gib 0.00012207 is too small for any plan: the smallest that works is "),
         ({"strategy": "full", "blocks": nn.Conv2d}, "blocks Conv2d: LlamaForCausalLM has no such modules"),
+        ({"strategy": "full", "blocks": ["nope"]}, "blocks nope: LlamaForCausalLM has no module of that name"),
     ],
 )
 def test_bad_settings_are_told_before_a_weight_changes(settings, message, tmp_path):
@@ -240,6 +245,52 @@ def test_bad_settings_are_told_before_a_weight_changes(settings, message, tmp_pa
     with pytest.raises(memsave.InputError, match=message):
         trained(tmp_path, [memsave.MemsaveCallback(**settings)], model=model)
     assert not differing(before, weights_of(model))
+
+
+@pytest.mark.parametrize("is_the_same", [False, True])
+def test_a_second_callback_is_refused_before_anything_changes(is_the_same, tmp_path):
+    model, first = llama(), memsave.MemsaveCallback(strategy="full")
+    second = first if is_the_same else memsave.MemsaveCallback(strategy="segments:2")
+    with pytest.raises(memsave.InputError, match="callbacks: MemsaveCallback and MemsaveCallback"):
+        trained(tmp_path, [first, second], model=model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    trained(tmp_path, [first], model=model)
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1"])
+def test_a_model_that_is_compiled_in_place_is_refused(part, tmp_path):
+    model = llama()
+    model.get_submodule(part).compile(backend="eager")
+    name = part or "LlamaForCausalLM"
+    with pytest.raises(memsave.InputError, match=f"model: {name} is compiled in place"):
+        trained(tmp_path, [memsave.MemsaveCallback(strategy="full")], model=model)
+    with pytest.raises(memsave.InputError, match=f"model: {name} is compiled in place"):
+        memsave.make_plan(model, {"input_ids": torch.ones(1, 4, dtype=torch.long)}, strategy="full")
+
+
+def test_a_training_in_another_thread_is_refused_while_one_is_under_way(tmp_path):
+    began, end, refused = Event(), Event(), []
+
+    class Waits(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            began.set()
+            assert end.wait(60)
+
+    def train_another():
+        assert began.wait(60)
+        try:
+            trained(tmp_path, [memsave.MemsaveCallback(strategy="full")])
+        except memsave.InputError as error:
+            refused.append(str(error))
+        finally:
+            end.set()
+
+    thread = Thread(target=train_another)
+    thread.start()
+    trained(tmp_path, [memsave.MemsaveCallback(strategy="full"), Waits()])
+    thread.join()
+    assert "a training with a plan runs in thread MainThread already" in refused[0]
+    trained(tmp_path, [memsave.MemsaveCallback(strategy="full")])
 
 
 def test_it_is_for_a_trainer():

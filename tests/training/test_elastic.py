@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -111,6 +112,7 @@ def test_the_store_of_one_machine_listens_on_loopback_alone(run_trial):
     assert run_trial(listening_and_answer) == ({"127.0.0.1"}, b"value")
 
 
+RANKS = ["--config_file", str(Path(__file__).parents[2] / "accelerate_configs/cpu_ddp.yaml"), "--num_processes"]
 SEVERAL = ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes"]
 
 
@@ -125,12 +127,23 @@ SEVERAL = ["--multi_gpu", "--mixed_precision", "no", "--dynamo_backend", "no", "
         ([*SEVERAL, "2", "--nnodes", "all", "script.py"], "--nnodes all: must be a number of machines, or a range"),
         ([*SEVERAL, "3", "--nnodes", "1:2", "script.py"], "--num_processes 3 counts those of all 2 machines"),
         ([*SEVERAL, "2", "--nnodes", "1:2", "script.py"], "--main_process_ip and --main_process_port None:None"),
+        ([*RANKS, "0", "script.py"], "--num_processes 0: must be a whole number, at least 1"),
+        ([*RANKS, "-2", "script.py"], "--num_processes -2: must be a whole number, at least 1"),
+        ([*SEVERAL, "2", "--main_process_port", "99999", "script.py"], "--main_process_port 99999: must be in [0, 65"),
+        ([*SEVERAL, "2", "--tee", "9", "script.py"], "the arguments before the script: 9 does not match"),
+        ([*SEVERAL, "2", "--log_dir", "/proc/none", "script.py"], "No such file or directory: '/proc/none'"),
+        (["--config_file", "list.yaml", "script.py"], "--config_file list.yaml does not hold lines such as"),
+        (["--config_file", "empty.yaml", "script.py"], "--config_file empty.yaml does not hold lines such as"),
+        (["--config_file", "words.yaml", "script.py"], "--num_processes many: must be a whole number, at least 1"),
         (["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", "script.py"], "no DeepSpeed"),
     ],
     ids=" ".join,
 )
 def test_words_that_make_no_launch_are_one_line_and_exit_code_2(words, line, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.yaml").write_text("- 1\n- 2\n")
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "words.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: many\n")
     assert main(["launch", *words]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
