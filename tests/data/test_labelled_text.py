@@ -1,6 +1,7 @@
 """Labelled texts: what is found without being named, and every mistake in one line that leads to it."""
 
 import json
+import re
 
 import datasets
 import pytest
@@ -166,6 +167,60 @@ def test_a_pair_needs_both_texts_and_words_in_one(load):
 def test_rows_keep_their_numbers_where_others_are_left_out(load):
     with pytest.raises(InputError, match="row 3 has the label cow"):
         load(ROWS, [{"text": None, "label": "cat"}, ROWS[0], {"text": "a", "label": "cow"}])
+
+
+AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and the classes or the refusal
+    "ints with a hole": ("csv", ["0", "1", "3"], ["3", "0"], ("0", "1", "3")),
+    "ints of several digits": ("csv", ["10", "9", "2"], ["10"], ("2", "9", "10")),
+    "a leading zero": ("csv", ["01", "1", "2"], ["1", "01"], ("01", "1", "2")),
+    "a decimal point": ("csv", ["1.0", "1", "0"], ["1"], ("0", "1", "1.0")),
+    "a space": ("csv", [" 1", "1", "0"], ["1"], (" 1", "0", "1")),
+    "a power of ten": ("csv", ["1e3", "1000", "2"], ["2"], ("1000", "1e3", "2")),
+    "truth": ("csv", ["true", "false", "True"], ["true"], ("True", "false", "true")),
+    "another spelling of truth": ("csv", ["true", "false"], ["False"], "row 1 has the label False"),
+    "words for nothing": ("csv", ["NA", "None", "null"], ["NA"], ("NA", "None", "null")),
+    "yes and no": ("csv", ["yes", "no"], ["no"], ("no", "yes")),
+    "beyond what a float holds": ("csv", ["9007199254740993", "9007199254740992"], ["9007199254740993"], 2),
+    "beyond 64 bits": ("csv", ["99999999999999999999", "1"], ["1"], ("1", "99999999999999999999")),
+    "a blank": ("csv", ["0", "", "1"], ["1"], "row 2 has no label"),
+    "floats only in validation": ("csv", ["0", "1"], ["1.0"], "row 1 has the label 1.0"),
+    "true beside 1": ("jsonl", ["true", "1", "0"], ["1"], "has true or false beside other labels"),
+    "0 beside false": ("jsonl", ["0", "1", "false"], ["1"], "has true or false beside other labels"),
+    "truth in JSON": ("jsonl", ["true", "false"], ["false"], ("False", "True")),
+    "a list": ("jsonl", ["[0]", "[1]"], ["[1]"], "row 1 has the label [0]"),
+    "an object": ("jsonl", ['{"a": 1}', '{"a": 2}'], ['{"a": 1}'], "row 1 has the label {'a': 1}"),
+    "half a label": ("jsonl", ["1.7", "0.2", "1.0"], ["1.7"], "row 1 has the label 1.7"),
+}
+
+
+@pytest.mark.parametrize("case", AS_WRITTEN)
+def test_labels_are_what_the_file_says(tmp_path, case):
+    suffix, *labels, expected = AS_WRITTEN[case]
+    paths = [tmp_path / f"{split}.{suffix}" for split in ("train", "validation")]
+    for path, written in zip(paths, labels, strict=True):
+        is_csv = suffix == "csv"
+        rows = [
+            f"text {at},{one}" if is_csv else f'{{"text": "text {at}", "label": {one}}}'
+            for at, one in enumerate(written)
+        ]
+        path.write_text("\n".join(["text,label", *rows] if is_csv else rows) + "\n")
+    flags = LabelledTextArguments(train_file=[str(paths[0])], validation_file=[str(paths[1])])
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=re.escape(expected)):
+            load_labelled_text(flags)
+        return
+    texts = load_labelled_text(flags)
+    assert texts.label_names == expected or len(texts.label_names) == expected
+    for split, written in zip((texts.train, texts.validation), labels, strict=True):
+        assert [texts.label_names[index] for index in split["label"]] == [
+            one.capitalize() if suffix == "jsonl" else one for one in written
+        ]
+
+
+def test_a_csv_of_pandas_has_a_column_without_a_name(tmp_path):
+    (tmp_path / "a.csv").write_text(",text,label\n0,one,a\n1,two,b\n")
+    flags = LabelledTextArguments(train_file=[str(tmp_path / "a.csv")], validation_file=[str(tmp_path / "a.csv")])
+    assert load_labelled_text(flags).label_names == ("a", "b")
 
 
 def edited(index, **changes):

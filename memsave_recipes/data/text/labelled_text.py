@@ -12,6 +12,7 @@ only the first is kept. The texts depend on the installed versions and on nothin
 """
 
 import ast
+import csv
 import glob
 import hashlib
 import re
@@ -49,6 +50,8 @@ PAIRS = (
 TEXTS = ("text", "sentence", "content", "review")
 LABELS = ("label", "labels", "class", "category")
 MAX_NAMED = 12  # columns or classes in a message
+WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")
+"""A whole number as Python would write it, in 64 bits."""
 
 # Each package with its distribution: the standard library, and requirements of setup.cfg with enough to read.
 LIBRARIES = {
@@ -228,13 +231,27 @@ def _read_file(flag: str, path: Path) -> _Part:
     if not path.stat().st_size:
         raise InputError(f"{source} is empty: name a file with labelled texts")
     kind = FORMATS[path.suffix.lower()]
-    # In a text NA, null and None are words, not missing values.
-    options = {"na_values": [""], "keep_default_na": False} if kind == "csv" else {}
     files = {"train": glob.escape(str(path))}
     try:
-        return _Part(source, datasets.load_dataset(kind, data_files=files, split="train", **options))
+        if kind != "csv":
+            return _Part(source, datasets.load_dataset(kind, data_files=files, split="train"))
+        # A label is what stands there, and in a text NA, null and None are words, not missing values.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            columns = [name or f"Unnamed: {at}" for at, name in enumerate(next(csv.reader(file), []))]  # as pandas does
+        as_text = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
+        options = {"features": as_text, "na_values": [""], "keep_default_na": False}
+        rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
+        return _Part(source, _with_whole_numbers(rows))
     except (*LOADING_ERRORS, StopIteration) as error:  # the latter for a .jsonl of blank lines
         raise InputError(f"{source} cannot be read as {kind}: {reason(error)}") from error
+
+
+def _with_whole_numbers(rows: datasets.Dataset) -> datasets.Dataset:
+    """The columns that hold nothing but whole numbers, as they are written, as numbers."""
+    for column in rows.column_names:
+        if all(value is None or WHOLE.fullmatch(value) for value in rows[column]) and any(rows[column]):
+            rows = rows.cast_column(column, datasets.Value("int64"))
+    return rows
 
 
 def _find_columns(part: _Part, text: str | None, pair: str | None, label: str | None) -> dict[str, str]:
@@ -283,9 +300,10 @@ def _select(part: _Part, columns: dict[str, str]) -> _Part:
 
 def _classes(parts: Sequence[_Part]) -> tuple[list[str], dict[str, int]]:
     """The names of the classes, and the class of each label as it stands in the data."""
-    labels = set().union(*(part.rows["label"] for part in parts))
-    if not all(isinstance(label, str | int) for label in labels):
-        raise InputError(f"{_name_of(parts)}: labels are words or whole numbers: name another column by --label_column")
+    found = [label for part in parts for label in _checked_labels(part)]
+    labels = set(found)
+    if len({isinstance(label, bool) for label in found}) > 1:  # True and 1 are one to Python
+        raise InputError(f"{_name_of(parts)} has true or false beside other labels: write all of them alike")
     if len(labels) < 2:
         raise InputError(f"{_name_of(parts)} has texts of {len(labels)} class(es): give at least 2 to tell apart")
     feature = parts[0].rows.features["label"]
@@ -294,6 +312,16 @@ def _classes(parts: Sequence[_Part]) -> tuple[list[str], dict[str, int]]:
     are_numbers = all(isinstance(label, int) for label in labels)
     names = list(dict.fromkeys(map(str, sorted(labels, key=None if are_numbers else str))))
     return names, {name: index for index, name in enumerate(names)}
+
+
+def _checked_labels(part: _Part) -> Iterator[str | int]:
+    for number, label in enumerate(part.rows["label"], start=1):
+        if not isinstance(label, str | int):
+            raise InputError(
+                f"{part.source}: row {number} has the label {str(label)[:80]}, and labels are words or whole numbers: "
+                "name another column by --label_column"
+            )
+        yield label
 
 
 def _name_of(parts: Sequence[_Part]) -> str:
