@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
-from memsave_recipes.data.vision.decoding import decode, reason_of
+from memsave_recipes.data.vision.decoding import MAX_GREY_BITS, decode, reason_of
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.models.saved import SavedModel, load
 from memsave_recipes.text import ProgressBar, first_line, printable, read_json
@@ -198,7 +198,8 @@ def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments)
 
 def _classified(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Iterator[list[dict[str, Any]]]:
     is_image = saved.task == "image-classification"
-    probabilities = saved.logits([_decoded(path) for path in values] if is_image else values).softmax(dim=-1)
+    inputs = [_decoded(path, saved.grey_bits) for path in values] if is_image else values
+    probabilities = saved.logits(inputs).softmax(dim=-1)
     best = probabilities.topk(min(flags.top_k, len(saved.label_names)))
     for shares, indices in zip(best.values.tolist(), best.indices.tolist(), strict=True):
         yield [
@@ -207,9 +208,9 @@ def _classified(saved: SavedModel, values: list[Any], flags: PredictArguments) -
         ]
 
 
-def _decoded(path: Path) -> Image.Image:
+def _decoded(path: Path, grey_bits: int | None) -> Image.Image:
     try:
-        return decode({"path": str(path), "bytes": None})
+        return decode({"path": str(path), "bytes": None}, grey_bits or MAX_GREY_BITS)
     except Exception as error:
         raise _broken(path, error) from error
 

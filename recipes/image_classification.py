@@ -31,6 +31,7 @@ from memsave_recipes.models.image_classifiers import (
     build_image_classifier,
     check_image_size,
     normalization,
+    pretrained_grey_bits,
     pretrained_image_size,
 )
 from memsave_recipes.models.saved import save_image_classifier
@@ -63,7 +64,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     """Train the classifier in the run's folder."""
     # Data: each batch is one optimizer step, the same samples in the same order on any number of ranks
     with run.main_process_first():
-        images = load_images(args, seed=args.seed, model_labels=args.model_labels if args.eval_only else None)
+        labels, grey_bits = args.model_labels if args.eval_only else None, pretrained_grey_bits(args)
+        images = load_images(args, seed=args.seed, model_labels=labels, grey_bits=grey_bits)
     run.train_on(images.train)
 
     # Model and optimizer
@@ -104,6 +106,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         dtype=args.torch_dtype,
         image_size=args.image_size,
         resize_mode=args.resize_mode,
+        grey_bits=images.grey_bits,
         **normalization(args),
     )
     return run.finish(bare, save_others, model=args.name)

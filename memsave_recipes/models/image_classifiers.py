@@ -170,6 +170,13 @@ def normalization(flags: ImageModelArguments) -> dict[str, Any]:
     return {"mean": mean or IMAGENET_DEFAULT_MEAN, "std": std or IMAGENET_DEFAULT_STD}
 
 
+def pretrained_grey_bits(flags: ImageModelArguments) -> int | None:
+    """Of the values in the grey images of 16 bits that a pretrained network was trained on, if there were any."""
+    name = flags.model_name_or_path
+    bits = None if name is None else image_processor_config(name).get("grey_bits")
+    return bits if isinstance(bits, int) and 8 <= bits <= 16 else None
+
+
 def pretrained_image_size(flags: ImageModelArguments) -> int | None:
     """Pixels a side of the images that a pretrained network was made for; ``None`` where it does not say, or is none.
 

@@ -59,6 +59,8 @@ from memsave_recipes.models.pretrained import (
 
 CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
+GREY_BITS = "grey_bits"
+"""An entry of our own in it: how many bits the values of 16-bit grey images had in training."""
 BILINEAR = 2  # of PIL.Image.Resampling
 SIDES, MAX_SIDE = ("height", "width", "shortest_edge", "longest_edge"), 10_000
 """Of an image that a processor makes, and how many pixels one may have."""
@@ -89,6 +91,12 @@ class SavedModel:
     processor: Any
     label_names: tuple[str, ...] = ()
 
+    @property
+    def grey_bits(self) -> int | None:
+        """Of the values in grey images of 16 bits, in training; ``None`` where there were none."""
+        bits = getattr(self.processor, GREY_BITS, None)
+        return bits if isinstance(bits, int) and 8 <= bits <= 16 else None
+
     @torch.no_grad()
     def logits(self, inputs: Sequence[Any]) -> Tensor:
         """The (B, num_classes) logits of a classifier, in at least float32.
@@ -117,7 +125,13 @@ def _renamed(pixels: Any) -> Any:
 
 
 def save_image_processor(
-    folder: Path, *, image_size: int, resize_mode: str, mean: Sequence[float], std: Sequence[float]
+    folder: Path,
+    *,
+    image_size: int,
+    resize_mode: str,
+    mean: Sequence[float],
+    std: Sequence[float],
+    grey_bits: int | None = None,
 ) -> None:
     """Write ``preprocessor_config.json``, with the resizing and normalisation of training.
 
@@ -125,8 +139,10 @@ def save_image_processor(
         image_size: S, in pixels.
         resize_mode: ``squash`` to (S, S); or ``crop``: the shorter side to S, then (S, S) from the middle.
         mean, std: of each channel, for values from 0 to 1.
+        grey_bits: of the values in grey images of 16 bits, where there were any.
     """
     square, crops = {"height": image_size, "width": image_size}, resize_mode == "crop"
+    own: dict[str, Any] = {} if grey_bits is None else {GREY_BITS: grey_bits}
     BitImageProcessorPil(
         size={"shortest_edge": image_size} if crops else square,
         do_center_crop=crops,
@@ -134,6 +150,7 @@ def save_image_processor(
         resample=BILINEAR,
         image_mean=list(mean),
         image_std=list(std),
+        **own,
     ).save_pretrained(folder)
 
 

@@ -345,7 +345,7 @@ def test_a_broken_image_in_a_worker_is_an_input_error(folder):
 
 def count_decoding(monkeypatch):
     decoded, decode_once = [], decoding.decode
-    monkeypatch.setattr(decoding, "decode", lambda stored: decoded.append(stored["path"]) or decode_once(stored))
+    monkeypatch.setattr(decoding, "decode", lambda stored, *bits: decoded.append(stored["path"]) or decode_once(stored))
     return decoded
 
 
@@ -443,6 +443,57 @@ def test_every_mode_becomes_rgb(tmp_path, mode, name, colour, expected):
     pixels = decoded(tmp_path / name)
     assert pixels.shape == (3, 4, 3)
     assert (pixels == expected).all()
+
+
+def grey_images(folder, top, *, name="{}.png"):
+    """Two classes that differ in brightness alone, with values up to ``top``."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 6), ("validation", 2)):
+        for label, level in (("bright", 0.75), ("dark", 0.25)):
+            place = folder / split / label
+            place.mkdir(parents=True)
+            for number in range(count):
+                values = random.uniform(level - 0.2, level + 0.2, (8, 8))
+                values[0, 0] = level + 0.24
+                Image.fromarray((values * top).astype(np.uint16)).save(place / name.format(number))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["{}.png", "{}.tiff"])
+@pytest.mark.parametrize(("top", "bits"), [(255, 8), (1023, 10), (4095, 12), (16383, 14), (65535, 16)])
+def test_grey_values_of_fewer_bits_fill_the_range(tmp_path, top, bits, name):
+    splits = load(data_dir=str(grey_images(tmp_path / "grey", top, name=name)), image_size=8)
+    assert splits.grey_bits == bits
+    assert any(f"{bits} bits, 0 to {top:,}" in line for line in splits.notices)
+    for split in (splits.train, splits.validation):
+        means = {"bright": [], "dark": []}
+        for one in split:
+            means[splits.label_names[one["labels"]]].append(one["images"].float().mean())
+        assert sum(means["bright"]) / len(means["bright"]) == pytest.approx(0.75 * 255, rel=0.1)
+        assert sum(means["dark"]) / len(means["dark"]) == pytest.approx(0.25 * 255, rel=0.2)
+
+
+def test_a_model_keeps_the_bits_that_it_was_trained_with(tmp_path):
+    """Brighter values become white."""
+    flags = images.ImageDataArguments(
+        data_dir=str(grey_images(tmp_path / "grey", 65535)), image_size=8, augmentation="none"
+    )
+    splits = images.load_images(flags, seed=0, grey_bits=12)
+    assert splits.grey_bits == 12
+    assert (splits.train[0]["images"] == 255).any()
+
+
+def test_images_of_8_bits_have_no_such_line(folder):
+    splits = load(data_dir=str(folder))
+    assert splits.grey_bits is None
+    assert not any("16-bit" in line for line in splits.notices)
+
+
+@pytest.mark.parametrize("most", [1000, 4095, 65535])
+def test_a_pgm_is_scaled_by_the_largest_value_that_it_states(tmp_path, most):
+    values = np.array([[0, most // 2], [most, most // 4]], dtype=">u2")
+    (tmp_path / "a.pgm").write_bytes(b"P5 2 2 %d\n" % most + values.tobytes())
+    assert np.abs(decoded(tmp_path / "a.pgm")[..., 0].astype(int) - np.array([[0, 127], [255, 63]])).max() <= 1
 
 
 def test_palettes_with_and_without_transparency(tmp_path):

@@ -8,6 +8,11 @@ NOTE [ images kept in memory ]
 2. A data worker keeps none: each would hold a copy, and workers decode while the device computes. So this is for runs
    without workers, the default on a CPU.
 
+NOTE [ grey images of more than 8 bits ]
+A 16-bit file may hold values of 10, 12 or 14 bits, and does not say so. So those of a data set are looked at once: the
+largest of them decides how many bits all have, in training, evaluation and, by ``grey_bits`` of the saved image
+processor, in predictions. PGM files state their largest value, and Pillow scales by it.
+
 NOTE [ digests of images ]
 A folder may hold a list ``SHA256SUMS``, which ``sha256sum`` of coreutils writes. Many a damaged image decodes, to wrong
 pixels: with a bit flipped 48 of 60 JPEGs did, with a zeroed tail all of 60. A list that was made when the images were
@@ -47,6 +52,8 @@ ResizeMode = Literal["crop", "squash"]
 MAX_ASPECT = 16
 MAX_KEPT_BYTES = 256 * 1024**2
 MAX_NAMED = 10
+GREY, MAX_GREY_BITS = "I;16", 16
+"""Pillow's modes of such images begin so."""
 READING_THREADS = 8  # reading and hashing leave Python's lock
 IMAGES_AT_ONCE = 256
 
@@ -61,6 +68,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     Args:
         keeps_pixels: by NOTE [ images kept in memory ].
+        grey_bits: by NOTE [ grey images of more than 8 bits ].
 
     Raises:
         InputError: an image cannot be decoded; the message holds its path.
@@ -73,6 +81,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     augmentation: Augmentation | None
     seed: int
     keeps_pixels: bool
+    grey_bits: int = MAX_GREY_BITS
     _kept: dict[int, tuple[Tensor, int]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -105,7 +114,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def _read(self, index: int, image: Stored, label: int) -> tuple[Tensor, int]:
         try:
-            pixels = pixels_of(image, self.image_size, self.resize_mode)
+            pixels = pixels_of(image, self.image_size, self.resize_mode, self.grey_bits)
         except Exception as error:
             name = _name_of(image, index, self.split)
             way_out = "replace it, delete it, or pass --skip_broken_images"
@@ -115,8 +124,16 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return pixels, label
 
 
-def without_broken(splits: Splits, source: str, folder: str | None, *, skip: bool) -> tuple[Splits, list[str]]:
-    """The splits without their broken images, and the names of these, each with the reason.
+class Checked(NamedTuple):
+    """The splits without their broken images, the names of these, each with the reason, and the images of 16 bits."""
+
+    splits: Splits
+    broken: list[str]
+    grey: list[datasets.Dataset]
+
+
+def without_broken(splits: Splits, source: str, folder: str | None, *, skip: bool) -> Checked:
+    """Leave out the broken images.
 
     Args:
         source: the flag that names the images, and its value.
@@ -126,36 +143,61 @@ def without_broken(splits: Splits, source: str, folder: str | None, *, skip: boo
     Raises:
         InputError: there are broken ones, and ``skip`` is false.
     """
-    whole, broken = {}, []
+    whole, broken, grey = {}, [], []
     for split, rows in splits.items():
         defects = of_each_image(rows, defect_of_pixels if skip else defect_of_header, "checking images")
-        whole[split] = rows.select([index for index, defect in enumerate(defects) if not defect])
-        for index in (index for index, defect in enumerate(defects) if defect):
+        whole[split] = rows.select([index for index, defect in enumerate(defects) if defect in ("", GREY)])
+        grey.append(rows.select([index for index, defect in enumerate(defects) if defect == GREY]))
+        for index in (index for index, defect in enumerate(defects) if defect not in ("", GREY)):
             broken.append(f"{_name_of(rows[index]['image'], index, split, folder)} ({defects[index]})")
     if broken and not skip:
         raise InputError(
             f"{source}: {len(broken):,} of {sum(map(len, splits.values())):,} images cannot be read: "
             f"{first_of(broken, MAX_NAMED)}: replace them, delete them, or pass --skip_broken_images"
         )
-    return (whole, broken) if broken else (splits, [])
+    return Checked(whole if broken else splits, broken, [rows for rows in grey if len(rows)])
 
 
-def pixels_of(stored: Stored, image_size: int, resize_mode: ResizeMode) -> Tensor:
+def bits_of_grey(grey: Sequence[datasets.Dataset]) -> int:
+    """Of the values in images of 16 bits: as many as the largest value has, at least 8.
+
+    Raises:
+        InputError: one of them cannot be decoded.
+    """
+    largest = [int(one) for rows in grey for one in of_each_image(rows, _largest_grey, "reading grey values")]
+    if min(largest) < 0:
+        raise InputError("a grey image of 16 bits cannot be decoded: pass --skip_broken_images, which names it")
+    return max(8, max(largest).bit_length())
+
+
+def _largest_grey(stored: Stored) -> str:
+    try:
+        return str(int(np.asarray(datasets.Image().decode_example(stored)).max()))
+    except Exception:  # of Pillow's plugins
+        return "-1"
+
+
+def pixels_of(stored: Stored, image_size: int, resize_mode: ResizeMode, grey_bits: int = MAX_GREY_BITS) -> Tensor:
     """The pixels of an image: uint8 (3, image_size, image_size), in memory that numpy has allocated.
 
     Raises:
         Exception: of nearly any kind, where the image is broken; ``reason_of`` puts it into words.
     """
-    image = resized(decode(stored), image_size, resize_mode)
+    image = resized(decode(stored, grey_bits), image_size, resize_mode)
     return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
 
 
-def decode(stored: Stored) -> Image.Image:
-    """Upright and RGB. Pillow's plugins raise nearly any exception, so all of them mean a broken image."""
+def decode(stored: Stored, grey_bits: int = MAX_GREY_BITS) -> Image.Image:
+    """Upright and RGB. Pillow's plugins raise nearly any exception, so all of them mean a broken image.
+
+    Args:
+        grey_bits: of the values in a grey image of 16 bits; larger ones become white.
+    """
     image: Image.Image = datasets.Image().decode_example(stored)
     _check_mode(image)
-    if image.mode.startswith("I;16"):  # Pillow would turn every value above 255 white
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode.startswith("I"):  # Pillow would turn every value above 255 white
+        bits = grey_bits if image.mode.startswith(GREY) else MAX_GREY_BITS
+        image = Image.fromarray(np.minimum(np.asarray(image) >> (bits - 8), 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # otherwise Pillow warns
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
@@ -183,22 +225,22 @@ def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def defect_of_header(stored: Stored) -> str:
-    """Why an image cannot be read, as far as its first bytes tell; empty where they tell nothing."""
+    """Why an image cannot be read, as far as its first bytes tell; else ``GREY`` or nothing, by its kind."""
     try:
         with Image.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])) as image:
             _check_mode(image)
+            return GREY if image.mode.startswith(GREY) else ""
     except Exception as error:
         return reason_of(error)
-    return ""
 
 
 def defect_of_pixels(stored: Stored) -> str:
-    """Why an image cannot be decoded; empty where it can."""
+    """Why an image cannot be decoded; where it can, ``GREY`` or nothing, by its kind."""
     try:
         decode(stored)
     except Exception as error:
         return reason_of(error)
-    return ""
+    return defect_of_header(stored)
 
 
 def reason_of(error: Exception) -> str:
@@ -211,7 +253,8 @@ def reason_of(error: Exception) -> str:
 
 
 def _check_mode(image: Image.Image) -> None:
-    if image.mode in ("I", "F"):
+    is_scaled = image.mode == "I" and image.format == "PPM"  # by the largest value, which the file states
+    if image.mode in ("I", "F") and not is_scaled:
         raise ValueError("32-bit pixels have no agreed range")
 
 

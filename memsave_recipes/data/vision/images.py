@@ -23,10 +23,12 @@ from memsave_recipes.data.text.documents import Splits, progress_bars
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
 from memsave_recipes.data.vision.decoding import (
     LIST,
+    MAX_GREY_BITS,
     MAX_KEPT_BYTES,
     MAX_NAMED,
     ImageDataset,
     ResizeMode,
+    bits_of_grey,
     check_against_list,
     fingerprint_of_images,
     names_below,
@@ -106,6 +108,7 @@ class ImageSplits:
     Args:
         image_size: pixels a side.
         num_listed: images that agree with ``SHA256SUMS``.
+        grey_bits: of the values in grey images of 16 bits; ``None`` where there are none.
         broken: those that are left out, by name.
         held_out_by: the flags that hold out validation images; ``None`` where the source has a validation split.
     """
@@ -116,6 +119,7 @@ class ImageSplits:
     image_size: int
     resize_mode: ResizeMode
     num_listed: int
+    grey_bits: int | None
     broken: tuple[str, ...]
     held_out_by: str | None
     fingerprint: Fingerprint
@@ -130,13 +134,22 @@ class ImageSplits:
             lines.append(f"note: without a validation split, a part of each class is held out by {self.held_out_by}")
         if self.num_listed:
             lines.append(f"note: {self.num_listed:,} images are what {LIST} says")
+        if self.grey_bits is not None:
+            most = 2**self.grey_bits - 1
+            lines.append(f"note: the values of 16-bit grey images are taken for {self.grey_bits} bits, 0 to {most:,}")
         if self.broken:
             named = first_of(self.broken, MAX_NAMED)
             lines.append(f"note: {len(self.broken):,} broken images are left out: {named}")
         return tuple(map(printable, lines))
 
 
-def load_images(flags: ImageDataArguments, *, seed: int, model_labels: Sequence[str] | None = None) -> ImageSplits:
+def load_images(
+    flags: ImageDataArguments,
+    *,
+    seed: int,
+    model_labels: Sequence[str] | None = None,
+    grey_bits: int | None = None,
+) -> ImageSplits:
     """Load the labelled images that the flags name; only the training images are augmented.
 
     NOTE [ folders of images ] in ``image_folder.py`` says how a folder is read. With a ``SHA256SUMS`` of ``sha256sum``
@@ -147,6 +160,8 @@ def load_images(flags: ImageDataArguments, *, seed: int, model_labels: Sequence[
     Args:
         seed: of the augmentation, and of the images that are held out; how the digits are split does not depend on it.
         model_labels: the classes of the model that is evaluated, by which the images are labelled then.
+        grey_bits: with which the model was trained; by default as the images have, by NOTE [ grey images of more than
+            8 bits ] in ``decoding.py``.
 
     Raises:
         InputError: as ``read_images``; an image is broken, or differs from the list; there are too few to hold out.
@@ -157,7 +172,8 @@ def load_images(flags: ImageDataArguments, *, seed: int, model_labels: Sequence[
     listed = check_against_list(splits, flags.data_dir) if flags.data_dir else {}
     broken: list[str] = []
     if flags.dataset != "digits":
-        splits, broken = without_broken(splits, flags.source, flags.data_dir, skip=flags.skip_broken_images)
+        splits, broken, grey = without_broken(splits, flags.source, flags.data_dir, skip=flags.skip_broken_images)
+        grey_bits = grey_bits or (bits_of_grey(grey) if grey else None)
     if broken:
         check_labels(splits, f"{flags.source} without its broken images")
     held_out_by = None
@@ -175,6 +191,7 @@ def load_images(flags: ImageDataArguments, *, seed: int, model_labels: Sequence[
             augmentation=applied,
             seed=seed,
             keeps_pixels=num_bytes <= MAX_KEPT_BYTES,
+            grey_bits=grey_bits or MAX_GREY_BITS,
         )
         for name, applied in (("train", AUGMENTATIONS[str(flags.augmentation)]), ("validation", None))
     )
@@ -185,6 +202,7 @@ def load_images(flags: ImageDataArguments, *, seed: int, model_labels: Sequence[
         image_size=flags.image_size,
         resize_mode=flags.resize_mode,
         num_listed=len(listed),
+        grey_bits=grey_bits,
         broken=(*lost_links, *broken),
         held_out_by=held_out_by,
         fingerprint=fingerprint_of_images(splits, flags.data_dir, listed),
