@@ -41,6 +41,7 @@ FREE = {
 LATER = {
     "batchnorm": "local",
     "decay_all": True,
+    "too_long": "truncate",
     "bitwise_topology": False,
     "packed_attention": "mask",
     "shard": NONE,
@@ -51,8 +52,8 @@ ROUNDS = ("shard", "reduce_gradients")
 """Flags by which ranks add gradients in another order."""
 CHOSEN = ("packed_attention",)
 """Flags whose ``auto`` a run resolves when it begins, and writes down."""
-KEPT = ("decay_all",)
-"""Switches that stay as a run began: that of an earlier version had no such switch, and did what it says."""
+KEPT = {"decay_all": False, "too_long": "drop"}
+"""Flags that by default, which is the value here, stay as a run began: one of an earlier version did otherwise."""
 LENGTH = {"max_steps", "num_epochs"}
 SCHEDULES_WITHOUT_END = {"constant", "constant_with_warmup", "inverse_sqrt"}
 SEARCHED = ("micro_batch_size", "activation_checkpointing", "memory_budget_gib")
@@ -192,7 +193,7 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
 def with_previous_choices(run: Any, earlier: dict[str, Any]) -> Any:
     """The flags ``run`` with ``auto`` as the ``earlier`` one resolved it, and ``KEPT``."""
     kept = [name for name in CHOSEN if getattr(run, name, None) == AUTO]
-    kept += [name for name in KEPT if not getattr(run, name, True)]
+    kept += [name for name, default in KEPT.items() if getattr(run, name, None) == default]
     return replace(run, **{name: (LATER | earlier)[name] for name in kept})
 
 

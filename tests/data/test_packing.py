@@ -371,13 +371,18 @@ def test_a_model_is_as_it_was_after_the_check():
 
 LENGTHS = [9, 3, 30, 12, 24, 5, 2, 7]
 COUNTED_FROM = [4, 1, 25, 12, 10, 2, 1, 3]  # the fourth has no token that counts
+REPLY_ENDS = [[9], [3], [27, 30], [], [14, 24], [5], [2], [7]]
 
 
 @pytest.fixture
 def chats():
     tokens = [np.arange(length) + 10 * number for number, length in enumerate(LENGTHS)]
     counted = [np.arange(length) >= start for length, start in zip(LENGTHS, COUNTED_FROM, strict=True)]
-    rows = {"input_ids": [ids.tolist() for ids in tokens], "counted": [mask.tolist() for mask in counted]}
+    rows = {
+        "input_ids": [ids.tolist() for ids in tokens],
+        "counted": [mask.tolist() for mask in counted],
+        "reply_ends": REPLY_ENDS,
+    }
     return TokenizedConversations(
         rows=datasets.Dataset.from_dict(rows).with_format("numpy"),
         lengths=np.array(LENGTHS),
@@ -396,7 +401,7 @@ def documents_in(row):
 
 
 def test_the_largest_rows_have_the_longest_conversations(chats, tokenizer):
-    packed = pack_conversations(chats, tokenizer, 24)
+    packed = pack_conversations(chats, tokenizer, 24, too_long="truncate")
     pairs = [sum(len(tokens) ** 2 for tokens, _ in documents_in(row)) for row in rows_of(packed)]
     assert [pairs[row] for row in packed.longest(len(packed))] == sorted(pairs, reverse=True)
 
@@ -410,7 +415,7 @@ def conversation_of(chats, number, block_size):
 
 @pytest.mark.parametrize("block_size", [24, 26, 30, 100])
 def test_packed_rows_hold_whole_conversations_once(chats, tokenizer, block_size):
-    packed = pack_conversations(chats, tokenizer, block_size)
+    packed = pack_conversations(chats, tokenizer, block_size, too_long="truncate")
     rows = rows_of(packed)
     assert all(values.shape == (block_size,) and values.dtype == torch.int64 for row in rows for values in row.values())
     documents = [document for row in rows for document in documents_in(row)]
@@ -424,7 +429,7 @@ def test_packed_rows_hold_whole_conversations_once(chats, tokenizer, block_size)
 
 @pytest.mark.parametrize("block_size", [24, 100])
 def test_padded_samples_are_conversations(chats, tokenizer, block_size):
-    padded = pad_conversations(chats, tokenizer, block_size)
+    padded = pad_conversations(chats, tokenizer, block_size, too_long="truncate")
     for number, sample in zip(padded.kept.tolist(), rows_of(padded), strict=True):
         assert (sample["input_ids"].tolist(), sample["labels"].tolist()) == conversation_of(chats, number, block_size)
     assert padded.kept[padded.longest(1)[0]] == (4 if block_size == 24 else 2)
@@ -439,8 +444,33 @@ def test_a_conversation_that_does_not_count(chats, tokenizer, make):
     assert torch.equal(rows[Key(0, 3, False)]["input_ids"], rows[0]["input_ids"])
     with pytest.raises(InputError, match="--block_size 1 leaves nothing"):
         make(chats, tokenizer, 1)
-    with pytest.raises(InputError, match="ends before the first reply of every conversation"):
-        make(replace(chats, first_counted=chats.lengths), tokenizer, 24)
+    with pytest.raises(
+        InputError, match="--block_size 24 has no room for a reply of any of the 8 held-out conversations"
+    ):
+        make(replace(chats, first_counted=chats.lengths), tokenizer, 24, split="held-out")
+
+
+@pytest.mark.parametrize("make", [pack_conversations, pad_conversations])
+@pytest.mark.parametrize(
+    ("block_size", "lengths"), [(30, {}), (28, {2: 27}), (26, {2: 0}), (20, {2: 0, 4: 14}), (13, {4: 0})]
+)
+def test_what_is_too_long_ends_with_a_whole_reply_or_is_left_out(chats, tokenizer, make, block_size, lengths):
+    rows = make(chats, tokenizer, block_size)
+    expected = [lengths.get(number, min(length, block_size)) for number, length in enumerate(LENGTHS)]
+    expected[2] = 0 if block_size < 27 else expected[2]
+    assert rows.lengths.tolist() == expected
+    assert rows.kept.tolist() == [number for number in range(8) if COUNTED_FROM[number] < expected[number]]
+    if make is pad_conversations:
+        assert [len(sample["input_ids"]) for sample in rows_of(rows)] == [expected[number] for number in rows.kept]
+    else:
+        assert sum(expected[number] for row in rows.rows for number in row) == sum(expected[n] for n in rows.kept)
+
+
+@pytest.mark.parametrize("make", [pack_conversations, pad_conversations])
+def test_what_is_too_long_can_be_an_error(chats, tokenizer, make):
+    assert len(make(chats, tokenizer, 30, too_long="error").kept) == 7
+    with pytest.raises(InputError, match="--block_size 29 is too short for 1 of 8 held-out conversations"):
+        make(chats, tokenizer, 29, too_long="error", split="held-out")
 
 
 def test_best_fit_decreasing():

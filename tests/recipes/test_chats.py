@@ -167,15 +167,47 @@ def test_a_run_goes_on_where_it_was_killed(train, tmp_path, small, kill_after):
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
 
 
-def test_cut_and_left_out_conversations_are_counted(train, tmp_path, capsys):
-    rows = [{"messages": turns(f"{n}?", "a " * 60)} for n in range(30)]
+@pytest.mark.parametrize(
+    ("too_long", "words", "num_left_out"),
+    [
+        ("drop", "20 of 37 training conversations end with the last reply within --block_size 64", 17),
+        ("truncate", "30 of 37 training conversations are cut at --block_size 64, most of them without the mark", 7),
+    ],
+)
+def test_cut_and_left_out_conversations_are_counted(train, tmp_path, capsys, too_long, words, num_left_out):
+    rows = [{"messages": [*turns(f"{n}?", "a"), *turns("more", "a " * 60)]} for n in range(20)]
+    rows += [{"messages": turns(f"{n}?", "a " * 60)} for n in range(10)]
     rows += [{"messages": turns("b " * 100, f"{n}")} for n in range(7)]
     flags = ["--train_file", write(tmp_path / "chats.jsonl", rows), "--validation_file"]
-    flags += [write(tmp_path / "held_out.jsonl", rows[:2]), *SHORT, *scratch("llama")]
+    flags += [write(tmp_path / "held_out.jsonl", rows[:2]), *SHORT, *scratch("llama"), "--too_long", too_long]
     train(*flags)
     shown = "".join(capsys.readouterr())
-    assert "30 of 37 training conversations are cut at --block_size 64" in shown
-    assert "7 training conversations are left out" in shown
+    assert words in shown
+    assert f"{num_left_out} training conversations are left out" in shown
+
+
+def test_a_run_of_before_cuts_conversations_as_it_began(train, tmp_path, capsys, kill_after):
+    rows = [{"messages": [*turns(f"{n}?", "a"), *turns("more", "a " * 60)]} for n in range(20)]
+    path = write(tmp_path / "chats.jsonl", rows)
+    flags = ["--train_file", path, "--validation_file", path, *SHORT, *scratch("llama"), "--save_every", "1"]
+    with kill_after(1):
+        train(*flags, "--too_long", "truncate")
+    config = tmp_path / "run/config.json"
+    entries = json.loads(config.read_text())
+    del entries["too_long"]
+    config.write_text(json.dumps(entries))
+    capsys.readouterr()
+    train(*flags, "--resume")
+    assert "20 of 20 training conversations are cut at --block_size 64" in "".join(capsys.readouterr())
+    assert json.loads(config.read_text())["too_long"] == "truncate"
+
+
+@pytest.mark.parametrize("too_long", ["drop", "error"])
+def test_held_out_conversations_that_are_too_long_are_named_as_such(refuse, tmp_path, too_long):
+    short, long = ([{"messages": turns(f"{n}?", "a " * length)} for n in range(4)] for length in (2, 90))
+    flags = ["--train_file", write(tmp_path / "a.jsonl", short), "--validation_file", write(tmp_path / "b.jsonl", long)]
+    message = refuse(*flags, *SHORT, *scratch("llama"), "--too_long", too_long)
+    assert "4 held-out conversations" in message or "4 of 4 held-out conversations" in message
 
 
 # Bad input
@@ -188,7 +220,11 @@ MISTAKES = {
     "no such template": (turns("a", "b"), ["--chat_template", "no.jinja"], "--chat_template no.jinja is not a file"),
     "two sources": (turns("a", "b"), ["--dataset", "docstring-chats"], "exactly one of"),
     "streaming": (turns("a", "b"), ["--streaming"], "--streaming goes with --dataset HUB_ID"),
-    "a row that ends before replies": (turns("a " * 99, "b"), ["--block_size", "4"], "ends before the first reply"),
+    "a row that ends before replies": (
+        turns("a " * 99, "b"),
+        ["--block_size", "4"],
+        "has no room for a reply of any of the 2 training",
+    ),
 }
 
 

@@ -4,11 +4,13 @@ NOTE [ the assistant's tokens ]
 1. A template with ``{% generation %}`` marks them itself, and transformers returns the mask.
 2. Elsewhere the text of a turn is the difference between two renderings: the messages up to and including it, and those
    before it with the generation prompt. The mark that ends the turn counts, or else the model would not learn to stop;
-   white space behind it does not.
+   white space behind it does not. Where a turn in the middle has another mark than the last one (gpt-oss), each counts.
 3. Some templates change the text of earlier turns when later ones follow: Qwen3 drops their reasoning, some of
    Mistral's move the system message into the last question. There the turn is found by rendering the conversation a
-   second time with another content in its place: what stays the same on both sides is not the content.
-4. What neither finds is refused. The way out is a template with ``{% generation %}``.
+   second time with another content in its place: what stays the same on both sides is not the content. It begins
+   behind the generation prompt, or behind as much of that as is there: some open a ``<think>`` that a reply may lack.
+4. What neither finds is refused. The way out is a template with ``{% generation %}``. So is reasoning that a content
+   writes itself and the template once more.
 5. A template that drops a system message or the result of a tool, without a word, is refused as well: the replies would
    be trained without the instructions that they follow.
 """
@@ -17,8 +19,9 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -38,6 +41,7 @@ CHATML_TEMPLATE = (
 )
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OTHER_CONTENT = "qzxjkvqzxjkv"
+REASONING = ("<think>", "</think>")
 OWN_TEMPLATE = "pass --chat_template FILE.jinja, a template with {% generation %} around the assistant's text"
 TOKENS = Features(
     {
@@ -46,10 +50,14 @@ TOKENS = Features(
         "length": Value("int64"),
         "num_counted": Value("int64"),
         "first_counted": Value("int64"),
+        "reply_ends": List(Value("int32")),
         "num_bytes": Value("int64"),
         "digest": Value("int64"),
     }
 )
+
+
+TooLong = Literal["drop", "truncate", "error"]
 
 
 @dataclass(kw_only=True)
@@ -62,6 +70,13 @@ class ChatArguments:
     train_on_prompt: bool = field(
         default=False, metadata={"help": "of conversations: all tokens count, not the assistant's alone"}
     )
+    too_long: TooLong = field(
+        default="drop",
+        metadata={
+            "help": "conversations longer than --block_size: drop the turns behind the last reply that fits whole, "
+            "truncate in the middle of a reply, or error"
+        },
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -69,7 +84,7 @@ class TokenizedConversations:
     """The conversations of a split as tokens, in their order.
 
     Args:
-        rows: with the columns ``input_ids`` and ``counted``, one row a conversation.
+        rows: with the columns ``input_ids``, ``counted`` and ``reply_ends``, one row a conversation.
         lengths: in tokens; int64 (N,).
         first_counted: the first token behind the beginning that counts, or their number; int64 (N,).
         num_tokens: of those that count in the loss.
@@ -83,6 +98,14 @@ class TokenizedConversations:
     num_tokens: int
     num_bytes: int
     digests: np.ndarray
+
+    def lengths_within(self, block_size: int, too_long: TooLong) -> np.ndarray:
+        """Of each conversation the tokens that a row takes; 0 where that is none of its replies. int64 (N,)."""
+        lengths: np.ndarray = np.minimum(self.lengths, block_size)
+        for number in np.flatnonzero(self.lengths > block_size) if too_long != "truncate" else ():
+            ends = np.asarray(self.rows[int(number)]["reply_ends"])
+            lengths[number] = ends[ends <= block_size].max(initial=0)
+        return lengths
 
     def samples(self, split: str) -> Samples:
         """The conversations by digests, for a fingerprint; ``split`` names them in messages."""
@@ -149,7 +172,7 @@ def tokenize_conversations(
             desc="tokenizing",
         ).with_format("numpy")
     return TokenizedConversations(
-        rows=rows.select_columns(["input_ids", "counted"]),
+        rows=rows.select_columns(["input_ids", "counted", "reply_ends"]),
         lengths=rows["length"][:],
         first_counted=rows["first_counted"][:],
         num_tokens=int(rows["num_counted"][:].sum()),
@@ -170,6 +193,7 @@ def _row(
         "length": len(tokens),
         "num_counted": int(counted.sum()),
         "first_counted": int(np.flatnonzero(np.append(counted[1:], True))[0]) + 1,
+        "reply_ends": np.flatnonzero(is_assistant & ~np.append(is_assistant[1:], False)) + 1,
         "num_bytes": sum(len(content.encode()) for content in contents),
         "digest": digest_of(tokens.tobytes() + counted.tobytes()),
     }
@@ -189,6 +213,7 @@ def encode(
     template = _Template(tokenizer, place)
     text = template.render(messages)
     template.check_that_nothing_is_dropped(messages, text)
+    template.check_reasoning(messages, text)
     if GENERATION.search(tokenizer.get_chat_template()):
         encoded: Any = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
@@ -213,7 +238,7 @@ def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[i
     return is_inside
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Template:
     """The chat template of a tokenizer, and the conversation it is applied to, for messages."""
 
@@ -245,6 +270,19 @@ class _Template:
                     "or pass a --chat_template that writes them"
                 )
 
+    def check_reasoning(self, messages: list[Message], text: str) -> None:
+        """By rule 4: a block that a content opens and closes is there once, and every block is whole."""
+        replies = [message["content"] for message in messages if message["role"] == "assistant"]
+        if not any(mark in reply for reply in replies for mark in REASONING):
+            return
+        others = [message["content"] for message in messages if message["role"] != "assistant"]
+        opened, closed = (text.count(mark) - sum(other.count(mark) for other in others) for mark in REASONING)
+        if opened != closed or closed > sum(max(1, reply.count(REASONING[1])) for reply in replies):
+            raise InputError(
+                f"{self.place}: the chat template makes {opened} <think> and {closed} </think> of the reasoning in its "
+                "replies: take the reasoning out, or pass a --chat_template that writes it as it is"
+            )
+
     def assistant_spans(self, messages: list[Message], text: str) -> Iterator[tuple[int, int]]:
         """Where the turns of the assistant begin and end in ``text``: rules 2 and 3."""
         for index, message in enumerate(messages):
@@ -262,30 +300,89 @@ class _Template:
             yield span
 
     def _span(self, messages: list[Message], index: int, text: str) -> tuple[int, int] | None:
-        prompt = self.render(messages[:index], add_generation_prompt=True)
+        prompt = self._prompt(messages[:index])
         so_far = self.render_turns(messages[: index + 1])
-        if text.startswith(prompt) and text.startswith(so_far):
-            return len(prompt), len(so_far)
-        return self._span_of_rewritten(messages, index, text, prompt)
+        if not (prompt and text.startswith(prompt) and text.startswith(so_far)):
+            return self._span_of_rewritten(messages, index, text, prompt)
+        at_end = self.render(messages[: index + 1])
+        return len(prompt), self._with_mark(text, len(prompt), len(so_far), at_end[len(so_far) :])
+
+    def _prompt(self, messages: list[Message]) -> str:
+        """What a reply follows; empty before the first message, where templates look for one."""
+        try:
+            return self.render(messages, add_generation_prompt=True)
+        except InputError:
+            if messages:
+                raise
+            return ""
 
     def _span_of_rewritten(self, messages: list[Message], index: int, text: str, prompt: str) -> tuple[int, int] | None:
         """Of a turn that the template writes otherwise than at the end of a conversation: rule 3."""
         so_far = [*messages[:index], {"role": "assistant", "content": OTHER_CONTENT}]
         head_at_end, _, tail_at_end = self.render_turns(so_far).partition(OTHER_CONTENT)
         head, _, tail = self.render([*so_far, *messages[index + 1 :]]).partition(OTHER_CONTENT)
-        if not (text.endswith(tail) and tail.startswith(tail_at_end)):
+        if not (text.startswith(head) and text.endswith(tail) and tail.startswith(tail_at_end)):
+            return None
+        start = self._start_of_rewritten(messages[:index], text, prompt, head, head_at_end)
+        if start is None:
             return None
         stop = len(text) - len(tail) + len(tail_at_end)
+        at_end = self.render(so_far).partition(OTHER_CONTENT)[2]
+        return start, self._with_mark(text, start, stop, at_end[len(tail_at_end) :])
+
+    def _start_of_rewritten(
+        self, before: list[Message], text: str, prompt: str, head: str, head_at_end: str
+    ) -> int | None:
+        """Behind what the generation prompt writes: rule 3.
+
+        Args:
+            head, head_at_end: the text before the content, in the conversation and at the end of one.
+        """
+        if not prompt:
+            return len(head)
         if text.startswith(prompt):
-            return len(prompt), stop
+            return len(prompt)
         opening = head_at_end.removeprefix(prompt)  # between the generation prompt and the content
-        if opening != head_at_end and text.startswith(head) and head.endswith(opening):
-            return len(head) - len(opening), stop
-        return None
+        if opening != head_at_end:
+            return len(head) - len(opening) if head.endswith(opening) else None
+        asked = prompt[len(self.render_turns(before)) :]
+        header = asked.partition(REASONING[0])[0]
+        begin = head.rfind(header)
+        if not header or begin < 0:
+            return None
+        behind = [head[begin:], asked]
+        return begin + len(os.path.commonprefix(behind))  # noqa: RUF071  # of texts, not of paths
+
+    def _with_mark(self, text: str, start: int, stop: int, at_end: str) -> int:
+        """Where a turn ends with its mark, which may be another one at the end of a conversation: rule 2.
+
+        Args:
+            stop: up to where the turn is the same in both places; there it may be in the middle of a mark.
+            at_end: what follows there at the end of a conversation.
+        """
+        turn = text[start:stop]
+        begun = next((size for size in range(len(turn), 0, -1) if self._opens_mark(turn[-size:])), 0)
+        base = stop - begun
+        here = self._mark_at(text[base:])
+        if text[start:base].rstrip().endswith(self.marks) or not self._mark_at(turn[len(turn) - begun :] + at_end):
+            return stop
+        return base + len(here)
+
+    def _opens_mark(self, words: str) -> bool:
+        return any(mark.startswith(words) and mark != words for mark in self.marks)
+
+    def _mark_at(self, words: str) -> str:
+        return max((mark for mark in self.marks if words.startswith(mark)), key=len, default="")
+
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        """The special tokens."""
+        return tuple({str(token) for token in self.tokenizer.added_tokens_decoder.values()} - {""})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token with which the assistant ends a turn; ``None`` where the template writes none."""
     tokens, is_assistant = encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
-    last = int(tokens[is_assistant][-1])
+    written = (int(token) for token in reversed(tokens[is_assistant]))
+    last = next((token for token in written if str(tokenizer.decode([token])).strip()), None)  # a line end may follow
     return last if last in tokenizer.added_tokens_decoder else None

@@ -17,8 +17,9 @@ NOTE [ packing ]
    ``keeps_documents_apart`` tries it out.
 7. Conversations stay whole, because a reply without its question teaches nothing. The longest goes first, each into the
    row with the least space that it fits into (best-fit decreasing, Ding et al. 2024, https://arxiv.org/abs/2404.10830;
-   TRL's ``bfd``), and rows are filled up as in 1. One that is longer than a row loses its end; where no token that
-   counts is left, it is left out. Rules 2 and 4 to 6 hold as they stand.
+   TRL's ``bfd``), and rows are filled up as in 1. One that is longer than a row ends with the last reply that fits
+   whole, or the model would learn not to stop; where none fits, it is left out (``--too_long``). Rules 2 and 4 to 6
+   hold as they stand.
 
 The padded alternative wastes the positions behind shorter samples of a micro-batch, and works with every model.
 """
@@ -37,7 +38,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.data.text.chat_template import TokenizedConversations
+from memsave_recipes.data.text.chat_template import TokenizedConversations, TooLong
 from memsave_recipes.data.text.tokenizers import TokenLine, digest_of_tokenizer, tokenize_documents
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
@@ -154,11 +155,13 @@ class PackedConversations(Dataset[Batch]):
 
     Args:
         kept: the conversations that are not left out, by their numbers; int64 (M,).
+        lengths: of each conversation the tokens that are taken; int64 (N,).
         rows: those of each row.
     """
 
     tokens: TokenizedConversations
     kept: np.ndarray
+    lengths: np.ndarray
     rows: list[list[int]]
     block_size: int
     pad_token_id: int
@@ -169,7 +172,7 @@ class PackedConversations(Dataset[Batch]):
 
     def __getitem__(self, key: Any) -> Batch:
         index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
-        samples = [_sample_of(self.tokens, number, self.block_size, counted) for number in self.rows[index]]
+        samples = [_sample_of(self.tokens, number, int(self.lengths[number]), counted) for number in self.rows[index]]
         num_filled = self.block_size - sum(len(sample["input_ids"]) for sample in samples)
         fillers = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL}
         row = {
@@ -181,8 +184,7 @@ class PackedConversations(Dataset[Batch]):
 
     def longest(self, count: int) -> list[int]:
         """As of ``PackedDataset``."""
-        lengths = np.minimum(self.tokens.lengths, self.block_size)
-        filled = [lengths[numbers] for numbers in self.rows]
+        filled = [self.lengths[numbers] for numbers in self.rows]
         pairs = np.array([(row**2).sum() + (self.block_size - row.sum()) ** 2 for row in filled])
         order: list[int] = np.argsort(-pairs, kind="stable").tolist()
         return order[:count]
@@ -198,16 +200,18 @@ class PaddedConversations(Dataset[Batch]):
 
     Args:
         kept: the conversations that are not left out, by their numbers; int64 (M,).
+        lengths: of each conversation the tokens that are taken; int64 (N,).
     """
 
     tokens: TokenizedConversations
     kept: np.ndarray
+    lengths: np.ndarray
     block_size: int
     pad_token_id: int
 
     def longest(self, count: int) -> list[int]:
         """The ``count`` samples with most tokens."""
-        order: list[int] = np.argsort(-self.tokens.lengths[self.kept], kind="stable").tolist()
+        order: list[int] = np.argsort(-self.lengths[self.kept], kind="stable").tolist()
         return order[:count]
 
     def __len__(self) -> int:
@@ -215,7 +219,8 @@ class PaddedConversations(Dataset[Batch]):
 
     def __getitem__(self, key: Any) -> Batch:
         index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
-        return _sample_of(self.tokens, int(self.kept[index]), self.block_size, counted)
+        number = int(self.kept[index])
+        return _sample_of(self.tokens, number, int(self.lengths[number]), counted)
 
     def collate(self, samples: list[Batch]) -> Batch:
         """As ``padded_batch``."""
@@ -225,11 +230,11 @@ class PaddedConversations(Dataset[Batch]):
 Rows = PackedDataset | PaddedDataset | PackedConversations | PaddedConversations
 
 
-def _sample_of(tokens: TokenizedConversations, number: int, block_size: int, counted: bool) -> Batch:
+def _sample_of(tokens: TokenizedConversations, number: int, length: int, counted: bool) -> Batch:
     """The beginning of a conversation; the label of its first token does not count, by rule 4."""
     row = tokens.rows[number]
-    input_ids = torch.tensor(row["input_ids"][:block_size], dtype=torch.int64)
-    is_counted = torch.tensor(row["counted"][:block_size], dtype=torch.bool) & counted
+    input_ids = torch.tensor(row["input_ids"][:length], dtype=torch.int64)
+    is_counted = torch.tensor(row["counted"][:length], dtype=torch.bool) & counted
     is_counted[0] = False
     labels = torch.where(is_counted, input_ids, IGNORED_LABEL)
     return {"input_ids": input_ids, "labels": labels}
@@ -285,21 +290,31 @@ def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_s
 
 
 def pack_conversations(
-    tokens: TokenizedConversations, tokenizer: PreTrainedTokenizerBase, block_size: int, *, one_row: bool = False
+    tokens: TokenizedConversations,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    *,
+    one_row: bool = False,
+    too_long: TooLong = "drop",
+    split: str = "training",
 ) -> PackedConversations:
     """Rows of ``block_size`` tokens that hold whole conversations.
 
     Args:
         one_row: for flash attention, rule 5 of NOTE [ packing ].
+        too_long: what becomes of those that are longer than a row.
+        split: names the conversations in messages.
 
     Raises:
-        InputError: a row of fewer than 2 tokens, or no conversation with a token that counts within a row.
+        InputError: a row of fewer than 2 tokens, no conversation with a reply within a row, or one that is longer where
+            that is an error.
     """
-    kept = _kept(tokens, block_size)
+    lengths, kept = _lengths_and_kept(tokens, block_size, too_long, split)
     return PackedConversations(
         tokens=tokens,
         kept=kept,
-        rows=best_fit_decreasing(kept, np.minimum(tokens.lengths, block_size), block_size),
+        lengths=lengths,
+        rows=best_fit_decreasing(kept, lengths, block_size),
         block_size=block_size,
         pad_token_id=_pad_token_id(tokenizer),
         one_row=one_row,
@@ -307,15 +322,25 @@ def pack_conversations(
 
 
 def pad_conversations(
-    tokens: TokenizedConversations, tokenizer: PreTrainedTokenizerBase, block_size: int
+    tokens: TokenizedConversations,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    *,
+    too_long: TooLong = "drop",
+    split: str = "training",
 ) -> PaddedConversations:
     """Samples of at most ``block_size`` tokens, a conversation each.
+
+    Args:
+        too_long, split: as of ``pack_conversations``.
 
     Raises:
         InputError: as ``pack_conversations``.
     """
-    kept = _kept(tokens, block_size)
-    return PaddedConversations(tokens=tokens, kept=kept, block_size=block_size, pad_token_id=_pad_token_id(tokenizer))
+    lengths, kept = _lengths_and_kept(tokens, block_size, too_long, split)
+    return PaddedConversations(
+        tokens=tokens, kept=kept, lengths=lengths, block_size=block_size, pad_token_id=_pad_token_id(tokenizer)
+    )
 
 
 def best_fit_decreasing(numbers: np.ndarray, lengths: np.ndarray, block_size: int) -> list[list[int]]:
@@ -347,13 +372,26 @@ def best_fit_decreasing(numbers: np.ndarray, lengths: np.ndarray, block_size: in
     return rows
 
 
-def _kept(tokens: TokenizedConversations, block_size: int) -> np.ndarray:
-    """The conversations with a token that counts among those of a row, but for the first of them: rules 4 and 7."""
+def _lengths_and_kept(
+    tokens: TokenizedConversations, block_size: int, too_long: TooLong, split: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each conversation the tokens that are taken; and those with one that counts, but for the first: rules 4, 7."""
     _check_block_size(block_size)
-    kept = np.flatnonzero(tokens.first_counted < np.minimum(tokens.lengths, block_size))
+    num_longer = int((tokens.lengths > block_size).sum())
+    if too_long == "error" and num_longer:
+        raise InputError(
+            f"--block_size {block_size} is too short for {num_longer:,} of {len(tokens.lengths):,} {split} "
+            "conversations: raise it, or pass --too_long drop"
+        )
+    lengths = tokens.lengths_within(block_size, too_long)
+    kept = np.flatnonzero(tokens.first_counted < lengths)
     if not len(kept):
-        raise InputError(f"--block_size {block_size} ends before the first reply of every conversation: raise it")
-    return kept
+        way_out = "" if too_long == "truncate" else ", or pass --too_long truncate"
+        raise InputError(
+            f"--block_size {block_size} has no room for a reply of any of the {len(lengths):,} {split} conversations: "
+            f"raise it{way_out}"
+        )
+    return lengths, kept
 
 
 def fingerprint_of(train: Rows, validation: Rows, tokenizer: PreTrainedTokenizerBase) -> Fingerprint:

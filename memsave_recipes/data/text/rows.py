@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from memsave_recipes.data.text.chat_template import (
@@ -149,17 +148,24 @@ def _rows_of_conversations(
     in_rows = partial(pack_conversations, one_row=one_row) if flags.packing else pad_conversations
     train, validation = (
         in_rows(
-            tokenize_conversations(part, tokenizer, train_on_prompt=flags.train_on_prompt), tokenizer, flags.block_size
+            tokenize_conversations(part, tokenizer, train_on_prompt=flags.train_on_prompt),
+            tokenizer,
+            flags.block_size,
+            too_long=flags.too_long,
+            split=split,
         )
-        for part in (chats.train, chats.validation)
+        for split, part in (("training", chats.train), ("held-out", chats.validation))
     )
+    mark = end_of_turn(tokenizer)
     notes = [chats.notice, *_notes(train, "training"), *_notes(validation, "held-out")]
+    if mark is None:
+        notes.append("the chat template writes no mark behind a reply, so the model does not learn where to stop")
     return TokenRows(
         train=train,
         validation=validation,
         tokenizer=tokenizer,
         held_out_prompt=_question(chats.validation[0]["messages"]),
-        end_of_turn=end_of_turn(tokenizer),
+        end_of_turn=mark,
         notice=f"note: {'; '.join(filter(None, notes))}",
     )
 
@@ -167,15 +173,24 @@ def _rows_of_conversations(
 def _notes(rows: PackedConversations | PaddedConversations, split: str) -> list[str]:
     """How full the rows are, and how many conversations lose their end or all, in a few words each."""
     lengths, block_size = rows.tokens.lengths, rows.block_size
-    kept = lengths[rows.kept]
     notes = []
     if isinstance(rows, PackedConversations):
-        fill = np.minimum(kept, block_size).sum() / (len(rows) * block_size)
+        fill = rows.lengths[rows.kept].sum() / (len(rows) * block_size)
         notes.append(f"{len(rows):,} {split} rows, {fill:.0%} full")
-    if num_cut := int((kept > block_size).sum()):
-        notes.append(f"{num_cut:,} of {len(lengths):,} {split} conversations are cut at --block_size {block_size}")
-    if num_left_out := len(lengths) - len(kept):
-        notes.append(f"{num_left_out:,} {split} conversations are left out, where nothing before the cut counts")
+    is_longer = lengths[rows.kept] > block_size
+    num_cut = int((is_longer & (rows.lengths[rows.kept] == block_size)).sum())
+    if num_shorter := int(is_longer.sum()) - num_cut:
+        notes.append(
+            f"{num_shorter:,} of {len(lengths):,} {split} conversations end with the last reply within --block_size "
+            f"{block_size}"
+        )
+    if num_cut:
+        notes.append(
+            f"{num_cut:,} of {len(lengths):,} {split} conversations are cut at --block_size {block_size}, most of them "
+            "without the mark that ends a reply"
+        )
+    if num_left_out := len(lengths) - len(rows.kept):
+        notes.append(f"{num_left_out:,} {split} conversations are left out, as no reply fits into --block_size")
     return notes
 
 

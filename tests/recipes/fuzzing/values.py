@@ -99,6 +99,7 @@ OPTIMIZER = {
     "optimizer_in_backward": Values(("no",), SWITCH[1], (None,), codes=(4,)),
     "learning_rate": real("0", "1e-3", "1e-300", ".5", bad=("1e308",), odd=("1e30", "1e10"), codes=(4,)),
     "weight_decay": real("0", "0.1", bad=("1e308",), odd=("1e30",), codes=(4,)),
+    "decay_all": Values(*SWITCH),
     "momentum": real("0", "0.5", bad=("1", "1.5")),
     "lr_scheduler_type": Values(("linear", "cosine", "polynomial", "constant", "inverse_sqrt"), (None, "", "lin")),
     "warmup_steps": whole("0", "1", "50", least=0),

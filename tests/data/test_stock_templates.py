@@ -1,0 +1,109 @@
+"""The chat templates that TRL ships, on ten conversations: replies and their marks count, or one line says why not."""
+
+import re
+from pathlib import Path
+
+import pytest
+from jinja2.exceptions import TemplateError, UndefinedError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from memsave_recipes.data.text.chat_template import encode, end_of_turn
+from memsave_recipes.errors import InputError
+
+trl = pytest.importorskip("trl")
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+TEMPLATES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+WITHOUT_END = {"glm4moe"}
+"""Their replies end where the next turn begins."""
+MARK = re.compile(r"<\|?[a-zA-Z_0-9▁|｜/]+\|?>|\[/?[A-Z_]+\]|<｜[^｜]+｜>")
+ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|end|>", "<|END_OF_TURN_TOKEN|>")
+ENDS += ("<｜end▁of▁sentence｜>", "<end_of_utterance>")
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def reply(text):
+    return {"role": "assistant", "content": text}
+
+
+FIRST, LAST = reply("<think>\nttt1\n</think>\n\nrrr1"), reply("<think>\nttt2\n</think>\n\nrrr2")
+CHATS = {
+    "one": [user("uuu1"), reply("rrr1")],
+    "two": [user("uuu1"), reply("rrr1"), user("uuu2"), reply("rrr2")],
+    "system": [{"role": "system", "content": "sss"}, user("uuu1"), reply("rrr1"), user("uuu2"), reply("rrr2")],
+    "thinks last": [user("uuu1"), reply("rrr1"), user("uuu2"), LAST],
+    "thinks first": [user("uuu1"), FIRST, user("uuu2"), reply("rrr2")],
+    "thinks always": [user("uuu1"), FIRST, user("uuu2"), LAST],
+    "half a thought": [user("uuu1"), reply("ttt1\n</think>\n\nrrr1")],
+    "greets": [reply("rrr0"), user("uuu1"), reply("rrr1")],
+    "asked last": [user("uuu1"), reply("rrr1"), user("uuu2")],
+    "blanks": [user("uuu1"), reply("\n rrr1 \n\n"), user("uuu2"), reply("  rrr2")],
+}
+
+
+def tokenizer_for(template):
+    """A token a byte, and one for each mark of the template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={one: number for number, one in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    end = next((mark for mark in ENDS if mark in template), "</s>")
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, pad_token="<pad>", bos_token="<bos>")
+    marks = sorted({mark for mark in MARK.findall(template) if len(mark) > 3} | {end, "<pad>", "<bos>"})
+    made.add_special_tokens({"extra_special_tokens": marks})
+    made.chat_template = template
+    return made
+
+
+def runs(tokenizer, tokens, counted):
+    """The texts that count, and those that do not, in order."""
+    found = {True: [], False: []}
+    begin = 0
+    for place in range(1, len(counted) + 1):
+        if place == len(counted) or counted[place] != counted[begin]:
+            found[bool(counted[begin])].append(tokenizer.decode(tokens[begin:place].tolist()))
+            begin = place
+    return found[True], found[False]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_replies_count_with_their_marks_and_nothing_else_does(name):
+    template = (FOLDER / f"{name}.jinja").read_text()
+    tokenizer, num_taken = tokenizer_for(template), 0
+    for chat in CHATS.values():
+        try:
+            text = tokenizer.apply_chat_template(chat, tokenize=False)
+            tokens, is_counted = encode(chat, tokenizer)
+        except (InputError, TemplateError, UndefinedError):
+            continue
+        num_taken += 1
+        counted, others = runs(tokenizer, tokens, is_counted)
+        assert not any(word in run for run in counted for word in ("uuu", "sss")), (chat, counted)
+        assert not any(word in run for run in others for word in ("rrr", "ttt")), (chat, counted)
+        assert all(run.count("</think>") <= 1 for run in counted), (chat, counted)
+        assert text.count("</think>") == text.count("<think>") or "<think>" not in template, text
+        if name.removesuffix("_training") not in WITHOUT_END:
+            assert not any(run.rstrip().endswith(tuple("0123456789")) for run in counted), (chat, counted)
+    assert num_taken or not _takes_texts(tokenizer)
+
+
+def _takes_texts(tokenizer):
+    try:
+        tokenizer.apply_chat_template(CHATS["one"], tokenize=False)
+    except (TemplateError, UndefinedError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if not name.endswith("_training")])
+def test_generation_stops_where_a_reply_ends(name):
+    template = (FOLDER / f"{name}.jinja").read_text()
+    tokenizer = tokenizer_for(template)
+    if not _takes_texts(tokenizer):
+        pytest.skip("takes contents in parts")
+    mark = end_of_turn(tokenizer)
+    assert (mark is None) == (name in WITHOUT_END)
+    assert mark is None or tokenizer.decode([mark]) in template + tokenizer.eos_token
