@@ -386,6 +386,13 @@ class Checkpoints:
         commit_together(self.accelerator, self.folder, name, writers, telling)
         on_main_process(self.accelerator, lambda: prune(self.folder, BEST, newest=step, keep=1))
 
+    def has_best(self) -> bool:
+        """Whether a whole ``best-STEP`` is there."""
+        try:
+            return find_newest(self.folder, BEST) is not None
+        except InputError:  # all are damaged
+            return False
+
     def delete_last_step(self) -> None:
         """Delete the checkpoint of the last step, now that the run is done, where it is the only one and none was asked
         for."""

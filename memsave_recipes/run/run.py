@@ -555,6 +555,17 @@ class Run:
     def _go_on(self, resumed: Resumed) -> None:
         self.step = resumed.step
         self._report.load_state_dict(resumed.state)
+        if self.args.save_best and not on_main_process(self.accelerator, self._checkpoints.has_best):
+            self._forget_best()
+
+    def _forget_best(self) -> None:
+        """The next evaluation is the best then: the remembered loss would keep every later one from being saved."""
+        if self._report.best_loss < float("inf"):
+            self.accelerator.print(
+                f"note: the weights of the lowest evaluation loss so far ({self._report.best_loss:.4f}) are not in "
+                "checkpoints/: --save_best begins anew"
+            )
+        self._report.best_loss = float("inf")
 
     def _close(self) -> None:
         """Print the summary and close the trackers of a run that is done."""

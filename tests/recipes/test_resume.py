@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -167,6 +168,37 @@ def test_what_was_killed_before_its_first_save_begins_again(train, straight, kil
         train(*IMAGES)
     train(*IMAGES, "--resume")
     assert_the_same_run(tmp_path / "run", straight)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "moved"])
+def test_best_weights_that_are_gone_are_missed_and_begun_anew(train, kill_after, tmp_path, capsys, damage):
+    flags = [*IMAGES, "--save_best", "--save_every", "2", "--eval_steps", "2"]
+    with kill_after(6):
+        train(*flags)
+    (best,) = (tmp_path / "run/checkpoints").glob("best-*")
+    if damage == "cut":
+        weights = best / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif damage == "gone":
+        shutil.rmtree(best)
+    else:
+        best.rename(tmp_path / best.name)
+    capsys.readouterr()
+    train(*flags, "--resume")
+    printed = capsys.readouterr().out
+    assert "the weights of the lowest evaluation loss so far" in printed
+    assert "--save_best begins anew" in printed
+    rows = [row for row in rows_of(tmp_path / "run") if "eval/loss" in row and row["step"] > 6]
+    names = [path.name for path in (tmp_path / "run/checkpoints").glob("best-*")]
+    assert names == [f"best-{min(rows, key=lambda row: row['eval/loss'])['step']}"]
+
+
+def test_best_weights_that_are_there_stay(train, kill_after, tmp_path, capsys):
+    flags = [*IMAGES, "--save_best", "--save_every", "2", "--eval_steps", "2"]
+    with kill_after(6):
+        train(*flags)
+    train(*flags, "--resume")
+    assert "--save_best begins anew" not in capsys.readouterr().out
 
 
 def test_the_best_weights_are_kept(train, tmp_path):
