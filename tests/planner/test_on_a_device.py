@@ -70,6 +70,8 @@ def workload_of(name, dtype, device):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MAKE)
 def test_no_prediction_is_below_the_peak_of_training(name, optimizer, word, accumulation_steps):
+    if (name, optimizer) == ("densenet", "muon"):
+        pytest.skip("it has no matrix of a hidden layer")
     device, optim = torch.device("cuda", 0), OPTIMIZERS[optimizer]
     gc.collect()
     before = torch.cuda.memory_allocated(device)

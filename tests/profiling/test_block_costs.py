@@ -17,7 +17,7 @@ from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.fake_step import FakeInstruments, Rates
+from memsave_recipes.estimation.fake_step import FakeInstruments, Rates, Workspaces
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import Action, Span, plan_for
 from memsave_recipes.plans.plan import OF_MICRO_BATCHES, OFFLOADING, TILED
@@ -300,7 +300,7 @@ def test_a_model_that_skips_a_block_by_chance_is_refused(skipped_at):
 
 
 @pytest.mark.parametrize("name", ["densenet_small", "vit", "llama"])
-def test_on_paper_the_peaks_are_those_of_the_device_without_its_workspaces(make_case, name):
+def test_on_paper_the_peaks_are_those_of_the_device(make_case, name):
     case = make_case(name)
     real = workload_of(without_cache(case.model), case.loss_of, case.batch)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -310,7 +310,8 @@ def test_on_paper_the_peaks_are_those_of_the_device_without_its_workspaces(make_
     chain = measure(real, [keep]).chain()
     with mode:
         fake = workload_of(model, case.loss_of, batch)
-        on_paper = measure(fake, [keep], instruments=FakeInstruments(Rates(flops_per_s=5e10, bytes_per_s=1e10))).chain()
+        rates = Rates(flops_per_s=5e10, bytes_per_s=1e10)
+        on_paper = measure(fake, [keep], instruments=FakeInstruments(rates, Workspaces(), on_cpu=True)).chain()
     assert on_paper.resident_bytes == chain.resident_bytes
     for strategy in ("none", "full", "segments:3"):
         plan = plan_for(strategy, real.stacks)
