@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -330,3 +339,18 @@ def test_flash_attention_takes_float32_weights_under_autocast(train, small, flas
     for call in in_training:
         assert call["max_length_q"] == call["max_length_k"] <= 32
         assert call["cu_seq_lens_q"].dtype == call["cu_seq_lens_k"].dtype == torch.int32
+
+
+@pytest.mark.parametrize("loss", ["auto", "full"])
+def test_adapters_of_a_base_without_a_head_train_it_and_bring_it_back(train, tmp_path, text_file, loss):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=300, tie_word_embeddings=False, max_position_embeddings=64, **shape)
+    LlamaModel(config).save_pretrained(tmp_path / "base")
+    flags = ["--train_file", str(text_file), "--validation_file", str(text_file), *SHORT]
+    train(*flags, "--model_type", "gpt2", "--config_overrides", "n_layer=1,n_head=2,n_embd=16", output="words")
+    flags += ["--tokenizer_name", str(tmp_path / "words/final")]
+    lora = ["--model_name_or_path", str(tmp_path / "base"), "--lora", "--loss", loss, "--learning_rate", "0.02"]
+    found = train(*flags, *lora, "--activation_checkpointing", "full", "--verify", output="adapters")["eval"]["loss"]
+    final = ["--model_name_or_path", str(tmp_path / "adapters/final"), "--eval_only", "--seed", "7", "--loss", loss]
+    assert train(*flags, *final, output="again")["eval"]["loss"] == pytest.approx(found, rel=1e-12)

@@ -22,6 +22,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
 )
+from zoo.tiny import tiny_config
 
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
 from memsave_recipes.data.text.tokenizers import load_text_tokenizer
@@ -370,3 +371,28 @@ def test_the_documented_line_reaches_its_accuracy(recipe, tmp_path, config):
     assert results["eval"]["majority_share"] < 0.2
     assert results["eval"]["accuracy"] > 0.70  # 0.745 to 0.795 of three seeds on one rank and two on two
     assert results["eval"]["f1_macro"] > 0.70
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "distilbert", "deberta"])
+def test_adapters_of_a_base_without_a_head_are_evaluated_alike_under_another_seed(train, tmp_path, kind):
+    """The figure of the run is that of ``final/`` alone, and of the merged model."""
+    config = tiny_config(kind)
+    config.vocab_size = 300
+    torch.manual_seed(0)
+    whole = AutoModelForSequenceClassification.from_config(config)
+    getattr(whole, whole.base_model_prefix).save_pretrained(tmp_path / "base")
+    rows = [json.dumps({"text": f"{name} {n}", "label": name}) for n in range(12) for name in ("cat", "dog", "eel")]
+    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+    held_out = ["--validation_file", tmp_path / "texts.jsonl"]
+    files = ["--train_file", tmp_path / "texts.jsonl", *held_out, *SHORT]
+    train(*files, *MODELS["bert"], output="words")
+    tokenizer = ["--tokenizer_name", tmp_path / "words/final"]
+    flags = [*files, *tokenizer, "--model_name_or_path", tmp_path / "base", "--lora", "--learning_rate", "0.02"]
+    found = {
+        "adapters": train(*flags, "--activation_checkpointing", "full", "--verify", output="adapters")["eval"]["loss"],
+        "merged": train(*flags, "--lora_merge", output="merged")["eval"]["loss"],
+    }
+    for output, loss in found.items():
+        final = [*SHORT, "--model_name_or_path", tmp_path / output / "final", "--eval_only"]
+        again = train(*held_out, *final, "--seed", "7", output=f"{output}-again")["eval"]["loss"]
+        assert again == pytest.approx(loss, rel=1e-6 if output == "merged" else 1e-12)
