@@ -17,7 +17,8 @@ NOTE [ missing ranks ]
 7. Without the store, nobody watches: then the launcher is gone, which ends the ranks in any case.
 
 A thread beside the training begins no collective, which would come between those of the training on some ranks: what
-it has to tell rank 0 goes through the store as well (``told_to_rank_0``).
+it has to tell rank 0 goes through the store as well (``told_to_rank_0``), and through a folder that all ranks see, for
+a store that went with its launcher.
 """
 
 import itertools
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any, NoReturn, TypeVar
 
@@ -41,8 +43,10 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.processes import LOST, MID_STEP, REPORT_DELAY_S, end_now, publish_exit_code
 
 T = TypeVar("T")
-Failure = tuple[bool, str]
-"""Whether it is the user's mistake, and its message: not every exception can be pickled for the other ranks."""
+Failure = tuple[str, str]
+"""Its kind and its message: not every exception can be pickled for the other ranks."""
+MISTAKE, MEMORY, OTHER = "mistake", "memory", "other"
+"""The user's mistake, no memory left, and anything else."""
 POLL_EVERY_S = 1.0
 LOOK_EVERY_S = 0.25
 LOOK_OFTEN_S = 0.01
@@ -133,28 +137,71 @@ def fail_together(error: Exception | None) -> None:
     _raise(error, gather_object([_failure(error)]))
 
 
-def told_to_rank_0(topic: str, action: Callable[[], T]) -> list[T] | None:
+def told_to_rank_0(topic: str, action: Callable[[], T], folder: Path) -> list[T] | None:
     """Let every rank call ``action()``; rank 0 waits for all, for any time, and has their results. No collective.
 
     Args:
         topic: the same on all ranks, and used once.
         action: its result is a plain value, which JSON holds.
+        folder: that all ranks see; nothing is left in it.
 
     Raises:
-        InputError: on rank 0, where a rank raised one.
-        RuntimeError: on rank 0, where another rank raised something else.
+        InputError, MemoryError, RuntimeError: on rank 0, where a rank failed.
+        Exception: this rank's own.
     """
     result, error = _attempt(action)
-    store, rank = _get_default_store(), dist.get_rank()
-    store.set(f"{TOLD}/{topic}/{rank}", json.dumps([result, _failure(error)]))
+    rank = dist.get_rank()
+    _tell(folder, topic, rank, json.dumps([result, _failure(error)]))
     if rank != 0:
+        if error is not None:
+            raise error
         return None
-    keys = [f"{TOLD}/{topic}/{other}" for other in range(dist.get_world_size())]
-    while not store.check(keys):
+    words: dict[int, str] = {}
+    while missing := [other for other in range(dist.get_world_size()) if other not in words]:
+        words |= {other: word for other in missing if (word := _word_of(folder, topic, other))}
         time.sleep(LOOK_OFTEN_S)
-    of_ranks = [json.loads(store.get(key)) for key in keys]
+    for other in words:
+        _told_in(folder, other).unlink(missing_ok=True)
+    of_ranks = [json.loads(words[other]) for other in sorted(words)]
     _raise(error, [failure for _, failure in of_ranks])
     return [result for result, _ in of_ranks]
+
+
+def _tell(folder: Path, topic: str, rank: int, word: str) -> None:
+    """By a file, and then by the store: either may be lost."""
+    path = _told_in(folder, rank)
+    with suppress(OSError):
+        path.with_suffix(".part").write_text(word, encoding="utf-8")
+        path.with_suffix(".part").rename(path)
+    with suppress(RuntimeError):
+        _get_default_store().set(f"{TOLD}/{topic}/{rank}", word)
+
+
+def _word_of(folder: Path, topic: str, rank: int) -> str | None:
+    """What a rank has told, if it has."""
+    key = f"{TOLD}/{topic}/{rank}"
+    with suppress(RuntimeError):
+        store = _get_default_store()
+        if store.check([key]):
+            return str(store.get(key), "utf-8")
+    with suppress(OSError):
+        return _told_in(folder, rank).read_text(encoding="utf-8")
+    return None
+
+
+def _told_in(folder: Path, rank: int) -> Path:
+    return folder / f".told-{rank}.json"
+
+
+def on_all_after_rank_0(accelerator: Accelerator, action: Callable[[], Any]) -> None:
+    """Let every rank call ``action()``, for which rank 0 may take any time; where one fails, all do.
+
+    Raises:
+        Exception: as ``fail_together``.
+    """
+    _, error = _attempt(action)
+    _wait_for_rank_0(accelerator)
+    fail_together(error)
 
 
 class RankPoll:
@@ -223,18 +270,21 @@ def _failure(error: Exception | None) -> Failure | None:
     """``error`` as it is sent to other ranks."""
     if error is None:
         return None
-    return isinstance(error, InputError), str(error) or type(error).__name__
+    is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    kind = MISTAKE if isinstance(error, InputError) else MEMORY if is_memory else OTHER
+    return kind, str(error) or type(error).__name__
 
 
 def _raise(own: Exception | None, of_ranks: list[Failure | None]) -> None:
     failures = [failure for failure in of_ranks if failure]
-    for is_input_error, message in failures:
-        if is_input_error:
+    for kind, message in failures:
+        if kind == MISTAKE:
             raise InputError(message) from own
     if own is not None:
         raise own
-    if failures:
-        raise RuntimeError(f"another rank failed: {failures[0][1]}")
+    for kind, message in failures:
+        failed = f"another rank failed: {message}"
+        raise MemoryError(failed) if kind == MEMORY else RuntimeError(failed)
 
 
 @contextmanager

@@ -52,7 +52,13 @@ from memsave_recipes.checkpoints.resume import (
     prune,
 )
 from memsave_recipes.checkpoints.state import PartOfState, Record, TrainState, fitting, read_record
-from memsave_recipes.distributed import RankPoll, on_all_processes, on_main_process, told_to_rank_0
+from memsave_recipes.distributed import (
+    RankPoll,
+    on_all_after_rank_0,
+    on_all_processes,
+    on_main_process,
+    told_to_rank_0,
+)
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
@@ -372,7 +378,7 @@ class Checkpoints:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            on_main_process(self.accelerator, writing.wait)
+            on_all_after_rank_0(self.accelerator, writing.wait)
             self.last_saved = writing.step
 
     def save_best(self, step: int, writers: Iterable[Writer]) -> None:
@@ -464,7 +470,7 @@ class Checkpoints:
                 return None if path is None else settle(temporary, path)
 
         try:
-            entries = told_to_rank_0(topic, write_mine)
+            entries = told_to_rank_0(topic, write_mine, temporary)
             if entries is None:
                 return
             with disk_errors_as_input_error(self.folder, name):

@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 from typing import Any, NoReturn
 
+import psutil
 from accelerate.commands.launch import _validate_launch_command
 from accelerate.utils import (
     _filter_args,
@@ -163,6 +164,7 @@ def _launch_ranks(args: Namespace) -> int:
         args.rdzv_backend, args.rdzv_endpoint = "c10d", f"{args.main_process_ip}:{args.main_process_port}"
     args.num_processes //= most
     args.num_machines, args.main_process_port = 1, 0  # to Accelerate; the world is torch's
+    others = {*psutil.Process().children(recursive=True)}
     with patch_environment(**_environment(args, address)):
         script = ["--training_script", args.training_script, "--training_script_args", args.training_script_args]
         try:
@@ -180,6 +182,9 @@ def _launch_ranks(args: Namespace) -> int:
         except RendezvousError as error:
             way_out = "launch them again, with --resume where the run has begun"
             print(f"error: the machines do not meet at {config.rdzv_endpoint} ({error}): {way_out}", file=sys.stderr)
+        finally:
+            for left in {*psutil.Process().children(recursive=True)} - others:
+                left.kill()  # ranks that are stopped heed no other signal
         return LOST
 
 
