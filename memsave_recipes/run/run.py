@@ -96,6 +96,7 @@ from memsave_recipes.training.optimizers import (
     NotFinite,
     check_in_backward,
     clip_gradients,
+    describe_lost_updates,
     describe_state_in_shards,
     make_optimizer,
     make_scheduler,
@@ -263,7 +264,8 @@ class Run:
         if self._groups is not None:
             self._shard(trained, model, self._groups, unread)
         optimizer = make_optimizer(self.args, model, seed=self.args.seed)
-        print_lines(self.accelerator, *filter(None, [describe_state_in_shards(self.args, model)]))
+        notices = [describe_state_in_shards(self.args, model), describe_lost_updates(self.args, model)]
+        print_lines(self.accelerator, *filter(None, notices))
         self._scheduler = make_scheduler(self.args, optimizer, self._batches.steps.stop)
         if self._groups is not None:  # as for evaluation: with autocast, and without a DDP around the shards
             self._model = self.accelerator.prepare_model(trained, device_placement=False, evaluation_mode=True)

@@ -40,7 +40,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
-from memsave_recipes.sharding.tensors import is_sharded, whole
+from memsave_recipes.sharding.tensors import is_sharded, local, whole
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch
@@ -61,6 +61,8 @@ MUON_SCRATCH = 2**18  # of a thread of oneDNN, in the matrix products of an upda
 TRANSPOSING = 2 * 60**2  # of torch, which copies a transposed matrix of bfloat16 tile by tile
 NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
 NUMBER_BYTES = 4
+BFLOAT16_STEP = 2**-9  # of a number: less is rounded away
+LOOKED_AT_ONCE = 2**20  # numbers of a weight
 NORM_CHUNK = 2**16
 """Numbers of a gradient to whose norm a block of CUDA's kernel adds a partial sum (``kChunkSize``, ForeachReduceOp.cu,
 which makes as many sums for every gradient as the largest has)."""
@@ -184,6 +186,26 @@ def describe_state_in_shards(optim: OptimizerArguments, model: nn.Module) -> str
     return (
         f"8-bit AdamW: the state of {len(in_32_bits)} of {len(large)} large weights stays in 32 bits, since their "
         f"shards are not whole blocks of {BITSANDBYTES_BLOCK} numbers"
+    )
+
+
+def describe_lost_updates(optim: OptimizerArguments, model: nn.Module) -> str | None:
+    """A line on weights in bfloat16 of which AdamW changes only a few: the others round each update away.
+
+    An update of AdamW is about as large as the rate, and one below a 512th of a weight is lost: NOTE [ stochastic
+    rounding ].
+    """
+    weights = [local(one).detach() for one in _trained(model) if one.dtype == torch.bfloat16]
+    if optim.update_rule != "adamw" or not weights:
+        return None
+    parts = [part for weight in weights for part in weight.reshape(-1).split(LOOKED_AT_ONCE)]
+    num_lost = sum(int((part.abs() > optim.learning_rate / BFLOAT16_STEP).sum()) for part in parts)
+    share = num_lost / max(1, sum(weight.numel() for weight in weights))
+    if share <= 0.5:
+        return None
+    return (
+        f"note: {share:.0%} of the bfloat16 weights are too large to be changed at --learning_rate "
+        f"{optim.learning_rate:g}: add --bf16_stochastic_round, or take --mixed_precision bf16 in place of --dtype"
     )
 
 

@@ -18,6 +18,7 @@ from memsave_recipes.training.optimizers import (
     clip_gradients,
     clipping_bytes,
     counters_bytes,
+    describe_lost_updates,
     make_optimizer,
     make_scheduler,
     update_bytes,
@@ -249,3 +250,31 @@ def test_an_accelerator_clips_with_a_block_for_every_norm_and_partial_sums():
 def test_torch_is_told_which_kernel_to_take_and_not_left_to_the_device(name):
     for group in make_optimizer(OptimizerArguments(optimizer=name), build()).param_groups:
         assert group.get("use_muon") or group.get("fused") or group["foreach"] is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_told"),
+    [
+        ({"learning_rate": 1e-5}, True),
+        ({"learning_rate": 1e-3}, False),
+        ({"learning_rate": 1e-5, "bf16_stochastic_round": True}, False),
+        ({"learning_rate": 1e-5, "optimizer": "sgd"}, False),
+    ],
+)
+def test_updates_that_bfloat16_rounds_away_are_told(flags, is_told):
+    """And so they are: of a step with gradients of one size, the weights that stay."""
+    model, optim = build().to(torch.bfloat16), OptimizerArguments(**flags)
+    line = describe_lost_updates(optim, model)
+    assert (line is not None) == is_told
+    assert describe_lost_updates(optim, build()) is None
+    if not is_told:
+        return
+    assert "--bf16_stochastic_round" in line
+    before = [parameter.clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    make_optimizer(optim, model).step()
+    pairs = zip(before, model.parameters(), strict=True)
+    num_same = sum(int((one == other).sum()) for one, other in pairs)
+    share = num_same / sum(parameter.numel() for parameter in before)
+    assert share >= float(line.partition("note: ")[2].partition("%")[0]) / 100 - 0.01
