@@ -8,7 +8,7 @@ NOTE [ side effects ]
 3. Lists, dicts and sets that it is given: its first run gets the caller's own, and each later one a copy of what was in
    them before (``LayerCall``).
 4. Tensors that it writes on are refused: a copy of each would take the memory that a plan saves. BatchNorm's are not
-   among them: NOTE [ statistics once ].
+   among them (NOTE [ statistics once ]), nor are parameters in shards, which FSDP2 gathers and frees around a module.
 5. torch counts the writes on a tensor, but not those by way of ``.data``, as published code has them for codebooks and
    teachers. So in the first run of all, the bits of every tensor are added up before and after. That run also looks at
    the generators of random numbers and at the objects of a module's own, which are refused where they change.
@@ -17,7 +17,7 @@ NOTE [ side effects ]
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -26,6 +26,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -38,6 +39,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number."""
 CHUNK = 2**16
 """Numbers that are added up at a time, as 64-bit integers."""
+KINDS, ATTRIBUTE = ("parameter", "buffer"), "tensor"
+"""Of tensors, as messages call them."""
 ABSENT = object()
 _LOOKED_AT: WeakSet[nn.Module] = WeakSet()
 """Modules whose first run was looked at by rule 5."""
@@ -109,6 +112,7 @@ class SideEffects:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.layers = list(dict.fromkeys(layer for module in modules for layer in module.modules()))
+        self.kinds = ("buffer",) if any(isinstance(layer, FSDPModule) for layer in self.layers) else KINDS
         self.is_looked_at = False
         self._find_containers()
 
@@ -166,7 +170,7 @@ class _State:
             for layer, name in block.containers
             if (held := vars(layer).get(name)) is not None
         ]
-        self.tensors = list(_tensors(self.layers))
+        self.tensors = list(_tensors(self.layers, block.kinds))
         self.versions = [_version(tensor) for _, _, _, tensor in self.tensors]
         self.new = [] if block.is_looked_at else [layer for layer in self.layers if layer not in _LOOKED_AT]
         self.sums = self._sums() if self.new else []
@@ -210,17 +214,13 @@ class _State:
             return [_sum_of_bits(tensor) for _, _, _, tensor in self.tensors]
 
 
-ATTRIBUTE = "tensor"
-
-
-def _tensors(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+def _tensors(layers: Iterable[nn.Module], kinds: Collection[str]) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
     """Those of ``layers`` with their kinds and names, without BatchNorm's statistics."""
     for layer in layers:
-        kinds: dict[str, dict[str, Any]] = {"parameter": layer._parameters, "buffer": layer._buffers}
-        if isinstance(layer, _BatchNorm):
-            del kinds["buffer"]
-        for kind, tensors in kinds.items():
-            for name, tensor in tensors.items():
+        for kind in kinds:
+            if kind == "buffer" and isinstance(layer, _BatchNorm):
+                continue
+            for name, tensor in getattr(layer, f"_{kind}s").items():
                 if tensor is not None:
                     yield layer, kind, name, tensor
         for name, value in vars(layer).items():

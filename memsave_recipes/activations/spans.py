@@ -92,7 +92,8 @@ def split_call(
 ) -> tuple[LayerCall, tuple[Any, ...]]:
     """The call ``method(*args, **kwargs)`` of a layer, and the state that goes through it.
 
-    The state is the first positional argument; without one, the first parameter or else the first tensor.
+    The state is the first positional argument; without one, the first parameter or else the first tensor. There is none
+    in a dict, which is an argument as any other.
 
     Raises:
         InputError: there is a cache of states, by NOTE [ caches ].
@@ -104,11 +105,14 @@ def split_call(
         keyword = next(tensors, None)
         state = () if keyword is None else (kwargs.pop(keyword),)
         return LayerCall(method, (), kwargs, keyword), state
-    others = tuple(
+    first = () if not isinstance(args[0], dict) else args[:1]
+    others = first + tuple(
         _checked(module, names[position] if position < len(names) else "", value)
         for position, value in enumerate(args[1:], start=1)
     )
     takes_list = isinstance(args[0], list)
+    if first:
+        return LayerCall(method, others, kwargs), ()
     return LayerCall(method, others, kwargs, takes_list=takes_list), tuple(args[0]) if takes_list else args[:1]
 
 

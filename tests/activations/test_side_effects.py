@@ -221,6 +221,14 @@ class WritesInList(Block):
         return self.body(x) / steps[0]
 
 
+class InDict(Block):
+    """The state goes through in a dict."""
+
+    def forward(self, state):
+        state["x"] = self.body(state["x"])
+        return state
+
+
 class Net(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -232,13 +240,15 @@ class Net(nn.Module):
         for block in self.blocks:
             if isinstance(block, Pops):
                 x = block(held=[x])
+            elif isinstance(block, InDict):
+                x = block({"x": x})["x"]
             else:
                 x = block(x, cache) if isinstance(block, GIVEN) else block(x)
         return self.head(x).square().mean()
 
 
 PUT_BACK = [Counter, MeanOfAll, History, Named, Window, Lazy, Inner]
-GIVEN = (Pops, Writes, Appends, Counts, WritesInList)
+GIVEN = (Pops, Writes, Appends, Counts, WritesInList, InDict)
 REFUSED = {
     Codebook: "Codebook writes on its buffer mean",
     Teacher: "Teacher writes on its parameter teacher",
