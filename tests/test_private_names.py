@@ -122,6 +122,7 @@ OF_OBJECTS = {
     "._can_set_attn_implementation": lambda: PreTrainedModel,
     "._cdata": lambda: torch.ones(1).untyped_storage(),
     "._checkpoint_internal_hook": module_of_hooks,
+    "._compiled_call_impl": nn.Module,
     "._format_action_invocation": lambda: argparse.HelpFormatter,
     "._get_default_metavar_for_optional": lambda: argparse.HelpFormatter,
     "._get_help_string": lambda: argparse.HelpFormatter,

@@ -25,7 +25,10 @@ OPTIMIZERS = {
     "plain sgd": lambda parameters: SGD(parameters, lr=0.01, fused=True),
     "adafactor": lambda parameters: Adafactor(parameters, lr=0.01),
     "muon": lambda parameters: MuonWithAdamW(
-        [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2], lr=0.01, weight_decay=0.0
+        [{"params": [p for p in parameters if p.ndim == 2]}],
+        [{"params": [p for p in parameters if p.ndim != 2]}],
+        lr=0.01,
+        weight_decay=0.0,
     ),
 }
 

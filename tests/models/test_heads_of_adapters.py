@@ -11,6 +11,7 @@ from transformers import (
     LlamaConfig,
     LlamaModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from zoo.batches import batch_of
 from zoo.tiny import tiny_config
 
@@ -21,6 +22,15 @@ from memsave_recipes.models.slices import new_weights
 
 CLASSIFIER, LANGUAGE = "SEQ_CLS", "CAUSAL_LM"
 LORA = LoraArguments(lora=True, lora_rank=2)
+ALL_TYPES = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+NOT_BUILT = {
+    "ibert": "its linear layers are of a class of its own, which peft does not adapt",
+    "layoutlmv2": "it needs detectron2",
+    "markuplm": "it is not run on tokens alone",
+    "perceiver": "its base has other shapes than its classifier",
+    "phimoe": "its classifier fails in transformers 5.23",
+}
+NOT_REPEATABLE = {"longformer"}
 TYPES = ["bart", "t5", "xlnet", "distilbert", "modernbert", "deberta", "flaubert", "bert", "gpt2", "eurobert"]
 
 
@@ -28,8 +38,8 @@ def load(folder, seed, num_labels=3):
     torch.manual_seed(seed)
     options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}
     model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = 0
+    if model.config.get_text_config().pad_token_id is None:
+        model.config.get_text_config().pad_token_id = 0
     return model
 
 
@@ -74,6 +84,17 @@ def base_for_other_classes(kind, folder):
 )
 def test_what_the_base_lacks_trains_is_saved_and_comes_back(kind, save, tmp_path):
     save(kind, tmp_path / "base")
+    assert_all_comes_back(kind, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in sorted(ALL_TYPES) if kind not in NOT_BUILT])
+def test_every_type(kind, tmp_path):
+    base_without_head(kind, tmp_path / "base")
+    assert_all_comes_back(kind, tmp_path)
+
+
+def assert_all_comes_back(kind, tmp_path):
     model = load(tmp_path / "base", seed=1)
     names = {parameter: name for name, parameter in model.named_parameters()}
     new = {names[parameter] for parameter in new_weights(model)}
@@ -85,8 +106,9 @@ def test_what_the_base_lacks_trains_is_saved_and_comes_back(kind, save, tmp_path
     expected = logits(adapted, kind)
     again = load_adapters(load(tmp_path / "base", seed=2), tmp_path / "final", task_type=CLASSIFIER, source="final")
     by_peft = PeftModel.from_pretrained(load(tmp_path / "base", seed=3), tmp_path / "final")
-    assert torch.equal(logits(again, kind), expected)
-    assert torch.equal(logits(by_peft, kind), expected)
+    rounding = 1e-7 if kind in NOT_REPEATABLE else 0.0
+    for found in (again, by_peft):
+        torch.testing.assert_close(logits(found, kind), expected, rtol=0, atol=rounding)
     torch.testing.assert_close(logits(merged(adapted), kind), expected)
 
 

@@ -198,7 +198,8 @@ def train_plainly(accelerator: Accelerator, task: Task) -> Outcome:
         warmup = optim.warmup_steps
         decay = (task.num_steps - step) / max(1, task.num_steps - warmup)
         learning_rate = optim.learning_rate * (step / warmup if step < warmup else decay)
-        optimizer.param_groups[0]["lr"] = learning_rate
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
         outcome.learning_rates.append(learning_rate)
         outcome.grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm).item())
         optimizer.step()

@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 def muon_with_adamw(parameters):
     matrices, others = ([p for p in parameters if (p.ndim == 2) is is_matrix] for is_matrix in (True, False))
-    return MuonWithAdamW(matrices, others, lr=0.1, weight_decay=0.0)
+    return MuonWithAdamW([{"params": matrices}], [{"params": others}], lr=0.1, weight_decay=0.0)
 
 
 class Rows(torch.utils.data.Dataset):
