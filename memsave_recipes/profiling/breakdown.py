@@ -102,7 +102,7 @@ def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
     with _only_errors_of_c10(), profiling as profiler, record_function("memsave block"):
         yield events
     roots = profiler.profiler.kineto_results.experimental_event_tree()
-    found = _walk(roots, Use.ACTIVATIONS, labels.added if labels else [])
+    found = _walk(roots, labels.added if labels else [])
     events += [event for _, event in sorted(found, key=lambda timed: timed[0])]
 
 
@@ -131,15 +131,19 @@ def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
-def _walk(events: Iterable[Any], use: Use, labels: list[Label]) -> Iterator[tuple[int, Event]]:
-    for event in events:
+def _walk(roots: Iterable[Any], labels: list[Label]) -> Iterator[tuple[int, Event]]:
+    """Each allocation and label with its time, parents before children."""
+    pending = [(event, Use.ACTIVATIONS) for event in roots][::-1]
+    while pending:
+        event, use = pending.pop()
         if event.tag == _EventType.Allocation:
             block = event.extra_fields
             yield event.start_time_ns, Allocation(block.ptr, block.alloc_size, block.device, use)
         elif event.name.startswith(MARK):
             yield event.start_time_ns, labels[int(event.name.removeprefix(MARK))]
         else:
-            yield from _walk(event.children, _use_within(event, use), labels)
+            within = _use_within(event, use)
+            pending += [(child, within) for child in event.children][::-1]
 
 
 def _use_within(event: Any, use: Use) -> Use:

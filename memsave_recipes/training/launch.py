@@ -42,6 +42,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -473,6 +474,7 @@ def _read_cpuinfo() -> dict[str, str]:
     return {}
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return version(package)

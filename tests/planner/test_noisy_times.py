@@ -16,6 +16,8 @@ from memsave_recipes.profiling.block_costs import MOST_ROUNDS, Measurement, Work
 from memsave_recipes.profiling.step_trace import StepTrace
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Ends, Part, Reading
 
+pytestmark = pytest.mark.usefixtures("timed_as_in_a_run")
+
 MIB = 2**20
 STATIC = StaticMemory()
 

@@ -50,7 +50,7 @@ GEOMETRIES = {
 }
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 KEY_BIAS = ".key.bias"
-QUICK = {("images", "adamw", "float64", "4x2x3")}
+QUICK = {("images", "adamw", "float64", "2x3x4")}
 
 
 class Launcher:
