@@ -41,7 +41,7 @@ from memsave_recipes.activations.sublayers import AttentionBlock, MlpBlock, Norm
 from memsave_recipes.activations.tiles import Mlp, TiledForward, find_mlps, is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span, plan_for, read_plan
-from memsave_recipes.plans.plan import IN_SUBLAYERS, JOINT, OF_MICRO_BATCHES, TILED, as_they_run
+from memsave_recipes.plans.plan import as_they_run
 
 
 def plan_blocks(model: nn.Module, strategy: str, running: Sequence[str] | None = None) -> Plan:
@@ -148,8 +148,6 @@ class PlanHandle:
 
 
 _ABSENT = object()
-STARTS_AGAIN = (*JOINT, Action.RECOMPUTE_OFFLOAD, *TILED, *OF_MICRO_BATCHES.values())
-"""Actions under which the second run of a block starts from the very storage of its input."""
 
 
 def _without_blocks(model: nn.Module, strategy: str) -> InputError:
@@ -206,7 +204,7 @@ def _compile_layers(model: nn.Module, stacks: list[Stack], handle: PlanHandle, r
 def _runs(spans: list[Span]) -> Iterator[Span]:
     """Spans that recompute as a whole; of all others, each block by itself."""
     for span in spans:
-        step = span.stop - span.start if span.action in JOINT else 1
+        step = span.stop - span.start if span.action.kind.is_joint else 1
         for start in range(span.start, span.stop, step):
             yield Span(start=start, stop=start + step, action=span.action)
 
@@ -226,12 +224,12 @@ def _install_sequence(
     stack: SequentialStack, parts: list[tuple[tuple[Block, ...], Action]], handle: PlanHandle, watch: Watch | None
 ) -> None:
     for blocks, action in parts:
-        if action in TILED:
+        if action.kind.is_tiled:
             _tile_mlps([module for block in blocks for module in block.modules], handle)
         # A span that begins in place would overwrite the very input it has to start from again.
         starting = blocks if action is Action.RECOMPUTE_NESTED else blocks[:1]
         for first in (block.modules[0] for block in starting):
-            if action in STARTS_AGAIN and begins_in_place(first):
+            if action.kind.starts_again and begins_in_place(first):
                 handle.replace(first, "inplace", False)
         if action is Action.RECOMPUTE_NESTED:
             _nest_parts([module for block in blocks for module in block.modules], handle)
@@ -246,19 +244,19 @@ def _install_sequence(
 def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandle, watch: Watch | None) -> None:
     if action is Action.SELECT_OPS:
         _set_out_of_place([layer.module for layer in layers], handle)
-    in_parts = action in IN_SUBLAYERS and not is_streamed(layers[0].module)  # whose weights the layer has as a whole
+    in_parts = action.kind.in_sublayers and not is_streamed(layers[0].module)  # whose weights the layer has as a whole
     parts = find_sublayers(layers[0].module) if in_parts else None
     if parts is not None:
         _install_sublayers(layers[0], parts, action, handle)
         action = Action.KEEP
-    elif action in TILED:
+    elif action.kind.is_tiled:
         _tile_mlps([layer.module for layer in layers], handle)
     elif action is Action.RECOMPUTE_NESTED:
         _nest_parts([layer.module for layer in layers], handle)
     span = JointLayers([layer.module for layer in layers])
     for position, layer in enumerate(layers):
         method = getattr(layer.module, layer.method)
-        if len(layers) > 1 and action in JOINT:
+        if len(layers) > 1 and action.kind.is_joint:
             forward: Any = LayerInSpan(layer.name, layer.module, method, span, position, handle.runs, action, watch)
         else:
             options = _options(handle.plan, action)
@@ -268,7 +266,7 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
 
 def _tile_norms_around(model: nn.Module, plan: Plan, handle: PlanHandle) -> None:
     """The norms beside a list of layers, of which some have tiles, run in tiles too: the last one takes all tokens."""
-    names = [name for action in TILED for name in plan.blocks_under(action)]
+    names = [name for action in Action if action.kind.is_tiled for name in plan.blocks_under(action)]
     parents = dict.fromkeys(name.rpartition(".")[0].rpartition(".")[0] for name in names)
     for norm in (child for parent in parents for child in model.get_submodule(parent).children()):
         if is_norm_of_a_token(norm):
@@ -312,7 +310,7 @@ def _tile_mlps(layers: list[nn.Module], handle: PlanHandle) -> None:
 
 def _options(plan: Plan, action: Action) -> dict[str, Any]:
     """The settings of ``plan`` for ``action``."""
-    return {"micro_batch_size": plan.micro_batch_size} if action in OF_MICRO_BATCHES.values() else {}
+    return {"micro_batch_size": plan.micro_batch_size} if action.kind.micro_batches_of else {}
 
 
 def _set_out_of_place(modules: list[nn.Module], handle: PlanHandle) -> None:

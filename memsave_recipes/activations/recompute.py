@@ -76,7 +76,6 @@ from memsave_recipes.activations.lockstep import in_parts
 from memsave_recipes.activations.side_effects import SideEffects
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan
-from memsave_recipes.plans.chain import TWICE
 
 
 def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
@@ -193,7 +192,7 @@ class BlockRuns:
             InputError: by the first run, if ``action`` cannot run these ``modules`` again: NOTE [ side effects ].
         """
         runs, next_run, later = self.first, function, function
-        if action in TWICE:
+        if action.kind.runs_twice:
             if names not in self.effects:
                 self.effects[names] = SideEffects(modules)
             next_run, later = self.effects[names].around(function)
@@ -213,7 +212,7 @@ class BlockRuns:
 
     def objection(self, plan: Plan) -> str | None:
         """The objection to a plan of which fewer than half of the blocks ran again; ``None`` without one."""
-        planned = [name for action in TWICE for name in plan.blocks_under(action)]
+        planned = [name for action in Action if action.kind.runs_twice for name in plan.blocks_under(action)]
         idle = [name for name in planned if name not in self.again]
         if 2 * len(idle) <= len(planned):
             return None

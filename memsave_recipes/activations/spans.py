@@ -52,7 +52,6 @@ from memsave_recipes.activations.recompute import BlockRuns, recompute, select_o
 from memsave_recipes.activations.side_effects import CONTAINERS, SideEffects, copied
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action
-from memsave_recipes.plans.plan import OF_MICRO_BATCHES
 
 CACHE_NAMES = ("cache", "past_key_values", "layer_past")
 
@@ -273,23 +272,18 @@ def with_inputs_offloaded(
     return RUN[Action.OFFLOAD](partial(run, function, modules=modules, **options), *inputs, modules=modules)
 
 
-recompute_offloaded = partial(with_inputs_offloaded, recompute)
-RUN: dict[Action, Callable[..., Any]] = {
-    Action.KEEP: keep,
-    Action.RECOMPUTE: recompute,
-    Action.SELECT_OPS: select_ops,
-    Action.OFFLOAD: offload,
-    Action.RECOMPUTE_OFFLOAD: recompute_offloaded,
-    Action.COMPILE: keep,
-    Action.IN_MICRO_BATCHES: in_micro_batches,
-    Action.IN_MICRO_BATCHES_OFFLOAD: partial(with_inputs_offloaded, in_micro_batches),
-    Action.RECOMPUTE_TILED: recompute,
-    Action.RECOMPUTE_TILED_OFFLOAD: recompute_offloaded,
-    Action.RECOMPUTE_NESTED: recompute,
-}
+def _run_of(action: Action) -> Callable[..., Any]:
+    kind = action.kind
+    if not kind.starts_again:
+        return {Action.SELECT_OPS: select_ops, Action.OFFLOAD: offload}.get(action, keep)
+    run = in_micro_batches if kind.micro_batches_of else recompute
+    return partial(with_inputs_offloaded, run) if kind.on_host else run
+
+
+RUN = {action: _run_of(action) for action in Action}
 """How each action runs a function: ``RUN[action](function, *inputs, modules=..., **options)``, with the options of the
-plan: ``micro_batch_size`` for those in micro-batches. ``COMPILE`` compiled it before, ``TILED`` actions gave its MLPs
-other forwards, and ``RECOMPUTE_NESTED`` its parts."""
+plan: ``micro_batch_size`` for those in micro-batches. ``COMPILE`` compiled it before, actions with tiles gave its
+MLPs other forwards, and ``RECOMPUTE_NESTED`` its parts."""
 
 
 @dataclass
@@ -390,7 +384,7 @@ class SpannedLayer:
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         call, state = split_call(self.module, self.method, args, kwargs)
-        if self.action in OF_MICRO_BATCHES.values() and _has_tensors((call.args, call.kwargs)):
+        if self.action.kind.micro_batches_of and _has_tensors((call.args, call.kwargs)):
             raise InputError(
                 f"strategy: {self.name} takes tensors beside its input, so it cannot run in micro-batches: use none"
             )

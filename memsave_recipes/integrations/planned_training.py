@@ -49,7 +49,7 @@ from memsave_recipes.planner.make_plan import (
 )
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.chain import allocated_bytes
-from memsave_recipes.plans.simulate import Prediction
+from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak, storages_of
 from memsave_recipes.profiling.memory import reset_peaks

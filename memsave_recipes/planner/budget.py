@@ -29,8 +29,8 @@ from memsave_recipes.plans.chain import Chain, allocated_bytes
 from memsave_recipes.plans.plan import (
     MLP_TILE_TOKENS,
     OFFLOADING_STRATEGIES,
-    TILED,
     TILED_STRATEGIES,
+    UNIFORM_STRATEGIES,
     count_blocks,
     offloads,
 )
@@ -403,7 +403,7 @@ def plans_to_measure(
         if strategy == "budget" and _has_tiles(workload):
             is_long = to_host and max(tokens.shape[-1] for tokens in _tokens(workload)) >= LONG_ROW
             strategies += [name for name in TILED_STRATEGIES if is_long or not offloads(name)]
-    elif strategy.partition(":")[0] in ("selective", *OFFLOADING_STRATEGIES, *TILED_STRATEGIES, "compiled"):
+    elif strategy.partition(":")[0] in UNIFORM_STRATEGIES.keys() - {"none", "full"}:
         strategies.append(strategy)
     if (strategy in BUDGET_WORDS or strategy.startswith("nested")) and _has_parts(workload):
         strategies.append(f"nested:{count_blocks(workload.stacks)}")
@@ -518,7 +518,7 @@ def _chains(measurement: Measurement) -> Iterator[Chain]:
     with_tiles = any(plan.mlp_tile_tokens is not None for plan, _ in measurement.traces)
     for tiles in [False, True] if with_tiles else [False]:
         yield measurement.chain(tiles=tiles)
-        allowed = [action for action in measured if tiles or action not in TILED]
+        allowed = [action for action in measured if tiles or not action.kind.is_tiled]
         for number in range(len(allowed)):
             yield measurement.chain(offload=allowed[number:], tiles=tiles)
     compiled: list[Chain] = []

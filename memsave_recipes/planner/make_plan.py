@@ -37,7 +37,8 @@ from memsave_recipes.planner.budget import (
 from memsave_recipes.planner.trial_step import MAX_TRIALS, group_counts, step_bytes, with_smaller_ratio
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.chain import allocated_bytes
-from memsave_recipes.plans.simulate import Prediction
+from memsave_recipes.plans.prediction import Prediction
+from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import running_blocks
@@ -214,7 +215,7 @@ def plan_step(
         if budget_gib is None:
             raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
         found = plan_workload(workload, strategy, int(budget_gib * GIB), static, progress=progress, ranks=ranks)
-        return replace(found.plan, prediction=Prediction.of(found.chain, found.plan))
+        return replace(found.plan, prediction=prediction_of(found.chain, found.plan))
     model, stacks = workload.model, workload.stacks
     refuse_compiled(model)
     running = running_blocks(model, stacks, workload.forward, workload.device)
@@ -274,7 +275,7 @@ def _predicted(
     plans = plans_to_measure(plan.strategy, workload, device_type=workload.device.type)
     measured = _measured(workload, plans, progress, ranks)
     chain = static.added_to(measured.chain_under(plan))
-    return Prediction.of(chain, plan) if plan.blocks == chain.decided_names else None
+    return prediction_of(chain, plan) if plan.blocks == chain.decided_names else None
 
 
 def plan_workload(

@@ -45,10 +45,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from memsave_recipes.plans.plan import TILED, Action
-
-TWICE = (Action.RECOMPUTE, Action.SELECT_OPS, Action.RECOMPUTE_OFFLOAD, *TILED, Action.RECOMPUTE_NESTED)
-"""Actions under which a block runs again in the backward, wholly or in part."""
+from memsave_recipes.plans.plan import Action
 
 ALLOCATION_BYTES = 512
 """CUDA's caching allocator rounds requests up to multiples of it (``kMinBlockSize``, CUDACachingAllocator.h)."""
@@ -182,9 +179,9 @@ class Chain:
         span_bytes: held by each span that recomputes besides its input until its backward is done, and once more while
             it runs again: the state of the random number generator, 5,056 bytes where the CPU is the device and 0
             elsewhere, as it stays on the host.
-        beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs ``TWICE``.
+        beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs twice.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
-        micro_batch_size, mlp_tile_tokens: likewise of actions in micro-batches and of ``TILED`` ones.
+        micro_batch_size, mlp_tile_tokens: likewise of actions in micro-batches and of those with tiles.
         noise_s: of the seconds of all blocks together; rule 10 of the NOTE. Less than the sum over the blocks, whose
             errors differ.
         host_bytes: pinned all the time: frozen weights that are streamed from there.

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from memsave_recipes.plans.chain import TWICE, BlockOption, Chain
-from memsave_recipes.plans.plan import JOINT, Action
+from memsave_recipes.plans.chain import BlockOption, Chain
+from memsave_recipes.plans.plan import Action
 
 HELD, WITH_STATE = 0, 1
 """Indices of ``Resources``."""
@@ -82,7 +82,7 @@ def edges_of(chain: Chain) -> Edges:
     sizes = _Sizes(chain)
     nested = _nested if chain.nested else lambda sizes, position: []
     return [
-        [_single_block(sizes, position, option) for option in block.options if option.action not in JOINT]
+        [_single_block(sizes, position, option) for option in block.options if not option.action.kind.is_joint]
         + _recomputations(sizes, position)
         + nested(sizes, position)
         for position, block in enumerate(chain.blocks)
@@ -96,7 +96,7 @@ def edges_without_second_runs(chain: Chain) -> Edges:
         [
             _single_block(sizes, position, option, beside_bytes=block.beside_bytes)
             for option in block.options
-            if option.action not in TWICE
+            if not option.action.kind.runs_twice
         ]
         for position, block in enumerate(chain.blocks)
     ]

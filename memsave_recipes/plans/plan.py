@@ -16,19 +16,17 @@ segment takes the whole remainder; here sizes differ by at most one block.
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from memsave_recipes.errors import InputError
-
-if TYPE_CHECKING:
-    from memsave_recipes.plans.simulate import Prediction
+from memsave_recipes.plans.prediction import Prediction
 
 FORMAT_VERSION = 1
 STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it as it stands there
@@ -49,52 +47,99 @@ class Action(StrEnum):
     RECOMPUTE_TILED_OFFLOAD = "recompute_tiled_offload"
     RECOMPUTE_NESTED = "recompute_nested"
 
+    @property
+    def kind(self) -> "ActionKind":
+        """What it does."""
+        return _KINDS[self]
 
-JOINT = (Action.RECOMPUTE, Action.RECOMPUTE_NESTED)
-"""Actions under which the blocks of a span run again together, from the input of the first."""
 
-OF_MICRO_BATCHES = {
-    Action.RECOMPUTE: Action.IN_MICRO_BATCHES,
-    Action.RECOMPUTE_OFFLOAD: Action.IN_MICRO_BATCHES_OFFLOAD,
+@dataclass(frozen=True, kw_only=True)
+class ActionKind:
+    """What an action does with blocks.
+
+    Args:
+        label: its name in tables.
+        words: of ``Plan.describe`` for the blocks under it; ``{spans}`` counts its spans, ``{size}`` is the plan's
+            ``micro_batch_size``, ``{tile}`` its ``mlp_tile_tokens``.
+        strategy: the strategy that puts every block by itself under it.
+        is_joint: whether the blocks of a span run again together, from the input of the first.
+        runs_twice: whether a block runs again in the backward, wholly or in part.
+        starts_again: whether it does so from the very storage of its input.
+        on_host: what waits in host memory: the tensors that a block saves, or its input alone.
+        is_tiled: whether the MLP of a block takes some tokens at a time.
+        in_sublayers: whether attention and MLP of a layer start again from an input each, where it has such parts.
+        micro_batches_of: the action that it does for some samples at a time, each by itself.
+        is_bitwise: whether gradients are those without checkpointing, bit for bit, and not sums in another order.
+    """
+
+    label: str
+    words: str = ""
+    strategy: str | None = None
+    is_joint: bool = False
+    runs_twice: bool = False
+    starts_again: bool = False
+    on_host: Literal["saved", "input"] | None = None
+    is_tiled: bool = False
+    in_sublayers: bool = False
+    micro_batches_of: Action | None = None
+    is_bitwise: bool = True
+
+
+_ROUNDING = " (equal to plain within rounding, not bitwise)"
+_checkpointed = partial(ActionKind, runs_twice=True, starts_again=True)
+_in_micro_batches = partial(ActionKind, starts_again=True, is_bitwise=False)
+_KINDS = {
+    Action.KEEP: ActionKind(label="keep", strategy="none"),
+    Action.RECOMPUTE: _checkpointed(label="recompute", words="recomputed, in {spans}", strategy="full", is_joint=True),
+    Action.SELECT_OPS: ActionKind(
+        label="recompute cheap operators",
+        words="recompute their cheap operators",
+        strategy="selective",
+        runs_twice=True,
+    ),
+    Action.OFFLOAD: ActionKind(
+        label="offload to the host", words="offloaded to the host", strategy="offload", on_host="saved"
+    ),
+    Action.RECOMPUTE_OFFLOAD: _checkpointed(
+        label="recompute, input on the host",
+        words="recomputed, their inputs offloaded to the host",
+        strategy="full_offload",
+        on_host="input",
+    ),
+    Action.COMPILE: ActionKind(label="compiled", words=f"compiled{_ROUNDING}", strategy="compiled", is_bitwise=False),
+    Action.IN_MICRO_BATCHES: _in_micro_batches(
+        label="recompute in micro-batches",
+        words=f"recomputed in micro-batches of {{size}}{_ROUNDING}",
+        micro_batches_of=Action.RECOMPUTE,
+    ),
+    Action.IN_MICRO_BATCHES_OFFLOAD: _in_micro_batches(
+        label="recompute in micro-batches, input on the host",
+        words=f"recomputed in micro-batches of {{size}}, their inputs offloaded to the host{_ROUNDING}",
+        micro_batches_of=Action.RECOMPUTE_OFFLOAD,
+        on_host="input",
+    ),
+    Action.RECOMPUTE_TILED: _checkpointed(
+        label="recompute, MLP in tiles",
+        words=f"recomputed, their MLPs in tiles of {{tile}} tokens{_ROUNDING}",
+        strategy="full_tiled",
+        is_tiled=True,
+        is_bitwise=False,
+    ),
+    Action.RECOMPUTE_TILED_OFFLOAD: _checkpointed(
+        label="recompute in tiles, inputs of attention and MLP on the host",
+        words=("recomputed in tiles of {tile} tokens, attention and MLP each from an input on the host" + _ROUNDING),
+        strategy="full_tiled_offload",
+        on_host="input",
+        is_tiled=True,
+        in_sublayers=True,
+        is_bitwise=False,
+    ),
+    Action.RECOMPUTE_NESTED: _checkpointed(
+        label="recompute, and again block by block",
+        words="recomputed in spans, and once more block by block",
+        is_joint=True,
+    ),
 }
-"""Actions under which a block recomputes some samples at a time, each by itself, by what it does for all at once."""
-
-INPUT_OFFLOADING = (Action.RECOMPUTE_OFFLOAD, Action.IN_MICRO_BATCHES_OFFLOAD, Action.RECOMPUTE_TILED_OFFLOAD)
-"""Actions under which the input of a block waits in host memory."""
-
-IN_SUBLAYERS = (Action.RECOMPUTE_TILED_OFFLOAD,)
-"""Actions under which attention and MLP of a layer start again from an input each, where the layer has such parts."""
-
-OFFLOADING = (Action.OFFLOAD, *INPUT_OFFLOADING)
-"""Actions under which tensors of a block wait in host memory: those that it saves, or its input alone."""
-
-TILED = (Action.RECOMPUTE_TILED, Action.RECOMPUTE_TILED_OFFLOAD)
-"""Actions under which the MLP of a block takes some tokens at a time."""
-
-WITHIN_ROUNDING = (Action.COMPILE, *OF_MICRO_BATCHES.values(), *TILED)
-"""Actions under which gradients are sums in another order than without checkpointing."""
-
-IN_WORDS = {
-    Action.SELECT_OPS: "recompute their cheap operators",
-    Action.OFFLOAD: "offloaded to the host",
-    Action.RECOMPUTE_OFFLOAD: "recomputed, their inputs offloaded to the host",
-    Action.COMPILE: "compiled (equal to plain within rounding, not bitwise)",
-    Action.IN_MICRO_BATCHES: "recomputed in micro-batches of {size} (equal to plain within rounding, not bitwise)",
-    Action.IN_MICRO_BATCHES_OFFLOAD: (
-        "recomputed in micro-batches of {size}, their inputs offloaded to the host (equal to plain within rounding, "
-        "not bitwise)"
-    ),
-    Action.RECOMPUTE_TILED: (
-        "recomputed, their MLPs in tiles of {tile} tokens (equal to plain within rounding, not bitwise)"
-    ),
-    Action.RECOMPUTE_TILED_OFFLOAD: (
-        "recomputed in tiles of {tile} tokens, attention and MLP each from an input on the host (equal to plain within "
-        "rounding, not bitwise)"
-    ),
-    Action.RECOMPUTE_NESTED: "recomputed in spans, and once more block by block",
-}
-"""The words of ``Plan.describe`` for blocks under an action; ``{size}`` is the plan's ``micro_batch_size``, ``{tile}``
-its ``mlp_tile_tokens``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +167,8 @@ class Plan:
             compile, and for no others.
         micro_batch_size: the samples that a block in micro-batches takes at once; for plans with such blocks, and for
             no others.
-        mlp_tile_tokens: the tokens that an MLP of a block under ``TILED`` actions takes at once; for plans with such
-            blocks, and for no others.
+        mlp_tile_tokens: the tokens that an MLP of a block with tiles takes at once; for plans with such blocks, and for
+            no others.
         prediction: the memory and time of a step, where ``make_plan`` has measured one. It is no part of what is
             compared or written.
 
@@ -137,7 +182,7 @@ class Plan:
     compiled_memory_ratio: float | None = None
     micro_batch_size: int | None = None
     mlp_tile_tokens: int | None = None
-    prediction: "Prediction | None" = field(default=None, compare=False, repr=False)
+    prediction: Prediction | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         borders = [0, *(span.stop for span in self.spans)]
@@ -146,11 +191,12 @@ class Plan:
         ratio = self.compiled_memory_ratio
         if (ratio is None) is bool(self.blocks_under(Action.COMPILE)) or not 0 <= (ratio or 0) <= 1:
             raise ValueError(f"compiled_memory_ratio is {ratio}: plans that compile need one from 0 to 1, others none")
+        kinds = [span.action.kind for span in self.spans]
         size = self.micro_batch_size
-        if (size is None) is any(map(self.blocks_under, OF_MICRO_BATCHES.values())) or (size is not None and size < 1):
+        if (size is None) is any(kind.micro_batches_of for kind in kinds) or (size is not None and size < 1):
             raise ValueError(f"micro_batch_size is {size}: plans in micro-batches need one of at least 1, others none")
         tile = self.mlp_tile_tokens
-        if (tile is None) is any(map(self.blocks_under, TILED)) or (tile is not None and tile < 1):
+        if (tile is None) is any(kind.is_tiled for kind in kinds) or (tile is not None and tile < 1):
             raise ValueError(f"mlp_tile_tokens is {tile}: plans with tiles need a number of at least 1, others none")
 
     @property
@@ -161,12 +207,12 @@ class Plan:
     @property
     def offloads(self) -> tuple[Action, ...]:
         """The actions of its blocks that take host memory."""
-        return tuple(action for action in OFFLOADING if self.blocks_under(action))
+        return tuple(action for action in Action if action.kind.on_host and self.blocks_under(action))
 
     @property
     def is_bitwise(self) -> bool:
         """Whether gradients are bit for bit those without checkpointing, and not sums in another order."""
-        return not any(map(self.blocks_under, WITHIN_ROUNDING))
+        return all(span.action.kind.is_bitwise for span in self.spans)
 
     def in_micro_batches(self, size: int) -> "Plan":
         """The same plan, of which the blocks that recompute do so ``size`` samples at a time, each by itself.
@@ -181,12 +227,13 @@ class Plan:
             )
         if self.micro_batch_size == size:
             return self
-        if not any(map(self.blocks_under, OF_MICRO_BATCHES)):
+        smaller = {action.kind.micro_batches_of: action for action in Action}
+        if not any(span.action in smaller for span in self.spans):
             raise InputError(
                 f"strategy {self.strategy} recomputes no block, so none can run in micro-batches: take full, "
                 "full_offload, every:K or segments:K, or set no micro-batch size"
             )
-        spans = tuple(replace(span, action=OF_MICRO_BATCHES.get(span.action, span.action)) for span in self.spans)
+        spans = tuple(replace(span, action=smaller.get(span.action, span.action)) for span in self.spans)
         return replace(self, spans=spans, micro_batch_size=size)
 
     def blocks_under(self, action: Action) -> tuple[str, ...]:
@@ -197,14 +244,15 @@ class Plan:
     def describe(self) -> str:
         """One line for people: ``segments:2: 9 of 18 blocks recomputed, in 1 span``."""
         num_spans = sum(span.action is Action.RECOMPUTE for span in self.spans)
-        recomputed = f"recomputed, in {num_spans} {'span' if num_spans == 1 else 'spans'}"
-        by_words = {recomputed: self.recomputed, **{words: self.blocks_under(one) for one, words in IN_WORDS.items()}}
-        found = [(len(names), words) for words, names in by_words.items() if names]
+        spans = f"{num_spans} {'span' if num_spans == 1 else 'spans'}"
+        under = ((len(self.blocks_under(action)), action.kind.words) for action in Action)
+        found = [(number, words) for number, words in under if number and words]
         if not found:
             return f"{self.strategy}: no activation checkpointing"
         (number, words), *others = found
         parts = [f"{number} of {len(self.blocks)} blocks {words}", *(f"{more} {words}" for more, words in others)]
-        return f"{self.strategy}: {'; '.join(parts).format(size=self.micro_batch_size, tile=self.mlp_tile_tokens)}"
+        text = "; ".join(parts).format(spans=spans, size=self.micro_batch_size, tile=self.mlp_tile_tokens)
+        return f"{self.strategy}: {text}"
 
     def to_json(self) -> str:
         """The plan as the text of a ``plan.json``."""
@@ -298,16 +346,6 @@ def every(stacks: Stacks, interval: int) -> tuple[Span, ...]:
     )
 
 
-def full(stacks: Stacks) -> tuple[Span, ...]:
-    """Recompute every block by itself."""
-    return every(stacks, 1)
-
-
-def none(stacks: Stacks) -> tuple[Span, ...]:
-    """Keep everything: the baseline."""
-    return all_under(stacks, Action.KEEP)
-
-
 def all_under(stacks: Stacks, action: Action) -> tuple[Span, ...]:
     """Every block by itself under one action."""
     return tuple(Span(start=index, stop=index + 1, action=action) for index in range(count_blocks(stacks)))
@@ -333,15 +371,12 @@ def _cut(stacks: Stacks, count: int) -> Iterator[tuple[int, int]]:
     return pairwise(sorted({*boundaries, *accumulate(len(stack) for stack in stacks)}))
 
 
-PLAIN_STRATEGIES: dict[str, Callable[[Stacks], tuple[Span, ...]]] = {
-    "none": none,
-    "full": full,
-    "selective": partial(all_under, action=Action.SELECT_OPS),
-    "offload": partial(all_under, action=Action.OFFLOAD),
-    "full_offload": partial(all_under, action=Action.RECOMPUTE_OFFLOAD),
-}
-OFFLOADING_STRATEGIES = ("offload", "full_offload")
-TILED_STRATEGIES = {"full_tiled": Action.RECOMPUTE_TILED, "full_tiled_offload": Action.RECOMPUTE_TILED_OFFLOAD}
+UNIFORM_STRATEGIES = {action.kind.strategy: action for action in Action if action.kind.strategy}
+"""Those that put every block by itself under one action."""
+TILED_STRATEGIES = tuple(name for name, action in UNIFORM_STRATEGIES.items() if action.kind.is_tiled)
+OFFLOADING_STRATEGIES = tuple(
+    name for name, action in UNIFORM_STRATEGIES.items() if action.kind.on_host and not action.kind.is_tiled
+)
 COUNTED_STRATEGIES = {"every": every, "segments": segments, "nested": nested}
 BUDGET_WORDS = ("budget", "budget:bitwise")  # solved from measured costs, by memsave_recipes.planner
 COMPILED_MEMORY_RATIO = 0.3
@@ -356,8 +391,8 @@ KNOWN = (
 
 def offloads(strategy: str) -> bool:
     """Whether every block under ``strategy`` has tensors in host memory."""
-    name = strategy.partition(":")[0]
-    return name in OFFLOADING_STRATEGIES or TILED_STRATEGIES.get(name) in OFFLOADING
+    action = UNIFORM_STRATEGIES.get(strategy.partition(":")[0])
+    return action is not None and action.kind.on_host is not None
 
 
 def plan_for(strategy: str, stacks: Stacks) -> Plan:
@@ -374,19 +409,20 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
     """
     blocks = tuple(name for stack in stacks for name in stack)
     name, colon, argument = strategy.partition(":")
-    if name in PLAIN_STRATEGIES and not colon:
-        return Plan(strategy=strategy, blocks=blocks, spans=PLAIN_STRATEGIES[name](stacks))
     if name in COUNTED_STRATEGIES:
         count = _parse_count(strategy, argument, count_blocks(stacks))
         return Plan(strategy=strategy, blocks=blocks, spans=COUNTED_STRATEGIES[name](stacks, count))
-    if name == "compiled":
-        ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
-        spans = all_under(stacks, Action.COMPILE)
-        return Plan(strategy=strategy, blocks=blocks, spans=spans, compiled_memory_ratio=ratio)
-    if name in TILED_STRATEGIES:
-        tokens = _parse_tokens(strategy, argument) if colon else MLP_TILE_TOKENS
-        spans = all_under(stacks, TILED_STRATEGIES[name])
-        return Plan(strategy=strategy, blocks=blocks, spans=spans, mlp_tile_tokens=tokens)
+    if name in UNIFORM_STRATEGIES:
+        action = UNIFORM_STRATEGIES[name]
+        spans = all_under(stacks, action)
+        if action is Action.COMPILE:
+            ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
+            return Plan(strategy=strategy, blocks=blocks, spans=spans, compiled_memory_ratio=ratio)
+        if action.kind.is_tiled:
+            tokens = _parse_tokens(strategy, argument) if colon else MLP_TILE_TOKENS
+            return Plan(strategy=strategy, blocks=blocks, spans=spans, mlp_tile_tokens=tokens)
+        if not colon:
+            return Plan(strategy=strategy, blocks=blocks, spans=spans)
     raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")
 
 

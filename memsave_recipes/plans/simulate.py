@@ -1,6 +1,6 @@
 """Simulate a step under a plan: its memory timeline and peak, the added time, and the host memory that it pins.
 
-``simulate`` defines the costs that the solver minimises. A ``Prediction`` has them beside those of the baseline, no
+``simulate`` defines the costs that the solver minimises; ``prediction_of`` has them beside those of the baseline, no
 checkpointing.
 
 NOTE [ the memory of one forward and backward ]
@@ -19,22 +19,20 @@ Not modelled: fragmentation of the allocator.
 
 NOTE [ the memory of the host ]
 1. A block under ``OFFLOAD`` copies to the host the tensors that it saves under ``KEEP`` and not under ``OFFLOAD``, its
-   input included; one under ``INPUT_OFFLOADING`` actions copies its input, unless it holds that on the device. Under
-   ``IN_SUBLAYERS`` actions the input of its MLP, which is as large, waits there too.
+   input included; one whose input alone is ``on_host`` copies that, unless it holds it on the device. Under actions
+   ``in_sublayers`` the input of its MLP, which is as large, waits there too.
 2. The last of them is never copied, as its backward comes at once; of one in sub-layers the MLP is the last.
 3. Copies are pinned in pieces that take at most an eighth more than the bytes in them (``activations/offload.py``).
 So it is the most that is pinned; small storages, which are not copied, count where they are inputs of blocks. Not
 modelled: an output that its own block saves and the next one does not.
 """
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from memsave_recipes.plans.chain import TWICE, BlockOption, Chain
-from memsave_recipes.plans.plan import IN_SUBLAYERS, INPUT_OFFLOADING, JOINT, OFFLOADING, Action, Plan, Span
-from memsave_recipes.text import format_bytes
+from memsave_recipes.plans.chain import BlockOption, Chain
+from memsave_recipes.plans.plan import Action, Plan, Span
+from memsave_recipes.plans.prediction import Prediction, SpanPrediction
 
 PINNING = 8  # pinning wastes at most one part in so many
 Storages = dict[str, int]
@@ -125,13 +123,13 @@ def host_bytes(chain: Chain, plan: Plan) -> int:
         ValueError: as ``simulate``.
     """
     states = _states(chain)
-    offloaded = [span for span in _spans(chain, plan) if span.action in OFFLOADING]
+    offloaded = [span for span in _spans(chain, plan) if span.action.kind.on_host]
     copied: Storages = {}
     for number, span in enumerate(offloaded, start=1):
-        in_sublayers, is_last = span.action in IN_SUBLAYERS, number == len(offloaded)
+        in_sublayers, is_last = span.action.kind.in_sublayers, number == len(offloaded)
         if is_last and not in_sublayers:
             continue
-        recomputes = span.action in INPUT_OFFLOADING
+        recomputes = span.action.kind.on_host == "input"
         keeps, stays = (chain.blocks[span.start].option(action) for action in (Action.KEEP, span.action))
         if not recomputes:
             copied[f"inside {span.start}"] = max(0, keeps.saved_bytes - stays.saved_bytes)
@@ -157,7 +155,7 @@ def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
     states = _states(chain)
     held: Storages = {}
     for span in _spans(chain, plan):
-        if span.action in JOINT:
+        if span.action.kind.is_joint:
             now = held | _held_by_span(chain, span, states)
         else:
             now = held | _saved(chain, span.start, chain.blocks[span.start].option(span.action), states)
@@ -174,7 +172,7 @@ def _spans(chain: Chain, plan: Plan) -> list[Span]:
     spans = [Span(start=i, stop=i + 1, action=Action.KEEP) for i, b in enumerate(chain.blocks) if b.stack is None]
     for span in plan.spans:
         positions = chain.decided[span.start : span.stop]
-        if span.action in JOINT:
+        if span.action.kind.is_joint:
             if len({chain.blocks[position].stack for position in positions}) > 1:
                 raise ValueError(f"the span {span.start}..{span.stop} of the plan leaves its stack")
             spans.append(Span(start=positions[0], stop=positions[-1] + 1, action=span.action))
@@ -219,7 +217,7 @@ def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterat
     beside = held = _held_beside(chain, plan)
     for span in spans:
         held_before.append(held)
-        if span.action in JOINT:
+        if span.action.kind.is_joint:
             # Its forward is never the peak: it saves nothing, and more is live when it runs again.
             if every_forward:
                 yield from _forwards(chain, span, held, states)
@@ -250,7 +248,7 @@ def _backward(
     chain: Chain, span: Span, held: Storages, gradients_bytes: int, states: list[Storages]
 ) -> Iterator[TimelinePoint]:
     own: list[Storages] = []  # live in the span when the backward of its first, second ... block begins
-    rebuilt = _held_by_span(chain, span, states) if span.action in JOINT else {}
+    rebuilt = _held_by_span(chain, span, states) if span.action.kind.is_joint else {}
     options = [_option_in_backward(chain, span.action, position) for position in range(span.start, span.stop)]
     beside_bytes = _total(states[span.stop]) + chain.blocks[span.stop - 1].untracked_bytes + chain.span_bytes
     for position, option in enumerate(options, start=span.start):
@@ -289,7 +287,7 @@ def _states(chain: Chain) -> list[Storages]:
 
 def _held_beside(chain: Chain, plan: Plan) -> Storages:
     """Held by all blocks together that run again."""
-    runs_again = any(plan.blocks_under(action) for action in TWICE)
+    runs_again = any(span.action.kind.runs_twice for span in plan.spans)
     return {"beside the states": chain.beside_bytes} if runs_again else {}
 
 
@@ -343,98 +341,30 @@ def _total(storages: Storages) -> int:
     return sum(storages.values())
 
 
-HEADINGS = ("blocks", "action", "saved", "baseline", "added")
+def prediction_of(chain: Chain, plan: Plan) -> Prediction:
+    """A step under ``plan``, by the costs in ``chain``.
 
-
-@dataclass(frozen=True, kw_only=True)
-class SpanPrediction:
-    """A span of blocks.
-
-    Args:
-        blocks: the name of the first one, and after ``..`` that of the last where there are several.
-        action: as ``Action``.
-        saved_bytes, baseline_bytes: saved for backward, under the plan and under the baseline.
-        added_s: seconds that the plan adds to the step.
+    Raises:
+        ValueError: as ``simulate``.
     """
-
-    blocks: str
-    action: str
-    saved_bytes: int
-    baseline_bytes: int
-    added_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """A training step under a plan: one forward and backward of the micro-batch, and the optimizer's update.
-
-    Args:
-        peak_bytes, baseline_peak_bytes: the most that is allocated, under the plan and under the baseline.
-        baseline_s: seconds of a forward and backward under the baseline.
-        added_s: seconds that the plan adds; below 0 where it is faster.
-        noise_s: by which the two together may be wrong, because the measured times of the blocks vary.
-        host_bytes: pinned memory of the host, at most.
-    """
-
-    peak_bytes: int
-    baseline_peak_bytes: int
-    baseline_s: float
-    added_s: float
-    noise_s: float = 0.0
-    host_bytes: int
-    spans: tuple[SpanPrediction, ...]
-
-    @classmethod
-    def of(cls, chain: Chain, plan: Plan) -> "Prediction":
-        """By the costs in ``chain``.
-
-        Raises:
-            ValueError: as ``simulate``.
-        """
-        simulated, baseline = simulate(chain, plan), keep_all(chain)
-        kept = [costs.held_bytes for costs in span_costs(chain, baseline)]
-        spans = (
-            SpanPrediction(
-                blocks="..".join(dict.fromkeys((plan.blocks[span.start], plan.blocks[span.stop - 1]))),
-                action=str(span.action),
-                saved_bytes=costs.held_bytes,
-                baseline_bytes=sum(kept[span.start : span.stop]),
-                added_s=costs.added_s,
-            )
-            for span, costs in zip(plan.spans, span_costs(chain, plan), strict=True)
+    simulated, baseline = simulate(chain, plan), keep_all(chain)
+    kept = [costs.held_bytes for costs in span_costs(chain, baseline)]
+    spans = (
+        SpanPrediction(
+            blocks="..".join(dict.fromkeys((plan.blocks[span.start], plan.blocks[span.stop - 1]))),
+            action=str(span.action),
+            saved_bytes=costs.held_bytes,
+            baseline_bytes=sum(kept[span.start : span.stop]),
+            added_s=costs.added_s,
         )
-        return cls(
-            peak_bytes=simulated.peak_bytes,
-            baseline_peak_bytes=simulate(chain, baseline).peak_bytes,
-            baseline_s=sum(block.forward_s + block.backward_s for block in chain.blocks),
-            added_s=simulated.added_s,
-            noise_s=chain.noise_s + simulated.noise_s,
-            host_bytes=simulated.host_bytes,
-            spans=tuple(spans),
-        )
-
-    def to_json(self) -> str:
-        """All figures, bytes as whole numbers, seconds as ``*_s``."""
-        return json.dumps(asdict(self), indent=1)
-
-    def __str__(self) -> str:
-        """A line, and a table with a row for each span."""
-        noise = f" ± {1e3 * self.noise_s:.1f} ms" if self.noise_s else ""
-        time = f"{1e3 * (self.baseline_s + self.added_s):.1f} ms{noise} (baseline {1e3 * self.baseline_s:.1f} ms)"
-        peaks = f"{format_bytes(self.peak_bytes)} (baseline {format_bytes(self.baseline_peak_bytes)})"
-        rows = [HEADINGS, *map(_cells, self.spans)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
-        return "\n".join([f"predicted peak {peaks}, forward and backward {time}", *lines])
-
-
-def _cells(span: SpanPrediction) -> tuple[str, ...]:
-    added = f"{1e3 * span.added_s:+.1f} ms" if span.added_s else ""
-    return (span.blocks, span.action, format_bytes(span.saved_bytes), format_bytes(span.baseline_bytes), added)
-
-
-def _aligned(row: tuple[str, ...], widths: list[int]) -> list[Any]:
-    return [
-        cell.ljust(width) if i < 2 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
+        for span, costs in zip(plan.spans, span_costs(chain, plan), strict=True)
+    )
+    return Prediction(
+        peak_bytes=simulated.peak_bytes,
+        baseline_peak_bytes=simulate(chain, baseline).peak_bytes,
+        baseline_s=sum(block.forward_s + block.backward_s for block in chain.blocks),
+        added_s=simulated.added_s,
+        noise_s=chain.noise_s + simulated.noise_s,
+        host_bytes=simulated.host_bytes,
+        spans=tuple(spans),
+    )

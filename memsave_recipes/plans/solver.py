@@ -47,7 +47,7 @@ from memsave_recipes.plans.paths import (
     lower_bounds,
     tick_s,
 )
-from memsave_recipes.plans.plan import OF_MICRO_BATCHES, TILED, Action, Plan, Span
+from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import TimelinePoint, keep_all, simulate
 from memsave_recipes.text import format_bytes, gib_that_suffice, to_gib
 
@@ -127,8 +127,8 @@ def _plan_of(chain: Chain, path: list[Edge]) -> Plan:
         blocks=chain.decided_names,
         spans=tuple(spans),
         compiled_memory_ratio=chain.compiled_memory_ratio if Action.COMPILE in actions else None,
-        micro_batch_size=chain.micro_batch_size if actions & {*OF_MICRO_BATCHES.values()} else None,
-        mlp_tile_tokens=chain.mlp_tile_tokens if actions & {*TILED} else None,
+        micro_batch_size=chain.micro_batch_size if any(action.kind.micro_batches_of for action in actions) else None,
+        mlp_tile_tokens=chain.mlp_tile_tokens if any(action.kind.is_tiled for action in actions) else None,
     )
 
 

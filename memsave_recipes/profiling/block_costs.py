@@ -40,7 +40,7 @@ from memsave_recipes.activations.streaming import StreamedLayer, ahead_bytes, no
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.chain import Chain, allocated_bytes
-from memsave_recipes.plans.plan import JOINT, as_they_run
+from memsave_recipes.plans.plan import as_they_run
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.step_trace import StepTrace, chain_of, most_offloaded_bytes
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Instruments, Meter, Part, StepTracer
@@ -116,7 +116,7 @@ class Measurement:
 
         Args:
             ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
-            offload: of ``OFFLOADING``, those that blocks may take; with any, ``resident_bytes`` includes the most that
+            offload: the actions to the host that blocks may take; with any, ``resident_bytes`` includes the most that
                 one of them moves twice.
             tiles: whether MLPs may run in tiles.
         """
@@ -150,8 +150,8 @@ class Measurement:
         Raises:
             InputError: the model could not run under one of them.
         """
-        measured = {*JOINT, *(action_of(one) for one, _ in self.traces)}
-        if not {span.action for span in plan.spans} <= measured:
+        measured = {action_of(one) for one, _ in self.traces}
+        if not all(span.action.kind.is_joint or span.action in measured for span in plan.spans):
             raise InputError(f"strategy {plan.strategy}: the blocks of this model cannot run under it; use full")
         return self.chain(
             ratio=plan.compiled_memory_ratio, offload=plan.offloads, tiles=plan.mlp_tile_tokens is not None

@@ -26,8 +26,8 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from memsave_recipes.activations.offload import SMALLEST_BYTES
-from memsave_recipes.plans.chain import TWICE, BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import IN_SUBLAYERS, INPUT_OFFLOADING, OFFLOADING, Action
+from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
+from memsave_recipes.plans.plan import Action
 from memsave_recipes.plans.simulate import keep_all, timeline, with_pinning
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
@@ -110,7 +110,7 @@ def chain_of(
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
     beside = _beside(traces[Action.KEEP].parts)
-    if offloaded := {action: trace for action, trace in traces.items() if action in OFFLOADING}:
+    if offloaded := {action: trace for action, trace in traces.items() if action.kind.on_host}:
         kept_parts = traces[Action.KEEP].parts
         for action, trace in offloaded.items():
             parts = list(_with_storages_left_on_device(action, trace.parts, kept_parts))
@@ -121,8 +121,8 @@ def chain_of(
             run,
             stack_of,
             kinds,
-            checkpoint_bytes=random_state_bytes if action in TWICE else 0,
-            beside_bytes=sum(beside.values()) if action in TWICE else 0,
+            checkpoint_bytes=random_state_bytes if action.kind.runs_twice else 0,
+            beside_bytes=sum(beside.values()) if action.kind.runs_twice else 0,
         )
         for action, run in traces.items()
     }
@@ -223,9 +223,9 @@ def _with_storages_left_on_device(action: Action, offloaded: Sequence[Part], kep
     for part, baseline, own in zip(offloaded, kept, _attributed(kept), strict=True):
         if part.block is None:
             yield part
-        elif action in INPUT_OFFLOADING:
+        elif action.kind.on_host == "input":
             stays = _inputs_left_on_device(part)
-            inner = {-abs(s) - 1: size for s, size in stays.items()} if action in IN_SUBLAYERS else {}
+            inner = {-abs(s) - 1: size for s, size in stays.items()} if action.kind.in_sublayers else {}
             yield replace(part, saved=part.saved | stays | inner)
         else:
             saves_output = baseline.saved.keys() & (baseline.outputs.keys() - baseline.inputs.keys())
@@ -244,14 +244,14 @@ def most_offloaded_bytes(baseline: StepTrace, action: Action) -> int:
     copied: Storages = {}
     for part in baseline.parts:
         if part.block is not None:
-            copied |= part.inputs if action in INPUT_OFFLOADING else part.saved
-            copied |= {-storage: size for storage, size in part.inputs.items()} if action in IN_SUBLAYERS else {}
+            copied |= part.inputs if action.kind.on_host == "input" else part.saved
+            copied |= {-storage: size for storage, size in part.inputs.items()} if action.kind.in_sublayers else {}
     return with_pinning(sum(size for size in copied.values() if size >= SMALLEST_BYTES))
 
 
 def _most_moved_bytes(action: Action, parts: Sequence[Part]) -> int:
     """The largest block's, by the trace under ``KEEP``."""
-    own = [{} for _ in parts] if action in INPUT_OFFLOADING else _attributed(parts)
+    own = [{} for _ in parts] if action.kind.on_host == "input" else _attributed(parts)
     return max((sum((saved | p.inputs).values()) for p, saved in zip(parts, own, strict=True) if p.block), default=0)
 
 

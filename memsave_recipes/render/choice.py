@@ -13,7 +13,7 @@ from rich.text import Text
 
 from memsave_recipes.planner.budget import WORKSPACES, Forecast
 from memsave_recipes.planner.search import Candidate, Choice, host_line, reduction_line
-from memsave_recipes.plans.plan import JOINT, Action, Plan, Span
+from memsave_recipes.plans.plan import Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
 from memsave_recipes.render import new_console, new_table, print_lines
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
@@ -40,19 +40,6 @@ OVERHEAD_SOURCES = {
     "device context": "reported by the driver as in use outside torch, other processes included",
     WORKSPACES: "kept by the libraries of matrix products; two of cuBLAS are assumed where nothing is measured",
     "reserve": "1 % of the activations that the baseline saves for backward, for errors of the prediction",
-}
-ACTION_NAMES = {
-    Action.KEEP: "keep",
-    Action.RECOMPUTE: "recompute",
-    Action.SELECT_OPS: "recompute cheap operators",
-    Action.OFFLOAD: "offload to the host",
-    Action.RECOMPUTE_OFFLOAD: "recompute, input on the host",
-    Action.COMPILE: "compiled",
-    Action.IN_MICRO_BATCHES: "recompute in micro-batches",
-    Action.IN_MICRO_BATCHES_OFFLOAD: "recompute in micro-batches, input on the host",
-    Action.RECOMPUTE_TILED: "recompute, MLP in tiles",
-    Action.RECOMPUTE_TILED_OFFLOAD: "recompute in tiles, inputs of attention and MLP on the host",
-    Action.RECOMPUTE_NESTED: "recompute, and again block by block",
 }
 
 
@@ -302,8 +289,8 @@ def _block_names(plan: Plan, start: int, stop: int) -> str:
 
 
 def _action_name(span: Span, count: int) -> str:
-    name, together = ACTION_NAMES[span.action], span.stop - span.start
-    if span.action in JOINT and together > 1:
+    name, together = span.action.kind.label, span.stop - span.start
+    if span.action.kind.is_joint and together > 1:
         name += f" {together} together" if count == 1 else f", {together} together"
     return name
 

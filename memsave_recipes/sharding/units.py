@@ -24,7 +24,6 @@ from memsave_recipes.activations.blocks import Block, CalledLayers, Layer, Stack
 from memsave_recipes.activations.tiles import is_norm_of_a_token
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Plan
-from memsave_recipes.plans.plan import JOINT
 from memsave_recipes.plans.shards import ShardedUnit
 
 LEAST = 2
@@ -152,7 +151,7 @@ def check_parameters(trained: nn.Module, flag: str, unread: Container[nn.Paramet
 
 def joint_blocks(plan: Plan) -> list[tuple[str, ...]]:
     """The blocks of each span of several that recompute together."""
-    joint = [span for span in plan.spans if span.action in JOINT and span.stop - span.start > 1]
+    joint = [span for span in plan.spans if span.action.kind.is_joint and span.stop - span.start > 1]
     return [plan.blocks[span.start : span.stop] for span in joint]
 
 

@@ -28,7 +28,7 @@ from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.models.packed_attention import attention_by_document, set_packed_attention
 from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.plans.plan import INPUT_OFFLOADING, OF_MICRO_BATCHES, OFFLOADING, OFFLOADING_STRATEGIES
+from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 from memsave_recipes.plans.simulate import host_bytes, simulate
 from memsave_recipes.plans.solver import smallest_feasible
 from memsave_recipes.profiling.block_costs import Workload
@@ -36,6 +36,7 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments
 
 CPU = torch.device("cpu")
 A100 = find_target("a100")
+OFFLOADING = [action for action in Action if action.kind.on_host]
 BF16, FLOAT32 = 2, 4
 SMALL = 1024  # bytes of scalars and seeds that nobody counts by hand
 
@@ -428,7 +429,7 @@ def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_hos
     assert least.plan.blocks_under(Action.RECOMPUTE_TILED_OFFLOAD)
     assert least.plan.mlp_tile_tokens == 1024
     assert least.host_bytes > 0
-    chains = measured.chain(tiles=True), measured.chain(offload=INPUT_OFFLOADING)
+    chains = measured.chain(tiles=True), measured.chain(offload=OFFLOADING[1:])
     without = [smallest_feasible(chain) for chain in chains]
     assert least.peak.total_bytes < 0.95 * min(without)
 
@@ -524,7 +525,9 @@ def test_what_blocks_in_micro_batches_pin_on_the_host_is_predicted(monkeypatch):
 def test_blocks_in_micro_batches_wait_for_the_link_as_well():
     strategies = ["full", "full_offload"]
     fast, slow = (estimated_in_micro_batches(strategies, rate)[0].chain(offload=OFFLOADING) for rate in (1e15, 1e8))
-    kept, moved = (fast.blocks[3].option(action) for action in OF_MICRO_BATCHES.values())
+    kept, moved = (
+        fast.blocks[3].option(action) for action in (Action.IN_MICRO_BATCHES, Action.IN_MICRO_BATCHES_OFFLOAD)
+    )
     assert kept.saves_input
     assert not moved.saves_input
     assert moved.added_s == pytest.approx(kept.added_s, rel=0.01)

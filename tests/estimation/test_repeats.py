@@ -23,13 +23,13 @@ from memsave_recipes.estimation.repeats import Repeats, find_repeats
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
-from memsave_recipes.plans import plan_for
-from memsave_recipes.plans.plan import OFFLOADING
+from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.simulate import keep_all, simulate
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Workload, kinds_of
 
 TARGET = find_target("rtx4090")
+OFFLOADING = [action for action in Action if action.kind.on_host]
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
 LLAMA = LlamaConfig(num_hidden_layers=9, vocab_size=512, **HEADS)
 SHORT_LLAMA = LlamaConfig(num_hidden_layers=3, vocab_size=64, **HEADS)

@@ -7,7 +7,7 @@ from torch.optim import AdamW
 
 from memsave_recipes.integrations import planned_training
 from memsave_recipes.integrations.planned_training import StepPeak
-from memsave_recipes.plans.simulate import Prediction
+from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.text import format_bytes
 
 MIB = 2**20

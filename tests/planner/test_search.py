@@ -29,7 +29,7 @@ from memsave_recipes.planner.savings import (
 from memsave_recipes.planner.search import Candidate, Choice, host_line, open_layouts, search
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.simulate import Prediction
+from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.render.choice import fits_text, rival_lines, summarize
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
@@ -130,7 +130,7 @@ def test_the_noise_is_printed_where_there_is_any():
     one = with_noise(candidate(word="full"), 0.1).forecast  # 24 s and 8 s, 0.8 s of noise
     assert "32000.0 ms ± 800.0 ms (baseline: 24000.0 ms, x1.33)" in summarize(one, 10**9)
     assert "±" not in summarize(candidate(word="full").forecast, 10**9)
-    prediction = Prediction.of(one.chain, one.plan)
+    prediction = prediction_of(one.chain, one.plan)
     assert json.loads(prediction.to_json())["noise_s"] == pytest.approx(0.8)
     assert "32000.0 ms ± 800.0 ms (baseline 24000.0 ms)" in str(prediction)
 

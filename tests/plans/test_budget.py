@@ -10,7 +10,7 @@ import pytest
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
-from memsave_recipes.plans.plan import JOINT, TILED, Action, Plan, Span
+from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.plans.solver import smallest_feasible, solve, solve_with_gap
 from memsave_recipes.text import GIB
@@ -47,7 +47,7 @@ def random_chain(rng, num_blocks, *, options_share):
         for action in (
             Action.SELECT_OPS,
             Action.OFFLOAD,
-            rng.choice((Action.RECOMPUTE_OFFLOAD, *TILED)),
+            rng.choice((Action.RECOMPUTE_OFFLOAD, Action.RECOMPUTE_TILED, Action.RECOMPUTE_TILED_OFFLOAD)),
         ):
             if decided and rng.random() < options_share:
                 options.append(random_option(rng, action, float(rng.randint(-2, 6)), noise_s=float(number % 3)))
@@ -90,16 +90,16 @@ def all_plans(chain):
     def tails(start):
         if start == len(blocks):
             return [()]
-        actions = {option.action for option in blocks[start].options} - {*JOINT}
+        actions = {option.action for option in blocks[start].options if not option.action.kind.is_joint}
         spans = [Span(start=start, stop=start + 1, action=action) for action in sorted(actions)]
         for stop in range(start + 1, len(blocks) + 1):
             if blocks[stop - 1].stack == blocks[start].stack:
-                joint = JOINT if chain.nested else JOINT[:1]
+                joint = (Action.RECOMPUTE, Action.RECOMPUTE_NESTED)[: 1 + chain.nested]
                 spans += [Span(start=start, stop=stop, action=action) for action in joint]
         return [(span, *tail) for span in spans for tail in tails(span.stop)]
 
     def plan(spans):
-        tiles = any(span.action in TILED for span in spans)
+        tiles = any(span.action.kind.is_tiled for span in spans)
         return Plan(strategy="any", blocks=chain.decided_names, spans=spans, mlp_tile_tokens=TILE if tiles else None)
 
     return [plan(spans) for spans in tails(0)]

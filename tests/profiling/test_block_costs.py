@@ -20,7 +20,6 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import FakeInstruments, Rates, Workspaces
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import Action, Span, plan_for
-from memsave_recipes.plans.plan import OF_MICRO_BATCHES, OFFLOADING, TILED
 from memsave_recipes.plans.simulate import host_bytes, simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
@@ -370,7 +369,10 @@ def test_no_peak_with_inputs_of_micro_batches_on_the_host_is_predicted_low(monke
     plans = [plan_for("none", workload.stacks), *in_micro_batches]
     measured = measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1))
     chain = measured.chain(offload=(Action.IN_MICRO_BATCHES_OFFLOAD,))
-    choices, rng = [Action.KEEP, Action.RECOMPUTE, *OF_MICRO_BATCHES.values()], random.Random(0)
+    choices, rng = (
+        [Action.KEEP, Action.RECOMPUTE, Action.IN_MICRO_BATCHES, Action.IN_MICRO_BATCHES_OFFLOAD],
+        random.Random(0),
+    )
     drawn = [tuple(rng.choices(choices, k=len(plans[0].blocks))) for _ in range(3)]
     for actions in ((Action.IN_MICRO_BATCHES_OFFLOAD,) * len(plans[0].blocks), *drawn):
         spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
@@ -391,13 +393,15 @@ def test_no_peak_with_inputs_on_the_host_is_predicted_low(make_case, monkeypatch
     measured = measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1))
     rng = random.Random(0)
     bitwise = [Action.OFFLOAD, Action.RECOMPUTE_OFFLOAD]
-    for allowed in (bitwise[1:], bitwise, *([[*bitwise, *TILED]] if tiled else [])):
-        chain = measured.chain(offload=[*{*allowed} & {*OFFLOADING}], tiles=TILED[0] in allowed)
+    in_tiles = [Action.RECOMPUTE_TILED, Action.RECOMPUTE_TILED_OFFLOAD]
+    for allowed in (bitwise[1:], bitwise, *([[*bitwise, *in_tiles]] if tiled else [])):
+        offload = [action for action in allowed if action.kind.on_host]
+        chain = measured.chain(offload=offload, tiles=in_tiles[0] in allowed)
         choices = [Action.KEEP, Action.RECOMPUTE, *allowed]
         drawn = [rng.choices(choices, k=len(plans[0].blocks)) for _ in range(3)]
         for actions in ([Action.RECOMPUTE_OFFLOAD] * len(plans[0].blocks), *drawn):
             spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
-            plan = replace(plans[0], spans=spans, mlp_tile_tokens=8 if {*TILED} & {*actions} else None)
+            plan = replace(plans[0], spans=spans, mlp_tile_tokens=8 if {*in_tiles} & {*actions} else None)
             predicted = simulate(chain, plan).peak_bytes - workload.resident_bytes
             found = measured_peak_bytes(workload, plan)
             assert found <= predicted, actions
