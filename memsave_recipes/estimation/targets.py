@@ -1,6 +1,6 @@
 """The device that a step is planned for, which need not be here: its rates, its memory, its allocator.
 
-Rates are the vendors' own: FLOP/s from ``profiling/throughput.py``, bandwidths below. So a time made of them is the
+Rates are the vendors' own, from ``profiling/cards.json``. So a time made of them is the
 shortest that the device could take: compare two plans by it, and do not expect the seconds.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import Rates
-from memsave_recipes.profiling.throughput import CARDS, PCIE_3, PCIE_4, PCIE_5, PEAK_TFLOPS, Card, peak_flops
+from memsave_recipes.profiling.throughput import CARDS, PEAK_TFLOPS, TABLES, Card, peak_flops
 from memsave_recipes.text import GIB, MIB
 
 MAX_MEMORY_GIB = 100_000
@@ -101,44 +101,7 @@ class _Sheet:
     memory_gib: float
 
 
-# Bandwidths as the vendors state them; those of P100, V100, A10, A10G, A16, A30, A40, L4, L40, L40S, MI210, MI325X and
-# RX 7900 XTX stand in the documents that ``profiling/throughput.py`` names. Sizes are those that torch finds, rounded
-# down: the total capacity in public reports of its out-of-memory errors (A30: google/RB-Modulation#5, L40:
-# QwenLM/Qwen3-VL#2097), or what TensorFlow or the driver found (GiB: P100 15.90, V100 with 16 GB 15.75, A10G 22.06;
-# MiB: MI210 65,520, RX 7900 XTX 24,560). Assumed: A2 and A16 (as a T4; their drivers find 15,356 MiB), MI250X (as
-# MI210), MI325X (as MI300X, 16 MiB less than the box), and the link of an A16 to its host.
-SHEETS: dict[str, _Sheet | Card] = {
-    "p100": _Sheet("Tesla P100-PCIE-16GB", 732, PCIE_3, 15.8),
-    "p100-sxm2": _Sheet("Tesla P100-SXM2-16GB", 732, PCIE_3, 15.8),
-    "v100": _Sheet("Tesla V100-SXM2-32GB", 900, PCIE_3, 31.7),
-    "v100-16gb": _Sheet("Tesla V100-SXM2-16GB", 900, PCIE_3, 15.7),
-    "t4": _Sheet("Tesla T4", 320, PCIE_3, 14.5),
-    "a2": _Sheet("NVIDIA A2", 200, PCIE_4 / 2, 14.5),
-    "a10g": _Sheet("NVIDIA A10G", 600, PCIE_4, 22),
-    "a10": _Sheet("NVIDIA A10", 600, PCIE_4, 22),
-    "a16": _Sheet("NVIDIA A16", 200, PCIE_4 / 2, 14.5),
-    "a30": _Sheet("NVIDIA A30", 933, PCIE_4, 23.4),
-    "a40": _Sheet("NVIDIA A40", 696, PCIE_4, 44.3),
-    "a100-40gb": _Sheet("NVIDIA A100-SXM4-40GB", 1555, PCIE_4, 39.3),
-    "a100-80gb": _Sheet("NVIDIA A100-SXM4-80GB", 2039, PCIE_4, 79.1),
-    "rtx3090": _Sheet("NVIDIA GeForce RTX 3090", 936, PCIE_4, 23.5),
-    "rtx4090": _Sheet("NVIDIA GeForce RTX 4090", 1008, PCIE_4, 23.5),
-    "rtx5090": _Sheet("NVIDIA GeForce RTX 5090", 1792, PCIE_5, 31.3),
-    "l4": _Sheet("NVIDIA L4", 300, PCIE_4, 22),
-    "l40": _Sheet("NVIDIA L40", 864, PCIE_4, 44.3),
-    "l40s": _Sheet("NVIDIA L40S", 864, PCIE_4, 44.3),
-    "h100": _Sheet("NVIDIA H100 80GB HBM3", 3350, PCIE_5, 79.1),
-    "h100-pcie": _Sheet("NVIDIA H100 PCIe", 2000, PCIE_5, 79.1),
-    "h100-nvl": _Sheet("NVIDIA H100 NVL", 3900, PCIE_5, 93),
-    "h200": _Sheet("NVIDIA H200", 4800, PCIE_5, 139.8),
-    "h200-nvl": _Sheet("NVIDIA H200 NVL", 4800, PCIE_5, 139.8),
-    "b200": _Sheet("NVIDIA B200", 8000, PCIE_5, 178.3),
-    "mi210": _Sheet("AMD Instinct MI210", 1638, PCIE_4, 63.9),
-    "mi250x": _Sheet("AMD Instinct MI250X", 1638, PCIE_4, 63.9),  # one of its two dies, as torch sees it
-    "mi300x": _Sheet("AMD Instinct MI300X", 5300, PCIE_5, 191.9),
-    "mi325x": _Sheet("AMD Instinct MI325X", 6000, PCIE_5, 255.9),
-    "rx7900xtx": _Sheet("AMD Radeon RX 7900 XTX", 960, PCIE_4, 23.9),
-}
+SHEETS: dict[str, _Sheet | Card] = {word: _Sheet(**figures) for word, figures in TABLES["sheets"].items()}
 SHEETS |= CARDS
 ALIASES = {"a100": "a100-80gb", "a100-40g": "a100-40gb", "v100-32gb": "v100"}
 

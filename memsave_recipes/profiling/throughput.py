@@ -16,7 +16,7 @@ the longest document.
 Known limits: other kernels from outside torch (Triton) and grouped products count nothing.
 
 Peaks are the dense rates of the vendors: where a data sheet gives those for 2:4 sparse factors, their half. Products of
-half precision have sums in float32, as torch computes them. A device or precision that is not in the table has no
+half precision have sums in float32, as torch computes them. A device or precision that is not in ``cards.json`` has no
 figure: nothing is guessed from relatives (an A10G is slower than an A10, a MIG slice than its device). GeForce and
 workstation cards follow from their cores and clocks, but for those with a table of their own in a white paper or data
 sheet.
@@ -33,6 +33,7 @@ NOTE [ rates of a card ]
 4. Memory as torch finds it is less than the box says; the driver keeps a part: ``KEPT_BY_DRIVER_GIB`` is an assumption.
 """
 
+import json
 import re
 import sys
 import time
@@ -40,6 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -178,15 +180,9 @@ class StepClock:
             self._paused_seconds += seconds
 
 
-PCIE_3, PCIE_4, PCIE_5 = 15.75, 31.5, 63.0
-"""GB/s of 16 lanes one way: 8, 16, 32 GT/s, 128 of 130 bits."""
 KEPT_BY_DRIVER_GIB = 0.7
-
-# Rates as multiples of float32's: rules 2 and 3 of NOTE [ rates of a card ].
-GEFORCE_TURING = {"float64": 1 / 32, "float16": 4}
-WORKSTATION_TURING = {"float64": 1 / 32, "float16": 8}
-GEFORCE = {"float64": 1 / 64, "tf32": 1, "bfloat16": 2, "float16": 2}
-WORKSTATION = {"float64": 1 / 64, "tf32": 2, "bfloat16": 4, "float16": 4}
+TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("cards.json").read_text(encoding="utf-8"))
+"""Figures of devices, with their sources."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +191,7 @@ class Card:
 
     Args:
         name: as ``torch.cuda.get_device_name`` calls it.
-        multiples: rates as multiples of float32's, by precision.
+        family: of cards with the same rates as multiples of float32's.
         clock_mhz: boost clock.
         memory_gb_per_s: bandwidth of its memory.
         host_gb_per_s: of its link to the host, one way.
@@ -203,7 +199,7 @@ class Card:
     """
 
     name: str
-    multiples: Mapping[str, float]
+    family: str
     cores: int
     clock_mhz: int
     memory_gb_per_s: float
@@ -214,7 +210,8 @@ class Card:
     def tflops(self) -> dict[str, float]:
         """TFLOP/s by precision: NOTE [ rates of a card ]."""
         float32 = 2 * self.cores * self.clock_mhz / 1e6
-        return {"float32": float32, **{name: float32 * multiple for name, multiple in self.multiples.items()}}
+        multiples = TABLES["families"][self.family]
+        return {"float32": float32, **{name: float32 * multiple for name, multiple in multiples.items()}}
 
     @property
     def memory_gib(self) -> float:
@@ -222,141 +219,10 @@ class Card:
         return self.memory_gb - KEPT_BY_DRIVER_GIB
 
 
-CARDS: dict[str, Card] = {
-    "rtx2060": Card("NVIDIA GeForce RTX 2060", GEFORCE_TURING, 1920, 1680, 336, PCIE_3, 6),
-    "rtx2060-12gb": Card("NVIDIA GeForce RTX 2060", GEFORCE_TURING, 2176, 1650, 336, PCIE_3, 12),
-    "rtx2060super": Card("NVIDIA GeForce RTX 2060 SUPER", GEFORCE_TURING, 2176, 1650, 448, PCIE_3, 8),
-    "rtx2070": Card("NVIDIA GeForce RTX 2070", GEFORCE_TURING, 2304, 1620, 448, PCIE_3, 8),
-    "rtx2070super": Card("NVIDIA GeForce RTX 2070 SUPER", GEFORCE_TURING, 2560, 1770, 448, PCIE_3, 8),
-    "rtx2080": Card("NVIDIA GeForce RTX 2080", GEFORCE_TURING, 2944, 1710, 448, PCIE_3, 8),
-    "rtx2080super": Card("NVIDIA GeForce RTX 2080 SUPER", GEFORCE_TURING, 3072, 1815, 496, PCIE_3, 8),
-    "rtx2080ti": Card("NVIDIA GeForce RTX 2080 Ti", GEFORCE_TURING, 4352, 1545, 616, PCIE_3, 11),
-    "rtx3050": Card("NVIDIA GeForce RTX 3050", GEFORCE, 2560, 1777, 224, PCIE_4 / 2, 8),
-    "rtx3060": Card("NVIDIA GeForce RTX 3060", GEFORCE, 3584, 1777, 360, PCIE_4, 12),
-    "rtx3060-8gb": Card("NVIDIA GeForce RTX 3060", GEFORCE, 3584, 1777, 240, PCIE_4, 8),
-    "rtx3060ti": Card("NVIDIA GeForce RTX 3060 Ti", GEFORCE, 4864, 1665, 448, PCIE_4, 8),
-    "rtx3070": Card("NVIDIA GeForce RTX 3070", GEFORCE, 5888, 1725, 448, PCIE_4, 8),
-    "rtx3070ti": Card("NVIDIA GeForce RTX 3070 Ti", GEFORCE, 6144, 1770, 608, PCIE_4, 8),
-    "rtx3080": Card("NVIDIA GeForce RTX 3080", GEFORCE, 8704, 1710, 760, PCIE_4, 10),
-    "rtx3080-12gb": Card("NVIDIA GeForce RTX 3080", GEFORCE, 8960, 1710, 912, PCIE_4, 12),
-    "rtx3080ti": Card("NVIDIA GeForce RTX 3080 Ti", GEFORCE, 10240, 1665, 912, PCIE_4, 12),
-    "rtx3090ti": Card("NVIDIA GeForce RTX 3090 Ti", GEFORCE, 10752, 1860, 1008, PCIE_4, 24),
-    "rtx4060": Card("NVIDIA GeForce RTX 4060", GEFORCE, 3072, 2460, 272, PCIE_4 / 2, 8),
-    "rtx4060ti": Card("NVIDIA GeForce RTX 4060 Ti", GEFORCE, 4352, 2535, 288, PCIE_4 / 2, 8),
-    "rtx4060ti-16gb": Card("NVIDIA GeForce RTX 4060 Ti", GEFORCE, 4352, 2535, 288, PCIE_4 / 2, 16),
-    "rtx4070": Card("NVIDIA GeForce RTX 4070", GEFORCE, 5888, 2475, 504, PCIE_4, 12),
-    "rtx4070super": Card("NVIDIA GeForce RTX 4070 SUPER", GEFORCE, 7168, 2475, 504, PCIE_4, 12),
-    "rtx4070ti": Card("NVIDIA GeForce RTX 4070 Ti", GEFORCE, 7680, 2610, 504, PCIE_4, 12),
-    "rtx4070tisuper": Card("NVIDIA GeForce RTX 4070 Ti SUPER", GEFORCE, 8448, 2610, 672, PCIE_4, 16),
-    "rtx4080": Card("NVIDIA GeForce RTX 4080", GEFORCE, 9728, 2505, 717, PCIE_4, 16),
-    "rtx4080super": Card("NVIDIA GeForce RTX 4080 SUPER", GEFORCE, 10240, 2550, 736, PCIE_4, 16),
-    "rtx5050": Card("NVIDIA GeForce RTX 5050", GEFORCE, 2560, 2572, 320, PCIE_5 / 2, 8),
-    "rtx5060": Card("NVIDIA GeForce RTX 5060", GEFORCE, 3840, 2497, 448, PCIE_5 / 2, 8),
-    "rtx5060ti": Card("NVIDIA GeForce RTX 5060 Ti", GEFORCE, 4608, 2572, 448, PCIE_5 / 2, 8),
-    "rtx5060ti-16gb": Card("NVIDIA GeForce RTX 5060 Ti", GEFORCE, 4608, 2572, 448, PCIE_5 / 2, 16),
-    "rtx5070": Card("NVIDIA GeForce RTX 5070", GEFORCE, 6144, 2512, 672, PCIE_5, 12),
-    "rtx5070ti": Card("NVIDIA GeForce RTX 5070 Ti", GEFORCE, 8960, 2452, 896, PCIE_5, 16),
-    "rtx5080": Card("NVIDIA GeForce RTX 5080", GEFORCE, 10752, 2617, 960, PCIE_5, 16),
-    "titan-rtx": Card("TITAN RTX", WORKSTATION_TURING, 4608, 1770, 672, PCIE_3, 24),
-    "quadro-rtx6000": Card("Quadro RTX 6000", WORKSTATION_TURING, 4608, 1770, 672, PCIE_3, 24),
-    "quadro-rtx8000": Card("Quadro RTX 8000", WORKSTATION_TURING, 4608, 1770, 672, PCIE_3, 48),
-    "rtx-a2000": Card("NVIDIA RTX A2000", WORKSTATION, 3328, 1200, 288, PCIE_4, 6),
-    "rtx-a2000-12gb": Card("NVIDIA RTX A2000 12GB", WORKSTATION, 3328, 1200, 288, PCIE_4, 12),
-    "rtx-a4000": Card("NVIDIA RTX A4000", WORKSTATION, 6144, 1560, 448, PCIE_4, 16),
-    "rtx-a4500": Card("NVIDIA RTX A4500", WORKSTATION, 7168, 1650, 640, PCIE_4, 20),
-    "rtx-a5000": Card("NVIDIA RTX A5000", WORKSTATION, 8192, 1695, 768, PCIE_4, 24),
-    "rtx-a5500": Card("NVIDIA RTX A5500", WORKSTATION, 10240, 1665, 768, PCIE_4, 24),
-    "rtx-a6000": Card("NVIDIA RTX A6000", WORKSTATION, 10752, 1800, 768, PCIE_4, 48),
-    "rtx-2000-ada": Card("NVIDIA RTX 2000 Ada Generation", WORKSTATION, 2816, 2130, 256, PCIE_4 / 2, 16),
-    "rtx-4000-ada": Card("NVIDIA RTX 4000 Ada Generation", WORKSTATION, 6144, 2175, 360, PCIE_4, 20),
-    "rtx-4500-ada": Card("NVIDIA RTX 4500 Ada Generation", WORKSTATION, 7680, 2580, 432, PCIE_4, 24),
-    "rtx-5000-ada": Card("NVIDIA RTX 5000 Ada Generation", WORKSTATION, 12800, 2550, 576, PCIE_4, 32),
-    "rtx-6000-ada": Card("NVIDIA RTX 6000 Ada Generation", WORKSTATION, 18176, 2505, 960, PCIE_4, 48),
-    "rtx-pro-4000": Card("NVIDIA RTX PRO 4000 Blackwell", WORKSTATION, 8960, 2055, 672, PCIE_5, 24),
-    "rtx-pro-4500": Card("NVIDIA RTX PRO 4500 Blackwell", WORKSTATION, 10496, 2407, 896, PCIE_5, 32),
-    "rtx-pro-5000": Card("NVIDIA RTX PRO 5000 Blackwell", WORKSTATION, 14080, 2377, 1344, PCIE_5, 48),
-    "rtx-pro-6000": Card(
-        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", WORKSTATION, 24064, 2617, 1792, PCIE_5, 96
-    ),
-}
-"""By the word that ``--target`` takes; the larger memory of two variants is in the word, as ``rtx4060ti-16gb``."""
-
-
-# Pattern of the whole device name: TFLOP/s by precision, with the vendor's page of it. Compared were, in place of these
-# pages, documents that repeat their figures (2026-11):
-# * P100 (SXM2), V100 (SXM2), T4, A30, A100, H100: xformers/profiler/device_limits.py;
-# * V100, A10, A10G, A30, A40, L4, L40, L40S, H100 (PCIe): tensorrt_llm/auto_parallel/cluster_info.py (tensor cores);
-# * H100, H200, B200, MI250X, MI300X: torchtitan/tools/utils.py (bfloat16); float32 of H100 (PCIe) and H200:
-#   hmc-tech.com, "NVIDIA H100 vs NVIDIA H200 SXM vs NVIDIA GB200";
-# * P100 (PCIe): tech4gamers.com, "Nvidia Tesla P100 will be available in two variants"; A2: hmc-tech.com, "NVIDIA A2 vs
-#   NVIDIA A40"; A16: panchaea.com, "NVIDIA A16"; L40, L40S: mullet.se, their data sheet;
-# * RTX 3090, 4090, 5090: what others quote of the white papers (NOTE [ rates of a card ], rule 2);
-# * MI210: AnandTech, "AMD Releases Instinct MI210 Accelerator"; MI325X: awesomeagents.ai, "AMD Instinct MI325X";
-#   RX 7900 XTX: Wikipedia, "RDNA 3", guru3d.com, "Radeon RX 7900 XT and XTX".
-# Compared with nothing: float32 of A10G (others repeat A10's 31.2), H200 NVL, bfloat16 of RX 7900 XTX, and all but the
-# tensor cores of H100 NVL, B200, MI250X and MI300X.
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    # https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf
-    "Tesla V100-SXM[23].*GB": {"float64": 7.8, "float32": 15.7, "float16": 125},
-    "Tesla V100-PCIE.*GB": {"float64": 7, "float32": 14, "float16": 112},
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/tesla-t4/t4-tensor-core-datasheet-951643.pdf
-    "Tesla T4": {"float32": 8.1, "float16": 65},
-    # https://images.nvidia.com/content/tesla/pdf/nvidia-tesla-p100-datasheet.pdf
-    "Tesla P100-SXM2-16GB": {"float64": 5.3, "float32": 10.6, "float16": 21.2},
-    "Tesla P100-PCIE-16GB": {"float64": 4.7, "float32": 9.3, "float16": 18.7},
-    # https://www.nvidia.com/content/dam/en-zz/solutions/data-center/a2/pdf/a2-datasheet.pdf
-    "NVIDIA A2": {"float32": 4.5, "tf32": 9, "bfloat16": 18, "float16": 18},
-    # https://d1.awsstatic.com/product-marketing/ec2/NVIDIA_AWS_A10G_DataSheet_FINAL_02_17_2022.pdf
-    "NVIDIA A10G": {"float32": 35, "tf32": 35, "bfloat16": 70, "float16": 70},
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a10/pdf/a10-datasheet.pdf
-    "NVIDIA A10": {"float32": 31.2, "tf32": 62.5, "bfloat16": 125, "float16": 125},
-    # https://images.nvidia.com/content/Solutions/data-center/vgpu/A16_Data_Sheet.pdf (one of its four GPUs)
-    "NVIDIA A16": {"float32": 4.5, "tf32": 9, "bfloat16": 17.9, "float16": 17.9},
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/data-center/products/a30-gpu/pdf/a30-datasheet.pdf
-    "NVIDIA A30": {"float64": 10.3, "float32": 10.3, "tf32": 82, "bfloat16": 165, "float16": 165},
-    # https://images.nvidia.com/content/Solutions/data-center/a40/nvidia-a40-datasheet.pdf
-    "NVIDIA A40": {"float32": 37.4, "tf32": 74.8, "bfloat16": 149.7, "float16": 149.7},
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
-    "NVIDIA A100-(SXM4|PCIE)-[48]0GB|NVIDIA A100 80GB PCIe": {
-        "float64": 19.5,
-        "float32": 19.5,
-        "tf32": 156,
-        "bfloat16": 312,
-        "float16": 312,
-    },
-    # https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf
-    "NVIDIA GeForce RTX 3090": {"float32": 35.6, "tf32": 35.6, "bfloat16": 71, "float16": 71},
-    # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
-    "NVIDIA GeForce RTX 4090": {"float32": 82.6, "tf32": 82.6, "bfloat16": 165.2, "float16": 165.2},
-    # https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
-    "NVIDIA GeForce RTX 5090": {"float32": 104.8, "tf32": 104.8, "bfloat16": 209.5, "float16": 209.5},
-    # https://www.nvidia.com/en-us/data-center/l4/ (tensor cores: sparse)
-    "NVIDIA L4": {"float32": 30.3, "tf32": 60, "bfloat16": 121, "float16": 121},
-    # https://www.nvidia.com/content/dam/en-zz/Solutions/design-visualization/support-guide/NVIDIA-L40-Datasheet-January-2023.pdf
-    "NVIDIA L40": {"float32": 90.5, "tf32": 90.5, "bfloat16": 181, "float16": 181},
-    # https://resources.nvidia.com/en-us-l40s/l40s-datasheet-28413
-    "NVIDIA L40S": {"float32": 91.6, "tf32": 183, "bfloat16": 362, "float16": 362},
-    # https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet (tensor cores: sparse)
-    "NVIDIA H100 80GB HBM3": {"float64": 67, "float32": 67, "tf32": 494.5, "bfloat16": 989.5, "float16": 989.5},
-    "NVIDIA H100 PCIe": {"float64": 51, "float32": 51, "tf32": 378, "bfloat16": 756.5, "float16": 756.5},
-    "NVIDIA H100 NVL": {"float64": 60, "float32": 60, "tf32": 417.5, "bfloat16": 835.5, "float16": 835.5},
-    # https://resources.nvidia.com/en-us-data-center-overview-mc/en-us-data-center-overview/hpc-datasheet-sc23-h200
-    # (tensor cores: sparse)
-    "NVIDIA H200": {"float64": 67, "float32": 67, "tf32": 494.5, "bfloat16": 989.5, "float16": 989.5},
-    "NVIDIA H200 NVL": {"float64": 60, "float32": 60, "tf32": 417.5, "bfloat16": 835.5, "float16": 835.5},
-    # https://resources.nvidia.com/en-us-blackwell-architecture/datasheet (one GPU of HGX B200; tensor cores: sparse)
-    "NVIDIA B200": {"float64": 37, "float32": 75, "tf32": 1100, "bfloat16": 2250, "float16": 2250},
-    # https://www.amd.com/en/products/accelerators/instinct/mi200/mi210.html
-    "AMD Instinct MI210": {"float64": 45.3, "float32": 45.3, "bfloat16": 181, "float16": 181},
-    # https://www.amd.com/en/products/accelerators/instinct/mi200/mi250x.html (torch sees its two dies as two devices)
-    "AMD Instinct MI250X": {"float64": 47.9, "float32": 47.9, "bfloat16": 191.5, "float16": 191.5},
-    # https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html
-    "AMD Instinct MI300X": {"float64": 163.4, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4},
-    # https://www.amd.com/en/products/accelerators/instinct/mi300/mi325x.html
-    "AMD Instinct MI325X": {"float64": 163.4, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4},
-    # https://www.amd.com/en/products/graphics/desktops/radeon/7000-series/amd-radeon-rx-7900xtx.html
-    "AMD Radeon RX 7900 XTX": {"float32": 61.4, "bfloat16": 122.8, "float16": 122.8},
-}
+CARDS = {word: Card(**figures) for word, figures in TABLES["cards"].items()}
+"""By the word that ``--target`` takes."""
+PEAK_TFLOPS: dict[str, dict[str, float]] = {row["devices"]: row["tflops"] for row in TABLES["peaks"]}
+"""By a pattern of the whole device name."""
 for _card in CARDS.values():
     PEAK_TFLOPS.setdefault(re.escape(_card.name), _card.tflops)
 

@@ -59,7 +59,7 @@ def test_figures_of_a_card_that_follow_from_its_cores_and_clock():
     assert find_target("rtx2080").flops_per_s["float16"] == pytest.approx(40.3e12, rel=0.01)
 
 
-# As profiling/throughput.py and estimation/targets.py name them; TFLOP/s by precision, GB/s.
+# As profiling/cards.json names them; TFLOP/s by precision, GB/s.
 RATES = {
     "xformers/profiler/device_limits.py": {
         "p100-sxm2": ({"float64": 5.3, "float32": 10.6, "float16": 21.2}, 732),
