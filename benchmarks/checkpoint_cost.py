@@ -27,8 +27,8 @@ from torch import nn
 
 from memsave_recipes.checkpoints import Checkpoints, StopSignals, TrainState
 from memsave_recipes.checkpoints.commit import verify_manifest
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.text import format_bytes
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.launch import describe_environment, start_accelerator
 
 LAYERS = {192: 16, 576: 48}  # MiB of weights and state: layers of 1024 x 1024 float32, with two of Adam's each

@@ -42,8 +42,8 @@ from transformers import (
 
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import resolve_trackers, start_trackers
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import describe_environment, start_accelerator
 
 LOGGING_STEPS, LEARNING_RATE, MAX_GRAD_NORM, SEED = 10, 3e-4, 1.0, 0

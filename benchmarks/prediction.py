@@ -40,7 +40,7 @@ from memsave_recipes.planner.budget import (
 )
 from memsave_recipes.planner.task import AUTOCAST_DTYPES, Launch, Task, fake_workload, read_task
 from memsave_recipes.plans import Action, Plan, Span
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 
 COLUMNS = ("model", "precision", "optimizer", "strategy", "predicted_bytes", "real_bytes")
 

@@ -33,8 +33,8 @@ from torch.optim import Optimizer
 
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers, start_trackers
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import describe_environment, start_accelerator
 
 BATCH_SIZE, LOGGING_STEPS, WARMUP_WINDOWS, WINDOWS, QUICK_WINDOWS, SEED = 32, 10, 2, 40, 2, 0

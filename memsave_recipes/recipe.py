@@ -4,8 +4,8 @@ from memsave_recipes.errors import InputError, require
 from memsave_recipes.planner.task import Task
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.run import Run
+from memsave_recipes.step.batch_layout import Batch
 from memsave_recipes.training.arguments import RecipeArguments
-from memsave_recipes.training.batching import Batch
 from memsave_recipes.training.evaluation import evaluate_classifier
 from memsave_recipes.training.parsing import parse_arguments
 

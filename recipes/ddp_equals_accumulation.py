@@ -49,16 +49,16 @@ from memsave_recipes.distributed import main_process_first
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import CONVOLUTIONS, VGG, convolutions
-from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.processes import num_workers
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, write_results
 from memsave_recipes.run.report import CardFacts, write_model_card
+from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, IndexedLayout, LockstepLayout, SampleOrder, seed_for
 from memsave_recipes.text import ProgressBar
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout, SampleOrder, seed_for
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import (
     describe_environment,
     deterministic_kernels,

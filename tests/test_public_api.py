@@ -5,6 +5,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import memsave_recipes as memsave
+from memsave_recipes.step.settings import OptimizerSettings, StepSettings
 
 HEAVY = ("torch", "numpy", "transformers", "accelerate", "datasets", "rich", "yaml")
 
@@ -161,14 +163,17 @@ def test_a_plan_is_applied_for_a_while_and_proven():
     assert "forward" not in vars(model)
 
 
-def task(**run):
+FLAGS = {"output_dir": "out", "global_batch_size": 4096}
+
+
+def task(run=None, optim=None, **flags):
     def micro_batch(size):
         labels = torch.empty(size, dtype=torch.int64, device="meta")
         return {"features": torch.empty(size, 64, device="meta"), "labels": labels}
 
     return memsave.Task(
-        run=memsave.RunArguments(output_dir="out", global_batch_size=4096, **run),
-        optim=memsave.OptimizerArguments(),
+        run=run or memsave.RunArguments(**FLAGS, **flags),
+        optim=optim or memsave.OptimizerArguments(),
         build_model=model_of,
         loss_of=lambda model, batch: cross_entropy(model(batch["features"]), batch["labels"], reduction="sum"),
         micro_batch=micro_batch,
@@ -185,3 +190,34 @@ def test_an_estimate_compares_what_the_task_leaves_open():
     (named,) = memsave.estimate(task(micro_batch_size=256), target="h100").candidates
     assert (named.strategy, named.layout.micro_batch_size) == ("none", 256)
     assert memsave.estimate(task(micro_batch_size=256), target="h100", budget_gib=1e-3).chosen is None
+
+
+@dataclass(frozen=True)
+class Step(StepSettings):
+    global_batch_size: int = 4096
+    micro_batch_size: int | str | None = "auto"
+    bitwise_topology: bool = False
+    batchnorm: str = "local"
+    shard: str | None = None
+    reduce_gradients: str = "auto"
+    activation_checkpointing: str | None = "budget"
+    memory_budget_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Muon(OptimizerSettings):
+    optimizer: str = "muon"
+    bf16_stochastic_round: bool = False
+    optimizer_in_backward: bool = False
+    weight_decay: float = 0.0
+    decay_all: bool = False
+    momentum: float = 0.0
+
+
+def test_an_estimate_takes_values_that_are_no_flags():
+    flags = {"micro_batch_size": "auto", "activation_checkpointing": "budget"}
+    tasks = task(Step(), Muon()), task(optim=memsave.OptimizerArguments(optimizer="muon"), **flags)
+    found, expected = (memsave.estimate(one, target="h100", budget_gib=0.02).candidates for one in tasks)
+    assert [(one.strategy, one.parts, one.step_s) for one in found] == [
+        (one.strategy, one.parts, one.step_s) for one in expected
+    ]

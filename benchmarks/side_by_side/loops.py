@@ -18,8 +18,8 @@ from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.planner.make_plan import static_of
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.trackers import resolve_trackers, start_trackers
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
 from side_by_side.work import LEARNING_RATE, PADDING, Documents, Watch, Work, on_device, padded, summed_loss
 

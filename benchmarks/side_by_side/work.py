@@ -22,7 +22,7 @@ from memsave_recipes.data.text.packing import count_valid
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.planner.make_plan import torch_optimizer
 from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak
-from memsave_recipes.training.batching import Batch
+from memsave_recipes.step.batch_layout import Batch
 
 LEARNING_RATE, PADDING = 1e-3, 0
 

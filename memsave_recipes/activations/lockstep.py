@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.reduction_tree import Subtrees, join
+from memsave_recipes.reduction_tree import Subtrees, deal_subtrees, join
 
 NO_VALUES = torch.empty(0)
 
@@ -249,3 +249,16 @@ def _seeds(function: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Call
     seed = draw_seed()
     with own_random_numbers(device):
         yield lambda index: seed_generators(seed + index, device)
+
+
+def in_lockstep(micro_batches: list[dict[str, Tensor]], rank: int = 0, num_ranks: int = 1) -> dict[str, Tensor]:
+    """As one, outside of steps; every rank has as many of the same sizes, and one subtree."""
+    power_of_two = 1 << (num_ranks - 1).bit_length()
+    count = len(micro_batches) * power_of_two
+    subtrees = deal_subtrees(count, power_of_two)[:num_ranks]
+    return micro_batched(micro_batches, Lockstep(subtrees, rank, count))
+
+
+def micro_batched(micro_batches: list[dict[str, Tensor]], lockstep: Lockstep) -> dict[str, Tensor]:
+    """Those of ``lockstep``, as one."""
+    return {key: MicroBatched.of([one[key] for one in micro_batches], lockstep) for key in micro_batches[0]}

@@ -17,8 +17,9 @@ from memsave_recipes.checkpoints.commit import Damaged, discard, verify_manifest
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.sharding.groups import NONE
-from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH
+from memsave_recipes.training.arguments import RunArguments
 from memsave_recipes.training.launch import describe_environment
 
 STEP = "step"

@@ -62,8 +62,8 @@ from memsave_recipes.distributed import (
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.arguments import CheckpointArguments
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import NotFinite
 

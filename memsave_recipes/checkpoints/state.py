@@ -36,8 +36,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from memsave_recipes.checkpoints.shard_files import NAME, Parts, parts_of, read_parts, write_parts
 from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
+from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
 from memsave_recipes.text import MIB
-from memsave_recipes.training.optimizers import parameters_by_optimizer, state_bytes
 
 PART_BYTES = 256 * MIB
 """Of a file, about: a device's tensors are copied to the host a file at a time, and digests are made of several."""

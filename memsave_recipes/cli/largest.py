@@ -24,8 +24,8 @@ from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.planner.lengths import TOKENS_APART, Curve, curves, under_each
 from memsave_recipes.planner.search import Choice
 from memsave_recipes.planner.task import choose_for_target
+from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH
 from memsave_recipes.text import ProgressBar
-from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH
 
 BLOCK, MICRO, GLOBAL = "block_size", "micro_batch_size", "global_batch_size"
 NAMES = (BLOCK, MICRO, GLOBAL)

@@ -30,9 +30,10 @@ from memsave_recipes.planner.task import (
     shard_groups,
 )
 from memsave_recipes.plans import BUDGET_WORDS
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.step.settings import AUTO, PER_STEP
 from memsave_recipes.text import GIB, ProgressBar, to_gib
-from memsave_recipes.training.arguments import AUTO, MAX_GIB, PER_STEP
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.training.arguments import MAX_GIB
 from memsave_recipes.training.parsing import named_flags, underscored
 from memsave_recipes.training.tree_sum import describe_cost
 

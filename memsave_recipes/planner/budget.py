@@ -39,16 +39,18 @@ from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, 
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.sharding.units import largest_shards
-from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
-from memsave_recipes.training.optimizers import (
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
+from memsave_recipes.step.memory import (
     clipping_bytes,
     counters_bytes,
+    exchange_bytes,
     in_order_of_steps,
+    most_subtrees,
+    most_sums,
     state_bytes,
     update_bytes,
 )
-from memsave_recipes.training.tree_sum import exchange_bytes, most_subtrees, most_sums
+from memsave_recipes.step.settings import OptimizerSettings
 
 WORKSPACES = "workspaces"
 """That one of the overheads that torch counts as allocated."""
@@ -118,7 +120,7 @@ class StaticMemory:
 
 
 def static_memory_of(
-    optim: OptimizerArguments, model: nn.Module, layout: BatchLayout, *, device_type: str = "cpu"
+    optim: OptimizerSettings, model: nn.Module, layout: BatchLayout, *, device_type: str = "cpu"
 ) -> StaticMemory:
     """The static memory of a run on a device of this type.
 
@@ -154,7 +156,7 @@ def static_memory_of(
 
 
 def static_memory_in_shards(
-    optim: OptimizerArguments, model: nn.Module, layout: BatchLayout, *, num_ranks: int, device_type: str = "cpu"
+    optim: OptimizerSettings, model: nn.Module, layout: BatchLayout, *, num_ranks: int, device_type: str = "cpu"
 ) -> StaticMemory:
     """The static memory of the first rank of a run whose weights are in shards over ``num_ranks``.
 

@@ -66,8 +66,8 @@ from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.sharding import ShardGroups
-from memsave_recipes.training.arguments import AUTO
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.settings import AUTO
 
 IMAGES, TEXTS, LANGUAGE = "image_classification", "text_classification", "language_modeling"
 RECIPES = {"image-classification": IMAGES, "text-classification": TEXTS, "text-generation": LANGUAGE}
@@ -211,8 +211,8 @@ def _image_size(recipe: str, config: Any) -> int | None:
 
 CARDS = (2, 4, 8)
 PLAIN, BUDGET = "none", "budget"
-STRATEGIES = (PLAIN, "selective")
-WITH_OFFLOADING = (*STRATEGIES, *OFFLOADING_STRATEGIES)
+ESTIMATED = (PLAIN, "selective")
+WITH_OFFLOADING = (*ESTIMATED, *OFFLOADING_STRATEGIES)
 IN_BACKWARD = ("--optimizer_in_backward", "--max_grad_norm", "0")
 EIGHT_BIT = ("--optimizer", "adamw_8bit")
 ADAPTERS = ("--lora", "--dtype", "bfloat16")
@@ -293,7 +293,7 @@ class Setting:
     launch: Launch
     estimates: Estimates
     budget_bytes: int
-    strategies: tuple[str, ...] = STRATEGIES
+    strategies: tuple[str, ...] = ESTIMATED
     like: "Setting | None" = None
     _plain: dict[tuple[int, str | None], list[Candidate]] = field(default_factory=dict, init=False)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.profiling.block_costs import Measurement
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 
 FIRST_LENGTH = 1024
 TOKENS_APART = 64

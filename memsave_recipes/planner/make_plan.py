@@ -7,7 +7,7 @@ The state of an optimizer that is there already is counted. That of an optimizer
 torch's ``meta`` device, where tensors have no memory: a copy of the optimizer steps a parameter of each shape.
 
 ``Ranks`` asks ``torch.distributed`` alone, so the ranks may be those of Accelerate, of Lightning or of a script; every
-method is called on all of them. The recipes have ``memsave_recipes.distributed`` for the same.
+method is called on all of them.
 """
 
 import copy

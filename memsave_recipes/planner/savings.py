@@ -29,11 +29,11 @@ from memsave_recipes.planner.search import Candidate, host_memory_too_small
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.shards import Shards
 from memsave_recipes.sharding.units import sharded_units
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
+from memsave_recipes.step.settings import PER_MICRO_BATCH, OptimizerSettings, why_not_in_backward
+from memsave_recipes.step.update_rules import hidden_matrices
 from memsave_recipes.text import gib_that_suffice, to_gib
-from memsave_recipes.training.arguments import PER_MICRO_BATCH, OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
-from memsave_recipes.training.optimizers import check_in_backward, parameters_by_optimizer, state_bytes
-from memsave_recipes.training.update_rules import hidden_matrices
 
 SAME_CURVE = "the same"
 DEVICES = (2, 4, 8, 16, 32, 64)
@@ -161,12 +161,8 @@ def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
 
 
 def _can_step_in_backward(setup: Setup) -> bool:
-    stepping, skips = OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0), setup.flags.get("skip_nonfinite")
-    try:
-        check_in_backward(stepping, setup.layout, setup.mixed_precision, skip_nonfinite=skips or 0)
-    except InputError:
-        return False
-    return True
+    skips = setup.flags.get("skip_nonfinite") or 0
+    return why_not_in_backward(setup.layout, setup.mixed_precision, clips=False, skip_nonfinite=skips) is None
 
 
 def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
@@ -234,7 +230,7 @@ ALL_RULES: tuple[Rule, ...] = (
 def budget_too_small(
     smallest: Candidate,
     model: nn.Module,
-    optim: OptimizerArguments,
+    optim: OptimizerSettings,
     *,
     takes_adapters: bool,
     mixed_precision: str = "no",
@@ -277,7 +273,7 @@ def budget_too_small(
     )
 
 
-def _flags_of(optim: OptimizerArguments, takes_adapters: bool) -> dict[str, Any]:
+def _flags_of(optim: OptimizerSettings, takes_adapters: bool) -> dict[str, Any]:
     return {"lora_rank": LoraArguments.lora_rank, **vars(optim), "lora": False if takes_adapters else None}
 
 
@@ -287,7 +283,7 @@ def beyond_the_plan(candidate: Candidate, setup: Setup) -> list[Saving]:
 
 
 def needed_in_shards(
-    candidate: Candidate, model: nn.Module, optim: OptimizerArguments, device_type: str = "cpu"
+    candidate: Candidate, model: nn.Module, optim: OptimizerSettings, device_type: str = "cpu"
 ) -> dict[str, int]:
     """The bytes that a rank needs under ``full`` with ``--shard full``, over as few devices as suffice.
 
@@ -309,7 +305,7 @@ def needed_in_shards(
 
 
 def _in_shards(
-    candidate: Candidate, model: nn.Module, optim: OptimizerArguments, count: int, device_type: str
+    candidate: Candidate, model: nn.Module, optim: OptimizerSettings, count: int, device_type: str
 ) -> Candidate:
     forecast, before = candidate.forecast, candidate.static
     chain, layout = forecast.chain, candidate.layout

@@ -23,15 +23,15 @@ from memsave_recipes.planner.budget import (
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, offloads
 from memsave_recipes.profiling.block_costs import Measurement
-from memsave_recipes.text import format_bytes
-from memsave_recipes.training.arguments import (
+from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.settings import (
     AUTO,
     PER_MICRO_BATCH,
     PER_STEP,
-    OptimizerArguments,
-    RunArguments,
+    OptimizerSettings,
+    StepSettings,
 )
-from memsave_recipes.training.batch_layout import BatchLayout
+from memsave_recipes.text import format_bytes
 
 STRATEGIES = ("none", "full", "selective", *OFFLOADING_STRATEGIES)  # the simplest first
 AS_FAST = 0.01  # of a step's time: a candidate that is slower by less is preferred if it is simpler
@@ -330,7 +330,7 @@ class SearchSpace:
             return least_memory(measurement, static, self.host_budget_bytes)
 
 
-def open_layouts(run: RunArguments, optim: OptimizerArguments, num_processes: int) -> list[BatchLayout]:
+def open_layouts(run: StepSettings, optim: OptimizerSettings, num_processes: int) -> list[BatchLayout]:
     """The batch layouts to search, small micro-batches first: one, unless ``--micro_batch_size`` is auto.
 
     Raises:

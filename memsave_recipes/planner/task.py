@@ -18,12 +18,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
-from memsave_recipes.activations.lockstep import parts_of
+from memsave_recipes.activations.lockstep import in_lockstep, parts_of
 from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
@@ -39,18 +38,18 @@ from memsave_recipes.planner.budget import (
     usable_bytes,
 )
 from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search
-from memsave_recipes.planner.trial_step import run_trial_step
+from memsave_recipes.planner.trial_step import step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.shards import Shards
 from memsave_recipes.profiling.block_costs import Measurement, Workload
+from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.sharding.groups import ShardGroups, check_precision
 from memsave_recipes.sharding.units import modules_outside_blocks, sharded_units
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, LockstepLayout
+from memsave_recipes.step.settings import OptimizerSettings, StepSettings
 from memsave_recipes.text import GIB
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout, LockstepLayout
-from memsave_recipes.training.batching import Batch, in_lockstep
 
 FOLDER_FLAG = "--output_dir"
 AUTOCAST_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -61,7 +60,7 @@ class Task:
     """A recipe's model, loss and micro-batch under its flags.
 
     Args:
-        run, optim: the parsed flags.
+        run, optim: what is asked of a step, such as the parsed flags.
         build_model: the model with the blocks: with ``with_weights=True`` as it is trained, else without weights, on
             torch's default device.
         adapt: adds adapters to that model in place; by default it has none.
@@ -75,8 +74,8 @@ class Task:
         assumed: assumptions made in place of data, for people.
     """
 
-    run: RunArguments
-    optim: OptimizerArguments
+    run: StepSettings
+    optim: OptimizerSettings
     build_model: Callable[..., nn.Module]
     adapt: Callable[[Any], object] = lambda model: model
     trained: Callable[[Any, Any, torch.device], nn.Module] = lambda model, loss, device: model
@@ -400,15 +399,16 @@ def run_points(
     Returns:
         The points with ``measured``; without it where the device has too little memory.
     """
-    accelerator = Accelerator(cpu=launch.target.device_type == "cpu")
-    with accelerator.device:
+    with launch.target.device:
         model = task.planned_model()
     found = []
     for point in points:
         try:
-            measured = _run(task, launch, point.candidate, accelerator, model)
+            measured = _run(task, launch, point.candidate, model)
             found.append(replace(point, measured=measured))
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             found.append(point)
         on_run()
     return found
@@ -437,8 +437,8 @@ def _distinct_costs(candidates: Sequence[Candidate]) -> list[Candidate]:
     return list({(one.needed_bytes, one.step_s): one for one in reversed(candidates)}.values())[::-1]
 
 
-def _run(task: Task, launch: Launch, candidate: Candidate, accelerator: Accelerator, model: nn.Module) -> Measured:
-    device, dtype = accelerator.device, AUTOCAST_DTYPES[launch.mixed_precision]
+def _run(task: Task, launch: Launch, candidate: Candidate, model: nn.Module) -> Measured:
+    device, dtype = launch.target.device, AUTOCAST_DTYPES[launch.mixed_precision]
     trained = task.trained(model, candidate.loss, device)
     make_batch = inputs_of(task, candidate.layout, partial(synthetic_batch, device=device))
 
@@ -446,7 +446,7 @@ def _run(task: Task, launch: Launch, candidate: Candidate, accelerator: Accelera
         with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             return task.loss_of(trained, make_batch())
 
-    peak_bytes = run_trial_step(candidate, accelerator, model, forward)
+    peak_bytes = step_bytes(candidate.forecast, candidate.static, model, forward, device)
     overheads_bytes = candidate.needed_bytes - candidate.peak_bytes
     seconds = _forward_and_backward_s(candidate, model, forward, device)
     return Measured(peak_bytes + overheads_bytes, seconds * candidate.layout.forwards_per_step)

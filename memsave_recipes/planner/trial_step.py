@@ -1,4 +1,4 @@
-"""One micro-batch on this device before training: the costs of its blocks, and the memory of a step under a plan.
+"""One micro-batch on this device before training: the memory of a step under a plan.
 
 NOTE [ trial step ]
 1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate; in lockstep
@@ -21,121 +21,22 @@ NOTE [ trial step ]
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks
-from memsave_recipes.activations.lockstep import parts_of
-from memsave_recipes.distributed import fail_together, on_main_process
-from memsave_recipes.planner.budget import Forecast, StaticMemory, plans_to_measure, workspaces_of_device
-from memsave_recipes.planner.search import Candidate, SearchSpace
+from memsave_recipes.activations import apply_plan
+from memsave_recipes.planner.budget import Forecast, StaticMemory
 from memsave_recipes.plans import Plan
-from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
-from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
-from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, running_blocks, without_layerdrop
+from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
-from memsave_recipes.sharding.shards import reduce_once_a_step
-from memsave_recipes.text import ProgressBar, first_line, format_bytes
-from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.batching import Batch, GlobalBatches
 
 READINGS = 3
 """Of a trial step in shards, on a CPU: rule 5."""
 
 MAX_TRIALS = 4
 """Plans of a micro-batch that are run at most, each with more memory kept free than the one before, until one fits."""
-
-
-@dataclass(frozen=True)
-class StepOnDevice:
-    """A step of a run; every method is called on all ranks, since a model may synchronize them (SyncBatchNorm).
-
-    Args:
-        model: the module with the blocks, inside ``prepared``.
-        prepared: the module that ``accelerator.prepare`` returned.
-        loss_of: a forward of ``prepared`` on a micro-batch, as in training.
-    """
-
-    accelerator: Accelerator
-    model: nn.Module
-    batches: GlobalBatches
-    prepared: nn.Module
-    loss_of: Callable[[Batch], Tensor]
-
-    def forward(self, layout: BatchLayout) -> Callable[[], Tensor]:
-        """The largest forward of a step."""
-        return self._forward(self.batches.largest_forward(layout))
-
-    def running_blocks(self) -> list[str] | None:
-        """The blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""
-        stacks = block_names(find_stacks(self.model))
-        if len(stacks) < 2:
-            return None
-        return running_blocks(self.model, stacks, self.forward(self.batches.layout), self.accelerator.device)
-
-    def candidates(self, space: SearchSpace, layout: BatchLayout, progress: ProgressBar) -> list[Candidate]:
-        """The first rank's candidates, on all ranks; none if a rank has too little memory to measure.
-
-        All blocks are measured at once, or group by group where memory is too small for that and plans may recompute.
-        """
-        num_blocks = sum(map(len, block_names(find_stacks(self.model))))
-        for num_groups in group_counts(num_blocks if space.strategy != "none" else 1):
-            found = self._measured(space, layout, num_groups, progress)
-            if found is not None:
-                return found
-            empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
-        return []
-
-    def _measured(
-        self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: ProgressBar
-    ) -> list[Candidate] | None:
-        """The candidates of a measurement, or ``None`` where a rank ran out of memory."""
-        try:
-            with out_of_memory_together(self.accelerator) as largest:
-                measured = self._measure(space, layout, num_groups, progress)
-                known_bytes = measured.workload.resident_bytes + space.static(layout).buckets_bytes
-                workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
-                largest.bytes = sum(workspaces.values())
-        except torch.OutOfMemoryError:
-            return None
-        overheads = {**space.overheads, **dict.fromkeys(workspaces, largest.bytes)}
-        return on_main_process(
-            self.accelerator, lambda: replace(space, overheads=overheads).candidates(measured, layout)
-        )
-
-    def _measure(self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: ProgressBar) -> Measurement:
-        make_batch = self.batches.largest_forward(layout)
-        workload = Workload(
-            model=self.model,
-            forward=self._forward(make_batch),
-            batch=parts_of([value for value in make_batch().values() if isinstance(value, Tensor)]),
-            device=self.accelerator.device,
-            stacks=block_names(find_stacks(self.model)),
-        )
-        plans = plans_to_measure(
-            space.strategy,
-            workload,
-            device_type=workload.device.type,
-            ratios=space.compiled_ratios,
-            micro_batch_size=space.micro_batch_size,
-        )
-        progress.total = (progress.total or 0) + num_groups * num_runs(plans)
-        host_budget_bytes = space.host_budget_bytes
-        return measure_in_groups(
-            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
-        )
-
-    def _forward(self, make_batch: Callable[[], Batch]) -> Callable[[], Tensor]:
-        def forward() -> Tensor:
-            with self.accelerator.no_sync(self.prepared):
-                return self.loss_of(make_batch())
-
-        return forward
 
 
 def group_counts(num_blocks: int) -> Iterator[int]:
@@ -159,45 +60,6 @@ def with_smaller_ratio(ratios: tuple[float, ...], plan: Plan) -> tuple[float, ..
     return (*ratios, (below + ratio) / 2)
 
 
-def run_trial_step(
-    candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]
-) -> int:
-    """The peak bytes of a step without overheads, on the rank where it is highest. NOTE [ trial step ].
-
-    Args:
-        model: without a plan, its gradients cleared.
-        forward: from one micro-batch to the loss, without collectives.
-
-    Raises:
-        torch.OutOfMemoryError: on all ranks, if a rank ran out of memory.
-    """
-    with out_of_memory_together(accelerator) as largest:
-        largest.bytes = step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
-    return largest.bytes
-
-
-def run_trial_step_in_shards(candidate: Candidate, step: StepOnDevice) -> int:
-    """As ``run_trial_step``, by rule 5 of NOTE [ trial step ]; gradients are then reduced as the candidate does.
-
-    Raises:
-        torch.OutOfMemoryError: this rank ran out of memory.
-    """
-    accelerator, prepared = step.accelerator, step.prepared
-    forward, no_sync = step.forward(candidate.layout), partial(accelerator.no_sync, prepared)
-    reduce_once_a_step(prepared, candidate.reduces_once)
-    try:
-        own_bytes = step_bytes(candidate.forecast, candidate.static, step.model, forward, accelerator.device, no_sync)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise torch.OutOfMemoryError(
-            f"error: no memory left in the trial step, so the prediction of {format_bytes(candidate.peak_bytes)} was "
-            f"wrong: give a smaller --memory_budget_gib ({first_line(error)})"
-        ) from error
-    of_ranks = accelerator.gather(torch.tensor([own_bytes], dtype=torch.int64, device=accelerator.device))
-    return int(of_ranks.max())
-
-
 def step_bytes(
     forecast: Forecast,
     static: StaticMemory,
@@ -206,11 +68,13 @@ def step_bytes(
     device: torch.device,
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> int:
-    """As ``run_trial_step``, on this process alone, or in shards on all of them.
+    """The peak bytes of a step without overheads, on this process alone, or in shards on all. NOTE [ trial step ].
 
     Runs two forwards and backwards for a reading; three or four under accumulation, where gradients are whole.
 
     Args:
+        model: without a plan, its gradients cleared.
+        forward: from one micro-batch to the loss; where weights are whole, without collectives.
         no_sync: the context of micro-batches before the last one of a step.
     """
     in_shards = forecast.in_shards is not None
@@ -242,33 +106,6 @@ def step_bytes(
         lowest_bytes = min(rise_bytes() for _ in range(READINGS if in_shards and device.type == "cpu" else 1))
         del ballast
     return lowest_bytes + forecast.chain.resident_bytes
-
-
-class LargestOfRanks:
-    """A number of bytes that each rank measures; 0 on a rank that ran out of memory."""
-
-    bytes = 0
-
-
-@contextmanager
-def out_of_memory_together(accelerator: Accelerator) -> Iterator[LargestOfRanks]:
-    """Inside, no rank may run a collective; afterwards ``bytes`` is the largest of all ranks.
-
-    Raises:
-        torch.OutOfMemoryError: on all ranks, if a rank ran out of memory.
-        InputError, RuntimeError: on all ranks, where one failed in another way; its own error on that one.
-    """
-    largest, failed, other = LargestOfRanks(), False, None
-    try:
-        yield largest
-    except Exception as error:
-        failed, other = (True, None) if is_out_of_memory(error) else (False, error)
-    fail_together(other)
-    found = torch.tensor([largest.bytes, failed], dtype=torch.int64, device=accelerator.device)
-    of_ranks = accelerator.gather(found).view(-1, 2)
-    if of_ranks[:, 1].any():
-        raise torch.OutOfMemoryError("a rank had no memory left")
-    largest.bytes = int(of_ranks[:, 0].max())
 
 
 @contextmanager

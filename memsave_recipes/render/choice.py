@@ -16,8 +16,8 @@ from memsave_recipes.planner.search import Candidate, Choice, host_line, reducti
 from memsave_recipes.plans.plan import Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
 from memsave_recipes.render import new_console, new_table, print_lines
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
-from memsave_recipes.training.batch_layout import BatchLayout
 
 if TYPE_CHECKING:
     from memsave_recipes.planner.ladder import Rung  # needs an extra

@@ -51,9 +51,9 @@ from memsave_recipes.processes import (
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
 from memsave_recipes.profiling.memory import ForwardMeter, is_out_of_memory, write_snapshot
 from memsave_recipes.sharding import is_sharded
+from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.settings import AUTO, StepSettings
 from memsave_recipes.text import format_bytes, spaced, to_gib
-from memsave_recipes.training.arguments import AUTO, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.launch import device_name
 from memsave_recipes.training.optimizers import NotFinite
 from memsave_recipes.training.parsing import wants_traceback
@@ -338,7 +338,7 @@ def planned_advice(task: Callable[[], Task]) -> str:
     )
 
 
-def _with_all_open(run: RunArguments, budget_bytes: int) -> RunArguments:
+def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:
     """The flags with micro-batch size and strategy left to the planner."""
     return replace(
         run,
@@ -349,7 +349,7 @@ def _with_all_open(run: RunArguments, budget_bytes: int) -> RunArguments:
     )
 
 
-def _needing_less(choice: Choice, run: RunArguments, launch: Launch) -> Choice:
+def _needing_less(choice: Choice, run: StepSettings, launch: Launch) -> Choice:
     """The candidates that are predicted to need less than the configuration that failed, if that is among them."""
     size = run.layout(launch.num_processes).micro_batch_size
     same = [

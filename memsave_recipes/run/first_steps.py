@@ -38,9 +38,9 @@ from memsave_recipes.profiling.memory import (
     write_snapshot,
 )
 from memsave_recipes.run.failures import Failure, RunSettings, VerificationFailed
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.text import to_gib
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatches
+from memsave_recipes.training.batching import GlobalBatches
 
 GO_ON = "or go on with --verify warn"
 OBJECTIONS = {

@@ -46,14 +46,14 @@ from memsave_recipes.checkpoints.resume import (
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.saved import Layout, layout_of
-from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.run.failures import LOG, RunSettings, write_log
 from memsave_recipes.run.report import check_state
+from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.run.trackers import NAME as METRICS
 from memsave_recipes.run.trackers import cut_back, start_trackers
 from memsave_recipes.sharding import gathered, is_sharded
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import printable
-from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.launch import (
     describe_environment,
 )

@@ -26,9 +26,9 @@ from memsave_recipes.profiling.throughput import ModelFlops, StepClock, utilizat
 from memsave_recipes.run.failures import RunSettings
 from memsave_recipes.run.first_steps import MemoryWatch, largest_in_gib
 from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
+from memsave_recipes.step.batch_layout import Batch, IndexedLayout
 from memsave_recipes.text import printable
-from memsave_recipes.training.batch_layout import IndexedLayout
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import device_name
 from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_figures
 

@@ -48,7 +48,6 @@ from memsave_recipes.distributed import (
 )
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
-from memsave_recipes.planner.run_plan import choose_in_shards, plan_run
 from memsave_recipes.planner.search import Candidate, reduction_line
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted, num_workers
@@ -70,15 +69,18 @@ from memsave_recipes.run.folder import (
     write_results,
 )
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
+from memsave_recipes.run.run_plan import choose_in_shards, plan_run
+from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
 from memsave_recipes.sharding import ShardGroups, launched_shard, shard
 from memsave_recipes.sharding.groups import NONE, check_precision
 from memsave_recipes.sharding.shards import Rows, callable_in_parts, reduce_once_a_step
 from memsave_recipes.sharding.units import joint_blocks
+from memsave_recipes.step.batch_layout import Batch, IndexedLayout, SampleOrder
+from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP
 from memsave_recipes.text import ProgressBar
-from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH, PER_STEP, RecipeArguments
-from memsave_recipes.training.batch_layout import IndexedLayout, SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.training.arguments import RecipeArguments
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluation_batches
 from memsave_recipes.training.launch import (
     batchnorm_notice,
@@ -314,11 +316,7 @@ class Run:
         self.planned = plan_run(
             args,
             args,
-            accelerator,
-            self._bare,
-            batches,
-            model,
-            loss_of,
+            StepOnDevice(accelerator, self._bare, batches, model, loss_of),
             task=lambda: self._task,
             show=show_choice,
             in_shards=self._in_shards,

@@ -9,8 +9,3 @@ NOTE [ decisions ]
   with the samples of the step.
 * AdamW and SGD are the fused ones: one kernel, no temporary copies, on CPUs too.
 """
-
-import logging
-
-# transformers imports peft, which imports bitsandbytes, which warns on some CPUs of a kernel for 4-bit layers alone.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

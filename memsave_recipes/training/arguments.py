@@ -3,22 +3,18 @@
 import os
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.sharding.groups import FULL, NONE
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
+from memsave_recipes.step.settings import AUTO, OptimizerSettings, StepSettings
 
 # Schedules that need no argument beyond the number of steps.
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
 
-AUTO = "auto"
-PER_MICRO_BATCH: Final = "micro_batch"
-PER_STEP: Final = "step"
-"""Other values of ``--reduce_gradients``."""
 MAX_INT = 2**31 - 1
 """The largest whole number that a flag takes; numpy's seeds and torch's sizes end not far above it."""
 VERIFY_WORDS = {"true": "stop", "yes": "stop", "on": "stop", "false": "off", "no": "off"}
@@ -69,7 +65,7 @@ class TrackerArguments:
 
 
 @dataclass(kw_only=True)
-class RunArguments(TrackerArguments):
+class RunArguments(TrackerArguments, StepSettings):
     """The folder, global batch, memory plan and length of a run."""
 
     output_dir: str = field(metadata={"help": "folder of everything that the run writes"})
@@ -224,28 +220,6 @@ class RunArguments(TrackerArguments):
         if str(self.activation_checkpointing).partition(":")[0] == "compiled":
             raise InputError("--batchnorm global cannot be compiled: take full, or budget")
 
-    @property
-    def joins_micro_batches(self) -> bool:
-        """Whether BatchNorm joins several micro-batches of a rank, so that the feature maps of all of them live."""
-        return self.batchnorm == "global" and isinstance(self.micro_batch_size, int)
-
-    @property
-    def in_lockstep(self) -> bool:
-        """Whether one forward takes all micro-batches of a rank, in lockstep, and not as one large batch."""
-        return self.batchnorm == "global" and self.bitwise_topology
-
-    @property
-    def is_cut_in_blocks(self) -> bool:
-        """Whether blocks cut a rank's share into micro-batches, and not the training loop."""
-        return self.joins_micro_batches and not self.bitwise_topology
-
-    def micro_batch_of_blocks(self, layout: BatchLayout) -> int | None:
-        """The samples that a block takes at once under ``--batchnorm global``; ``None`` if that is a rank's share."""
-        size = self.micro_batch_size
-        if self.batchnorm == "local" or not isinstance(size, int) or size >= layout.micro_batch_size:
-            return None
-        return size
-
     def _check_budget(self) -> None:
         """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""
         strategy, budget = self.activation_checkpointing, self.memory_budget_gib
@@ -296,55 +270,11 @@ class RunArguments(TrackerArguments):
         }
         self._refuse_beside_shards(reasons)
 
-    def check_reduction(self) -> None:
-        """``--reduce_gradients`` goes with shards, which the launch file may imply.
-
-        Raises:
-            InputError: it is named, and weights are whole.
-        """
-        if self.reduce_gradients != AUTO and not self.in_shards:
-            raise InputError(
-                f"--reduce_gradients {self.reduce_gradients}: weights are whole, so gradients are reduced once a step: "
-                "pass --shard full, or leave it out"
-            )
-
     def _refuse_beside_shards(self, reasons: dict[str, bool]) -> None:
         for reason, holds in reasons.items():
             if holds:
                 way_out = "" if ": " in reason else ": leave one of them out"
                 raise InputError(f"--shard {self.shard}: {reason}{way_out}")
-
-    @property
-    def in_shards(self) -> bool:
-        """Whether a rank holds a part of the weights."""
-        return self.shard not in (None, NONE)
-
-    @property
-    def reductions(self) -> tuple[bool, ...]:
-        """Whether gradients in shards are reduced once a step: both ways to compare, or the one to take."""
-        both = self.in_shards and self.searches and self.reduce_gradients == AUTO
-        return (False, True) if both else (self.reduce_gradients == PER_STEP,)
-
-    @property
-    def solves(self) -> bool:
-        """Whether a plan is to be found for a budget."""
-        return self.activation_checkpointing in BUDGET_WORDS
-
-    @property
-    def searches(self) -> bool:
-        """Whether a micro-batch or a plan is to be found for a budget."""
-        return self.micro_batch_size == AUTO or self.solves
-
-    def layout(self, num_processes: int) -> BatchLayout:
-        """How a global batch is computed; undivided with ``auto``, until a size is found, and if blocks cut it up.
-
-        Raises:
-            InputError: as ``BatchLayout``.
-        """
-        size = self.micro_batch_size if isinstance(self.micro_batch_size, int) and not self.is_cut_in_blocks else None
-        indexed = LockstepLayout if self.in_lockstep else IndexedLayout
-        kind = indexed if self.bitwise_topology else BatchLayout
-        return kind.of(self.global_batch_size, size, num_processes)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -396,7 +326,7 @@ class CheckpointArguments:
 
 
 @dataclass(kw_only=True)
-class OptimizerArguments:
+class OptimizerArguments(OptimizerSettings):
     """The optimizer, its schedule and clipping."""
 
     optimizer: Literal["adamw", "muon", "adafactor", "adamw_8bit", "sgd"] = field(
@@ -442,16 +372,6 @@ class OptimizerArguments:
             )
         require(0 <= self.momentum < 1, "--momentum", self.momentum, "in [0, 1)")
         require(self.warmup_steps >= 0, "--warmup_steps", self.warmup_steps, "at least 0")
-
-    @property
-    def update_rule(self) -> str:
-        """``optimizer``, or ``adamw_bf16`` for AdamW with stochastic rounding."""
-        return "adamw_bf16" if self.bf16_stochastic_round else self.optimizer
-
-    @property
-    def goes_in_shards(self) -> bool:
-        """Whether the optimizer steps weights in shards. Adafactor's means and its clipping are of whole tensors."""
-        return self.optimizer != "adafactor"
 
 
 @dataclass(kw_only=True)

@@ -45,10 +45,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.activations.lockstep import Lockstep, MicroBatched
+from memsave_recipes.activations.lockstep import Lockstep, MicroBatched, in_lockstep, micro_batched
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
-from memsave_recipes.reduction_tree import Subtrees, count_leaves, deal_subtrees
-from memsave_recipes.training.batch_layout import (
+from memsave_recipes.reduction_tree import Subtrees, count_leaves
+from memsave_recipes.step.batch_layout import (
+    Batch,
     BatchLayout,
     IndexedLayout,
     LockstepLayout,
@@ -58,8 +59,6 @@ from memsave_recipes.training.batch_layout import (
     seed_for,
 )
 from memsave_recipes.training.tree_sum import TreeSum
-
-Batch = dict[str, Tensor]
 
 
 class GlobalBatches:
@@ -338,19 +337,6 @@ class LockstepGlobalBatch(IndexedGlobalBatch):
     def _position(self, index: int) -> tuple[int | None, ...]:
         """The step's alone: the index of a micro-batch is part of rule 4 of NOTE [ lockstep ]."""
         return ()
-
-
-def in_lockstep(micro_batches: list[Batch], rank: int = 0, num_ranks: int = 1) -> Batch:
-    """As one, outside of steps; every rank has as many of the same sizes, and one subtree."""
-    power_of_two = 1 << (num_ranks - 1).bit_length()
-    count = len(micro_batches) * power_of_two
-    subtrees = deal_subtrees(count, power_of_two)[:num_ranks]
-    return micro_batched(micro_batches, Lockstep(subtrees, rank, count))
-
-
-def micro_batched(micro_batches: list[Batch], lockstep: Lockstep) -> Batch:
-    """Those of ``lockstep``, as one."""
-    return {key: MicroBatched.of([one[key] for one in micro_batches], lockstep) for key in micro_batches[0]}
 
 
 def make_loader(

@@ -12,9 +12,9 @@ from torch.utils.data.dataloader import default_collate
 
 from memsave_recipes.errors import packages_of
 from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.text import ProgressBar
-from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder
-from memsave_recipes.training.batching import Batch, make_loader
+from memsave_recipes.training.batching import make_loader
 from memsave_recipes.training.tree_sum import exact_sum
 
 with packages_of("vision,text", "accuracies"):

@@ -69,7 +69,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
 """The process group gives up, without naming a rank, this long after the limit at which missing ranks are named."""

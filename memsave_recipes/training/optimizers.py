@@ -1,8 +1,5 @@
 """The optimizer and the schedule that the flags name, and steps that must not change a weight: those not finite.
 
-State for each 32-bit parameter: AdamW 8 bytes, Muon 4 for its matrices, 8-bit AdamW 2, Adafactor a row and a column of
-each matrix, SGD 4 (0 without momentum).
-
 ``--optimizer_in_backward`` steps each parameter as soon as its gradient is there and frees the gradient, so that they
 never exist all at once. The idea is LOMO's (Lv et al. 2023, https://arxiv.org/abs/2306.09782), here for any optimizer
 that treats each parameter by itself. It rules out everything that needs all gradients first: clipping by the global
@@ -25,10 +22,9 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
    them infinite where the rate is large. So the weights themselves are looked at before they are saved.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from itertools import pairwise
-from math import ceil, isfinite
+from math import isfinite
 from typing import Any
 
 import torch
@@ -39,48 +35,38 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.sharding.tensors import is_sharded, local, whole
-from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
-from memsave_recipes.training.batching import GlobalBatch
-from memsave_recipes.training.tree_sum import exact_sum
-from memsave_recipes.training.update_rules import (
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.step.memory import decay_groups, parameters_by_optimizer, trained_parameters
+from memsave_recipes.step.settings import why_not_in_backward
+from memsave_recipes.step.update_rules import (
     BITSANDBYTES_BLOCK,
     MIN_8BIT_NUMEL,
     MuonWithAdamW,
     StochasticAdamW,
     has_8bit_state,
-    hidden_matrices,
-    part_numel,
-    slice_bytes,
 )
+from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.batching import GlobalBatch
+from memsave_recipes.training.tree_sum import exact_sum
 
-BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
-MUON_SCRATCH = 2**18  # of a thread of oneDNN, in the matrix products of an update
-TRANSPOSING = 2 * 60**2  # of torch, which copies a transposed matrix of bfloat16 tile by tile
-NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
-NUMBER_BYTES = 4
 BFLOAT16_STEP = 2**-9  # of a number: less is rounded away
 LOOKED_AT_ONCE = 2**20  # numbers of a weight
-NORM_CHUNK = 2**16
-"""Numbers of a gradient to whose norm a block of CUDA's kernel adds a partial sum (``kChunkSize``, ForeachReduceOp.cu,
-which makes as many sums for every gradient as the largest has)."""
 
 
 def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0) -> Optimizer:
     """The named optimizer over all parameters that train.
 
     AdamW (Loshchilov & Hutter 2017, https://arxiv.org/abs/1711.05101), the same with its state in 8 bits (Dettmers et
-    al. 2021, https://arxiv.org/abs/2110.02861; NOTE [ 8 bits in shards ] in ``eight_bit.py``), Muon (NOTE [ Muon ]),
-    Adafactor (Shazeer & Stern 2018, https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a
-    step, without the temporary copies of the unfused ones; of weights in shards SGD is not fused.
+    al. 2021, https://arxiv.org/abs/2110.02861; NOTE [ 8 bits in shards ]), Muon (NOTE [ Muon ]), Adafactor (Shazeer &
+    Stern 2018, https://arxiv.org/abs/1804.04235) or SGD. AdamW and SGD run as one fused kernel a step, without the
+    temporary copies of the unfused ones; of weights in shards SGD is not fused.
     ``bf16_stochastic_round``: NOTE [ stochastic rounding ], with ``seed``.
 
     Raises:
         InputError: ``adamw_8bit`` without bitsandbytes; or as ``parameters_by_optimizer``.
     """
-    parameters = decay_groups(optim, model, _trained(model))
+    parameters = decay_groups(optim, model, trained_parameters(model))
     lr, weight_decay = optim.learning_rate, optim.weight_decay
     optimizer: Optimizer
     match optim.update_rule:
@@ -107,55 +93,6 @@ def make_optimizer(optim: OptimizerArguments, model: nn.Module, *, seed: int = 0
     return optimizer
 
 
-def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The parameters of ``model`` that train, by the name of what steps them: beside Muon that is AdamW.
-
-    Raises:
-        InputError: ``muon`` for a model that trains no matrix of a hidden layer.
-    """
-    trained = _trained(model)
-    if optimizer != "muon":
-        return {optimizer: trained}
-    matrices = hidden_matrices(model)
-    if not matrices:
-        raise InputError(
-            "--optimizer muon is for matrices of hidden linear layers, and this model trains none: take adamw"
-        )
-    known = set(matrices)
-    return {"muon": matrices, "adamw": [parameter for parameter in trained if parameter not in known]}
-
-
-def decay_groups(optim: OptimizerArguments, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    """``parameters`` in groups for an optimizer: those that decay, then those that do not.
-
-    Norms and biases do not decay, by the rule of transformers' ``Trainer``, and no vector does, as in nanoGPT. With
-    ``--decay_all``, or without weight decay, there is one group.
-    """
-    if optim.decay_all or not optim.weight_decay:
-        return [{"params": parameters}]
-    from transformers import Trainer  # slow to import
-
-    no_trainer: Any = None  # of which the rule uses nothing
-    names = set(Trainer.get_decay_parameter_names(no_trainer, model))
-    decayed = {one for name, one in model.named_parameters() if name in names and one.ndim > 1}
-    groups: list[dict[str, Any]] = [
-        {"params": [one for one in parameters if one in decayed]},
-        {"params": [one for one in parameters if one not in decayed], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]] or groups[:1]
-
-
-def in_order_of_steps(optim: OptimizerArguments, model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """``parameters_by_optimizer``, each list in the order in which its optimizer steps."""
-    shares = parameters_by_optimizer(optim.update_rule, model)
-    groups = {name: decay_groups(optim, model, share) for name, share in shares.items()}
-    return {name: [one for group in of_one for one in group["params"]] for name, of_one in groups.items()}
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Give every gradient that has no momentum yet one of -0.0, to which the step adds the gradient bit for bit.
 
@@ -172,14 +109,14 @@ def _begin_momentum(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _adamw_8bit(parameters: list[dict[str, Any]], lr: float, weight_decay: float) -> Optimizer:
     if find_spec("bitsandbytes") is None:
         raise InputError("--optimizer adamw_8bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
-    from memsave_recipes.training.eight_bit import AdamW8bitInParts  # optional, and slow to import
+    from memsave_recipes.step.eight_bit import AdamW8bitInParts  # optional, and slow to import
 
     return AdamW8bitInParts(parameters, lr=lr, weight_decay=weight_decay)
 
 
 def describe_state_in_shards(optim: OptimizerArguments, model: nn.Module) -> str | None:
     """A line on weights whose state ``adamw_8bit`` does not keep in 8 bits because of how they are cut up."""
-    large = [parameter for parameter in _trained(model) if parameter.numel() >= MIN_8BIT_NUMEL]
+    large = [parameter for parameter in trained_parameters(model) if parameter.numel() >= MIN_8BIT_NUMEL]
     in_32_bits = [parameter for parameter in large if not has_8bit_state(parameter)]
     if optim.optimizer != "adamw_8bit" or not in_32_bits:
         return None
@@ -195,7 +132,7 @@ def describe_lost_updates(optim: OptimizerArguments, model: nn.Module) -> str | 
     An update of AdamW is about as large as the rate, and one below a 512th of a weight is lost: NOTE [ stochastic
     rounding ].
     """
-    weights = [local(one).detach() for one in _trained(model) if one.dtype == torch.bfloat16]
+    weights = [local(one).detach() for one in trained_parameters(model) if one.dtype == torch.bfloat16]
     if optim.update_rule != "adamw" or not weights:
         return None
     parts = [part for weight in weights for part in weight.reshape(-1).split(LOOKED_AT_ONCE)]
@@ -235,21 +172,10 @@ def check_in_backward(
         InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16, steps left out or
             ``--bitwise_topology``.
     """
-    if not optim.optimizer_in_backward:
-        return
-    reasons = {
-        "--bitwise_topology adds up all gradients of the global batch first: leave one of them out": isinstance(
-            layout, IndexedLayout
-        ),
-        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
-        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
-        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
-        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": optim.max_grad_norm > 0,
-        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
-        "a gradient that is not finite has been used before it is known: drop --skip_nonfinite": skip_nonfinite > 0,
-    }
-    for reason, holds in reasons.items():
-        if holds:
+    if optim.optimizer_in_backward:
+        clips = optim.max_grad_norm > 0
+        reason = why_not_in_backward(layout, mixed_precision, clips=clips, skip_nonfinite=skip_nonfinite)
+        if reason is not None:
             raise InputError(f"--optimizer_in_backward steps on each gradient as it is made, but {reason}")
 
 
@@ -276,116 +202,6 @@ class _StepOne:
         finally:
             self._optimizer.param_groups = groups
         parameter.grad = None
-
-
-def state_bytes(
-    optimizer: str,
-    parameters: Iterable[Tensor],
-    *,
-    momentum: float = 0.0,
-    num_ranks: int | None = None,
-    on_cpu: bool = True,
-) -> int:
-    """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer.
-
-    Args:
-        num_ranks: that are to hold whole ``parameters`` in shards; then it is the state of the first rank.
-        on_cpu: else as an accelerator's allocator counts them.
-    """
-    if optimizer == "sgd" and not momentum:
-        return 0
-    sizes = (size for parameter in parameters for size in _state_of_one(optimizer, parameter, num_ranks))
-    return allocated_bytes(sizes, on_cpu=on_cpu)
-
-
-def _state_of_one(optimizer: str, parameter: Tensor, num_ranks: int | None) -> list[int]:
-    """Of each tensor."""
-    numel, size = parameter.numel() if num_ranks is None else part_numel(parameter, num_ranks), parameter.element_size()
-    if optimizer == "adamw_8bit":
-        in_8_bits = has_8bit_state(parameter, num_ranks)
-        return 2 * [numel, 4 * ceil(numel / BITSANDBYTES_BLOCK)] if in_8_bits else 2 * [4 * numel]
-    if optimizer == "adafactor" and parameter.ndim > 1:
-        return [size * (numel // length) for length in parameter.shape[-2:]]
-    return {"adamw": 2, "adamw_bf16": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * [numel * size]
-
-
-def counters_bytes(optimizer: str, num_parameters: int, *, on_cpu: bool) -> int:
-    """Besides ``state_bytes``: counters of steps, and the values that 8-bit state stands for.
-
-    The fused AdamW counts on the device, Adafactor always on the host.
-    """
-    if optimizer == "adamw_8bit":
-        return BITSANDBYTES_CODES
-    counted = ("adamw", "adafactor") if on_cpu else ("adamw",)
-    return allocated_bytes([NUMBER_BYTES] * num_parameters, on_cpu=on_cpu) if optimizer in counted else 0
-
-
-def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, num_ranks: int = 1) -> int:
-    """The most bytes that the optimizer's update takes besides its state, on the first rank of ``num_ranks`` in shards.
-
-    The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
-    before is still there. 8-bit AdamW takes five copies of a parameter on a CPU, and is one kernel on an accelerator.
-    Muon goes by parameter, AdamW with stochastic rounding by slice.
-    """
-    trained, numbers_bytes = list(parameters), allocated_bytes([NUMBER_BYTES] * NUMBERS, on_cpu=on_cpu)
-    if optimizer == "muon":
-        sizes = (_muon_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
-        return numbers_bytes + max(sizes, default=0)
-    if optimizer == "adamw_bf16":
-        sizes = (slice_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
-        return numbers_bytes + max(sizes, default=0)
-    if optimizer == "adamw_8bit" and on_cpu:
-        return numbers_bytes + 5 * 4 * max((part_numel(parameter, num_ranks) for parameter in trained), default=0)
-    if optimizer != "adafactor":
-        return numbers_bytes
-    changes = [0, *(parameter.nbytes for parameter in trained)]
-    means = [_means_bytes(parameter) for parameter in trained]
-    vectors = [parameter.nbytes for parameter in trained if parameter.ndim < 2]
-    matrices = [before + change + mean for (before, change), mean in zip(pairwise(changes), means, strict=True)]
-    return numbers_bytes + max(matrices, default=0) + max(vectors, default=0)
-
-
-def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
-    """The update, and in bfloat16 two iterates of its Newton-Schulz and two square matrices.
-
-    On a CPU also what oneDNN takes where it multiplies bfloat16: at most a float32 copy of an iterate. torch itself
-    does where there is neither AVX-512 nor its like, and takes ``TRANSPOSING``. Of shards the update is collected in
-    bfloat16; before, that of the next matrix is made beside it, and cast twice.
-    """
-    if num_ranks > 1:
-        collected = torch.empty(matrix.shape, dtype=torch.bfloat16, device="meta")
-        numel = part_numel(matrix, num_ranks)
-        cast = collected.nbytes + numel * (matrix.element_size() + 2 * collected.element_size())
-        return max(cast, _muon_bytes(collected, on_cpu=on_cpu))
-    iterate, square = 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
-    scratch = 0
-    if on_cpu:
-        of_onednn = 2 * iterate + MUON_SCRATCH * torch.get_num_threads()
-        scratch = of_onednn if onednn_multiplies_bfloat16() else TRANSPOSING
-    return matrix.nbytes + 2 * iterate + 2 * square + scratch
-
-
-def onednn_multiplies_bfloat16() -> bool:
-    """Whether torch leaves products of bfloat16 on this CPU to oneDNN; ``ONEDNN_MAX_CPU_ISA`` counts."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _means_bytes(parameter: Tensor) -> int:
-    """Adafactor's means over rows, over columns and over both, of the matrices of a parameter."""
-    if parameter.ndim < 2:
-        return 0
-    rows, columns = parameter.shape[-2:]
-    numel = parameter.numel()
-    return parameter.element_size() * (numel // rows + numel // columns + numel // (rows * columns))
-
-
-def clipping_bytes(parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
-    """The norm of every gradient, and all of them once more in one tensor; on an accelerator also partial sums."""
-    trained = list(parameters)
-    norms = [parameter.element_size() for parameter in trained]
-    sums = 0 if on_cpu else len(trained) * ceil(max((one.numel() for one in trained), default=0) / NORM_CHUNK)
-    sizes = [*norms, sum(norms), NUMBER_BYTES * sums, *[NUMBER_BYTES] * NUMBERS]
-    return allocated_bytes(sizes, on_cpu=on_cpu)
 
 
 MAX_NAMED_SAMPLES = 32

@@ -10,7 +10,6 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import Field, asdict, fields
 from difflib import get_close_matches
-from inspect import get_annotations
 from typing import Any, NoReturn, get_type_hints
 
 import yaml
@@ -138,7 +137,9 @@ class _RecipeParser(HfArgumentParser):
         hints = get_type_hints(dtype)
         for field in fields(dtype):
             field.type = hints[field.name]
-            owner = next(part for part in reversed(dtype.__mro__) if field.name in get_annotations(part))
+            owner = next(
+                part for part in reversed(dtype.__mro__) if field.name in vars(part).get("__dataclass_fields__", ())
+            )
             if owner not in groups:
                 groups[owner] = self.add_argument_group(str(owner.__doc__).partition("\n")[0].rstrip("."))
             self._parse_dataclass_field(groups[owner], field)

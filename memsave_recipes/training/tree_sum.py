@@ -23,28 +23,27 @@ NOTE [ the tree of sums ]
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
-from math import ceil, fsum, isfinite
+from itertools import chain, pairwise
+from math import fsum, isfinite
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket, _compute_bucket_assignment_by_size
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from memsave_recipes.reduction_tree import Subtrees, count_leaves, join, largest_share
-from memsave_recipes.text import MIB, format_bytes
-from memsave_recipes.training.batch_layout import IndexedLayout
+from memsave_recipes.step.batch_layout import IndexedLayout
+from memsave_recipes.step.memory import most_subtrees
+from memsave_recipes.text import format_bytes
 
 Gradients = dict[Tensor, Tensor]
 """By parameter; one without a gradient is missing."""
 PADDING = range(0)
 """The node of a backward whose gradients do not count."""
-BUCKET_LIMITS = [1 * MIB, 25 * MIB]
-"""Bytes at which DDP, as Accelerate makes it, closes its first bucket and the others."""
 
 
 def exact_sum(values: Iterable[float]) -> float:
@@ -283,56 +282,6 @@ class _Exchange:
         """How many elements of a bucket each rank adds up."""
         ends = [len(buffer) * rank // len(self.subtrees) for rank in range(len(self.subtrees) + 1)]
         return [stop - start for start, stop in pairwise(ends)]
-
-
-def most_sums(layout: IndexedLayout) -> tuple[int, bool]:
-    """Sums of earlier micro-batches that a rank holds beside the gradient of the next one, in a full step.
-
-    Returns:
-        The most of them; and whether no rank has as many beside another gradient than the one that DDP's buckets take.
-    """
-    of_ranks = []
-    for indices in layout.indices(layout.global_batch_size):
-        sums: dict[range, None] = {}
-        held = []
-        for index in indices:
-            held.append(len(sums))
-            if index is not None:
-                join(sums, range(index, index + 1), None, layout.num_micro_batches, lambda left, right: None)
-        of_ranks.append((max(held), max(held) in held[:-1]))
-    most, beside_others = max(of_ranks)
-    return most, not beside_others
-
-
-def most_subtrees(layout: IndexedLayout) -> int:
-    """Of a rank in a full step."""
-    return max(map(len, layout.subtrees(layout.global_batch_size)))
-
-
-def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout, num_sums: int) -> tuple[int, int]:
-    """The most that buckets under way between the ranks take besides DDP's own buffers: in a backward, and after it.
-
-    A rank receives its slice of all subtrees. What it sends is in new memory, but for what is in the bucket itself; on
-    ranks with padding that is nothing. The sums that it is made from are given back, bucket by bucket. The last bucket
-    is ready when the backward has ended: no sum is then anywhere else, and of the gradients that it was filled with
-    only the last one is still there, at most the largest.
-
-    Args:
-        num_sums: that the ranks hold, at most, beside the last gradient.
-    """
-    if layout.num_processes == 1 or not parameters:
-        return 0, 0
-    indices, _ = _compute_bucket_assignment_by_size(list(reversed(parameters)), BUCKET_LIMITS)
-    sizes = [sum(parameters[-1 - index].nbytes for index in bucket) for bucket in indices]
-    subtrees = layout.subtrees(layout.global_batch_size)
-    received = sum(map(len, subtrees)) / layout.num_processes
-    sent = max(len(own) - (sum(map(len, own)) >= layout.forwards_per_step) for own in subtrees)
-    *earlier, (before_last, last) = pairwise([0, *sizes])
-    in_backward = 0.0
-    for (before, size), given_back in zip(earlier, accumulate(sizes), strict=False):
-        in_backward = max(in_backward, before + (received + sent) * size - num_sums * given_back)
-    after_it = before_last + (received + sent) * last + max(parameters[-1 - index].nbytes for index in indices[-1])
-    return ceil(in_backward), ceil(after_it)
 
 
 def describe_cost(model: nn.Module, layout: IndexedLayout) -> str:

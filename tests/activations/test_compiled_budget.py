@@ -20,16 +20,18 @@ from transformers import (
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner import StaticMemory, make_plan, run_plan, trial_step
+from memsave_recipes.planner import StaticMemory, make_plan
 from memsave_recipes.planner.budget import forecast, least_memory, plans_to_measure
 from memsave_recipes.plans import Action
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.simulate import keep_all, simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.run import run_plan, step_on_device
+from memsave_recipes.run.step_on_device import StepOnDevice
+from memsave_recipes.step.batch_layout import SampleOrder
 from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 
 NO_STATE = StaticMemory()
@@ -178,7 +180,7 @@ def plan_run_on(monkeypatch, kernels_can_be_compiled):
     """``plan_run`` for such layers, in micro-batches of 4; returns its plan, layout and words."""
 
     def plan(stated):
-        monkeypatch.setattr(trial_step, "measure_in_groups", stated.measure)
+        monkeypatch.setattr(step_on_device, "measure_in_groups", stated.measure)
         monkeypatch.setattr(run_plan, "run_trial_step", lambda candidate, *_: stated.step(candidate.forecast))
         accelerator, model, said, shown = Accelerator(cpu=True), Layers(), [], []
         monkeypatch.setattr(accelerator, "print", said.append)
@@ -200,11 +202,7 @@ def plan_run_on(monkeypatch, kernels_can_be_compiled):
         found = run_plan.plan_run(
             run,
             OptimizerArguments(optimizer="sgd"),
-            accelerator,
-            model,
-            batches,
-            model,
-            lambda batch: model(batch["inputs"]).sum(),
+            StepOnDevice(accelerator, model, batches, model, lambda batch: model(batch["inputs"]).sum()),
             task=None,
             show=shown.append,
         )

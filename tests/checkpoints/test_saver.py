@@ -13,7 +13,7 @@ from memsave_recipes import distributed
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal, StopSignals, TrainState
 from memsave_recipes.distributed import RankPoll
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import NotFinite
 

@@ -15,9 +15,9 @@ from memsave_recipes.checkpoints import TrainState
 from memsave_recipes.checkpoints.commit import commit, verify_manifest
 from memsave_recipes.checkpoints.state import read_record
 from memsave_recipes.errors import InputError
+from memsave_recipes.step.update_rules import MuonWithAdamW
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import step_in_backward
-from memsave_recipes.training.update_rules import MuonWithAdamW
 
 OPTIMIZERS = {
     "adamw": lambda parameters: AdamW(parameters, lr=0.01, fused=True),

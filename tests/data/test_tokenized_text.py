@@ -26,7 +26,7 @@ from memsave_recipes.data.text.tokenizers import (
     tokenize,
 )
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.batch_layout import SampleKey
+from memsave_recipes.step.batch_layout import SampleKey
 
 TEXTS = ["one", "one two three", "one two three four five six seven eight nine ten", ""]
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
-from memsave_recipes.activations.lockstep import parts_of
+from memsave_recipes.activations.lockstep import in_lockstep, parts_of
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.convnets import build_densenet, build_vgg
@@ -18,9 +18,8 @@ from memsave_recipes.plans import Action
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
-from memsave_recipes.training.batching import in_lockstep
 
 CPU = torch.device("cpu")
 SIZES = (4, 4, 4, 2)

@@ -16,8 +16,8 @@ from memsave_recipes.planner.budget import Forecast, static_memory_of
 from memsave_recipes.plans import plan_for
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import clip_gradients, make_optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

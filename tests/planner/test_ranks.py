@@ -1,7 +1,5 @@
 """Ranks that plan together: what one meets, all do."""
 
-import torch
-
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.make_plan import Ranks
 
@@ -11,7 +9,7 @@ def outcomes_together(accelerator):
 
 
 def outcomes_of(ranks):
-    errors = [torch.OutOfMemoryError("CUDA out of memory"), InputError("budget_gib 1 is too small"), KeyError("a")]
+    errors = [RuntimeError("CUDA error: out of memory"), InputError("budget_gib 1 is too small"), KeyError("a")]
     return [ranks.of_first(lambda: ranks.rank), ranks.largest(10 * ranks.rank), *(told(ranks, one) for one in errors)]
 
 

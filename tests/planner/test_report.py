@@ -10,8 +10,8 @@ from memsave_recipes.planner.task import points_of
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.render.choice import BAR_COLUMNS, bar, best_rows, grouped_parts, show_choice
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import MIB
-from memsave_recipes.training.batch_layout import BatchLayout
 
 BATCH = 32
 WEIGHTS, STATE, CONTEXT = 3 * MIB, 6 * MIB, 5 * MIB

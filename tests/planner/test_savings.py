@@ -5,9 +5,10 @@ import torch
 from torch import nn
 
 from memsave_recipes.planner.savings import SAME_CURVE, Setup, savings_of
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.step.memory import state_bytes
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
-from memsave_recipes.training.optimizers import make_optimizer, state_bytes
+from memsave_recipes.training.optimizers import make_optimizer
 from tests.decoders import causal_model, layers_of
 
 WEIGHT = 64 * 128  # numbers

@@ -32,9 +32,9 @@ from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.render.choice import fits_text, rival_lines, summarize
+from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.memory import state_bytes
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.optimizers import state_bytes
 from tests.decoders import CopiesAtOnce, causal_model
 
 MODEL = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))

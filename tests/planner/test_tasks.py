@@ -12,9 +12,9 @@ from accelerate.state import AcceleratorState
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.planner.run_plan import predicted_host_memory
 from memsave_recipes.planner.task import Launch, choose_for_target, fake_planned_model, fake_workload, read_task
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
+from memsave_recipes.run.run_plan import predicted_host_memory
 from memsave_recipes.text import GIB
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -86,7 +86,7 @@ def test_the_host_memory_of_offload_is_told_before_training(monkeypatch, strateg
     flags = ["--model_type", "gpt2", "--config_overrides", sizes, "--block_size", "256", "--vocab_size", "512"]
     flags += ["--global_batch_size", "4", "--activation_checkpointing", strategy]
     given = (lambda: read_task(RECIPES / "language_modeling.py", flags)), (lambda: Launch(target=find_target("a100")))
-    module = "memsave_recipes.planner.run_plan.usable_host_bytes"
+    module = "memsave_recipes.run.run_plan.usable_host_bytes"
     monkeypatch.setattr(module, lambda device: GIB)
     state = torch.get_rng_state()
     told = predicted_host_memory(*given)

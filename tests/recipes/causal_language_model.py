@@ -17,9 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.run.folder import save_model
 from memsave_recipes.run.trackers import finish_trackers
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleKey, SampleOrder
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatches
+from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from memsave_recipes.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import plan_for
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.training.arguments import RecipeArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout
 
 RECIPE = "image_classification"
 BITS = ["--bitwise_topology", "--micro_batch_size"]

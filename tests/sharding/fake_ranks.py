@@ -37,8 +37,8 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.sharding import ShardGroups, shard
 from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.sharding.units import modules_outside_blocks, sharded_units
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.training.arguments import DTYPES, OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import make_optimizer
 
 VOCABULARY = 1003  # rows that no number of ranks but 1 divides

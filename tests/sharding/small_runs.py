@@ -26,8 +26,8 @@ from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.models.packed_attention import set_packed_attention
 from memsave_recipes.sharding import ShardGroups, shard, whole
 from memsave_recipes.sharding.shards import reduce_once_a_step
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import (
     NonFiniteGuard,

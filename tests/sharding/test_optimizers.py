@@ -11,9 +11,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from memsave_recipes.sharding import ShardGroups, whole
 from memsave_recipes.sharding.tensors import num_parts
+from memsave_recipes.step.update_rules import has_8bit_state
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import describe_state_in_shards, make_optimizer
-from memsave_recipes.training.update_rules import has_8bit_state
 
 STEPS, SAVED = 5, 3
 OPTIONS = {"learning_rate": 1e-2, "weight_decay": 0.1}

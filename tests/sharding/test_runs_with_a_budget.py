@@ -17,16 +17,17 @@ from memsave_recipes.cli import main
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.causal_lm import CausalLMLoss
-from memsave_recipes.planner import run_plan
-from memsave_recipes.planner.run_plan import choose_in_shards, plan_run
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
 from memsave_recipes.render.choice import show_choice
+from memsave_recipes.run import run_plan
+from memsave_recipes.run.run_plan import choose_in_shards, plan_run
+from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.sharding import ShardGroups, shard
 from memsave_recipes.sharding.units import units_of
+from memsave_recipes.step.batch_layout import SampleOrder
 from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 
 CONFIG = "cpu_fsdp2.yaml"
@@ -109,7 +110,7 @@ def test_a_run_finds_a_plan_that_fits(within_a_budget, needed):
 NO_MEMORY_ON_RANK_1 = """
 import os, sys
 import torch
-from memsave_recipes.planner.trial_step import StepOnDevice
+from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.run.failures import run_recipe
 sys.path.insert(0, {recipes!r})
 import language_modeling as recipe
@@ -266,7 +267,8 @@ def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, once=0.0, once
             seed=0,
         )
         found = plan_run(
-            *(task.run, task.optim, accelerator, model, batches, trained, partial(loss_of, trained)),
+            *(task.run, task.optim),
+            StepOnDevice(accelerator, model, batches, trained, partial(loss_of, trained)),
             task=lambda: task,
             show=show_choice,
             in_shards=chosen,

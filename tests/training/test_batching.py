@@ -24,9 +24,9 @@ from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.losses import IGNORED_LABEL
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleKey, SampleOrder
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder
-from memsave_recipes.training.batching import Batch, GlobalBatch, GlobalBatches
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluation_batches, gather_counted
 from memsave_recipes.training.launch import batchnorm_notice
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler

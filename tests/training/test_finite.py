@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.step.update_rules import MuonWithAdamW
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import NonFiniteGuard, NotFinite, StepLosses
-from memsave_recipes.training.update_rules import MuonWithAdamW
 
 BAD_STEPS = (1, 3)
 OPTIMIZERS = {

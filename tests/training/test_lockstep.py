@@ -23,12 +23,13 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import build_densenet, build_vgg
 from memsave_recipes.planner.budget import static_memory_of
-from memsave_recipes.planner.run_plan import RunPlan, plan_run
 from memsave_recipes.profiling.breakdown import break_down_peak
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
+from memsave_recipes.run.run_plan import RunPlan, plan_run
+from memsave_recipes.run.step_on_device import StepOnDevice
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout, SampleOrder
 from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, LockstepLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch import check_share_of_every_rank
 from memsave_recipes.training.optimizers import StepLosses, clip_gradients, make_optimizer
@@ -127,7 +128,8 @@ def planned(
         memory_budget_gib=run.budget_bytes / GIB if run.budget_bytes else None,
     )
     task, show = lambda: pytest.fail("nothing fits"), lambda choice: None
-    return plan_run(flags, optim, accelerator, bare, batches, model, partial(loss_of, model, run), task, show)
+    step = StepOnDevice(accelerator, bare, batches, model, partial(loss_of, model, run))
+    return plan_run(flags, optim, step, task, show)
 
 
 def train(accelerator: Accelerator, run: Run) -> Outcome:

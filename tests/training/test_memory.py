@@ -9,7 +9,6 @@ from torch import nn
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL
-from memsave_recipes.planner.run_plan import RunPlan
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling import throughput
 from memsave_recipes.run import first_steps
@@ -17,8 +16,9 @@ from memsave_recipes.run.failures import RunSettings
 from memsave_recipes.run.first_steps import largest_in_gib
 from memsave_recipes.run.folder import begin_run
 from memsave_recipes.run.report import RunReport
+from memsave_recipes.run.run_plan import RunPlan
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.text import GIB
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import gather_figures
 

@@ -11,19 +11,17 @@ from torch.optim import SGD
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.memory import clipping_bytes, counters_bytes, update_bytes
+from memsave_recipes.step.memory import state_bytes as known_state_bytes
 from memsave_recipes.training.arguments import OptimizerArguments, Schedule
-from memsave_recipes.training.batch_layout import BatchLayout
 from memsave_recipes.training.optimizers import (
     check_in_backward,
     clip_gradients,
-    clipping_bytes,
-    counters_bytes,
     describe_lost_updates,
     make_optimizer,
     make_scheduler,
-    update_bytes,
 )
-from memsave_recipes.training.optimizers import state_bytes as known_state_bytes
 
 
 def build():

@@ -16,7 +16,7 @@ from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.run import failures
 from memsave_recipes.run.failures import OUT_OF_MEMORY, RunSettings, run_recipe
 from memsave_recipes.run.report import RunReport
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 
 WIDTH, ROWS, LAYERS, MIB = 256, 1024, 4, 2**20  # a layer gives 1 MiB and has a weight of 256 KiB

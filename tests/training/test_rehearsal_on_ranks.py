@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner import run_plan, trial_step
 from memsave_recipes.planner.budget import WORKSPACES
-from memsave_recipes.planner.run_plan import plan_run
 from memsave_recipes.planner.search import Candidate, SearchSpace
 from memsave_recipes.planner.task import Task
-from memsave_recipes.planner.trial_step import out_of_memory_together
 from memsave_recipes.render.choice import show_choice
+from memsave_recipes.run import run_plan, step_on_device
+from memsave_recipes.run.run_plan import plan_run
+from memsave_recipes.run.step_on_device import StepOnDevice
+from memsave_recipes.step.batch_layout import SampleOrder
 from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import make_optimizer
 
@@ -81,29 +81,6 @@ def build_model():
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
 
 
-def fail_on_the_last_rank(error, accelerator):
-    try:
-        with out_of_memory_together(accelerator):
-            if accelerator.process_index == accelerator.num_processes - 1:
-                raise error
-    except Exception as caught:
-        return type(caught).__name__
-    return None
-
-
-@pytest.mark.parametrize(
-    ("error", "ends"),
-    [
-        (KeyError("row"), ["RuntimeError", "KeyError"]),
-        (InputError("take another plan"), ["InputError"] * 2),
-        (RuntimeError("CUDA error: out of memory"), ["OutOfMemoryError"] * 2),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_no_rank_waits_for_one_that_failed(run_on_ranks, error, ends):
-    assert run_on_ranks(partial(fail_on_the_last_rank, error), 2) == ends
-
-
 def no_memory_to_measure(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
@@ -156,17 +133,17 @@ def planned(
     if lying:
         SearchSpace.candidates = lambda *args: list(understated(*args))
     if not measures and accelerator.process_index == accelerator.num_processes - 1:
-        trial_step.measure_in_groups = no_memory_to_measure
+        step_on_device.measure_in_groups = no_memory_to_measure
     if measuring_limit:
-        measured = trial_step.measure_in_groups
-        trial_step.measure_in_groups = lambda workload, *args, **kwargs: measured(
+        measured = step_on_device.measure_in_groups
+        step_on_device.measure_in_groups = lambda workload, *args, **kwargs: measured(
             replace(workload, forward=within(measuring_limit, workload.forward)), *args, **kwargs
         )
     if workspaces is not None:
         of_this_rank = workspaces[accelerator.process_index]
-        trial_step.workspaces_of_device = lambda device, known_bytes: {WORKSPACES: of_this_rank}
+        step_on_device.workspaces_of_device = lambda device, known_bytes: {WORKSPACES: of_this_rank}
     emptied = []
-    trial_step.empty_cache = run_plan.empty_cache = lambda device: emptied.append(len(said))
+    step_on_device.empty_cache = run_plan.empty_cache = lambda device: emptied.append(len(said))
     if hard_limit:
         tried_out = run_plan.run_trial_step
 
@@ -191,7 +168,8 @@ def planned(
 
     loss_of = partial(summed_loss, trained)
     try:
-        found = plan_run(run, optim, accelerator, model, batches, trained, loss_of, task=task, show=show_choice)
+        step = StepOnDevice(accelerator, model, batches, trained, loss_of)
+        found = plan_run(run, optim, step, task=task, show=show_choice)
     except InputError as refused:
         return {"refused": refused.one_line, "said": said}
     losses = []

@@ -9,7 +9,7 @@ from torch import nn
 
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.run.report import RunReport
-from memsave_recipes.training.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 
 NUM_SAMPLES, GLOBAL_BATCH_SIZE, WIDTH, MIB = 16, 6, 4, 2**20

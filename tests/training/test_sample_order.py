@@ -3,7 +3,7 @@
 import pytest
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder, seed_for
+from memsave_recipes.step.batch_layout import BatchLayout, MicroBatchSampler, SampleOrder, seed_for
 
 
 def layout(global_batch_size, micro_batch_size, num_processes):

@@ -25,13 +25,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from memsave_recipes.errors import InputError
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.reduction_tree import MAX_SUBTREES, deal_subtrees, halves, join, largest_share, parent
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.step.memory import most_sums
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.evaluation import evaluate_classifier, evaluation_batches
 from memsave_recipes.training.launch import check_no_batchnorm
 from memsave_recipes.training.optimizers import NonFiniteGuard, StepLosses, clip_gradients, make_optimizer
-from memsave_recipes.training.tree_sum import TreeSum, exact_sum, most_sums
+from memsave_recipes.training.tree_sum import TreeSum, exact_sum
 
 GLOBAL_BATCH_SIZE, NUM_STEPS = 24, 7
 VOCABULARY, LENGTH = 32, 12

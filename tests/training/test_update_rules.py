@@ -22,20 +22,19 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.planner.budget import static_memory_of
 from memsave_recipes.profiling.trace_events import DeviceInstruments
-from memsave_recipes.training.arguments import OptimizerArguments, RecipeArguments
-from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.optimizers import (
+from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.memory import (
     NUMBER_BYTES,
     NUMBERS,
     TRANSPOSING,
     decay_groups,
-    make_optimizer,
-    make_scheduler,
     onednn_multiplies_bfloat16,
     parameters_by_optimizer,
     update_bytes,
 )
-from memsave_recipes.training.update_rules import StochasticAdamW, round_stochastically_
+from memsave_recipes.step.update_rules import StochasticAdamW, round_stochastically_
+from memsave_recipes.training.arguments import OptimizerArguments, RecipeArguments
+from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 MUON = OptimizerArguments(optimizer="muon", learning_rate=1e-3, weight_decay=0.1)

@@ -11,8 +11,8 @@ from trials import run as trial
 from memsave_recipes.checkpoints import commit, saver, state
 from memsave_recipes.checkpoints import resume as resume_module
 from memsave_recipes.distributed import RankPoll
+from memsave_recipes.step.batch_layout import MicroBatchSampler
 from memsave_recipes.training import batching
-from memsave_recipes.training.batch_layout import MicroBatchSampler
 from memsave_recipes.training.batching import GlobalBatch
 
 

@@ -25,7 +25,7 @@ from transformers import get_scheduler
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.checkpoints import Checkpoints, StopSignals, TrainState
 from memsave_recipes.sharding import ShardGroups, shard, whole
-from memsave_recipes.training.batch_layout import BatchLayout, SampleKey, SampleOrder, seed_for
+from memsave_recipes.step.batch_layout import BatchLayout, SampleKey, SampleOrder, seed_for
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 
 NUM_SAMPLES, NUM_STEPS, SEED = 28, 12, 3

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
 
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
@@ -45,21 +44,15 @@ from memsave_recipes.planner.search import (
     search,
 )
 from memsave_recipes.planner.task import Launch, Task, choose_for_target, fake_planned_model
-from memsave_recipes.planner.trial_step import (
-    MAX_TRIALS,
-    StepOnDevice,
-    run_trial_step,
-    run_trial_step_in_shards,
-    with_smaller_ratio,
-)
+from memsave_recipes.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.profiling.memory import empty_cache
+from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step, run_trial_step_in_shards
+from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerSettings, StepSettings
 from memsave_recipes.text import GIB, ProgressBar, format_bytes, gib_that_suffice, to_gib
-from memsave_recipes.training.arguments import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerArguments, RunArguments
-from memsave_recipes.training.batch_layout import BatchLayout
-from memsave_recipes.training.batching import Batch, GlobalBatches
 
 
 @dataclass(frozen=True)
@@ -75,25 +68,18 @@ class RunPlan:
 
 
 def plan_run(
-    run: RunArguments,
-    optim: OptimizerArguments,
-    accelerator: Accelerator,
-    model: nn.Module,
-    batches: GlobalBatches,
-    prepared: nn.Module,
-    loss_of: Callable[[Batch], Tensor],
+    run: StepSettings,
+    optim: OptimizerSettings,
+    step: StepOnDevice,
     task: Callable[[], Task],
     show: Callable[[Choice], None],
     in_shards: Candidate | None = None,
 ) -> RunPlan:
     """The plan that the flags ask for; one for a budget is shown, and run in a trial step.
 
-    Sets ``batches.layout`` where the micro-batch size is left to the planner, or turns out to be too large.
+    Sets ``step.batches.layout`` where the micro-batch size is left to the planner, or turns out to be too large.
 
     Args:
-        model: the module with the blocks, inside ``prepared``.
-        prepared: the module that ``accelerator.prepare`` returned.
-        loss_of: a forward of ``prepared`` on a micro-batch, as in training.
         task: the recipe's task under this run's flags.
         show: prints a choice; called on the first rank.
         in_shards: what ``choose_in_shards`` has found, in whose units the weights have been cut up since.
@@ -101,7 +87,7 @@ def plan_run(
     Raises:
         InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
     """
-    step = StepOnDevice(accelerator, model, batches, prepared, loss_of)
+    accelerator, model, batches = step.accelerator, step.model, step.batches
     if not run.searches:
         if run.activation_checkpointing and offloads(run.activation_checkpointing) and accelerator.device.type != "cpu":
             here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
@@ -115,7 +101,7 @@ def plan_run(
         candidate = _PlanningInShards(accelerator, task()).tried(in_shards, step)
     else:
         host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
-        planning = _Planning(run, optim, accelerator, model, step, task, host_budget_bytes, show)
+        planning = _Planning(run, optim, step, task, host_budget_bytes, show)
         candidate = planning.tried(planning.choose(planning.open_layouts()))
     empty_cache(accelerator.device)  # of the trial steps
     batches.layout = candidate.layout
@@ -139,7 +125,7 @@ def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choic
     return on_main_process(accelerator, lambda: planning.chosen(budget_bytes, show))
 
 
-def budget_of(run: RunArguments, device: torch.device) -> int:
+def budget_of(run: StepSettings, device: torch.device) -> int:
     """The budget of the flags, or ``usable_bytes`` of an accelerator.
 
     Raises:
@@ -181,14 +167,17 @@ class _Problem:
 class _Planning:
     """The planning of a run; every method is called on all ranks."""
 
-    run: RunArguments
-    optim: OptimizerArguments
-    accelerator: Accelerator
-    model: nn.Module
+    run: StepSettings
+    optim: OptimizerSettings
     step: StepOnDevice
     task: Callable[[], Task]
     host_budget_bytes: int | None
     show: Callable[[Choice], None]
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """That of the step."""
+        return self.step.accelerator
 
     @property
     def strategy(self) -> str:
@@ -212,10 +201,10 @@ class _Planning:
         return SearchSpace(
             budget_bytes=self.budget_bytes,
             strategy=strategy,
-            static=partial(static_memory_of, self.optim, self.model, device_type=device.type),
+            static=partial(static_memory_of, self.optim, self.step.model, device_type=device.type),
             overheads=overheads_of_device(device),
             host_budget_bytes=self.host_budget_bytes,
-            plan_of=partial(plan_blocks, self.model),
+            plan_of=partial(plan_blocks, self.step.model),
             micro_batch_size=self.run.micro_batch_of_blocks(self.step.batches.layout),
         )
 
@@ -234,7 +223,7 @@ class _Planning:
         if choice.chosen is None:
             raise budget_too_small(
                 choice.smallest,
-                self.model,
+                self.step.model,
                 self.optim,
                 takes_adapters=self.task().takes_adapters,
                 mixed_precision=self.accelerator.mixed_precision,
@@ -292,7 +281,7 @@ class _Planning:
         predicted = f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong"
         forward = self.step.forward(candidate.layout)
         try:
-            needed = run_trial_step(candidate, self.accelerator, self.model, forward)
+            needed = run_trial_step(candidate, self.accelerator, self.step.model, forward)
         except torch.OutOfMemoryError:
             return _Problem(f"{predicted}, a rank had no memory left")
         missed_bytes = needed - candidate.peak_bytes
@@ -445,7 +434,7 @@ class _PlanningInShards:
         (found,) = self._choice(run, self.launch, candidate.budget_bytes, candidates=of_plan).candidates
         return _sendable(found)
 
-    def _choice(self, run: RunArguments, launch: Launch, budget_bytes: int, **options: Any) -> Choice:
+    def _choice(self, run: StepSettings, launch: Launch, budget_bytes: int, **options: Any) -> Choice:
         """As ``choose_for_target``, with the loss of the flags."""
         task = replace(self.task, run=run, losses=(None,))
         try:

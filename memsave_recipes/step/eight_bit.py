@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memsave_recipes.sharding.tensors import cut_like, first_row, local, num_parts, with_part
-from memsave_recipes.training.update_rules import BITSANDBYTES_BLOCK, has_8bit_state, part_numel
+from memsave_recipes.step.update_rules import BITSANDBYTES_BLOCK, has_8bit_state, part_numel
 
 MOMENTS = {"1": "dynamic", "2": "udynamic"}
 """The numbers of the moments in the names of bitsandbytes' state, and the names of their tables of 8-bit values."""

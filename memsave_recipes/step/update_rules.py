@@ -43,7 +43,7 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from torch.optim.optimizer import ParamsT
 
 from memsave_recipes.sharding.tensors import collected, first_row, handed_out, local, num_parts
-from memsave_recipes.training.batch_layout import seed_for
+from memsave_recipes.step.batch_layout import seed_for
 
 
 class MuonWithAdamW(Optimizer):

@@ -10,11 +10,14 @@ from itertools import chain, pairwise
 from math import ceil
 
 import torch
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.reduction_tree import Subtrees, deal_subtrees, largest_share
 
+Batch = dict[str, Tensor]
+"""A micro-batch: its tensors by name."""
 MAX_LISTED = 16
 """Micro-batches that ``BatchLayout.describe`` lists one by one."""
 

@@ -1,0 +1,151 @@
+"""A step of a run on its devices before training, on all ranks: measured, and run once under the chosen plan."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from memsave_recipes.activations import block_names, find_stacks
+from memsave_recipes.activations.lockstep import parts_of
+from memsave_recipes.distributed import on_main_process
+from memsave_recipes.planner.budget import plans_to_measure, workspaces_of_device
+from memsave_recipes.planner.make_plan import Ranks
+from memsave_recipes.planner.search import Candidate, SearchSpace
+from memsave_recipes.planner.trial_step import group_counts, step_bytes
+from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
+from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
+from memsave_recipes.profiling.preserve_state import running_blocks
+from memsave_recipes.sharding.shards import reduce_once_a_step
+from memsave_recipes.step.batch_layout import Batch, BatchLayout
+from memsave_recipes.text import ProgressBar, first_line, format_bytes
+from memsave_recipes.training.batching import GlobalBatches
+
+
+@dataclass(frozen=True)
+class StepOnDevice:
+    """A step of a run; every method is called on all ranks, since a model may synchronize them (SyncBatchNorm).
+
+    Args:
+        model: the module with the blocks, inside ``prepared``.
+        prepared: the module that ``accelerator.prepare`` returned.
+        loss_of: a forward of ``prepared`` on a micro-batch, as in training.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    batches: GlobalBatches
+    prepared: nn.Module
+    loss_of: Callable[[Batch], Tensor]
+
+    def forward(self, layout: BatchLayout) -> Callable[[], Tensor]:
+        """The largest forward of a step."""
+        return self._forward(self.batches.largest_forward(layout))
+
+    def running_blocks(self) -> list[str] | None:
+        """The blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""
+        stacks = block_names(find_stacks(self.model))
+        if len(stacks) < 2:
+            return None
+        return running_blocks(self.model, stacks, self.forward(self.batches.layout), self.accelerator.device)
+
+    def candidates(self, space: SearchSpace, layout: BatchLayout, progress: ProgressBar) -> list[Candidate]:
+        """The first rank's candidates, on all ranks; none if a rank has too little memory to measure.
+
+        All blocks are measured at once, or group by group where memory is too small for that and plans may recompute.
+        """
+        num_blocks = sum(map(len, block_names(find_stacks(self.model))))
+        for num_groups in group_counts(num_blocks if space.strategy != "none" else 1):
+            found = self._measured(space, layout, num_groups, progress)
+            if found is not None:
+                return found
+            empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
+        return []
+
+    def _measured(
+        self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: ProgressBar
+    ) -> list[Candidate] | None:
+        """The candidates of a measurement, or ``None`` where a rank ran out of memory."""
+        ranks = Ranks.of_world()
+        measured = ranks.attempt(lambda: self._measure(space, layout, num_groups, progress))
+        if measured is None:
+            return None
+        known_bytes = measured.workload.resident_bytes + space.static(layout).buckets_bytes
+        workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
+        overheads = {**space.overheads, **dict.fromkeys(workspaces, ranks.largest(sum(workspaces.values())))}
+        return on_main_process(
+            self.accelerator, lambda: replace(space, overheads=overheads).candidates(measured, layout)
+        )
+
+    def _measure(self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: ProgressBar) -> Measurement:
+        make_batch = self.batches.largest_forward(layout)
+        workload = Workload(
+            model=self.model,
+            forward=self._forward(make_batch),
+            batch=parts_of([value for value in make_batch().values() if isinstance(value, Tensor)]),
+            device=self.accelerator.device,
+            stacks=block_names(find_stacks(self.model)),
+        )
+        plans = plans_to_measure(
+            space.strategy,
+            workload,
+            device_type=workload.device.type,
+            ratios=space.compiled_ratios,
+            micro_batch_size=space.micro_batch_size,
+        )
+        progress.total = (progress.total or 0) + num_groups * num_runs(plans)
+        host_budget_bytes = space.host_budget_bytes
+        return measure_in_groups(
+            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
+        )
+
+    def _forward(self, make_batch: Callable[[], Batch]) -> Callable[[], Tensor]:
+        def forward() -> Tensor:
+            with self.accelerator.no_sync(self.prepared):
+                return self.loss_of(make_batch())
+
+        return forward
+
+
+def run_trial_step(
+    candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]
+) -> int:
+    """``step_bytes`` of the rank where they are highest.
+
+    Args:
+        model: without a plan, its gradients cleared.
+        forward: from one micro-batch to the loss, without collectives.
+
+    Raises:
+        torch.OutOfMemoryError: on all ranks, if a rank ran out of memory.
+    """
+    ranks = Ranks.of_world()
+    own_bytes = ranks.attempt(
+        lambda: step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
+    )
+    if own_bytes is None:
+        raise torch.OutOfMemoryError("a rank had no memory left")
+    return ranks.largest(own_bytes)
+
+
+def run_trial_step_in_shards(candidate: Candidate, step: StepOnDevice) -> int:
+    """As ``run_trial_step``, by rule 5 of NOTE [ trial step ]; gradients are then reduced as the candidate does.
+
+    Raises:
+        torch.OutOfMemoryError: this rank ran out of memory.
+    """
+    accelerator, prepared = step.accelerator, step.prepared
+    forward, no_sync = step.forward(candidate.layout), partial(accelerator.no_sync, prepared)
+    reduce_once_a_step(prepared, candidate.reduces_once)
+    try:
+        own_bytes = step_bytes(candidate.forecast, candidate.static, step.model, forward, accelerator.device, no_sync)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            f"error: no memory left in the trial step, so the prediction of {format_bytes(candidate.peak_bytes)} was "
+            f"wrong: give a smaller --memory_budget_gib ({first_line(error)})"
+        ) from error
+    return Ranks.of_world().largest(own_bytes)

@@ -1,0 +1,249 @@
+"""The bytes of a step that no plan changes: state and update of the optimizer, clipping, and sums of gradients.
+
+State for each 32-bit parameter: AdamW 8 bytes, Muon 4 for its matrices, 8-bit AdamW 2, Adafactor a row and a column of
+each matrix, SGD 4 (0 without momentum).
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans.chain import allocated_bytes
+from memsave_recipes.reduction_tree import join
+from memsave_recipes.step.batch_layout import IndexedLayout
+from memsave_recipes.step.settings import OptimizerSettings
+from memsave_recipes.step.update_rules import (
+    BITSANDBYTES_BLOCK,
+    has_8bit_state,
+    hidden_matrices,
+    part_numel,
+    slice_bytes,
+)
+from memsave_recipes.text import MIB
+
+BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
+MUON_SCRATCH = 2**18  # of a thread of oneDNN, in the matrix products of an update
+TRANSPOSING = 2 * 60**2  # of torch, which copies a transposed matrix of bfloat16 tile by tile
+NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
+NUMBER_BYTES = 4
+NORM_CHUNK = 2**16
+"""Numbers of a gradient to whose norm a block of CUDA's kernel adds a partial sum (``kChunkSize``, ForeachReduceOp.cu,
+which makes as many sums for every gradient as the largest has)."""
+BUCKET_LIMITS = [1 * MIB, 25 * MIB]
+"""Bytes at which DDP, as Accelerate makes it, closes its first bucket and the others."""
+
+
+def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The parameters of ``model`` that train, by the name of what steps them: beside Muon that is AdamW.
+
+    Raises:
+        InputError: ``muon`` for a model that trains no matrix of a hidden layer.
+    """
+    trained = trained_parameters(model)
+    if optimizer != "muon":
+        return {optimizer: trained}
+    matrices = hidden_matrices(model)
+    if not matrices:
+        raise InputError(
+            "--optimizer muon is for matrices of hidden linear layers, and this model trains none: take adamw"
+        )
+    known = set(matrices)
+    return {"muon": matrices, "adamw": [parameter for parameter in trained if parameter not in known]}
+
+
+def decay_groups(optim: OptimizerSettings, model: nn.Module, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """``parameters`` in groups for an optimizer: those that decay, then those that do not.
+
+    Norms and biases do not decay, by the rule of transformers' ``Trainer``, and no vector does, as in nanoGPT. With
+    ``--decay_all``, or without weight decay, there is one group.
+    """
+    if optim.decay_all or not optim.weight_decay:
+        return [{"params": parameters}]
+    from transformers import Trainer  # slow to import
+
+    no_trainer: Any = None  # of which the rule uses nothing
+    names = set(Trainer.get_decay_parameter_names(no_trainer, model))
+    decayed = {one for name, one in model.named_parameters() if name in names and one.ndim > 1}
+    groups: list[dict[str, Any]] = [
+        {"params": [one for one in parameters if one in decayed]},
+        {"params": [one for one in parameters if one not in decayed], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]] or groups[:1]
+
+
+def in_order_of_steps(optim: OptimizerSettings, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """``parameters_by_optimizer``, each list in the order in which its optimizer steps."""
+    shares = parameters_by_optimizer(optim.update_rule, model)
+    groups = {name: decay_groups(optim, model, share) for name, share in shares.items()}
+    return {name: [one for group in of_one for one in group["params"]] for name, of_one in groups.items()}
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that train, in their order."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def state_bytes(
+    optimizer: str,
+    parameters: Iterable[Tensor],
+    *,
+    momentum: float = 0.0,
+    num_ranks: int | None = None,
+    on_cpu: bool = True,
+) -> int:
+    """Bytes of the state of ``parameters``, all of which ``optimizer`` steps; 0 for an unknown optimizer.
+
+    Args:
+        num_ranks: that are to hold whole ``parameters`` in shards; then it is the state of the first rank.
+        on_cpu: else as an accelerator's allocator counts them.
+    """
+    if optimizer == "sgd" and not momentum:
+        return 0
+    sizes = (size for parameter in parameters for size in _state_of_one(optimizer, parameter, num_ranks))
+    return allocated_bytes(sizes, on_cpu=on_cpu)
+
+
+def _state_of_one(optimizer: str, parameter: Tensor, num_ranks: int | None) -> list[int]:
+    """Of each tensor."""
+    numel, size = parameter.numel() if num_ranks is None else part_numel(parameter, num_ranks), parameter.element_size()
+    if optimizer == "adamw_8bit":
+        in_8_bits = has_8bit_state(parameter, num_ranks)
+        return 2 * [numel, 4 * ceil(numel / BITSANDBYTES_BLOCK)] if in_8_bits else 2 * [4 * numel]
+    if optimizer == "adafactor" and parameter.ndim > 1:
+        return [size * (numel // length) for length in parameter.shape[-2:]]
+    return {"adamw": 2, "adamw_bf16": 2, "muon": 1, "adafactor": 1, "sgd": 1}.get(optimizer, 0) * [numel * size]
+
+
+def counters_bytes(optimizer: str, num_parameters: int, *, on_cpu: bool) -> int:
+    """Besides ``state_bytes``: counters of steps, and the values that 8-bit state stands for.
+
+    The fused AdamW counts on the device, Adafactor always on the host.
+    """
+    if optimizer == "adamw_8bit":
+        return BITSANDBYTES_CODES
+    counted = ("adamw", "adafactor") if on_cpu else ("adamw",)
+    return allocated_bytes([NUMBER_BYTES] * num_parameters, on_cpu=on_cpu) if optimizer in counted else 0
+
+
+def update_bytes(optimizer: str, parameters: Iterable[Tensor], *, on_cpu: bool, num_ranks: int = 1) -> int:
+    """The most bytes that the optimizer's update takes besides its state, on the first rank of ``num_ranks`` in shards.
+
+    The fused AdamW and SGD take none but a counter. Adafactor makes the change of a parameter while that of the one
+    before is still there. 8-bit AdamW takes five copies of a parameter on a CPU, and is one kernel on an accelerator.
+    Muon goes by parameter, AdamW with stochastic rounding by slice.
+    """
+    trained, numbers_bytes = list(parameters), allocated_bytes([NUMBER_BYTES] * NUMBERS, on_cpu=on_cpu)
+    if optimizer == "muon":
+        sizes = (_muon_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
+        return numbers_bytes + max(sizes, default=0)
+    if optimizer == "adamw_bf16":
+        sizes = (slice_bytes(parameter, on_cpu=on_cpu, num_ranks=num_ranks) for parameter in trained)
+        return numbers_bytes + max(sizes, default=0)
+    if optimizer == "adamw_8bit" and on_cpu:
+        return numbers_bytes + 5 * 4 * max((part_numel(parameter, num_ranks) for parameter in trained), default=0)
+    if optimizer != "adafactor":
+        return numbers_bytes
+    changes = [0, *(parameter.nbytes for parameter in trained)]
+    means = [_means_bytes(parameter) for parameter in trained]
+    vectors = [parameter.nbytes for parameter in trained if parameter.ndim < 2]
+    matrices = [before + change + mean for (before, change), mean in zip(pairwise(changes), means, strict=True)]
+    return numbers_bytes + max(matrices, default=0) + max(vectors, default=0)
+
+
+def _muon_bytes(matrix: Tensor, *, on_cpu: bool, num_ranks: int = 1) -> int:
+    """The update, and in bfloat16 two iterates of its Newton-Schulz and two square matrices.
+
+    On a CPU also what oneDNN takes where it multiplies bfloat16: at most a float32 copy of an iterate. torch itself
+    does where there is neither AVX-512 nor its like, and takes ``TRANSPOSING``. Of shards the update is collected in
+    bfloat16; before, that of the next matrix is made beside it, and cast twice.
+    """
+    if num_ranks > 1:
+        collected = torch.empty(matrix.shape, dtype=torch.bfloat16, device="meta")
+        numel = part_numel(matrix, num_ranks)
+        cast = collected.nbytes + numel * (matrix.element_size() + 2 * collected.element_size())
+        return max(cast, _muon_bytes(collected, on_cpu=on_cpu))
+    iterate, square = 2 * matrix.numel(), 2 * min(matrix.shape) ** 2
+    scratch = 0
+    if on_cpu:
+        of_onednn = 2 * iterate + MUON_SCRATCH * torch.get_num_threads()
+        scratch = of_onednn if onednn_multiplies_bfloat16() else TRANSPOSING
+    return matrix.nbytes + 2 * iterate + 2 * square + scratch
+
+
+def onednn_multiplies_bfloat16() -> bool:
+    """Whether torch leaves products of bfloat16 on this CPU to oneDNN; ``ONEDNN_MAX_CPU_ISA`` counts."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _means_bytes(parameter: Tensor) -> int:
+    """Adafactor's means over rows, over columns and over both, of the matrices of a parameter."""
+    if parameter.ndim < 2:
+        return 0
+    rows, columns = parameter.shape[-2:]
+    numel = parameter.numel()
+    return parameter.element_size() * (numel // rows + numel // columns + numel // (rows * columns))
+
+
+def clipping_bytes(parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
+    """The norm of every gradient, and all of them once more in one tensor; on an accelerator also partial sums."""
+    trained = list(parameters)
+    norms = [parameter.element_size() for parameter in trained]
+    sums = 0 if on_cpu else len(trained) * ceil(max((one.numel() for one in trained), default=0) / NORM_CHUNK)
+    sizes = [*norms, sum(norms), NUMBER_BYTES * sums, *[NUMBER_BYTES] * NUMBERS]
+    return allocated_bytes(sizes, on_cpu=on_cpu)
+
+
+def most_sums(layout: IndexedLayout) -> tuple[int, bool]:
+    """Sums of earlier micro-batches that a rank holds beside the gradient of the next one, in a full step.
+
+    Returns:
+        The most of them; and whether no rank has as many beside another gradient than the one that DDP's buckets take.
+    """
+    of_ranks = []
+    for indices in layout.indices(layout.global_batch_size):
+        sums: dict[range, None] = {}
+        held = []
+        for index in indices:
+            held.append(len(sums))
+            if index is not None:
+                join(sums, range(index, index + 1), None, layout.num_micro_batches, lambda left, right: None)
+        of_ranks.append((max(held), max(held) in held[:-1]))
+    most, beside_others = max(of_ranks)
+    return most, not beside_others
+
+
+def most_subtrees(layout: IndexedLayout) -> int:
+    """Of a rank in a full step."""
+    return max(map(len, layout.subtrees(layout.global_batch_size)))
+
+
+def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout, num_sums: int) -> tuple[int, int]:
+    """The most that buckets under way between the ranks take besides DDP's own buffers: in a backward, and after it.
+
+    A rank receives its slice of all subtrees. What it sends is in new memory, but for what is in the bucket itself; on
+    ranks with padding that is nothing. The sums that it is made from are given back, bucket by bucket. The last bucket
+    is ready when the backward has ended: no sum is then anywhere else, and of the gradients that it was filled with
+    only the last one is still there, at most the largest.
+
+    Args:
+        num_sums: that the ranks hold, at most, beside the last gradient.
+    """
+    if layout.num_processes == 1 or not parameters:
+        return 0, 0
+    indices, _ = _compute_bucket_assignment_by_size(list(reversed(parameters)), BUCKET_LIMITS)
+    sizes = [sum(parameters[-1 - index].nbytes for index in bucket) for bucket in indices]
+    subtrees = layout.subtrees(layout.global_batch_size)
+    received = sum(map(len, subtrees)) / layout.num_processes
+    sent = max(len(own) - (sum(map(len, own)) >= layout.forwards_per_step) for own in subtrees)
+    *earlier, (before_last, last) = pairwise([0, *sizes])
+    in_backward = 0.0
+    for (before, size), given_back in zip(earlier, accumulate(sizes), strict=False):
+        in_backward = max(in_backward, before + (received + sent) * size - num_sums * given_back)
+    after_it = before_last + (received + sent) * last + max(parameters[-1 - index].nbytes for index in indices[-1])
+    return ceil(in_backward), ceil(after_it)

@@ -1,0 +1,160 @@
+"""What is asked of a step, as values: its global batch, its plan and memory, its optimizer.
+
+The flags of a recipe are such values (``training/arguments.py``); nothing here reads a command line.
+"""
+
+from dataclasses import Field
+from typing import Any, ClassVar, Final
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.plans import BUDGET_WORDS
+from memsave_recipes.sharding.groups import NONE
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
+
+AUTO = "auto"
+PER_MICRO_BATCH: Final = "micro_batch"
+PER_STEP: Final = "step"
+"""Other values of ``--reduce_gradients``."""
+
+
+class StepSettings:
+    """How a global batch is to be computed; a dataclass that has these fields inherits the rest.
+
+    Args:
+        global_batch_size: samples of one optimizer step.
+        micro_batch_size: samples of one forward on a rank; ``auto``: to be found; ``None``: a rank's whole share.
+        bitwise_topology: the same bits on any number of ranks.
+        batchnorm: statistics of BatchNorm: ``local`` or ``global``.
+        shard: ``none``, ``full``, or how many ranks share the weights.
+        reduce_gradients: in shards, gradients of every ``micro_batch``, or once a ``step``; ``auto``: to be found.
+        activation_checkpointing: the strategy.
+        memory_budget_gib: of device memory for a step.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int | str | None
+    bitwise_topology: bool
+    batchnorm: str
+    shard: str | None
+    reduce_gradients: str
+    activation_checkpointing: str | None
+    memory_budget_gib: float | None
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def joins_micro_batches(self) -> bool:
+        """Whether BatchNorm joins several micro-batches of a rank, so that the feature maps of all of them live."""
+        return self.batchnorm == "global" and isinstance(self.micro_batch_size, int)
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether one forward takes all micro-batches of a rank, in lockstep, and not as one large batch."""
+        return self.batchnorm == "global" and self.bitwise_topology
+
+    @property
+    def is_cut_in_blocks(self) -> bool:
+        """Whether blocks cut a rank's share into micro-batches, and not the training loop."""
+        return self.joins_micro_batches and not self.bitwise_topology
+
+    def micro_batch_of_blocks(self, layout: BatchLayout) -> int | None:
+        """The samples that a block takes at once under ``--batchnorm global``; ``None`` if that is a rank's share."""
+        size = self.micro_batch_size
+        if self.batchnorm == "local" or not isinstance(size, int) or size >= layout.micro_batch_size:
+            return None
+        return size
+
+    def check_reduction(self) -> None:
+        """``--reduce_gradients`` goes with shards, which the launch file may imply.
+
+        Raises:
+            InputError: it is named, and weights are whole.
+        """
+        if self.reduce_gradients != AUTO and not self.in_shards:
+            raise InputError(
+                f"--reduce_gradients {self.reduce_gradients}: weights are whole, so gradients are reduced once a step: "
+                "pass --shard full, or leave it out"
+            )
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether a rank holds a part of the weights."""
+        return self.shard not in (None, NONE)
+
+    @property
+    def reductions(self) -> tuple[bool, ...]:
+        """Whether gradients in shards are reduced once a step: both ways to compare, or the one to take."""
+        both = self.in_shards and self.searches and self.reduce_gradients == AUTO
+        return (False, True) if both else (self.reduce_gradients == PER_STEP,)
+
+    @property
+    def solves(self) -> bool:
+        """Whether a plan is to be found for a budget."""
+        return self.activation_checkpointing in BUDGET_WORDS
+
+    @property
+    def searches(self) -> bool:
+        """Whether a micro-batch or a plan is to be found for a budget."""
+        return self.micro_batch_size == AUTO or self.solves
+
+    def layout(self, num_processes: int) -> BatchLayout:
+        """How a global batch is computed; undivided with ``auto``, until a size is found, and if blocks cut it up.
+
+        Raises:
+            InputError: as ``BatchLayout``.
+        """
+        size = self.micro_batch_size if isinstance(self.micro_batch_size, int) and not self.is_cut_in_blocks else None
+        indexed = LockstepLayout if self.in_lockstep else IndexedLayout
+        kind = indexed if self.bitwise_topology else BatchLayout
+        return kind.of(self.global_batch_size, size, num_processes)
+
+
+class OptimizerSettings:
+    """An optimizer, as far as the memory of a step depends on it.
+
+    Args:
+        optimizer: ``adamw``, ``muon``, ``adafactor``, ``adamw_8bit`` or ``sgd``.
+        bf16_stochastic_round: whether AdamW rounds at random.
+        optimizer_in_backward: whether each parameter is stepped as soon as its gradient is there.
+        weight_decay, decay_all: of matrices, or of all parameters.
+        momentum: of ``sgd``.
+    """
+
+    optimizer: str
+    bf16_stochastic_round: bool
+    optimizer_in_backward: bool
+    weight_decay: float
+    decay_all: bool
+    momentum: float
+
+    @property
+    def update_rule(self) -> str:
+        """``optimizer``, or ``adamw_bf16`` for AdamW with stochastic rounding."""
+        return "adamw_bf16" if self.bf16_stochastic_round else self.optimizer
+
+    @property
+    def goes_in_shards(self) -> bool:
+        """Whether the optimizer steps weights in shards. Adafactor's means and its clipping are of whole tensors."""
+        return self.optimizer != "adafactor"
+
+
+def why_not_in_backward(
+    layout: BatchLayout, mixed_precision: str, *, clips: bool, skip_nonfinite: int = 0
+) -> str | None:
+    """The reason why an optimizer cannot step in the backward, as it needs all gradients at once; ``None`` if it can.
+
+    Args:
+        clips: whether gradients are clipped.
+        skip_nonfinite: how many steps may be left out.
+    """
+    reasons = {
+        "--bitwise_topology adds up all gradients of the global batch first: leave one of them out": isinstance(
+            layout, IndexedLayout
+        ),
+        f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
+        "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
+        f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,
+        "clipping needs the norm of all gradients first: pass --max_grad_norm 0": clips,
+        "fp16 scales the loss and has to look at all gradients for overflow: take bf16": mixed_precision == "fp16",
+        "a gradient that is not finite has been used before it is known: drop --skip_nonfinite": skip_nonfinite > 0,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
