@@ -174,7 +174,7 @@ FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 
 
 @contextmanager
-def deterministic_kernels() -> Iterator[None]:
+def only_deterministic_kernels() -> Iterator[None]:
     """All operators take their deterministic kernels; torch raises at one that has none."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, variable = torch.backends.cudnn.benchmark, os.environ.get(FLASH_ATTENTION)
@@ -277,7 +277,7 @@ class _Proof:
     nondeterministic: list[str] = field(default_factory=list)
 
     def check(self) -> Verdict:
-        with deterministic_kernels() if _has_nondeterministic_kernels(self.state.device) else nullcontext():
+        with only_deterministic_kernels() if _has_nondeterministic_kernels(self.state.device) else nullcontext():
             if first := out_of_step(self.model, shared_at_the_start(self.model)):
                 return Verdict(status="not synchronised", first=first)
             verdict = self.check_bitwise() if self.handle.plan.is_bitwise else self.check_within_rounding()
