@@ -24,13 +24,7 @@ from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, offloads
 from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.step.settings import (
-    AUTO,
-    PER_MICRO_BATCH,
-    PER_STEP,
-    OptimizerSettings,
-    StepSettings,
-)
+from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerSettings, StepSettings
 from memsave_recipes.text import format_bytes
 
 STRATEGIES = ("none", "full", "selective", *OFFLOADING_STRATEGIES)  # the simplest first
@@ -201,6 +195,7 @@ class SearchSpace:
         static: the static memory of a batch layout.
         overheads, host_budget_bytes: see ``Candidate``.
         plan_of: the plan of a strategy for the blocks that run.
+        plan: the one candidate, in place of those of the strategy.
         compiled_ratios: of compiled memory, to measure for a budget.
         missed_bytes: as of ``forecast``.
         in_shards: of a batch layout, where weights are in shards.
@@ -215,6 +210,7 @@ class SearchSpace:
     overheads: Mapping[str, int] = field(default_factory=dict)
     host_budget_bytes: int | None = None
     plan_of: Callable[[str, Collection[str]], Plan]
+    plan: Plan | None = None
     compiled_ratios: tuple[float, ...] = COMPILED_RATIOS
     missed_bytes: int = 0
     micro_batch_size: int | None = None
@@ -251,6 +247,9 @@ class SearchSpace:
     def _forecasts(
         self, measurement: Measurement, static: StaticMemory, in_shards: InShards | None
     ) -> Iterator[Forecast]:
+        if self.plan is not None:
+            yield self._with(self.plan, measurement, static, in_shards)
+            return
         if self.strategy not in BUDGET_WORDS:
             if not offloads(self.strategy) or _is_measured(self.strategy, measurement):
                 yield self._under(self.strategy, measurement, static, in_shards)
@@ -274,13 +273,16 @@ class SearchSpace:
         plan = self.plan_of(strategy, measurement.running)
         if self.micro_batch_size is not None and self.strategy not in BUDGET_WORDS:
             plan = plan.in_micro_batches(self.micro_batch_size)
-        chain = measurement.chain_under(plan)
-        if plan.blocks != chain.decided_names:
+        found = self._with(plan, measurement, static, in_shards)
+        if plan.blocks != found.chain.decided_names:
             raise InputError(
                 f"--activation_checkpointing {strategy} has blocks of its own, whose memory cannot be predicted: give "
                 "--micro_batch_size a number, or take another strategy"
             )
-        return Forecast(plan=plan, chain=static.added_to(chain), in_shards=in_shards)
+        return found
+
+    def _with(self, plan: Plan, measurement: Measurement, static: StaticMemory, in_shards: InShards | None) -> Forecast:
+        return Forecast(plan=plan, chain=static.added_to(measurement.chain_under(plan)), in_shards=in_shards)
 
     def _solved_in_shards(self, measurement: Measurement, static: StaticMemory, in_shards: InShards) -> Forecast | None:
         """The solver's plan for the budget as ``timeline_in_shards`` judges it, or the one of those that needs least.
@@ -304,8 +306,7 @@ class SearchSpace:
                         host_budget_bytes=self.host_budget_bytes,
                         joins=joins,
                     ).plan
-                    chain = static.added_to(measurement.chain_under(plan))
-                    found = Forecast(plan=plan, chain=chain, in_shards=in_shards)
+                    found = self._with(plan, measurement, static, in_shards)
                     over_bytes = found.peak.total_bytes + found.reserve_bytes - budget_bytes
                 except InputError:  # nothing is so small, or there are too few units
                     break

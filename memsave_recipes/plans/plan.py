@@ -50,7 +50,7 @@ class Action(StrEnum):
     @property
     def kind(self) -> "ActionKind":
         """What it does."""
-        return _KINDS[self]
+        return KINDS[self]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class ActionKind:
 _ROUNDING = " (equal to plain within rounding, not bitwise)"
 _checkpointed = partial(ActionKind, runs_twice=True, starts_again=True)
 _in_micro_batches = partial(ActionKind, starts_again=True, is_bitwise=False)
-_KINDS = {
+KINDS = {
     Action.KEEP: ActionKind(label="keep", strategy="none"),
     Action.RECOMPUTE: _checkpointed(label="recompute", words="recomputed, in {spans}", strategy="full", is_joint=True),
     Action.SELECT_OPS: ActionKind(

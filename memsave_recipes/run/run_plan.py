@@ -421,8 +421,7 @@ class _PlanningInShards:
         def of_plan(
             space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None
         ) -> list[Candidate]:
-            pinned = replace(space, strategy="none", plan_of=lambda strategy, running: plan)
-            return pinned.candidates(measurement, layout, loss)
+            return replace(space, plan=plan).candidates(measurement, layout, loss)
 
         budget_gib = to_gib(candidate.budget_bytes) if self.task.run.solves else None
         run = replace(
