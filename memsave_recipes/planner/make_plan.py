@@ -15,7 +15,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -314,15 +314,29 @@ def _measured(workload: Workload, plans: Sequence[Plan], progress: Progress, ran
     """
     host_budget_bytes = usable_host_bytes(workload.device)
 
-    def attempt() -> Measurement:
+    def measure(num_groups: int) -> Measurement:
+        progress.total(num_groups * num_runs(plans))
         return measure_in_groups(workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.step)
 
-    for num_groups in group_counts(sum(map(len, workload.stacks))):
-        progress.total(num_groups * num_runs(plans))
-        if measured := ranks.attempt(attempt):
+    measured = measured_together(measure, sum(map(len, workload.stacks)), workload.device, ranks)
+    if measured is None:
+        raise torch.OutOfMemoryError("there is no memory to measure this batch: make it smaller")
+    return measured
+
+
+def measured_together(
+    measure: Callable[[int], Measurement], num_blocks: int, device: torch.device, ranks: Ranks
+) -> Measurement | None:
+    """What ``measure`` makes of all blocks in one group, or in more where a rank has too little memory for that.
+
+    Called on all ranks; ``None`` where there is too little for the smallest groups as well.
+    """
+    for num_groups in group_counts(num_blocks):
+        measured = ranks.attempt(partial(measure, num_groups))
+        if measured is not None:
             return measured
-        empty_cache(workload.device)
-    raise torch.OutOfMemoryError("there is no memory to measure this batch: make it smaller")
+        empty_cache(device)  # here, where no frame of the failed step holds its tensors any more
+    return None
 
 
 def _fitting_when_run(

@@ -12,11 +12,11 @@ from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.activations.lockstep import parts_of
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.planner.budget import plans_to_measure, workspaces_of_device
-from memsave_recipes.planner.make_plan import Ranks
+from memsave_recipes.planner.make_plan import Ranks, measured_together
 from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.trial_step import group_counts, step_bytes
+from memsave_recipes.planner.trial_step import step_bytes
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
-from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
+from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.step.batch_layout import Batch, BatchLayout
@@ -56,22 +56,11 @@ class StepOnDevice:
 
         All blocks are measured at once, or group by group where memory is too small for that and plans may recompute.
         """
-        num_blocks = sum(map(len, block_names(find_stacks(self.model))))
-        for num_groups in group_counts(num_blocks if space.strategy != "none" else 1):
-            found = self._measured(space, layout, num_groups, progress)
-            if found is not None:
-                return found
-            empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
-        return []
-
-    def _measured(
-        self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: ProgressBar
-    ) -> list[Candidate] | None:
-        """The candidates of a measurement, or ``None`` where a rank ran out of memory."""
-        ranks = Ranks.of_world()
-        measured = ranks.attempt(lambda: self._measure(space, layout, num_groups, progress))
+        ranks, measure = Ranks.of_world(), partial(self._measure, space, layout, progress)
+        num_blocks = sum(map(len, block_names(find_stacks(self.model)))) if space.strategy != "none" else 1
+        measured = measured_together(measure, num_blocks, self.accelerator.device, ranks)
         if measured is None:
-            return None
+            return []
         known_bytes = measured.workload.resident_bytes + space.static(layout).buckets_bytes
         workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
         overheads = {**space.overheads, **dict.fromkeys(workspaces, ranks.largest(sum(workspaces.values())))}
@@ -79,7 +68,7 @@ class StepOnDevice:
             self.accelerator, lambda: replace(space, overheads=overheads).candidates(measured, layout)
         )
 
-    def _measure(self, space: SearchSpace, layout: BatchLayout, num_groups: int, progress: ProgressBar) -> Measurement:
+    def _measure(self, space: SearchSpace, layout: BatchLayout, progress: ProgressBar, num_groups: int) -> Measurement:
         make_batch = self.batches.largest_forward(layout)
         workload = Workload(
             model=self.model,

@@ -143,7 +143,7 @@ def planned(
         of_this_rank = workspaces[accelerator.process_index]
         step_on_device.workspaces_of_device = lambda device, known_bytes: {WORKSPACES: of_this_rank}
     emptied = []
-    step_on_device.empty_cache = run_plan.empty_cache = lambda device: emptied.append(len(said))
+    run_plan.empty_cache = lambda device: emptied.append(len(said))
     if hard_limit:
         tried_out = run_plan.run_trial_step
 
