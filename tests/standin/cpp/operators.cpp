@@ -228,6 +228,16 @@ Tensor native_dropout_backward(const Tensor& grad, const Tensor& mask, double sc
   return grad.mul(mask).mul_(scale);
 }
 
+// ---- a product of half precision that is summed in another type, which the CPU has no kernel for ----------------------------
+
+Tensor& addmm_dtype_out(const Tensor& self, const Tensor& left, const Tensor& right, at::ScalarType dtype, const at::Scalar& beta,
+                        const at::Scalar& alpha, Tensor& out) {
+  const BelowAutograd below;
+  auto on_it = on_host(out);
+  at::addmm_out(on_it, on_host(self), on_host(left).to(dtype), on_host(right).to(dtype), beta, alpha);
+  return out;
+}
+
 // ---- everything else: the CPU's kernel -----------------------------------------------------------------------------------
 
 bool is_mask(const std::optional<Tensor>& index) {
@@ -364,6 +374,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", copy_);
   library.impl("_local_scalar_dense", local_scalar_dense);
   library.impl("record_stream", record_tensor);
+  library.impl("addmm.dtype_out", addmm_dtype_out);
   library.impl("native_dropout", native_dropout);
   library.impl("native_dropout_backward", native_dropout_backward);
 }

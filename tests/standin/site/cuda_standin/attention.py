@@ -72,15 +72,16 @@ def _heads(states: Tensor, num_heads: int) -> Tensor:
 
 def _varlen_forward(
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
-    window_size_left=None, **_: Any
+    window_size_left=None, window_size_right=None, **_: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if query.dtype not in HALF:
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")  # torch's words
     q, k, v = _host(query, key, value)
     out, sums = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
+    causal = is_causal or window_size_right == 0
     for at_q, at_k in _documents(cum_seq_q, cum_seq_k):
         heads = (_heads(states, q.shape[1]) for states in (q[at_q], k[at_k], v[at_k]))
-        seen = _seen(at_q.stop - at_q.start, at_k.stop - at_k.start, is_causal, window_size_left)
+        seen = _seen(at_q.stop - at_q.start, at_k.stop - at_k.start, causal, window_size_left)
         attended, sums[:, at_q] = _forward(*heads, _bias(seen), scale)
         out[at_q] = attended.transpose(0, 1).to(out.dtype)
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -90,14 +91,14 @@ def _varlen_forward(
 
 def _varlen_backward(
     grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
-    unused, *, scale=None, window_size_left=None, **_: Any
+    unused, *, scale=None, window_size_left=None, window_size_right=None, **_: Any
 ) -> tuple[Tensor, ...]:  # fmt: skip
     g, q, k, v = _host(grad_out, query, key, value)
     made = [torch.empty_like(states) for states in (q, k, v)]
-    shared = q.shape[1] // k.shape[1]
+    shared, causal = q.shape[1] // k.shape[1], is_causal or window_size_right == 0
     for at_q, at_k in _documents(cum_seq_q, cum_seq_k):
         heads = (_heads(states, q.shape[1]) for states in (g[at_q], q[at_q], k[at_k], v[at_k]))
-        seen = _seen(at_q.stop - at_q.start, at_k.stop - at_k.start, is_causal, window_size_left)
+        seen = _seen(at_q.stop - at_q.start, at_k.stop - at_k.start, causal, window_size_left)
         of_q, of_k, of_v = _backward(*heads, _bias(seen), scale)
         made[0][at_q] = of_q.transpose(0, 1).to(q.dtype)
         for target, of_heads in ((made[1], of_k), (made[2], of_v)):
