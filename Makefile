@@ -75,13 +75,17 @@ test-oldest: BIN := $(OLDEST)/bin
 test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (4 minutes on 2 cores)
 	$(PYTEST) -m 'not slow' $(OF_VERSIONS)
 
-# Its pytest, and every process that the tests start, see CUDA devices: tests/standin/README.md.
+# Its pytest, and every process that the tests start, see CUDA devices: tests/standin/README.md, "Which tests".
 ON_STANDIN = STANDIN=1 PYTHONPATH=$(CURDIR)/tests/standin/site $(PYTEST) -m 'not slow' --timeout 900
+OF_DEVICES := tests/test_losses.py tests/models/test_varlen.py tests/planner/test_on_a_device.py \
+	tests/activations/test_offload.py::test_on_an_accelerator tests/activations/test_tiles.py::test_on_a_gpu \
+	$(patsubst %,tests/profiling/test_%.py,breakdown device_memory) \
+	$(patsubst %,tests/integrations/test_%.py,lightning trainer trl) \
+	$(patsubst %,tests/recipes/test_%.py,auto_micro_batch bitwise_topology global_batchnorm image_classification) \
+	$(patsubst %,tests/recipes/test_%.py,language_modeling memory_budget not_finite observers packed_attention) \
+	$(patsubst %,tests/recipes/test_%.py,text_classification verify) tests/recipes/test_resume.py::test_every_recipe
 test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++
-	$(ON_STANDIN) tests/standin tests/recipes tests/integrations tests/sharding tests/planner/test_on_a_device.py \
-		tests/activations/test_offload.py tests/activations/test_streaming.py tests/activations/test_tiles.py \
-		tests/models/test_varlen.py tests/profiling/test_breakdown.py tests/profiling/test_device_memory.py \
-		--ignore tests/integrations/test_ranks.py
+	$(ON_STANDIN) tests/standin/test_device.py $(OF_DEVICES) -k 'not (refused or mistake or one_line or ranks or processes)'
 	STANDIN_DEVICES=2 $(ON_STANDIN) tests/integrations/test_ranks.py
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py
 
