@@ -202,6 +202,7 @@ class Step(StepSettings):
     reduce_gradients: str = "auto"
     activation_checkpointing: str | None = "budget"
     memory_budget_gib: float | None = None
+    logging_steps: int = 10
 
 
 @dataclass(frozen=True)

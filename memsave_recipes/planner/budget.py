@@ -45,6 +45,7 @@ from memsave_recipes.step.memory import (
     counters_bytes,
     exchange_bytes,
     in_order_of_steps,
+    losses_bytes,
     most_subtrees,
     most_sums,
     state_bytes,
@@ -89,6 +90,7 @@ class StaticMemory:
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
             bucket of DDP, or used by an optimizer in the backward, does not.
         optimizer_bytes: temporaries of the optimizer's update, or of what ranks exchange just before it.
+        losses_bytes: the losses and norms of steps until they are logged.
         elsewhere_bytes: of the weights, those that other ranks hold.
     """
 
@@ -99,6 +101,7 @@ class StaticMemory:
     gradients_resident: bool = False
     gradients_stay: bool = True
     optimizer_bytes: int = 0
+    losses_bytes: int = 0
     elsewhere_bytes: int = 0
 
     @property
@@ -106,21 +109,30 @@ class StaticMemory:
         """Of DDP and between ranks."""
         return self.buckets_bytes + self.exchange_bytes
 
+    @property
+    def added_bytes(self) -> int:
+        """There all the time, besides gradients."""
+        return self.state_bytes + self.communication_bytes + self.sums_bytes + self.losses_bytes
+
     def added_to(self, chain: Chain) -> Chain:
         """``chain`` with this memory in it."""
         blocks = chain.blocks if self.gradients_stay else [replace(block, gradient_bytes=0) for block in chain.blocks]
-        added_bytes = self.state_bytes + self.communication_bytes + self.sums_bytes
         return replace(
             chain,
             blocks=tuple(blocks),
-            resident_bytes=chain.resident_bytes - self.elsewhere_bytes + added_bytes,
+            resident_bytes=chain.resident_bytes - self.elsewhere_bytes + self.added_bytes,
             gradients_resident=self.gradients_resident or not self.gradients_stay,
             optimizer_bytes=self.optimizer_bytes,
         )
 
 
 def static_memory_of(
-    optim: OptimizerSettings, model: nn.Module, layout: BatchLayout, *, device_type: str = "cpu"
+    optim: OptimizerSettings,
+    model: nn.Module,
+    layout: BatchLayout,
+    *,
+    logging_steps: int = 1,
+    device_type: str = "cpu",
 ) -> StaticMemory:
     """The static memory of a run on a device of this type.
 
@@ -149,6 +161,7 @@ def static_memory_of(
             clipping_bytes(trained, on_cpu=on_cpu),
             *(update_bytes(name, share, on_cpu=on_cpu) for name, share in shares.items()),
         ),
+        losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
     )
     if isinstance(layout, LockstepLayout):
         return _in_lockstep(static, trained, gradients, layout)
@@ -156,7 +169,13 @@ def static_memory_of(
 
 
 def static_memory_in_shards(
-    optim: OptimizerSettings, model: nn.Module, layout: BatchLayout, *, num_ranks: int, device_type: str = "cpu"
+    optim: OptimizerSettings,
+    model: nn.Module,
+    layout: BatchLayout,
+    *,
+    num_ranks: int,
+    logging_steps: int = 1,
+    device_type: str = "cpu",
 ) -> StaticMemory:
     """The static memory of the first rank of a run whose weights are in shards over ``num_ranks``.
 
@@ -181,6 +200,7 @@ def static_memory_in_shards(
         state_bytes=state,
         sums_bytes=gradients if layout.accumulation_steps > 1 else 0,
         optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), update + decayed),
+        losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
         elsewhere_bytes=_allocated_bytes(weights, on_cpu)
         - _allocated_bytes(largest_shards(weights, num_ranks), on_cpu),
     )

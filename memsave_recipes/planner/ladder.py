@@ -363,10 +363,14 @@ class Setting:
         return shard_groups(self.task, self.launch)
 
     def _static(self, layout: BatchLayout) -> StaticMemory:
-        optim, model, device_type = self.task.optim, self.estimates.model, self.launch.target.device_type
+        given = self.task.optim, self.estimates.model, layout
+        device_type, logging_steps = self.launch.target.device_type, self.task.run.logging_steps
         if self.groups is None:
-            return static_memory_of(optim, model, layout, device_type=device_type)
-        return static_memory_in_shards(optim, model, layout, num_ranks=self.groups.size, device_type=device_type)
+            return static_memory_of(*given, logging_steps=logging_steps, device_type=device_type)
+        num_ranks = self.groups.size
+        return static_memory_in_shards(
+            *given, num_ranks=num_ranks, logging_steps=logging_steps, device_type=device_type
+        )
 
     def _plain_at(self, at: int, loss: str | None) -> Candidate:
         return self._plain_ways(at, loss)[0]

@@ -312,8 +312,8 @@ def _in_shards(
     plan = plan_for("full", [chain.decided_names])
     layout = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
     static = static_memory_in_shards(optim, model, layout, num_ranks=count, device_type=device_type)
-    added_bytes = before.state_bytes + before.communication_bytes + before.sums_bytes
-    without = replace(chain, resident_bytes=chain.resident_bytes - added_bytes, gradients_resident=False)
+    static = replace(static, losses_bytes=before.losses_bytes)
+    without = replace(chain, resident_bytes=chain.resident_bytes - before.added_bytes, gradients_resident=False)
     ends = chain.blocks[0].name, chain.blocks[-1].name
     shards = Shards(
         units=sharded_units(model, plan, count, "full", on_cpu=device_type == "cpu", ends=ends),

@@ -239,10 +239,11 @@ def choose_for_target(
     static_of: Callable[..., StaticMemory] = static_memory_of
     if groups is not None:
         static_of = partial(static_memory_in_shards, num_ranks=groups.size)
+    static_of = partial(static_of, logging_steps=task.run.logging_steps, device_type=launch.target.device_type)
     space = SearchSpace(
         budget_bytes=budget_bytes,
         strategy=strategy,
-        static=partial(static_of, task.optim, model, device_type=launch.target.device_type),
+        static=partial(static_of, task.optim, model),
         overheads=overheads_of_target(launch.target),
         host_budget_bytes=launch.host_budget_bytes,
         plan_of=partial(plan_blocks, model),

@@ -198,10 +198,11 @@ class _Planning:
 
     def _search_space(self, strategy: str) -> SearchSpace:
         device = self.accelerator.device
+        options = {"logging_steps": self.run.logging_steps, "device_type": device.type}
         return SearchSpace(
             budget_bytes=self.budget_bytes,
             strategy=strategy,
-            static=partial(static_memory_of, self.optim, self.step.model, device_type=device.type),
+            static=partial(static_memory_of, self.optim, self.step.model, **options),
             overheads=overheads_of_device(device),
             host_budget_bytes=self.host_budget_bytes,
             plan_of=partial(plan_blocks, self.step.model),

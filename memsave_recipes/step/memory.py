@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.reduction_tree import join
-from memsave_recipes.step.batch_layout import IndexedLayout
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
 from memsave_recipes.step.settings import OptimizerSettings
 from memsave_recipes.step.update_rules import (
     BITSANDBYTES_BLOCK,
@@ -31,6 +31,7 @@ BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, 
 MUON_SCRATCH = 2**18  # of a thread of oneDNN, in the matrix products of an update
 TRANSPOSING = 2 * 60**2  # of torch, which copies a transposed matrix of bfloat16 tile by tile
 NUMBERS = 16  # in 32 bits, that an update or clipping makes, at most
+NUMBERS_OF_A_LOSS = 8  # likewise: what counts in it, its weighted sum, and what that is made of
 NUMBER_BYTES = 4
 NORM_CHUNK = 2**16
 """Numbers of a gradient to whose norm a block of CUDA's kernel adds a partial sum (``kChunkSize``, ForeachReduceOp.cu,
@@ -197,6 +198,13 @@ def clipping_bytes(parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
     sums = 0 if on_cpu else len(trained) * ceil(max((one.numel() for one in trained), default=0) / NORM_CHUNK)
     sizes = [*norms, sum(norms), NUMBER_BYTES * sums, *[NUMBER_BYTES] * NUMBERS]
     return allocated_bytes(sizes, on_cpu=on_cpu)
+
+
+def losses_bytes(layout: BatchLayout, logging_steps: int, *, on_cpu: bool) -> int:
+    """Loss and norm of every step that nobody has read, and the numbers that make a loss: each a tensor."""
+    parts = layout.accumulation_steps if isinstance(layout, IndexedLayout) else 0
+    of_a_step = parts + NUMBERS_OF_A_LOSS * layout.accumulation_steps // layout.forwards_per_step
+    return allocated_bytes([NUMBER_BYTES] * (of_a_step + 2 * logging_steps), on_cpu=on_cpu)
 
 
 def most_sums(layout: IndexedLayout) -> tuple[int, bool]:

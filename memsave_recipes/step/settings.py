@@ -29,6 +29,7 @@ class StepSettings:
         reduce_gradients: in shards, gradients of every ``micro_batch``, or once a ``step``; ``auto``: to be found.
         activation_checkpointing: the strategy.
         memory_budget_gib: of device memory for a step.
+        logging_steps: after which the losses are read; until then they stay on the device.
     """
 
     global_batch_size: int
@@ -39,6 +40,7 @@ class StepSettings:
     reduce_gradients: str
     activation_checkpointing: str | None
     memory_budget_gib: float | None
+    logging_steps: int
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property

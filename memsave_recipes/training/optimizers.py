@@ -269,15 +269,15 @@ class StepLosses:
         """Of the last step that has been read; ``None`` where no step had one."""
         self._sum: Callable[[list[float]], float] = exact_sum if exact else sum
         self._read: list[float] = []
-        self._unread: dict[int, tuple[list[Tensor], Tensor | None]] = {}  # this rank's parts of the loss, gradient norm
+        self._unread: dict[int, tuple[Tensor, Tensor | None]] = {}  # this rank's parts of the loss, gradient norm
 
     def add(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
         """Take in a finished step. Reads nothing from the device."""
-        self._unread[batch.step] = batch.loss_parts, grad_norm
+        self._unread[batch.step] = torch.stack(batch.loss_parts), grad_norm
 
     def parts(self) -> dict[tuple[int, int], float]:
         """This rank's parts of the losses that nobody has read yet, by step and number. Waits for the device."""
-        parts = ((step, torch.stack(losses).tolist()) for step, (losses, _) in self._unread.items())
+        parts = ((step, losses.tolist()) for step, (losses, _) in self._unread.items())
         return {(step, number): part for step, values in parts for number, part in enumerate(values)}
 
     def take_in(self, of_ranks: Mapping[tuple[int, int], list[float]]) -> None:

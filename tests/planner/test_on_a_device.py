@@ -92,7 +92,4 @@ def test_no_prediction_is_below_the_peak_of_training(name, optimizer, word, accu
             optimizer.step()
             optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device) - before
-    print(
-        "FIG", name, optim.update_rule, word, predicted, peak, f"{100 * (predicted / peak - 1):+.2f}", predicted - peak
-    )
     assert peak <= predicted <= (1 + WITHIN) * peak

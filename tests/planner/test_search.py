@@ -32,7 +32,7 @@ from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.render.choice import fits_text, rival_lines, summarize
-from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
 from memsave_recipes.step.memory import state_bytes
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from tests.decoders import CopiesAtOnce, causal_model
@@ -331,6 +331,14 @@ def test_what_the_allocator_holds_besides_known_tensors_are_workspaces(monkeypat
 def test_on_paper_two_threads_multiply():
     target = find_target("a100")
     assert overheads_of_target(target)["workspaces"] == 2 * target.cublas_workspace_bytes > 0
+
+
+@pytest.mark.parametrize(("layout_of", "of_a_step"), [(BatchLayout, 8), (IndexedLayout, 12), (LockstepLayout, 36)])
+def test_losses_and_norms_count_until_they_are_logged(layout_of, of_a_step):
+    """In blocks of 512 bytes; of 4 micro-batches, that a bitwise topology keeps apart and lockstep makes at once."""
+    layout = layout_of.of(8, 2, 1)
+    static = static_memory_of(OptimizerArguments(), nn.Linear(1, 1), layout, logging_steps=10, device_type="cuda")
+    assert static.losses_bytes == 512 * (of_a_step + 2 * 10)
 
 
 @pytest.mark.parametrize(
