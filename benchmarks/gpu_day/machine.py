@@ -2,13 +2,16 @@
 
 import importlib.util
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gpu_day.claims import BITSANDBYTES, CUDA, LIGER, NCCL, TRITON, TRL, TWO_DEVICES, WAIT_WARNINGS, Command
+from gpu_day.claims import BITSANDBYTES, CUDA, LIGER, NCCL, SHEET, TRITON, TRL, TWO_DEVICES, WAIT_WARNINGS, Command
 from gpu_day.waits import warns_of_waits
+from memsave_recipes.errors import InputError
+from memsave_recipes.estimation.targets import find_target
 
 GPU, STAND_IN, CPU = "gpu", "stand-in", "cpu"
 TEXT, IMAGES = "recipes/language_modeling.py", "recipes/image_classification.py"
@@ -34,8 +37,15 @@ def abilities(kind: str) -> frozenset[str]:
         TWO_DEVICES: kind == CPU or torch.cuda.device_count() > 1,  # a CPU takes two processes
         NCCL: kind == GPU,
         WAIT_WARNINGS: kind != CPU and warns_of_waits(),
+        SHEET: kind == CPU or _has_sheet(),
     }
     return frozenset(found | {name for name, is_there in there.items() if is_there})
+
+
+def _has_sheet() -> bool:
+    with suppress(InputError):
+        return bool(find_target("cuda"))
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)

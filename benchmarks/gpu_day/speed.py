@@ -1,7 +1,7 @@
 """Seconds: what the host waits for, the loop beside a plain one, kernels, and the planner's data sheets."""
 
 from gpu_day import judges
-from gpu_day.claims import CUDA, LIGER, TRITON, WAIT_WARNINGS, Claim, Command, Step
+from gpu_day.claims import CUDA, LIGER, SHEET, TRITON, WAIT_WARNINGS, Claim, Command, Step
 from gpu_day.exactness import word
 from gpu_day.machine import IMAGES, TEXT, Size
 from gpu_day.memory import full, plain
@@ -79,13 +79,14 @@ def data_sheets(size: Size) -> Step:
                 text=f"{strategy}: the seconds of the data sheet are a lower bound",
                 runs=(plan, run),
                 judge=judges.seconds_by_sheet,
+                needs=frozenset({SHEET}),
                 is_of_speed=True,
             ),
             Claim(
                 text=f"{strategy}: the peak of the data sheet is not below the step's",
                 runs=(plan, run),
                 judge=judges.peak_by_sheet,
-                needs=frozenset({CUDA}),
+                needs=frozenset({CUDA, SHEET}),
             ),
         ]
     return Step("data_sheets", claims)
