@@ -8,10 +8,17 @@ saved with the adapters: peft's ``modules_to_save``.
 
 ``--model_name_or_path`` may be a folder of adapters, which then go on training, with the rank and the layers that they
 have, or are evaluated or merged.
+
+NOTE [ another model ]
+``merged`` puts ``W + BA`` in the place of a weight ``W`` with its adapter. That is another model
+1. where layers share ``W`` and each has an adapter of its own, as in the blocks of Zamba: all updates would be added;
+2. where a forward also takes ``W`` past the adapter, as the mixers of Jamba and tied embeddings do.
+Both are seen in one forward, whatever the adapters have learned by then.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from memsave_recipes.errors import InputError, packages_of
@@ -282,3 +291,67 @@ def merged(model: nn.Module) -> nn.Module:
     """The model without adapters, their updates added to its weights."""
     with torch.no_grad():
         return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[operator]
+
+
+def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
+    """Refuse adapters that cannot be merged: NOTE [ another model ].
+
+    Args:
+        model: with adapters of peft.
+        forward: runs it once.
+
+    Raises:
+        InputError: merged it would compute something else.
+    """
+    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    layers = {name: getattr(module, "base_layer") for name, module in adapted.items()}  # noqa: B009
+    count = Counter(id(layer.weight) for layer in layers.values())
+    shared = [name for name, layer in layers.items() if count[id(layer.weight)] > 1]
+    if shared:
+        raise _refusal(model, f"{shared[0]} and {shared[1]} share a weight")
+    reads = _ReadsPastAdapters({id(layer.weight): name for name, layer in layers.items()})
+    hooks = [module.register_forward_pre_hook(reads.enter) for module in adapted.values()]
+    hooks += [module.register_forward_hook(reads.leave) for module in adapted.values()]
+    try:
+        with torch.no_grad(), reads:
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if reads.found:
+        raise _refusal(model, f"it takes the weight of {reads.found[0]} past its adapter, too")
+
+
+def _refusal(model: nn.Module, why: str) -> InputError:
+    name = type(model).__name__
+    return InputError(f"--lora_merge would make another model of this {name}, as {why}: leave it out to save adapters")
+
+
+class _ReadsPastAdapters(TorchFunctionMode):
+    """Finds the layers whose weights are computed with while no adapter runs.
+
+    Args:
+        names: of the layers, by the identities of their weights.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.found: list[str] = []
+        self._depth = 0
+
+    def enter(self, *_: Any) -> None:
+        """A layer with an adapter begins."""
+        self._depth += 1
+
+    def leave(self, *_: Any) -> None:
+        """It ends."""
+        self._depth -= 1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._depth and any(isinstance(one, Tensor) for one in tree_leaves(out)):  # no question of its dtype
+            self.found += [self.names[id(one)] for one in tree_leaves((args, kwargs)) if id(one) in self.names]
+        return out

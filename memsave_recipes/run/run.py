@@ -48,9 +48,11 @@ from memsave_recipes.distributed import (
 )
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.models.adapters import check_merging
 from memsave_recipes.planner.search import Candidate, reduction_line
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted, num_workers
+from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.render.comparison import show
 from memsave_recipes.run.failures import recorded
@@ -308,11 +310,15 @@ class Run:
         """Apply the activation plan that the flags name, or the fastest that fits ``--memory_budget_gib``; verify it.
 
         Raises:
-            InputError: no such strategy, nothing fits, or a plan beside ``--bitwise_topology`` that rounds otherwise.
+            InputError: no such strategy, nothing fits, a plan beside ``--bitwise_topology`` that rounds otherwise, or
+                as ``check_merging``.
             VerificationFailed: ``--verify`` found that the plan changes the step.
         """
         args, accelerator, batches, model = self.args, self.accelerator, self._batches, self._model
         loss_of = self._loss_of = partial(self._task.loss_of, model)
+        if self.flags.get("lora_merge"):
+            with preserve_state(model, accelerator.device):
+                check_merging(self._bare, lambda: loss_of(batches.largest_forward(batches.layout)()))
         self.planned = plan_run(
             args,
             args,

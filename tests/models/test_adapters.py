@@ -6,7 +6,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
+from memsave_recipes.models.adapters import LoraArguments, add_lora, check_merging, merged
 
 
 @pytest.fixture
@@ -53,6 +53,33 @@ def test_adapters_are_saved_in_the_layout_of_peft(model, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+def test_a_weight_that_is_also_computed_with_past_its_adapter_is_not_merged():
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tied = LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, tie_word_embeddings=True, **shape))
+    adapted = with_trained_adapters(tied, lora_target_modules=["embed_tokens", "q_proj"])
+    with pytest.raises(InputError, match=r"takes the weight of model\.embed_tokens past its adapter"):
+        check_merging(tied, lambda: adapted(TOKENS))
+
+
+@pytest.mark.parametrize("others", [["k_proj"], ["v_proj", "k_proj"]])
+def test_a_weight_with_several_adapters_is_not_merged(model, others):
+    for layer in model.model.layers:
+        for name in others:
+            getattr(layer.self_attn, name).weight = layer.self_attn.q_proj.weight
+    adapted = with_trained_adapters(model)
+    with pytest.raises(InputError, match=f"layers.0.self_attn.q_proj and .*{others[-1]} share a weight: leave it out"):
+        check_merging(model, lambda: adapted(TOKENS))
+
+
+def test_questions_of_a_weight_are_no_reads(model):
+    """As T5 and Whisper ask for the dtype."""
+    with_trained_adapters(model)
+    query = model.model.layers[0].self_attn.q_proj
+    check_merging(model, lambda: query(torch.ones(1, 16, dtype=query.weight.dtype, device=query.weight.device)))
+    with pytest.raises(InputError, match=r"takes the weight of model\.layers\.0\.self_attn\.q_proj"):
+        check_merging(model, lambda: torch.ones(1, 16) @ query.weight.T)
 
 
 def test_merging_adds_the_updates_to_the_weights(model, tmp_path):
