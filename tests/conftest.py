@@ -21,6 +21,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     ResNetConfig,
     ResNetForImageClassification,
     ViTConfig,
@@ -112,6 +114,11 @@ def _llama() -> nn.Module:
     )
 
 
+def _mixtral() -> nn.Module:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=256, num_hidden_layers=4, use_cache=False, **shape))
+
+
 def _language_case(model: nn.Module, length: int) -> Case:
     tokens = torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(1))
     return Case(model.train(), tokens, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)
@@ -127,6 +134,8 @@ def _build(name: str) -> Case:
         return _language_case(GPT2LMHeadModel(GPT2Config()), 32)
     if name == "llama":
         return _language_case(_llama(), 16)
+    if name == "mixtral":
+        return _language_case(_mixtral(), 16)
     if name == "resnet50":
         return _image_case(_resnet(), 32)
     return _image_case(MODELS[name](num_classes=10), 32)

@@ -259,6 +259,42 @@ def test_configurations_that_make_no_model_are_one_line(tmp_path, capsys, monkey
     assert not (tmp_path / "ran").exists()
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "entries"),
+    [
+        ("mixtral", "Mixtral", {"num_local_experts": 4}),
+        ("qwen3_moe", "Qwen3Moe", {**EXPERTS, "head_dim": 16}),
+        ("granitemoe", "GraniteMoe", {"num_local_experts": 4}),
+        ("gpt_oss", "GptOss", {"num_local_experts": 4, "head_dim": 16}),
+    ],
+)
+def test_mixtures_of_experts_in_float32_are_estimated(tmp_path, kind, name, entries):
+    config = {**LLAMA, "num_key_value_heads": 2, "model_type": kind, "architectures": [f"{name}ForCausalLM"], **entries}
+    folder = folder_of(config, tmp_path / kind)
+    found = fitted([folder, *LENGTHS, "--micro_batch_size", "4", "--card", "rtx4090"], tmp_path / "fit.json")
+    assert all(rung["fits"] for rung in found["rungs"])
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "num_experts": 4}, "k not in range"),
+        ({"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "kv_channels": 16}, "_local_scalar_dense"),
+        ({"num_key_value_heads": 3}, "query heads to be a multiple"),
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, "size of tensor a (4) must match"),
+    ],
+)
+def test_a_forward_that_fails_is_one_line(tmp_path, capfd, config, why):
+    folder = folder_of({**LLAMA, **config}, tmp_path / "model")
+    assert main(["fit", folder, "--card", "rtx4090", "--length", "32"]) == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[transformers]")]
+    assert "cannot be estimated (" in line
+    assert why in line
+
+
 def test_a_configuration_that_is_nested_without_end(tmp_path, capsys):
     folder = tmp_path / "model"
     folder.mkdir()

@@ -67,6 +67,7 @@ IMPORTED = frozenset(
         "torch.nn.modules.conv._ConvNd",
         "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
         "torch.ops.aten._convolution",
+        "torch.ops.aten._grouped_mm",
         "torch.ops.aten._local_scalar_dense",
         "torch.ops.aten._scaled_dot_product_attention_math",
         "torch.ops.aten._scaled_dot_product_efficient_attention",

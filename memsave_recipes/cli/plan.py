@@ -5,6 +5,7 @@ They import their dependencies when they run, so that ``--help`` is fast.
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -240,6 +241,7 @@ def _fit(arguments: argparse.Namespace) -> None:
     from memsave_recipes.planner.ladder import ladder
 
     page = _open_page(arguments)
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # tracebacks of what becomes one line
     try:
         with ProgressBar(desc="estimating", unit="") as bar:
 

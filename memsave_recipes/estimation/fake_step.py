@@ -178,6 +178,7 @@ TAKES_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offs
 NAMES_OFFSET = aten.as_strided.default
 """Its result lies where it says in the storage, wherever its argument lies."""
 
+GROUPED_PRODUCT = aten._grouped_mm.default
 ASKS_DEVICE = torch.ops.prim.device.default
 DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 """Tags of operators whose result, or an argument after it, is not known by the forms of the arguments."""
@@ -367,12 +368,21 @@ class KnownOperators:
             forms = self._forms.get(key)
             if forms is not None:
                 return key, forms.made(args)
-        out = func(*args, **kwargs)
+        out = _grouped(*args, **kwargs) if func is GROUPED_PRODUCT else func(*args, **kwargs)
         if key not in self._forms:
             with torch._C.DisableTorchFunction():
                 is_open = func is NAMES_OFFSET or DEPENDS_ON_VALUES & {*func.tags}
                 self._forms[key] = None if is_open else _result_forms(args, kwargs, out)
         return key, out
+
+
+def _grouped(factor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The product of a group of matrices; without values torch takes bfloat16 alone, and kernels float32 too."""
+    others, named = tree_map_only(
+        Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, (args, kwargs)
+    )
+    out: Tensor = GROUPED_PRODUCT(factor.bfloat16(), *others, **named)
+    return out.to(factor.dtype)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ from memsave_recipes.planner.task import (
 )
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
-from memsave_recipes.profiling.block_costs import Measurement
+from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.sharding import ShardGroups
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO
@@ -256,7 +256,7 @@ class Estimates:
             workload = fake_workload(self.task, self.launch, self.model, layout, loss)
             for strategy in missing:
                 try:
-                    found = self._estimator.estimate(workload, [plan_for(strategy, workload.stacks)])
+                    found = self._estimate(workload, strategy)
                 except InputError:
                     if strategy == PLAIN:
                         raise
@@ -266,6 +266,17 @@ class Estimates:
                     self._known[size, loss] = Measurement(found.workload, traces)
         known = self._known[size, loss]
         return replace(known, traces=[(plan, trace) for plan, trace in known.traces if plan.strategy in strategies])
+
+    def _estimate(self, workload: Workload, strategy: str) -> Measurement:
+        try:
+            return self._estimator.estimate(workload, [plan_for(strategy, workload.stacks)])
+        except InputError:
+            raise
+        except LOADING_ERRORS as error:
+            raise InputError(
+                f"MODEL: a step of {type(self.model).__name__} cannot be estimated ({reason(error)}): look at its "
+                f"{CONFIG}, or launch its recipe with --memory_budget_gib, which measures"
+            ) from error
 
     def largest(self, loss: str | None) -> int:
         """The largest micro-batch that has been estimated with this loss."""

@@ -218,7 +218,7 @@ def test_a_layer_of_gpt2_under_bf16_by_hand():
     assert block.option(Action.KEEP).saved_bytes == pytest.approx(sum(by_hand.values()), abs=SMALL)
 
 
-@pytest.mark.parametrize("name", ["densenet_small", "gpt2"])
+@pytest.mark.parametrize("name", ["densenet_small", "gpt2", "mixtral"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 def test_on_this_cpu_the_peaks_are_those_of_the_profiler(make_case, name, bf16):
     case = make_case(name)
