@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, get_session, try_to_load_from_cache
 from huggingface_hub.errors import LocalEntryNotFoundError, StrictDataclassError
@@ -25,6 +26,8 @@ ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
 MISSING_WHILE_OFFLINE = (ConnectionError, LocalEntryNotFoundError)
 INVALID_CONFIGURATION = StrictDataclassError
 """Raised by transformers where an entry of a configuration contradicts its type or another entry."""
+WHOLE_IN_ITS_FILE = "TokenizersBackend"
+"""The class of a tokenizer that ``tokenizer.json`` describes alone."""
 
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or every local file that it reads is counted on a server
 
@@ -67,6 +70,24 @@ def loading_by_name(name: str, source: str, way_out: str) -> Iterator[None]:
         raise
     except Exception as error:  # those of HTTP libraries are often no OSError
         raise InputError(f"{source} cannot be loaded: {reason(error)}; {way_out}") from error
+
+
+def open_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer of a folder or of the Hub, with the tokens that it was saved with.
+
+    ``AutoTokenizer`` takes the class that belongs to some types of models (Qwen 2, Qwen 3.5), which splits words in its
+    own way, also where ``tokenizer.json`` holds another tokenizer, such as one that was trained from scratch.
+
+    Raises:
+        OSError, ValueError: there is none; and whatever else transformers raises of damaged files.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    entries = get_tokenizer_config(str(name_or_path))
+    if entries.get("tokenizer_class") == WHOLE_IN_ITS_FILE and "auto_map" not in entries:
+        return PreTrainedTokenizerFast.from_pretrained(name_or_path)
+    return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
 
 
 def reason(error: BaseException) -> str:

@@ -15,7 +15,7 @@ TABLE = {
     "text": (set(), {"tqdm"}),
     "errors": (set(), set()),
     "fingerprint": (set(), {"torch", "numpy"}),
-    "hub": (set(), {"datasets", "huggingface_hub"}),
+    "hub": (set(), {"datasets", "huggingface_hub", "transformers"}),
     "losses": (set(), {"torch"}),
     "processes": (set(), {"accelerate", "psutil", "torch"}),
     "distributed": ({"processes"}, {"accelerate", "torch"}),

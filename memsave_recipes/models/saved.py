@@ -28,7 +28,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BitImageProcessorPil,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -42,7 +41,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.hub import ask_hub_for, reason
+from memsave_recipes.hub import ask_hub_for, open_tokenizer, reason
 from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.convnets import ConvnetConfig
 from memsave_recipes.models.image_classifiers import MODELS, load_saved_convnet, read_convnet
@@ -348,7 +347,7 @@ def _load_image_processor(path: Path, trust_remote_code: bool) -> Any:
 
 def _tokenizer(source: str | Path, trust_remote_code: bool) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return open_tokenizer(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # the parsers of damaged files raise nearly anything
         raise _refusal(source, error) from error
 

@@ -131,6 +131,15 @@ def test_a_folder_that_holds_a_model_alone(tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_5", "qwen4_exp", "llama"])
+def test_beside_a_model_of_any_type_it_is_the_one_that_was_saved(folder, kind):
+    """Transformers splits words otherwise for some types."""
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    alone = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    for text in ("year 1984", "  a\n\nb's 12,345"):
+        assert load_tokenizer(str(folder), TEXTS)(text)["input_ids"] == alone(text)["input_ids"]
+
+
 def test_code_is_not_run_unasked(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     config = json.loads((folder / "tokenizer_config.json").read_text())

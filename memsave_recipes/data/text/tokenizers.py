@@ -41,7 +41,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
-    AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedConfig,
     PreTrainedModel,
@@ -54,7 +53,7 @@ from memsave_recipes.data.text.files import END_OF_TEXT
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
-from memsave_recipes.hub import ask_hub_for, reason
+from memsave_recipes.hub import ask_hub_for, open_tokenizer, reason
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.text import ProgressBar
 
@@ -397,7 +396,8 @@ def check_length(
     The configuration alone tells most of them before any text is tokenized.
     """
     longest = inf if tokenizer is None else tokenizer.model_max_length
-    if (num_positions := getattr(config, "max_position_embeddings", None) or 0) > 0:  # XLNet's -1 is no limit
+    num_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    if num_positions > 0:  # XLNet's -1 is no limit
         longest = min(longest, num_positions)
     for name, module in model.named_modules() if model is not None else ():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
@@ -425,7 +425,7 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 def _load(name: str, trust_remote_code: bool, flag: str) -> PreTrainedTokenizerBase:
     ask_hub_for(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = open_tokenizer(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # the parsers of damaged files raise nearly anything
         if "trust_remote_code" in str(error):
             rule = "brings code of its own, which is not run unasked"
