@@ -205,7 +205,7 @@ def summed_loss(model: nn.Module, micro_batch: Batch) -> Tensor:
 
 def check_model(model: PreTrainedModel, rows: TokenRows, args: Arguments) -> None:
     """Refuse rows and tokens that the model cannot take."""
-    check_vocabulary(rows.tokenizer, model.config.vocab_size)
+    check_vocabulary(rows.tokenizer, model.config.get_text_config().vocab_size)
     check_causal(model, args.name)
     if args.packing and not keeps_documents_apart(model, one_row=args.one_row):
         raise InputError(f"{args.name} lets the documents of a packed row see one another: pass --no_packing")

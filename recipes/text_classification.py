@@ -99,7 +99,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     special = {name: getattr(tokenizer, name) for name in names}
     task = describe(args, texts.label_names, vocab_size=len(tokenizer), **special)
     bare = task.build_model(with_weights=True, slices_on=run.slices_on)
-    check_vocabulary(tokenizer, bare.config.vocab_size)
+    check_vocabulary(tokenizer, bare.config.get_text_config().vocab_size)
     check_inputs(bare, tokens.train)
     check_length(args.max_length, bare.config, bare, tokenizer)
     saved = task.adapt(bare)

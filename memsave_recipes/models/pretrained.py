@@ -247,10 +247,10 @@ def build_text_classifier(
         dtype=dtype,
         id2label=dict(enumerate(label_names)),
         label2id={name: index for index, name in enumerate(label_names)},
-        use_cache=False,  # decoders would fill it again when they recompute
         **options,
     )
     config = model.config.get_text_config()
+    config.use_cache = False  # decoders would fill it again when they recompute
     if config.pad_token_id is None:  # decoders look for a text's last token by it
         config.pad_token_id = options["pad_token_id"]
     if model.config.is_encoder_decoder and getattr(model.config, "decoder_start_token_id", None) is None:

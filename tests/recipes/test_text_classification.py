@@ -373,26 +373,51 @@ def test_the_documented_line_reaches_its_accuracy(recipe, tmp_path, config):
     assert results["eval"]["f1_macro"] > 0.70
 
 
-@pytest.mark.parametrize("kind", ["modernbert", "distilbert", "deberta"])
-def test_adapters_of_a_base_without_a_head_are_evaluated_alike_under_another_seed(train, tmp_path, kind):
+@pytest.fixture
+def base(train, tmp_path):
+    """Makes flags of a tiny base without a head, with texts and a tokenizer."""
+
+    def make(kind):
+        config = tiny_config(kind)
+        config.get_text_config().vocab_size = 300
+        torch.manual_seed(0)
+        whole = AutoModelForSequenceClassification.from_config(config)
+        getattr(whole, whole.base_model_prefix).save_pretrained(tmp_path / "base")
+        rows = [json.dumps({"text": f"{name} {n}", "label": name}) for n in range(12) for name in ("cat", "dog", "eel")]
+        (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+        files = ["--train_file", tmp_path / "texts.jsonl", "--validation_file", tmp_path / "texts.jsonl", *SHORT]
+        train(*files, *MODELS["bert"], output="words")
+        tokenizer = ["--tokenizer_name", tmp_path / "words/final"]
+        return [*files, *tokenizer, "--model_name_or_path", tmp_path / "base", "--learning_rate", "0.02"]
+
+    return make
+
+
+def loss_of_final(train, tmp_path, output):
+    final = [*SHORT, "--validation_file", tmp_path / "texts.jsonl", "--model_name_or_path", tmp_path / output / "final"]
+    return train(*final, "--eval_only", "--seed", "7", output=f"{output}-again")["eval"]["loss"]
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "distilbert", "deberta", "gemma3", "qwen3_5"])
+def test_adapters_of_a_base_without_a_head_are_evaluated_alike_under_another_seed(train, base, tmp_path, kind):
     """The figure of the run is that of ``final/`` alone, and of the merged model."""
-    config = tiny_config(kind)
-    config.vocab_size = 300
-    torch.manual_seed(0)
-    whole = AutoModelForSequenceClassification.from_config(config)
-    getattr(whole, whole.base_model_prefix).save_pretrained(tmp_path / "base")
-    rows = [json.dumps({"text": f"{name} {n}", "label": name}) for n in range(12) for name in ("cat", "dog", "eel")]
-    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
-    held_out = ["--validation_file", tmp_path / "texts.jsonl"]
-    files = ["--train_file", tmp_path / "texts.jsonl", *held_out, *SHORT]
-    train(*files, *MODELS["bert"], output="words")
-    tokenizer = ["--tokenizer_name", tmp_path / "words/final"]
-    flags = [*files, *tokenizer, "--model_name_or_path", tmp_path / "base", "--lora", "--learning_rate", "0.02"]
+    flags = [*base(kind), "--lora"]
     found = {
         "adapters": train(*flags, "--activation_checkpointing", "full", "--verify", output="adapters")["eval"]["loss"],
         "merged": train(*flags, "--lora_merge", output="merged")["eval"]["loss"],
     }
     for output, loss in found.items():
-        final = [*SHORT, "--model_name_or_path", tmp_path / output / "final", "--eval_only"]
-        again = train(*held_out, *final, "--seed", "7", output=f"{output}-again")["eval"]["loss"]
+        again = loss_of_final(train, tmp_path, output)
         assert again == pytest.approx(loss, rel=1e-6 if output == "merged" else 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "modernvbert", "ultravbert"])
+def test_a_multimodal_classifier_trains_whole(train, base, tmp_path, kind):
+    results = train(*base(kind), "--activation_checkpointing", "full", "--verify")
+    assert results["num_trained_parameters"] == results["num_parameters"]
+    assert loss_of_final(train, tmp_path, "run") == results["eval"]["loss"]
+
+
+@pytest.mark.parametrize("kind", ["jamba", "zamba2"])
+def test_adapters_that_make_another_model_when_they_are_merged(base, refuse, kind):
+    assert "--lora_merge would make another model" in refuse(*base(kind), "--lora", "--lora_merge")
