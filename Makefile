@@ -98,12 +98,12 @@ test-all: install  ## the slow ones too, and those of the oldest and the newest 
 	$(MAKE) test-oldest test-newest
 
 results: install  ## docs/results/README.md and index.html from docs/results/rows, without training
-	$(BIN)/memsave results page
+	$(BIN)/python benchmarks/results_table.py page
 
-# ONLY names the works (benchmarks/results_table.py); BUSY=1 leaves the times out.
+# ONLY names the works (benchmarks/result_rows/works.py); BUSY=1 leaves the times out.
 ONLY ?= gpt2
 results-run: install  ## measure ONLY=gpt2 on this machine and add its rows
-	$(BIN)/python benchmarks/results_table.py $(ONLY) $(if $(BUSY),--without_times)
+	$(BIN)/python benchmarks/results_table.py run $(ONLY) $(if $(BUSY),--without_times)
 	$(MAKE) results
 
 article: install  ## run docs/article.ipynb and keep what it prints (3 minutes)

@@ -6,7 +6,7 @@
 
 Each run is a recipe with the flags of its work and those of one technique, on equally many samples. Of every seed all
 techniques take turns, so that a slow minute of the machine meets them all. Runs go to out/quality/WORK/TECHNIQUE-SEED;
-one that has finished is not run again, and `memsave results add out/quality/WORK` makes rows of the results table of
+one that has finished is not run again, and `results_table.py add out/quality/WORK` makes rows of the results table of
 them. Writes docs/results/quality-DEVICE.json and .md.
 
 NOTE [ how techniques are compared ]

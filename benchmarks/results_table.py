@@ -1,114 +1,114 @@
-"""Runs of the recipes that become rows of the results table: a small matrix of plans for each work.
+"""The results table: runs of the recipes as rows that can be checked and sent, and the pages that show them.
 
-    python benchmarks/results_table.py gpt2
+    python benchmarks/results_table.py run gpt2           # measure a small matrix of plans here, and add its rows
+    python benchmarks/results_table.py add out/run        # rows of runs of your own, which the recipes have written
+    python benchmarks/results_table.py check              # refuse rows that no run can have
+    python benchmarks/results_table.py page               # README.md and index.html of the rows
 
-Each plan is one launch of the recipe into out/results/WORK/PLAN; a plan that has finished is not run again. The rows go
-to docs/results/rows, and `make results` makes the pages of them.
+Rows are in docs/results/rows and pages in docs/results, unless a flag names other folders. `make results-run` and
+`make results` are the first and the last of these.
 """
 
-import shlex
-import subprocess
+import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import harness
-from harness import ROOT
+from result_rows.checks import problems_of, read_rows
+from result_rows.page import results_markdown, results_page
+from result_rows.rows import WAYS_OUT, ResultRow, rows_of
+from result_rows.works import WORKS, measure
 
-from memsave_recipes.cli import main as memsave
+from memsave_recipes.cli.flags import memory_gib, writing
+from memsave_recipes.cli.runs import add_folders, read_all
+from memsave_recipes.errors import InputError
+from memsave_recipes.text import GIB
 
-
-@dataclass(frozen=True)
-class Work:
-    """A recipe with the flags that all of its runs share, and those of each plan by its name."""
-
-    recipe: str
-    flags: str
-    plans: dict[str, str] = field(default_factory=dict)
-
-
-PLANS = {"plain": "--activation_checkpointing none", "full": "--activation_checkpointing full"}
-WORKS = {
-    "gpt2": Work(
-        "language_modeling",
-        "--model_type gpt2 --config_overrides n_layer=6,n_head=4,n_embd=128 --vocab_size 1024 --block_size 256 "
-        "--global_batch_size 8 --micro_batch_size 8 --max_steps 20 --logging_steps 5 --max_eval_samples 64",
-        {**PLANS, "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.09"},
-    ),
-    "llama": Work(
-        "language_modeling",
-        "--model_type llama --vocab_size 1024 --block_size 512 --global_batch_size 8 --micro_batch_size 4 "
-        "--config_overrides hidden_size=128,intermediate_size=512,num_hidden_layers=6,num_attention_heads=4 "
-        "--max_steps 20 --logging_steps 5 --max_eval_samples 32",
-        {
-            **PLANS,
-            "full_tiled": "--activation_checkpointing full_tiled",
-            "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.09",
-        },
-    ),
-    "vit": Work(
-        "image_classification",
-        "--model_type vit --config_overrides hidden_size=128,num_hidden_layers=6,num_attention_heads=4,"
-        "intermediate_size=512,patch_size=4 --dataset digits --global_batch_size 32 --max_steps 20 --logging_steps 5",
-        {
-            **PLANS,
-            "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.07",
-        },
-    ),
-    "vgg_small_bn": Work(
-        "image_classification",
-        "--model vgg_small_bn --dataset digits --global_batch_size 64 --max_steps 20 --logging_steps 5",
-        {
-            **PLANS,
-            "segments": "--activation_checkpointing segments:4",
-            "budget": "--activation_checkpointing budget:bitwise --memory_budget_gib 0.05",
-        },
-    ),
-    "densenet": Work(
-        "image_classification",
-        "--config recipes/configs/demo.yaml",
-        {
-            **PLANS,
-            "bottleneck": "--activation_checkpointing bottleneck",
-            "budget": "--activation_checkpointing budget --memory_budget_gib 0.025",
-        },
-    ),
-    "chats": Work(
-        "language_modeling",
-        "--dataset docstring-chats --model_type gpt2 --config_overrides n_layer=4,n_head=4,n_embd=128 "
-        "--vocab_size 2048 --block_size 256 --global_batch_size 16 --micro_batch_size 8 --learning_rate 2e-3 "
-        "--warmup_steps 20 --max_steps 100 --activation_checkpointing none",
-        {f"seed-{seed}": f"--seed {seed}" for seed in range(3)},
-    ),
-}
-
-
-def command_of(work: Work, plan: str, folder: Path) -> list[str]:
-    """The launch of one run."""
-    config = "cpu" if harness.this_device().type == "cpu" else "single_gpu"
-    launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
-    where = ["--config_file", str(ROOT / f"accelerate_configs/{config}.yaml")]
-    flags = [*shlex.split(work.flags), *shlex.split(work.plans[plan])]
-    own = ["--report_to", "none", "--overwrite", "--output_dir", str(folder)]
-    return [*launcher, *where, str(ROOT / f"recipes/{work.recipe}.py"), *flags, *own]
+ROWS, PAGES = Path("docs/results/rows"), Path("docs/results")
+ROWS_HELP = f"folder of the rows; default: {ROWS}"
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Measures the works that are named, and adds their rows; returns an exit code."""
-    parser = harness.make_parser(__doc__)
-    parser.add_argument("works", nargs="+", choices=WORKS, metavar="WORK", help=f"of {', '.join(WORKS)}")
-    parser.add_argument("--without_times", action="store_true", help="leave the times out: the machine has other work")
-    flags = harness.read_flags(parser, args)
-    for name in flags.works:
-        runs = ROOT / "out/results" / name
-        for plan in WORKS[name].plans:
-            if not (runs / plan / "results.json").is_file():
-                subprocess.run(command_of(WORKS[name], plan, runs / plan), check=True, cwd=ROOT)
-        words = ["results", "add", str(runs), "--to", str(flags.output_dir / "rows")]
-        if code := memsave([*words, "--without_times"] if flags.without_times else words):
-            return code
+    """Runs one command; returns its exit code, 2 for an ``InputError``."""
+    flags = _parser().parse_args(args)
+    try:
+        flags.command(flags)
+    except InputError as error:
+        print(f"error: {error.one_line}", file=sys.stderr)
+        return 2
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run, add = commands.add_parser("run", help="train, and add the rows"), commands.add_parser("add", help="add rows")
+    run.add_argument("works", nargs="+", choices=WORKS, metavar="WORK", help=f"of {', '.join(WORKS)}")
+    add_folders(add)
+    add.add_argument("--device_memory", type=memory_gib, metavar="GIB", help="of the device, such as 80GiB")
+    for adding, command in ((run, _run), (add, _add)):
+        adding.add_argument("--to", type=Path, default=ROWS, metavar="DIR", help=ROWS_HELP)
+        adding.add_argument("--without_times", action="store_true", help="leave times out: the machine had other work")
+        adding.set_defaults(command=command)
+    check, page = (
+        commands.add_parser("check", help="check the rows"),
+        commands.add_parser("page", help="make the pages"),
+    )
+    page.add_argument("--to", type=Path, default=PAGES, metavar="DIR", help=f"folder of the pages; default: {PAGES}")
+    for reading, command in ((check, _check), (page, _page)):
+        reading.add_argument("rows", nargs="?", type=Path, default=ROWS, metavar="DIR", help=ROWS_HELP)
+        reading.set_defaults(command=command)
+    return parser
+
+
+def _run(flags: argparse.Namespace) -> None:
+    for work in flags.works:
+        _add(argparse.Namespace(**vars(flags), folders=[measure(work)], device_memory=None))
+
+
+def _add(flags: argparse.Namespace) -> None:
+    memory = flags.device_memory
+    rows = rows_of(read_all(flags.folders), device_memory_bytes=None if memory is None else round(memory * GIB))
+    for row in rows:
+        problems = list(problems_of(row))
+        if problems:
+            raise InputError(f"the row {row.name} cannot be: {'; '.join(problems)}")
+    for row in rows:
+        kept = row.without_times() if flags.without_times else row
+        path = flags.to / f"{row.name}.json"
+        verb = "replaced" if path.exists() else "wrote"
+        with writing(f"--to {flags.to}"):
+            flags.to.mkdir(parents=True, exist_ok=True)
+            path.write_text(kept.to_json(), encoding="utf-8")
+        print(f"{verb} {path}")
+        for name in row.missing:
+            print(f"  {name} is missing: {WAYS_OUT.get(name, 'it is not recorded')}")
+
+
+def _check(flags: argparse.Namespace) -> None:
+    print(f"rows without a problem: {len(_checked_rows(flags.rows))}")
+
+
+def _page(flags: argparse.Namespace) -> None:
+    rows = _checked_rows(flags.rows)
+    with writing(f"--to {flags.to}"):
+        (flags.to / "README.md").write_text(results_markdown(rows), encoding="utf-8")
+        (flags.to / "index.html").write_text(results_page(rows), encoding="utf-8")
+    print(f"wrote {flags.to / 'README.md'} and {flags.to / 'index.html'} with rows: {len(rows)}")
+
+
+def _checked_rows(folder: Path) -> list[ResultRow]:
+    """The rows; each problem is printed.
+
+    Raises:
+        InputError: there is a problem.
+    """
+    rows, problems = read_rows(folder)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if problems:
+        raise InputError(f"{folder} has {len(problems)} problems, each named above: correct or remove those rows")
+    return rows
 
 
 if __name__ == "__main__":

@@ -50,9 +50,8 @@ TABLE = {
     ),
     "integrations": ({"activations", "planner", "plans", "profiling"}, {"torch", "transformers", "lightning"}),
     "compare": (set(), set()),
-    "results": ({"compare"}, set()),
     "dashboards": ({"compare"}, {"wandb", "wandb_workspaces", "trackio"}),
-    "render": ({"compare", "planner", "plans", "results", "step"}, {"rich", "matplotlib"}),
+    "render": ({"compare", "planner", "plans", "step"}, {"rich", "matplotlib"}),
     "run": (
         {
             *("activations", "checkpoints", "compare", "distributed", "equivalence", "estimation", "fingerprint"),
@@ -62,10 +61,7 @@ TABLE = {
     ),
     "recipe": ({"planner", "run", "step", "training"}, set()),
     "cli": (
-        {
-            *("compare", "dashboards", "estimation", "inference", "planner", "plans", "render", "results", "step"),
-            "training",
-        },
+        {"compare", "dashboards", "estimation", "inference", "planner", "plans", "render", "step", "training"},
         {"torch"},
     ),
     "recipes": (

@@ -49,6 +49,12 @@ def test_the_wandb_log_of_a_run_beside_it_is_not_another_run(runs: Path, capsys:
     assert capsys.readouterr().err == ""
 
 
+def test_a_command_that_has_moved_says_where_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["results", "check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "benchmarks/results_table.py" in line
+
+
 @pytest.mark.parametrize("by", ["folder", "name"])
 def test_the_baseline_can_be_chosen(by: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = str(runs / "a-segments") if by == "folder" else "a-segments"

@@ -28,6 +28,7 @@ from typing import Any
 import harness
 import torch
 from harness import ROOT
+from results_table import main as results_table
 
 from gpu_day.claims import CUDA, FAILS, VERDICTS, Step, Verdict
 from gpu_day.day import Day
@@ -37,7 +38,6 @@ from gpu_day.machine import CPU, GPU, STAND_IN, Size, abilities, kind_of_machine
 from gpu_day.memory import budgets, full_device, offloading, predictions, techniques
 from gpu_day.ranks import ranks
 from gpu_day.speed import article, data_sheets, throughput, waits
-from memsave_recipes.cli import main as memsave
 from memsave_recipes.text import GIB
 
 STEPS = {
@@ -94,9 +94,9 @@ def add_rows(day: Day) -> None:
     files = sorted(day.folder.glob("*/results.json"))
     runs = [file.parent for file in files if "samples_per_sec" in json.loads(file.read_text()).get("perf", {})]
     if runs:
-        words = ["results", "add", *map(str, runs), "--to", str(day.results / "rows")]
+        words = ["add", *map(str, runs), "--to", str(day.results / "rows")]
         memory = torch.cuda.mem_get_info()[1] if CUDA in day.has else None
-        memsave([*words, *([] if memory is None else ["--device_memory", f"{memory / GIB:.2f}GiB"])])
+        results_table([*words, *([] if memory is None else ["--device_memory", f"{memory / GIB:.2f}GiB"])])
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memsave_recipes.cli.plan import add_fit, add_frontier, add_plan, add_recipes
-from memsave_recipes.cli.runs import add_compare, add_dashboard, add_predict, add_results, add_workspace
+from memsave_recipes.cli.runs import add_compare, add_dashboard, add_predict, add_workspace
 from memsave_recipes.errors import InputError, check_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 2 for an ``InputError``, 1 where nobody reads on (``| head``)."""
-    parser = _parser()
+    parser, words = _parser(), list(sys.argv[1:] if argv is None else argv)
     try:
-        check_words(sys.argv[1:] if argv is None else argv)
+        check_words(words)
+        if words[:1] == ["results"]:
+            raise InputError(RESULTS_MOVED)
         arguments, others = parser.parse_known_args(argv)
         if others and not hasattr(arguments, "flags"):
             parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -29,6 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails again as it ends
         return 1
     return 0
+
+
+RESULTS_MOVED = (
+    "memsave results is a benchmark now, of a clone of the project: write `python benchmarks/results_table.py` with "
+    "add, check or page"
+)
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -68,7 +76,6 @@ COMMANDS = (
     ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
     ("predict", add_predict, "classes of images and texts, or continued prompts, by the model of a run"),
     ("compare", add_compare, "runs side by side: memory, throughput, accuracy, loss curves"),
-    ("results", add_results, "rows of the results table: made of runs, checked, and shown as a page"),
     ("dashboard", add_dashboard, "runs in trackio's dashboard, served on this machine alone"),
     ("wandb-workspace", add_workspace, "view for comparing the runs of a W&B project, saved there"),
 )

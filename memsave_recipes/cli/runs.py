@@ -1,4 +1,4 @@
-"""Of finished runs: ``memsave compare``, ``results``, ``dashboard``, ``wandb-workspace``, and ``predict``.
+"""Of finished runs: ``memsave compare``, ``dashboard``, ``wandb-workspace``, and ``predict``.
 
 Commands import their dependencies when they run, so that comparing run folders starts in a tenth of a second.
 """
@@ -10,22 +10,18 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from memsave_recipes.cli.flags import STDOUT, memory_gib, writing
+from memsave_recipes.cli.flags import STDOUT, writing
 from memsave_recipes.compare import ComparisonTable, Run, compare, find_runs, read_run
 from memsave_recipes.errors import InputError, packages_of
-from memsave_recipes.text import GIB
-
-if TYPE_CHECKING:
-    from memsave_recipes.results import ResultRow
 
 T = TypeVar("T")
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    _add_folders(parser)
+    add_folders(parser)
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="W&B project whose runs are compared, too")
     parser.add_argument("--baseline", metavar="RUN", help="folder or name of the baseline; default: plan none")
     parser.add_argument("--html", type=Path, metavar="FILE", help="file for a page with table and charts")
@@ -39,7 +35,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 def add_dashboard(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    _add_folders(parser)
+    add_folders(parser)
     parser.add_argument("--port", type=int, help="port of the server; default: the first free one from 7860")
     parser.add_argument("--no-browser", action="store_true", help="print the address only")
     parser.set_defaults(command=_dashboard)
@@ -51,7 +47,8 @@ def add_workspace(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_workspace)
 
 
-def _add_folders(parser: argparse.ArgumentParser) -> None:
+def add_folders(parser: argparse.ArgumentParser) -> None:
+    """Declares the folders of runs."""
     parser.add_argument(
         "folders",
         nargs="*",
@@ -64,7 +61,7 @@ def _add_folders(parser: argparse.ArgumentParser) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     from memsave_recipes.render.comparison import show, to_markdown
 
-    runs = _read_all(arguments.folders, arguments.wandb)
+    runs = read_all(arguments.folders, arguments.wandb)
     table = compare(runs, _baseline(arguments.baseline, runs))
     if arguments.markdown == STDOUT:
         print(to_markdown(table), end="")
@@ -87,7 +84,7 @@ def _dashboard(arguments: argparse.Namespace) -> None:
     elif len(folders) == 1 and any(folders[0].glob("*.db")):
         serve(folders[0], **options)
     else:
-        with imported(compare(_read_all(folders))) as store:
+        with imported(compare(read_all(folders))) as store:
             serve(store, **options)
 
 
@@ -97,7 +94,7 @@ def _workspace(arguments: argparse.Namespace) -> None:
     print(f"saved: {save_workspace(arguments.project)}")
 
 
-def _read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
+def read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
     """Every run at or below the folders and of the W&B project, once; a run that cannot be read is named and left out.
 
     Raises:
@@ -187,79 +184,6 @@ def _write_png(table: ComparisonTable, path: Path) -> None:
 
 
 WRITERS = {"markdown": _write_markdown, "csv": _write_csv, "html": _write_html, "png": _write_png}
-
-
-ROWS, PAGES = Path("docs/results/rows"), Path("docs/results")
-ROWS_HELP = f"folder of the rows; default: {ROWS}"
-
-
-def add_results(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of each action."""
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    add = actions.add_parser("add", help="make a row of each run", allow_abbrev=False)
-    _add_folders(add)
-    add.add_argument("--to", type=Path, default=ROWS, metavar="DIR", help=ROWS_HELP)
-    add.add_argument("--device_memory", type=memory_gib, metavar="GIB", help="of the device, such as 80GiB")
-    add.add_argument("--without_times", action="store_true", help="leave the times out: the machine had other work")
-    add.set_defaults(command=_add_rows)
-    check = actions.add_parser("check", help="refuse rows that no run can have", allow_abbrev=False)
-    check.add_argument("rows", nargs="?", type=Path, default=ROWS, metavar="DIR", help=ROWS_HELP)
-    check.set_defaults(command=_check_rows)
-    page = actions.add_parser("page", help="make README.md and index.html of the rows", allow_abbrev=False)
-    page.add_argument("rows", nargs="?", type=Path, default=ROWS, metavar="DIR", help=ROWS_HELP)
-    page.add_argument("--to", type=Path, default=PAGES, metavar="DIR", help=f"folder of the pages; default: {PAGES}")
-    page.set_defaults(command=_write_pages)
-
-
-def _add_rows(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.results import WAYS_OUT, problems_of, rows_of
-
-    memory = arguments.device_memory
-    rows = rows_of(_read_all(arguments.folders), device_memory_bytes=None if memory is None else round(memory * GIB))
-    for row in rows:
-        problems = list(problems_of(row))
-        if problems:
-            raise InputError(f"the row {row.name} cannot be: {'; '.join(problems)}")
-    for row in rows:
-        kept = row.without_times() if arguments.without_times else row
-        path = arguments.to / f"{row.name}.json"
-        verb = "replaced" if path.exists() else "wrote"
-        with writing(f"--to {arguments.to}"):
-            arguments.to.mkdir(parents=True, exist_ok=True)
-            path.write_text(kept.to_json(), encoding="utf-8")
-        print(f"{verb} {path}")
-        for name in row.missing:
-            print(f"  {name} is missing: {WAYS_OUT.get(name, 'it is not recorded')}")
-
-
-def _check_rows(arguments: argparse.Namespace) -> None:
-    print(f"rows without a problem: {len(_checked_rows(arguments.rows))}")
-
-
-def _checked_rows(folder: Path) -> list["ResultRow"]:
-    """The rows; each problem is printed.
-
-    Raises:
-        InputError: there is a problem.
-    """
-    from memsave_recipes.results import read_rows
-
-    rows, problems = read_rows(folder)
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
-    if problems:
-        raise InputError(f"{folder} has {len(problems)} problems, each named above: correct or remove those rows")
-    return rows
-
-
-def _write_pages(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.render.results import results_markdown, results_page
-
-    rows = _checked_rows(arguments.rows)
-    with writing(f"--to {arguments.to}"):
-        (arguments.to / "README.md").write_text(results_markdown(rows), encoding="utf-8")
-        (arguments.to / "index.html").write_text(results_page(rows), encoding="utf-8")
-    print(f"wrote {arguments.to / 'README.md'} and {arguments.to / 'index.html'} with rows: {len(rows)}")
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:

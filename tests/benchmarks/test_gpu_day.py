@@ -28,7 +28,7 @@ time.sleep(60)
 @pytest.fixture
 def benchmark(load, monkeypatch):
     module = load("gpu_day.__main__")
-    monkeypatch.setattr(module, "memsave", lambda words: 0)
+    monkeypatch.setattr(module, "results_table", lambda words: 0)
     return module
 
 
@@ -86,7 +86,7 @@ def test_it_goes_on_where_it_was_stopped(benchmark, monkeypatch, tmp_path, step)
 
 def test_rows_are_written_after_each_step_of_the_runs_with_a_speed(benchmark, monkeypatch, tmp_path, step):
     calls = []
-    monkeypatch.setattr(benchmark, "memsave", calls.append)
+    monkeypatch.setattr(benchmark, "results_table", calls.append)
 
     def trained():
         for name, perf in (("fast", {"samples_per_sec": 3.0}), ("short", {})):
@@ -97,7 +97,7 @@ def test_rows_are_written_after_each_step_of_the_runs_with_a_speed(benchmark, mo
     steps = {"one": step("one", trained=trained), "two": step("two", cut=lambda: 1 / 0)}
     with pytest.raises(ZeroDivisionError):
         run_day(benchmark, monkeypatch, tmp_path, **steps)
-    assert calls == [["results", "add", str(tmp_path / "runs" / "fast"), "--to", str(tmp_path / "rows")]]
+    assert calls == [["add", str(tmp_path / "runs" / "fast"), "--to", str(tmp_path / "rows")]]
 
 
 def test_a_stand_in_is_told_everywhere_and_kept_out_of_the_results(benchmark, monkeypatch, tmp_path, step, capsys):

@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 
-from memsave_recipes.cli import main
 from memsave_recipes.compare import Run
-from memsave_recipes.results import ResultRow, problems_of, read_row, read_rows, rows_of
 
 GIB = 1024**3
-COMMITTED = Path(__file__).parents[2] / "docs/results/rows"
+COMMITTED = Path(__file__).parents[3] / "docs/results/rows"
 Write = Callable[[Run, Path], Path]
+Main = Callable[[list[str]], int]
+Rows = dict[str, Any]
 
 
-def test_a_row_has_the_figures_of_the_run_in_bytes(rows: dict[str, ResultRow]) -> None:
+@pytest.fixture
+def rows_of(load: Callable[[str], Any]) -> Callable[..., list[Any]]:
+    return load("result_rows.rows").rows_of
+
+
+@pytest.fixture
+def checks(load: Callable[[str], Any]) -> Any:
+    return load("result_rows.checks")
+
+
+def test_a_row_has_the_figures_of_the_run_in_bytes(rows: Rows) -> None:
     row = rows["segments:2"]
     assert (row.model, row.device, row.processor, row.num_threads) == ("vgg11", "A100", "a processor, AVX2", 2)
     assert (row.micro_batch_size, row.num_processes, row.accumulation_steps) == (16, 2, 2)
@@ -32,7 +42,7 @@ def test_a_row_has_the_figures_of_the_run_in_bytes(rows: dict[str, ResultRow]) -
 
 
 def test_the_time_ratio_is_that_to_the_plain_run_of_the_same_workload(
-    rows: dict[str, ResultRow], runs: list[Run]
+    rows_of: Callable[..., list[Any]], rows: Rows, runs: list[Run]
 ) -> None:
     assert rows["none"].time_ratio == 1.0
     assert rows["segments:2"].time_ratio == pytest.approx(100 / 80)
@@ -41,37 +51,39 @@ def test_the_time_ratio_is_that_to_the_plain_run_of_the_same_workload(
     assert [row.time_ratio for row in rows_of(runs[1:])] == [None]
 
 
-def test_the_spread_is_that_of_the_logging_windows(runs: list[Run], write: Write, tmp_path: Path) -> None:
+def test_the_spread_is_that_of_the_logging_windows(
+    main: Main, checks: Any, runs: list[Run], write: Write, tmp_path: Path
+) -> None:
     folder = write(runs[0], tmp_path / "run")
     speeds = [None, 90.0, 100.0, 110.0, 120.0]
     lines = [{"step": step, "perf/samples_per_sec": speed} for step, speed in enumerate(speeds)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert main(["results", "add", str(folder), "--to", str(tmp_path / "rows")]) == 0
-    (row,) = read_rows(tmp_path / "rows")[0]
+    assert main(["add", str(folder), "--to", str(tmp_path / "rows")]) == 0
+    (row,) = checks.read_rows(tmp_path / "rows")[0]
     assert (row.samples_per_s_quartiles, row.num_windows) == ([97.5, 112.5], 4)
 
 
 def test_one_command_makes_rows_of_a_folder_and_names_what_is_missing(
-    runs: list[Run], write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    main: Main, checks: Any, runs: list[Run], write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run in runs:
         write(run, tmp_path / "out" / run.name)
     to = tmp_path / "rows"
-    assert main(["results", "add", str(tmp_path / "out"), "--to", str(to)]) == 0
+    assert main(["add", str(tmp_path / "out"), "--to", str(to)]) == 0
     printed = capsys.readouterr().out
     assert "device_memory_bytes is missing: give --device_memory, such as 80GiB" in printed
     assert "predicted_peak_bytes is missing: train with --activation_checkpointing budget" in printed
-    rows, problems = read_rows(to)
+    rows, problems = checks.read_rows(to)
     assert ({row.plan for row in rows}, problems) == ({"none", "segments:2"}, [])
-    assert main(["results", "check", str(to)]) == 0
-    assert main(["results", "add", str(tmp_path / "out"), "--to", str(to)]) == 0
+    assert main(["check", str(to)]) == 0
+    assert main(["add", str(tmp_path / "out"), "--to", str(to)]) == 0
     assert "replaced" in capsys.readouterr().out
     assert len(list(to.iterdir())) == 2
 
 
-def test_a_busy_machine_gives_bytes_and_no_times(runs: list[Run], write: Write, tmp_path: Path) -> None:
+def test_a_busy_machine_gives_bytes_and_no_times(main: Main, runs: list[Run], write: Write, tmp_path: Path) -> None:
     folder, to = write(runs[0], tmp_path / "run"), tmp_path / "rows"
-    assert main(["results", "add", str(folder), "--to", str(to), "--without_times"]) == 0
+    assert main(["add", str(folder), "--to", str(to), "--without_times"]) == 0
     (path,) = to.iterdir()
     row = json.loads(path.read_text())
     assert row["peak_bytes"] == GIB
@@ -79,19 +91,19 @@ def test_a_busy_machine_gives_bytes_and_no_times(runs: list[Run], write: Write, 
 
 
 def test_what_is_no_finished_run_is_refused_in_one_line(
-    runs: list[Run], write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    main: Main, runs: list[Run], write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(runs[0], tmp_path / "run")
     (folder / "results.json").unlink()
-    assert main(["results", "add", str(folder), "--to", str(tmp_path / "rows")]) == 2
+    assert main(["add", str(folder), "--to", str(tmp_path / "rows")]) == 2
     assert capsys.readouterr().err.startswith(f"error: {folder} is not a finished run (no results.json)")
     evaluated = replace(runs[0], results={"model": "vgg11", "plan": "none", "eval": {"loss": 0.5}})
-    assert main(["results", "add", str(write(evaluated, tmp_path / "other")), "--to", str(tmp_path / "rows")]) == 2
+    assert main(["add", str(write(evaluated, tmp_path / "other")), "--to", str(tmp_path / "rows")]) == 2
     assert "no figures of training" in capsys.readouterr().err
     assert not (tmp_path / "rows").exists()
 
 
-def test_local_paths_stay_at_home(runs: list[Run], tmp_path: Path) -> None:
+def test_local_paths_stay_at_home(rows_of: Callable[..., list[Any]], runs: list[Run], tmp_path: Path) -> None:
     local = replace(runs[0], config={**runs[0].config, "data_dir": str(tmp_path / "photos")})
     (row,) = rows_of([local])
     assert "photos" in row.workload["data"]
@@ -116,16 +128,18 @@ IMPOSSIBLE = (
 
 @pytest.mark.parametrize(("changes", "problem"), IMPOSSIBLE, ids=[problem for _, problem in IMPOSSIBLE])
 def test_what_cannot_be_is_refused(
+    main: Main,
+    checks: Any,
     changes: dict[str, Any],
     problem: str,
-    rows: dict[str, ResultRow],
+    rows: Rows,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     right, wrong = rows["segments:2"], replace(rows["segments:2"], **changes)
-    assert list(problems_of(right)) == []
+    assert list(checks.problems_of(right)) == []
     (tmp_path / f"{wrong.name}.json").write_text(wrong.to_json())
-    assert main(["results", "check", str(tmp_path)]) == 2
+    assert main(["check", str(tmp_path)]) == 2
     (line, _) = capsys.readouterr().err.splitlines()
     assert problem in line
 
@@ -142,35 +156,37 @@ def test_what_cannot_be_is_refused(
     ],
 )
 def test_another_schema_is_refused(
-    changes: dict[str, Any], problem: str, rows: dict[str, ResultRow], tmp_path: Path
+    checks: Any, changes: dict[str, Any], problem: str, rows: Rows, tmp_path: Path
 ) -> None:
     row = json.loads(rows["none"].to_json())
     (tmp_path / "a.json").write_text(json.dumps({**row, **changes}))
     (tmp_path / "b.json").write_text(json.dumps({key: value for key, value in row.items() if key != "plan"}))
     (tmp_path / "c.json").write_text("{")
-    found, (first, second, third) = read_rows(tmp_path)
+    found, (first, second, third) = checks.read_rows(tmp_path)
     assert found == []
     assert problem in first
     assert "key plan is missing" in second
     assert "c.json cannot be read" in third
 
 
-def test_duplicates_and_misnamed_files_are_refused(rows: dict[str, ResultRow], tmp_path: Path) -> None:
+def test_duplicates_and_misnamed_files_are_refused(checks: Any, rows: Rows, tmp_path: Path) -> None:
     row = rows["none"]
     (tmp_path / "mine.json").write_text(row.to_json())
-    assert read_rows(tmp_path)[1] == [f"{tmp_path}/mine.json is not named by its content: rename it to {row.name}.json"]
+    assert checks.read_rows(tmp_path)[1] == [
+        f"{tmp_path}/mine.json is not named by its content: rename it to {row.name}.json"
+    ]
     (tmp_path / f"{row.name}.json").write_text(row.without_times().to_json())
-    (problem,) = read_rows(tmp_path)[1]
+    (problem,) = checks.read_rows(tmp_path)[1]
     assert "mine.json" in problem
     assert "the same run: keep one" in problem
 
 
-def test_a_row_is_read_as_it_was_written(rows: dict[str, ResultRow], tmp_path: Path) -> None:
+def test_a_row_is_read_as_it_was_written(checks: Any, rows: Rows, tmp_path: Path) -> None:
     for row in rows.values():
         (tmp_path / "row.json").write_text(row.to_json())
-        assert read_row(tmp_path / "row.json") == row
+        assert checks.read_row(tmp_path / "row.json") == row
 
 
-def test_the_committed_rows_are_possible(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["results", "check", str(COMMITTED)]) == 0
+def test_the_committed_rows_are_possible(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(COMMITTED)]) == 0
     assert "rows without a problem: 0" not in capsys.readouterr().out

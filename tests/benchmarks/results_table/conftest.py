@@ -1,12 +1,12 @@
-"""Rows of the results table."""
+"""Rows of the results table, and the command that makes them."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from memsave_recipes.compare import Run
-from memsave_recipes.results import ResultRow, rows_of
 
 GIB = 1024**3
 ENVIRONMENT = {
@@ -15,6 +15,12 @@ ENVIRONMENT = {
     "processor": "a processor, AVX2",
     "num_threads": 2,
 }
+
+
+@pytest.fixture
+def main(load: Callable[[str], Any]) -> Callable[[list[str]], int]:
+    """``python benchmarks/results_table.py`` with words; returns the exit code."""
+    return load("results_table").main
 
 
 @pytest.fixture
@@ -35,12 +41,12 @@ def runs(make_run: Callable[..., Run], checkpointed: Callable[..., Run]) -> list
 
 
 @pytest.fixture
-def rows(runs: list[Run]) -> dict[str, ResultRow]:
+def rows(load: Callable[[str], Any], runs: list[Run]) -> dict[str, Any]:
     """The rows of ``runs`` by plan."""
-    return {row.plan: row for row in rows_of(runs, device_memory_bytes=80 * GIB)}
+    return {row.plan: row for row in load("result_rows.rows").rows_of(runs, device_memory_bytes=80 * GIB)}
 
 
 @pytest.fixture
-def fast_vit(rows: dict[str, ResultRow]) -> ResultRow:
+def fast_vit(rows: dict[str, Any]) -> Any:
     """A row of another model on another device."""
     return replace(rows["none"], model="vit", device="CPU", samples_per_s=7000.0, peak_bytes=5 * GIB)

@@ -11,8 +11,8 @@ from itertools import groupby
 from memsave_recipes.compare import ComparisonRow, compare, layout_of
 from memsave_recipes.render.charts import badge, scatter
 from memsave_recipes.render.comparison import counted, fill_page, in_markdown, sortable
-from memsave_recipes.results import ResultRow
 from memsave_recipes.text import format_bytes, format_rate
+from result_rows.rows import ResultRow
 
 TITLE = "Results"
 FOLDER = "rows"  # of the rows, beside the page
@@ -67,9 +67,6 @@ COLUMNS = (
     ResultColumn("time", lambda row: row.time_ratio, "x{:.2f}".format),
     ResultColumn("quality", lambda row: row.quality, "{:.4f}".format, lambda row: str(row.metric).replace("_", " ")),
 )
-HEADINGS = ("model", "plan", "batch layout", "device", *(column.title for column in COLUMNS), "made with")
-
-
 TEXTS = ("plan", "batch layout", "device")
 MADE_WITH = "made with"
 HEADINGS = (*TEXTS, *(column.title for column in COLUMNS), MADE_WITH)

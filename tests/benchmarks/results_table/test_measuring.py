@@ -1,6 +1,5 @@
 """Works that are measured for the table: their flags are the recipes' own, and a finished run is not run again."""
 
-import importlib
 import importlib.util
 import subprocess
 import sys
@@ -11,32 +10,30 @@ import pytest
 
 from memsave_recipes.training.parsing import parse_arguments
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(scope="module")
-def measuring():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield importlib.import_module("results_table")
+@pytest.fixture
+def works(load):
+    return load("result_rows.works")
 
 
-def test_the_flags_are_those_of_the_recipe(measuring, tmp_path):
-    for work in measuring.WORKS.values():
+def test_the_flags_are_those_of_the_recipe(works, tmp_path):
+    for work in works.WORKS.values():
         path = ROOT / f"recipes/{work.recipe}.py"
         spec = importlib.util.spec_from_file_location(work.recipe, path)
         recipe = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = recipe
         spec.loader.exec_module(recipe)
         for plan in work.plans:
-            command = measuring.command_of(work, plan, tmp_path)
+            command = works.command_of(work, plan, tmp_path)
             (args,) = parse_arguments(recipe.Arguments, args=command[command.index(str(path)) + 1 :])
             assert args.output_dir == str(tmp_path)
         assert any("--activation_checkpointing none" in f"{work.flags} {flags}" for flags in work.plans.values())
 
 
 def test_finished_runs_become_rows_and_are_not_run_again(
-    measuring, make_run, checkpointed, write, tmp_path, monkeypatch
+    main, works, make_run, checkpointed, write, tmp_path, monkeypatch
 ):
     launched = []
 
@@ -46,15 +43,15 @@ def test_finished_runs_become_rows_and_are_not_run_again(
         write(make(folder.name, device="cpu"), folder)
 
     monkeypatch.setattr(subprocess, "run", launch)
-    monkeypatch.setattr(measuring, "ROOT", tmp_path)
+    monkeypatch.setattr(works, "ROOT", tmp_path)
     for _ in range(2):
-        assert measuring.main(["gpt2", "--output_dir", str(tmp_path / "results")]) == 0
+        assert main(["run", "gpt2", "--to", str(tmp_path / "rows")]) == 0
     assert [folder.name for folder in launched] == ["plain", "full", "budget"]
-    assert len(list((tmp_path / "results/rows").glob("*.json"))) == 3
+    assert len(list((tmp_path / "rows").glob("*.json"))) == 3
 
 
-def test_an_unknown_work_is_refused(measuring, capsys):
+def test_an_unknown_work_is_refused(main, capsys):
     with pytest.raises(SystemExit) as ended:
-        measuring.main(["gpt9"])
+        main(["run", "gpt9"])
     assert ended.value.code == 2
     assert "gpt9" in capsys.readouterr().err
