@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(build_densenet, name) for name in SIZES},
 }
 """Our own models: ``MODELS[name](num_classes=10)``."""
+GREY_BITS = "grey_bits"
+"""An entry of our own in image processors: how many bits the values of 16-bit grey images had in training."""
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +175,12 @@ def normalization(flags: ImageModelArguments) -> dict[str, Any]:
 def pretrained_grey_bits(flags: ImageModelArguments) -> int | None:
     """Of the values in the grey images of 16 bits that a pretrained network was trained on, if there were any."""
     name = flags.model_name_or_path
-    bits = None if name is None else image_processor_config(name).get("grey_bits")
+    return None if name is None else read_grey_bits(image_processor_config(name))
+
+
+def read_grey_bits(entries: Mapping[str, Any]) -> int | None:
+    """The entry ``GREY_BITS`` of an image processor; ``None`` where there is none, or none that can be."""
+    bits = entries.get(GREY_BITS)
     return bits if isinstance(bits, int) and 8 <= bits <= 16 else None
 
 

@@ -44,7 +44,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.hub import ask_hub_for, open_tokenizer, reason
 from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.convnets import ConvnetConfig
-from memsave_recipes.models.image_classifiers import MODELS, load_saved_convnet, read_convnet
+from memsave_recipes.models.image_classifiers import GREY_BITS, MODELS, load_saved_convnet, read_convnet, read_grey_bits
 from memsave_recipes.models.pretrained import (
     LABELS,
     LOADING_ERRORS,
@@ -58,8 +58,6 @@ from memsave_recipes.models.pretrained import (
 
 CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
-GREY_BITS = "grey_bits"
-"""An entry of our own in it: how many bits the values of 16-bit grey images had in training."""
 BILINEAR = 2  # of PIL.Image.Resampling
 SIDES, MAX_SIDE = ("height", "width", "shortest_edge", "longest_edge"), 10_000
 """Of an image that a processor makes, and how many pixels one may have."""
@@ -93,8 +91,7 @@ class SavedModel:
     @property
     def grey_bits(self) -> int | None:
         """Of the values in grey images of 16 bits, in training; ``None`` where there were none."""
-        bits = getattr(self.processor, GREY_BITS, None)
-        return bits if isinstance(bits, int) and 8 <= bits <= 16 else None
+        return read_grey_bits(vars(self.processor))
 
     @torch.no_grad()
     def logits(self, inputs: Sequence[Any]) -> Tensor:

@@ -6,7 +6,6 @@ step that of a training: ``training_mode`` and ``without_layerdrop``.
 """
 
 import random
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import inf
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from memsave_recipes.activations.side_effects import CONTAINERS, OF_TORCH
 from memsave_recipes.sharding.tensors import local
 
 
@@ -64,7 +64,7 @@ class SavedState:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._attributes = _Attributes(modules, left_out=OF_TORCH)
+        self._attributes = _Attributes(modules, left_out=OF_TORCH - {"training"})
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         hooks = [parameter._post_accumulate_grad_hooks for parameter in model.parameters()]
         self._hooks = [(of_one, dict(of_one)) for of_one in hooks if of_one]
@@ -230,9 +230,6 @@ def _recording(ran: dict[str, None], name: str, module: nn.Module) -> Iterator[N
 
 MAX_ELEMENTS = 100_000
 """Of an attribute that is put back. Larger ones are data and weights, which no forward changes."""
-CONTAINERS = (dict, list, set, deque)
-OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""The attributes in which every module has its tensors, modules and hooks."""
 _ABSENT = object()
 
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import memsave_recipes as memsave
-from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations import apply_plan, plan_blocks, side_effects
+from memsave_recipes.activations.side_effects import ENOUGH
 from memsave_recipes.errors import InputError
 
 STRATEGIES = ["full", "every:2", "segments:2", "nested:2", "selective", "full_offload"]
@@ -332,6 +333,84 @@ def test_plain_may_do_as_it_likes(kind):
     model = net(kind)
     with apply_plan(model, plan_blocks(model, "none")):
         steps(model)
+
+
+def many_steps(model, count):
+    random_ = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        model(torch.randn(5, 8, generator=random_)).backward()
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+class Seldom(Block):
+    """Counts large inputs."""
+
+    large = 0
+
+    def scale(self, x):
+        self.large += int(x.max() > 2.5)
+        return 1 / (1 + self.large)
+
+
+class InEvaluation(Block):
+    calls = 0
+
+    def scale(self, x):
+        self.calls += not self.training
+        return 1 / (1 + self.calls)
+
+
+class Quiet(Block):
+    def scale(self, x):
+        return 1
+
+
+@pytest.fixture
+def comparisons(monkeypatch):
+    """The blocks that were compared, one for each first run."""
+    made, state_of = [], side_effects._State
+    monkeypatch.setattr(side_effects, "_State", lambda block: made.append(block) or state_of(block))
+    return made
+
+
+@pytest.mark.parametrize("strategy", ["full", "segments:2", "nested:2"])
+def test_a_block_that_changes_nothing_is_compared_in_its_first_runs_alone(comparisons, strategy):
+    model = net(Quiet)
+    with apply_plan(model, plan_blocks(model, strategy)):
+        many_steps(model, ENOUGH)
+        in_training = len(comparisons)
+        assert in_training == ENOUGH * len(set(comparisons))
+        many_steps(model, 3)
+        assert len(comparisons) == in_training
+        many_steps(model.eval(), ENOUGH + 3)
+        assert len(comparisons) == 2 * in_training
+
+
+@pytest.mark.parametrize("kind", [Counter, Seldom])
+def test_a_block_that_changes_now_and_then_is_compared_for_ever(kind):
+    model, twin = net(kind), net(kind)
+    with apply_plan(model, plan_blocks(model, "full")):
+        found = many_steps(model, 3 * ENOUGH)
+    assert is_same(found, many_steps(twin, 3 * ENOUGH))
+
+
+def test_a_block_that_changes_in_evaluation_alone_is_put_back_there():
+    model, twin = net(InEvaluation), net(InEvaluation)
+    with apply_plan(model, plan_blocks(model, "full")):
+        found = many_steps(model, ENOUGH + 1), many_steps(model.eval(), 3)
+    assert is_same(list(found), [many_steps(twin, ENOUGH + 1), many_steps(twin.eval(), 3)])
+
+
+def test_a_block_that_writes_on_a_buffer_later_is_refused_then():
+    model = net(Buffer)
+    for block in model.blocks:
+        block.scale = lambda x: 1
+    with apply_plan(model, plan_blocks(model, "full")):
+        many_steps(model, ENOUGH + 1)
+        for block in model.blocks:
+            del block.scale
+        with pytest.raises(InputError, match="Buffer writes on its buffer mean"):
+            many_steps(model, 1)
 
 
 def test_a_second_backward_finds_what_the_first_one_found():
