@@ -81,6 +81,26 @@ def test_one_command_makes_rows_of_a_folder_and_names_what_is_missing(
     assert len(list(to.iterdir())) == 2
 
 
+@pytest.mark.parametrize("kind", ["to a file", "to nothing", "to a folder"])
+def test_no_link_in_the_folder_of_rows_is_written_through(
+    main: Main, runs: list[Run], write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    folder, to, elsewhere = write(runs[0], tmp_path / "run"), tmp_path / "rows", tmp_path / "elsewhere"
+    assert main(["add", str(folder), "--to", str(to)]) == 0
+    (row,) = to.iterdir()
+    row.unlink()
+    row.symlink_to(elsewhere)
+    if kind == "to a folder":
+        elsewhere.mkdir()
+    elif kind == "to a file":
+        elsewhere.write_text("precious")
+    capsys.readouterr()
+    assert main(["add", str(folder), "--to", str(to)]) == 2
+    assert f"{row.name} there is a link, which is not followed: remove it" in capsys.readouterr().err
+    assert elsewhere.is_dir() if kind == "to a folder" else elsewhere.exists() == (kind == "to a file")
+    assert kind != "to a file" or elsewhere.read_text() == "precious"
+
+
 def test_a_busy_machine_gives_bytes_and_no_times(main: Main, runs: list[Run], write: Write, tmp_path: Path) -> None:
     folder, to = write(runs[0], tmp_path / "run"), tmp_path / "rows"
     assert main(["add", str(folder), "--to", str(to), "--without_times"]) == 0
