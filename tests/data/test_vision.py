@@ -1,6 +1,8 @@
 """Every source gives the same samples, every kind of image becomes RGB, every bad input is one line that names it."""
 
 import pickle
+import subprocess
+import sys
 import warnings
 from typing import NamedTuple
 
@@ -515,3 +517,13 @@ def test_pixels_without_an_agreed_range_are_refused(tmp_path):
     Image.new("F", (4, 3), 0.5).save(tmp_path / "a.tiff")
     with pytest.raises(ValueError, match="32-bit pixels"):
         decoded(tmp_path / "a.tiff")
+
+
+@pytest.mark.parametrize("side", [9_500, 13_000])
+def test_a_large_image_is_read_without_a_warning(tmp_path, side):
+    Image.new("1", (side, side)).save(tmp_path / "large.png")
+    program = "import sys; from memsave_recipes.data.vision.decoding import defect_of_header as look"
+    program += "; print(look({'path': sys.argv[1], 'bytes': None}))"
+    command = [sys.executable, "-c", program, str(tmp_path / "large.png")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("\n", "")

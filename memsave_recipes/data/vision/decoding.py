@@ -22,6 +22,7 @@ SHA256SUMS`` reads every byte again.
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +46,8 @@ from memsave_recipes.text import ProgressBar, first_line
 
 with packages_of("vision", "images"):
     from PIL import Image, UnidentifiedImageError
+
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # twice as many pixels are an error
 
 Stored = dict[str, Any]
 """An image as ``datasets`` stores it: ``bytes``, ``path``, or both."""
