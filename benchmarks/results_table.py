@@ -77,7 +77,7 @@ def _add(flags: argparse.Namespace) -> None:
         kept = row.without_times() if flags.without_times else row
         path = flags.to / f"{row.name}.json"
         if path.is_symlink():
-            raise InputError(f"--to {arguments.to}: {path.name} there is a link, which is not followed: remove it")
+            raise InputError(f"--to {flags.to}: {path.name} there is a link, which is not followed: remove it")
         verb = "replaced" if path.exists() else "wrote"
         with writing(f"--to {flags.to}"):
             flags.to.mkdir(parents=True, exist_ok=True)

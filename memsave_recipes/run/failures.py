@@ -53,7 +53,7 @@ from memsave_recipes.profiling.memory import ForwardMeter, is_out_of_memory, wri
 from memsave_recipes.sharding import is_sharded
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO, StepSettings
-from memsave_recipes.text import format_bytes, spaced, to_gib
+from memsave_recipes.text import first_line, format_bytes, spaced, to_gib
 from memsave_recipes.training.launch import device_name
 from memsave_recipes.training.optimizers import NotFinite
 from memsave_recipes.training.parsing import wants_traceback
@@ -384,6 +384,9 @@ USER_INPUT = 2
 OUT_OF_MEMORY = 3
 NOT_FINITE = 4
 FAILED_VERIFICATION = 5
+GO_ON_FROM_LAST = "the last checkpoint is as it was, go on with --resume"
+PEER_IS_GONE = ("closed by peer", "reset by peer", "remote process exited")
+"""In the errors of gloo's and NCCL's collectives."""
 
 
 @recorded()
@@ -391,8 +394,8 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
     """Call ``main()`` and turn its exception into a message on stderr and an exit code. ``--debug`` adds the traceback.
 
     What all ranks know is told once: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
-    signal. What one rank finds is told by that rank: a data worker that died, or no memory left, on the page that
-    ``RunReport.run`` makes or, for an error outside the training steps, in torch's own words.
+    signal. What one rank finds is told by that rank: a data worker that died, another rank that is gone, or no memory
+    left, on the page that ``RunReport.run`` makes or, for an error outside the training steps, in torch's own words.
     """
     try:
         main()
@@ -415,6 +418,8 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
         if is_out_of_memory(error):
             _end_without_memory(error, task)
         code = exit_code_of_another_rank()
+        if code is None and any(words in str(error) for words in PEER_IS_GONE):
+            _say_and_exit(f"error: another rank is gone ({first_line(error)}); {GO_ON_FROM_LAST}", LOST)
         if code is None:
             raise
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends one now, and the code would be that of it
@@ -424,7 +429,7 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
 def _end_without_worker(worker: LostWorker) -> NoReturn:
     code = OUT_OF_MEMORY if worker.had_no_memory else LOST
     publish_exit_code(code)
-    _say_and_exit(f"error: {worker.words}; the last checkpoint is as it was, go on with --resume", code)
+    _say_and_exit(f"error: {worker.words}; {GO_ON_FROM_LAST}", code)
 
 
 def _end_without_memory(error: Exception, task: Callable[[], Task] | None) -> NoReturn:

@@ -193,7 +193,11 @@ class Run:
                     folder = RunFolder(path=path, earlier=earlier, signals=signals, lock=lock)
                     set_seed(args.seed)
                     run = cls(args, recipe, accelerator, folder)
-                    yield run
+                    try:
+                        yield run
+                    except NotFinite:  # so all ranks are well, and end a save beside the training
+                        run._checkpoints.finish_writing()
+                        raise
                     run._close()
             except (StoppedBySignal, NotFinite):  # which all ranks know of
                 finish_trackers(accelerator, {})

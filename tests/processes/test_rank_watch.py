@@ -23,6 +23,7 @@ from memsave_recipes.distributed import (
     report_of,
 )
 from memsave_recipes.processes import LOST
+from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.training.launch import start_accelerator
 
 FORK = get_context("fork")
@@ -126,6 +127,27 @@ def long_work(accelerator):
 
 def alone(accelerator):
     time.sleep(2 * LIMIT_S)
+
+
+def killed(accelerator):
+    """Rank 1 is, and no launcher is there to end the others."""
+
+    def main():
+        accelerator.wait_for_everyone()
+        if accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        model = accelerator.prepare(nn.Linear(2, 2))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+
+    run_recipe(main)
+
+
+def test_a_rank_whose_peer_was_killed_says_so_in_a_line(run_trial, tmp_path):
+    codes, printed = run_trial(ends_of, killed, tmp_path, 2)
+    assert codes == [LOST, -signal.SIGKILL]
+    (line,) = [line for line in printed[0].splitlines() if not line.startswith("[")]
+    assert line.startswith("error: another rank is gone (")
+    assert line.endswith("the last checkpoint is as it was, go on with --resume")
 
 
 @pytest.mark.parametrize(("program", "how"), [(asleep, BEHIND), (stopped, SILENT)])

@@ -2,12 +2,14 @@
 
 import json
 from itertools import count
+from threading import Event
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+from memsave_recipes.checkpoints.saver import Checkpoints, _Writing
 from memsave_recipes.data.vision.images import ImageDataset
 from memsave_recipes.run.failures import NOT_FINITE, run_recipe
 from memsave_recipes.training.batching import GlobalBatch
@@ -49,6 +51,19 @@ def end_of(recipe, folder, *flags):
     with pytest.raises(SystemExit) as end:
         run_recipe(lambda: recipe.main(words))
     return end.value.code
+
+
+def test_a_save_beside_the_training_ends_first(recipe, spoil, tmp_path, monkeypatch):
+    waited_for, finish_writing = Event(), Checkpoints.finish_writing
+
+    def save(self, step, state, *, beside=False):
+        self._writing = _Writing(step, lambda: waited_for.wait() and (tmp_path / "written").touch())
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    monkeypatch.setattr(Checkpoints, "finish_writing", lambda self: waited_for.set() or finish_writing(self))
+    spoil(3)
+    assert end_of(recipe, tmp_path / "run", "--save_every", "2") == NOT_FINITE
+    assert (tmp_path / "written").exists()
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
