@@ -189,6 +189,34 @@ WHOLE = CHATML.replace(
 )
 
 
+ODD_REPLIES = {  # the template, the question, and the replies with what counts of each
+    "words of the question": ("ChatML", "Answer with yes or no. yes or no?", {"yes": "yes"}),
+    "one letter": ("ChatML", "a", {"x": "x"}),
+    "the name of the role": ("ChatML", "a", {"assistant": "assistant", "assistant\nassistant": "assistant\nassistant"}),
+    "the beginning of a turn": ("ChatML", "a", {"<|im_start|>assistant\n": "<|im_start|>assistant\n"}),
+    "another turn": ("ChatML", "a", {"b<|im_end|>\n<|im_start|>user\nno": "b<|im_end|>\n<|im_start|>user\nno"}),
+    "spaces around": ("ChatML", "a", {"  lead\n\n": "  lead\n\n"}),
+    "spaces that are taken off": ("Gemma", " a ", {"\n\nb": "b", " b ": "b"}),
+    "half a thought": ("Qwen3", "2+2?", {"It is 4.\n</think>\n\n4": "<think>\nIt is 4.\n</think>\n\n4"}),
+    "a thought that is dropped": ("Qwen3", "a", {"<think>\nhm\n</think>\n\nb": "b", "c": "<think>\n\n</think>\n\nc"}),
+    "a thought alone": ("Qwen3", "a", {"<think>\nhm\n</think>": "", "c": "<think>\n\n</think>\n\nc"}),
+    "its own end": ("Qwen3", "a", {"<|im_end|>": "<|im_end|>", "c": "<think>\n\n</think>\n\nc"}),
+}
+
+
+@pytest.mark.parametrize("case", ODD_REPLIES)
+def test_odd_replies_count_as_the_template_writes_them(tokenizer, case):
+    name, question, replies = ODD_REPLIES[case]
+    chat = [
+        message
+        for reply in replies
+        for message in ({"role": "user", "content": question}, {"role": "assistant", "content": reply})
+    ]
+    tokens, counted = encode(chat, with_template(tokenizer, name, marked=False))
+    found = tokenizer.decode(tokens[counted].tolist(), clean_up_tokenization_spaces=False)
+    assert found == "".join(reply + ENDS[name] for reply in replies.values())
+
+
 def test_a_template_that_drops_system_messages_is_refused_only_where_there_are_some(tokenizer):
     tokenizer.chat_template = WITHOUT_SYSTEM
     assert encode([QUESTION, REPLY], tokenizer)[1].any()

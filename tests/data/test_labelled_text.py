@@ -189,6 +189,20 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "truth in JSON": ("jsonl", ["true", "false"], ["false"], ("False", "True")),
     "a list": ("jsonl", ["[0]", "[1]"], ["[1]"], "row 1 has the label [0]"),
     "an object": ("jsonl", ['{"a": 1}', '{"a": 2}'], ['{"a": 1}'], "row 1 has the label {'a': 1}"),
+    "words and numbers": ("jsonl", ['"1"', "1", "0"], ["1"], ("0", "1")),
+    "numbers, then words": ("jsonl", ["0", "1", "3"], ['"3"', '"0"'], ("0", "1", "3")),
+    "whole numbers and floats": ("jsonl", ["1.0", "1", "0"], ["1"], "row 1 has the label 1.0"),
+    "numbers, then floats": ("jsonl", ["0", "1", "3"], ["3.0", "0.0"], "row 1 has the label 3.0"),
+    "floats alone": ("jsonl", ["1.0", "0.0"], ["1.0"], "row 1 has the label 1.0"),
+    "a negative zero": ("jsonl", ["-0.0", "0.0"], ["0.0"], "row 1 has the label -0.0"),
+    "truth, then numbers": ("jsonl", ["true", "false"], ["1", "0"], "row 1 has the label 1"),
+    "null": ("jsonl", ["0", "null", "1"], ["1"], "row 2 has no label"),
+    "a class in validation alone": ("jsonl", ["0", "1"], ["2"], "row 1 has the label 2"),
+    "a space in JSON": ("jsonl", ['" a"', '"a"'], ['"a"'], (" a", "a")),
+    "two forms of one letter": ("jsonl", ['"caf\\u00e9"', '"cafe\\u0301"'], ['"caf\\u00e9"'], 2),
+    "digits as words": ("jsonl", ['"10"', '"9"', '"2"'], ['"10"'], ("10", "2", "9")),
+    "a negative number": ("jsonl", ["-1", "0", "1"], ["-1"], ("-1", "0", "1")),
+    "an empty word": ("jsonl", ['""', '"a"'], ['"a"'], ("", "a")),
     "half a label": ("jsonl", ["1.7", "0.2", "1.0"], ["1.7"], "row 1 has the label 1.7"),
 }
 
@@ -213,7 +227,7 @@ def test_labels_are_what_the_file_says(tmp_path, case):
     assert texts.label_names == expected or len(texts.label_names) == expected
     for split, written in zip((texts.train, texts.validation), labels, strict=True):
         assert [texts.label_names[index] for index in split["label"]] == [
-            one.capitalize() if suffix == "jsonl" else one for one in written
+            str(json.loads(one)) if suffix == "jsonl" else one for one in written
         ]
 
 
