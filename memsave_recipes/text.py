@@ -5,10 +5,11 @@ Names, texts and JSON of foreign files can hold anything; they pass through ``pr
 """
 
 import json
+import logging
 from collections.abc import Iterable
 from datetime import timedelta
 from math import ceil
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -18,6 +19,17 @@ HUGE = 1e9  # figures of this size, which no run reaches, are written with a pow
 MIB = 1024**2
 GIB = 1024**3
 BAR_AFTER_S = 5
+
+SAID = logging.getLogger("memsave_recipes.said")
+"""What a process says on the terminal, at the level INFO; a run keeps it in ``run.log``."""
+SAID.setLevel(logging.INFO)
+SAID.propagate = False
+
+
+def say(text: str, *, kept: str | None = None, file: TextIO | None = None) -> None:
+    """Print ``text`` on stdout, or into ``file``, and keep it, or ``kept`` in its place, for ``run.log``."""
+    print(text, file=file, flush=True)
+    SAID.info(text if kept is None else kept)
 
 
 class ProgressBar(tqdm):  # type: ignore[misc, unused-ignore]  # tqdm has no types

@@ -63,6 +63,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.text import say
 from memsave_recipes.training.arguments import CheckpointArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import NotFinite
@@ -122,7 +123,7 @@ class RunLock:
                 f"{self.path} was deleted while this run held it, and another run has begun in its folder: this one "
                 "ends, nothing more of it is saved"
             ) from refused
-        print(f"note: {self.path} had been deleted, and is held again: keep cleaners of old files away from it")
+        say(f"note: {self.path} had been deleted, and is held again: keep cleaners of old files away from it")
 
     def release(self, made: list[Path]) -> None:
         """Give it back, and remove the folders that were ``made`` for it, if they are empty."""

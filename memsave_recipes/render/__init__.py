@@ -2,50 +2,37 @@
 
 import re
 import shutil
-import sys
-from collections.abc import Iterable, Sequence
-from typing import IO, Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsave_recipes.text import printable, printable_lines
+from memsave_recipes.text import printable, printable_lines, say
 
 FALLBACK_COLUMNS = 120
 BLANKS = re.compile(" +$", re.MULTILINE)
-"""At the ends of lines."""
+"""They fill the last column of a table."""
 
 
-class _Trimmed:
-    """A stream that is written to without ``BLANKS``, which fill the last column of a table; else the stream itself."""
+def show_all(*parts: Table | Text | str) -> None:
+    """Prints tables and sentences, as wide as the terminal; ``FALLBACK_COLUMNS`` where there is none.
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._stream.write(BLANKS.sub("", text))
-
-
-def new_console() -> Console:
-    """As wide as the terminal; ``FALLBACK_COLUMNS`` where there is none."""
-    width = shutil.get_terminal_size(fallback=(FALLBACK_COLUMNS, 24)).columns
-    return Console(width=width, file=cast(IO[str], _Trimmed(sys.stdout)))
+    Sentences are wrapped by the terminal alone, so that a long one can be copied whole.
+    """
+    console = Console(width=shutil.get_terminal_size(fallback=(FALLBACK_COLUMNS, 24)).columns)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+    shown = BLANKS.sub("", captured.get().removesuffix("\n"))
+    say(shown, kept=Text.from_ansi(shown).plain)
 
 
 def new_table(**options: Any) -> Table:
     """A table with a line below its headings; ``options`` are those of ``rich.table.Table``."""
     return Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
-
-
-def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Sentences, wrapped by the terminal alone, so that a long one can be copied whole."""
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
 
 
 def show_predictions(rows: Sequence[dict[str, Any]]) -> None:
@@ -63,4 +50,4 @@ def show_predictions(rows: Sequence[dict[str, Any]]) -> None:
         for prediction in row["predictions"]:
             table.add_row(name, Text(printable(prediction["label"])), f"{prediction['probability']:.4f}")
             name = Text()
-    new_console().print(table)
+    show_all(table)

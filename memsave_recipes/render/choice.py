@@ -15,7 +15,7 @@ from memsave_recipes.planner.budget import WORKSPACES, Forecast
 from memsave_recipes.planner.search import Candidate, Choice, host_line, reduction_line
 from memsave_recipes.plans.plan import Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
-from memsave_recipes.render import new_console, new_table, print_lines
+from memsave_recipes.render import new_table, show_all
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
 
@@ -50,14 +50,11 @@ def show_choice(choice: Choice, *, all_rows: bool = False, remarks: Sequence[str
         all_rows: print every candidate, not only the best of each micro-batch size.
         remarks: sentences about the sources of the figures.
     """
-    console = new_console()
     rows = list(choice.candidates) if all_rows else best_rows(choice)
     if len(choice.candidates) > 1:
-        console.print(render(choice, rows))
-        console.print(legend(rows))
-    print_lines(console, [*omitted(choice, rows), *overhead_lines(choice.chosen or choice.smallest), *remarks])
+        show_all(render(choice, rows), legend(rows))
+    show_all(*omitted(choice, rows), *overhead_lines(choice.chosen or choice.smallest), *remarks, *rival_lines(choice))
     if choice.chosen is not None:
-        print_lines(console, rival_lines(choice))
         show_forecast(choice.chosen.forecast, choice.chosen.budget_bytes)
 
 
@@ -208,9 +205,7 @@ def scale_of(rows: Sequence[Candidate]) -> int:
 
 def show_forecast(forecast: Forecast, budget_bytes: int) -> None:
     """Print ``draw`` and ``summarize``."""
-    console = new_console()
-    console.print(draw(forecast))
-    print_lines(console, [summarize(forecast, budget_bytes)])
+    show_all(draw(forecast), summarize(forecast, budget_bytes))
 
 
 def draw(forecast: Forecast) -> Table:

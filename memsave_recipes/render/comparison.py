@@ -29,7 +29,7 @@ from memsave_recipes.compare import (
     differences_within,
     traits,
 )
-from memsave_recipes.render import new_console, new_table
+from memsave_recipes.render import new_table, show_all
 from memsave_recipes.render.charts import Entry, badge, loss_curves, memory_bars, scatter
 from memsave_recipes.text import HUGE, format_bytes, format_rate, format_seconds
 
@@ -42,7 +42,7 @@ FORMULA = tuple("=+-@＝＋－＠")  # some spreadsheets read the wide ones like
 
 def show(table: ComparisonTable) -> None:
     """Prints the table."""
-    new_console().print(render(table))
+    show_all(render(table))
 
 
 def render(table: ComparisonTable) -> Table:

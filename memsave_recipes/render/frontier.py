@@ -12,7 +12,7 @@ from rich.table import Table
 from memsave_recipes.planner.lengths import Curve, lengths_of
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.planner.task import FrontierPoint
-from memsave_recipes.render import new_console, new_table, print_lines
+from memsave_recipes.render import new_table, show_all
 from memsave_recipes.render.charts import (
     Axis,
     ChartPoint,
@@ -50,10 +50,8 @@ def show_points(points: Sequence[FrontierPoint], remarks: Sequence[str], *, all_
     shown = sorted(
         (point for point in points if all_rows or point.is_optimal), key=lambda point: point.candidate.needed_bytes
     )
-    console = new_console()
-    console.print(_table(shown))
     count = f"all {len(points)}" if all_rows else f"{len(shown)} Pareto-optimal of {len(points)}"
-    print_lines(console, [f"{count} points{'' if all_rows else ' (--all)'}", *remarks])
+    show_all(_table(shown), f"{count} points{'' if all_rows else ' (--all)'}", *remarks)
 
 
 def _table(points: Sequence[FrontierPoint]) -> Table:
@@ -98,10 +96,8 @@ def show_curves(found: Sequence[Curve], remarks: Sequence[str], budget_bytes: in
     longest = [curve.longest(budget_bytes) for curve in found]
     table.add_section()
     table.add_row("about", *("-" if length is None else f"{length:,}" for length in longest))
-    console = new_console()
-    console.print(table)
     ending = f"about: the longest rows that fit in {format_bytes(budget_bytes)}, between two lengths in proportion"
-    print_lines(console, [ending, *remarks])
+    show_all(table, ending, *remarks)
 
 
 def _need(one: Candidate) -> str:

@@ -11,7 +11,7 @@ one step of the full size has only that.
 
 Under a plan that compiles the first step also compiles; the memory of that counts in no figure.
 
-A step that finds no memory left ends with a page that explains it (``memsave_recipes.run.failures``).
+A step that finds no memory left ends with a page that explains it (``run/out_of_memory.py``).
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,8 @@ from memsave_recipes.profiling.memory import (
     rss_bytes,
     write_snapshot,
 )
-from memsave_recipes.run.failures import Failure, RunSettings, VerificationFailed
+from memsave_recipes.run.failures import VerificationFailed
+from memsave_recipes.run.out_of_memory import Failure, RunSettings
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.text import to_gib
 from memsave_recipes.training.batching import GlobalBatches

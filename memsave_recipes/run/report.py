@@ -23,8 +23,8 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.profiling.throughput import ModelFlops, StepClock, utilization_pct
-from memsave_recipes.run.failures import RunSettings
 from memsave_recipes.run.first_steps import MemoryWatch, largest_in_gib
+from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
 from memsave_recipes.step.batch_layout import Batch, IndexedLayout
 from memsave_recipes.text import printable

@@ -55,7 +55,6 @@ from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.profiling.preserve_state import preserve_state
 from memsave_recipes.render.choice import show_choice
 from memsave_recipes.render.comparison import show
-from memsave_recipes.run.failures import recorded
 from memsave_recipes.run.first_steps import settle_kernels, verify_plan
 from memsave_recipes.run.folder import (
     CHECKPOINTS,
@@ -70,6 +69,7 @@ from memsave_recipes.run.folder import (
     weight_writers,
     write_results,
 )
+from memsave_recipes.run.log import recorded
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.run_plan import choose_in_shards, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice

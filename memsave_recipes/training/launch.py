@@ -70,6 +70,7 @@ from transformers.utils.logging import disable_progress_bar
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
 from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.text import SAID
 
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
 """The process group gives up, without naming a rank, this long after the limit at which missing ranks are named."""
@@ -261,7 +262,7 @@ def _handlers(timeout: timedelta) -> list[KwargsHandler]:
 
 
 class _Accelerator(Accelerator):  # type: ignore[misc, unused-ignore]  # accelerate has no types
-    """Fixes the buckets of DDP, and drains gloo before ``end_training`` destroys the process group.
+    """Fixes DDP's buckets, drains gloo before ``end_training`` destroys the process group, and logs what it prints.
 
     On one rank it does without DDP, as Accelerate does on accelerators but not on the CPU.
     """
@@ -273,6 +274,10 @@ class _Accelerator(Accelerator):  # type: ignore[misc, unused-ignore]  # acceler
         if isinstance(model, DistributedDataParallel):
             fix_buckets(model)
         return model
+
+    def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
+        super().print(*args, sep=sep, **kwargs)
+        SAID.info(sep.join(map(str, args)))
 
     def end_training(self) -> None:
         drain_gloo()

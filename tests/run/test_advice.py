@@ -12,7 +12,7 @@ import torch
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner import task as task_module
 from memsave_recipes.run import failures
-from memsave_recipes.run.failures import planned_advice
+from memsave_recipes.run.out_of_memory import planned_advice
 from memsave_recipes.text import MIB
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "image_classification.py"

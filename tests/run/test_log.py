@@ -1,15 +1,20 @@
-"""``run.log`` has the lines of the terminal, without what is redrawn, and costs no run anything."""
+"""``run.log`` has what a run says on the terminal, and costs no run anything."""
 
 import io
+import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from tqdm import tqdm
+from accelerate.state import AcceleratorState
+from rich.text import Text
 
-from memsave_recipes.run.failures import recorded, write_log
+from memsave_recipes.render import new_table, show_all
+from memsave_recipes.run.log import recorded, write_log
+from memsave_recipes.text import say
+from memsave_recipes.training.launch import start_accelerator
 
 
 class Terminal(io.StringIO):
@@ -24,14 +29,6 @@ def main_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
 
 
-@contextmanager
-def recorded_on_a_terminal() -> Iterator[Terminal]:
-    """It stands behind both streams."""
-    terminal = Terminal()
-    with redirect_stdout(terminal), redirect_stderr(terminal), recorded():
-        yield terminal
-
-
 def lines_of(folder: Path) -> list[str]:
     """Those below the command line that each life of a run begins with."""
     first, *others = (folder / "run.log").read_text().splitlines()
@@ -42,40 +39,61 @@ def lines_of(folder: Path) -> list[str]:
 
 def test_lines_before_and_after_the_run_has_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with recorded():
-        print("before, äöü")
-        print("a warning", file=sys.stderr)
+        say("before, äöü, 100 %d")
+        say("an error", file=sys.stderr)
         assert list(tmp_path.iterdir()) == []
         write_log(tmp_path)
-        print("after", "it", end="  \n\n")
-        assert lines_of(tmp_path) == ["before, äöü", "a warning", "after it", ""]
-    print("nobody keeps this")
-    assert lines_of(tmp_path) == ["before, äöü", "a warning", "after it", ""]
-    assert capsys.readouterr().out == "before, äöü\nafter it  \n\nnobody keeps this\n"
+        say("after\nit")
+        assert lines_of(tmp_path) == ["before, äöü, 100 %d", "an error", "after", "it"]
+    say("nobody keeps this")
+    assert lines_of(tmp_path) == ["before, äöü, 100 %d", "an error", "after", "it"]
+    out, err = capsys.readouterr()
+    assert out == "before, äöü, 100 %d\nafter\nit\nnobody keeps this\n"
+    assert err == "an error\n"
 
 
-def test_the_streams_stay() -> None:
-    with recorded_on_a_terminal() as terminal:
-        assert sys.stdout is sys.stderr is terminal
-        assert sys.stdout.isatty()
-
-
-def test_bars_and_colours_are_left_out(tmp_path: Path) -> None:
-    with recorded_on_a_terminal() as terminal:
+def test_tables_are_kept_without_colours_and_streams_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    table = new_table()
+    table.add_column("plan")
+    table.add_row(Text("full", style="bold red"))
+    with redirect_stdout(Terminal()) as terminal, recorded():
         write_log(tmp_path)
-        for step in tqdm(range(3), mininterval=0):
-            for _ in tqdm(range(2), mininterval=0, leave=False):
-                pass
-            if step == 1:
-                print("\x1b[1mnote\x1b[0m: in the \x1b]8;;http://x\x1b\\middle\x1b]8;;\x1b\\", file=sys.stderr)
-        print("\r50 %\r100 %\r\nend")
-    assert terminal.getvalue().count("\r") > 10
-    assert lines_of(tmp_path) == ["note: in the middle", "100 %", "end"]
+        show_all(table, "a sentence")
+        assert sys.stdout is terminal
+    assert "\x1b[" in terminal.getvalue()
+    *_, row, _, sentence = lines_of(tmp_path)
+    assert (row, sentence) == (" full", "a sentence")
+
+
+def test_what_accelerate_prints_and_others_warn_of_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with recorded():
+        write_log(tmp_path)
+        start_accelerator().print("a", "note", sep=": ")
+        logging.getLogger("of.somebody").warning("logged")
+        warnings.warn("warned of", stacklevel=1)
+    first, second, third, *_ = lines_of(tmp_path)
+    assert (first, second) == ("a: note", "logged")
+    assert "UserWarning: warned of" in third
+    assert capsys.readouterr().out == "a: note\n"
+
+
+def test_warnings_stay_on_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    with recorded():
+        logging.getLogger("of.somebody").warning("logged")
+    assert capsys.readouterr().err == "logged\n"
 
 
 def test_a_run_that_goes_on_appends(tmp_path: Path) -> None:
     for life in ("first", "second"):
         with recorded():
-            print(life)
+            say(life)
             write_log(tmp_path)
     lines = (tmp_path / "run.log").read_text().splitlines()
     assert [line for line in lines if not line.startswith("# ")] == ["first", "second"]
@@ -100,14 +118,14 @@ def test_a_disk_that_takes_nothing_ends_the_log_alone(tmp_path: Path, name: str,
     (tmp_path / "run.log").symlink_to(name)
     with recorded():
         write_log(tmp_path)
-        print("goes on")
-        print("and on")
-    assert capsys.readouterr().out == "goes on\nand on\n"
+        say("goes on")
+        say("and on")
+    assert capsys.readouterr() == ("goes on\nand on\n", "")
 
 
 def test_other_ranks_write_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with recorded():
         write_log(tmp_path)
-        print("told by another rank")
+        say("told by another rank")
     assert list(tmp_path.iterdir()) == []

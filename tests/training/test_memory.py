@@ -12,9 +12,9 @@ from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling import throughput
 from memsave_recipes.run import first_steps
-from memsave_recipes.run.failures import RunSettings
 from memsave_recipes.run.first_steps import largest_in_gib
 from memsave_recipes.run.folder import begin_run
+from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.run.run_plan import RunPlan
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.profiling.memory import is_out_of_memory
-from memsave_recipes.run import failures
-from memsave_recipes.run.failures import OUT_OF_MEMORY, RunSettings, run_recipe
+from memsave_recipes.run import failures, out_of_memory
+from memsave_recipes.run.failures import OUT_OF_MEMORY, run_recipe
+from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import RunReport
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
@@ -237,11 +238,11 @@ def test_an_unforeseen_error_keeps_its_traceback():
 
 
 def failure_on(device, monkeypatch, write):
-    monkeypatch.setattr(failures, "write_snapshot", write)
+    monkeypatch.setattr(out_of_memory, "write_snapshot", write)
     accelerator = type("Accelerator", (), {"device": torch.device(device), "process_index": 1})()
     settings = RunSettings(folder=Path("out"), flags={}, blocks=())
     nothing = dict.fromkeys(("model", "optimizer", "layout", "step", "error", "breakdown", "forward_meter"))
-    return failures.Failure(accelerator=accelerator, settings=settings, **nothing)
+    return out_of_memory.Failure(accelerator=accelerator, settings=settings, **nothing)
 
 
 def test_the_page_tells_where_the_snapshot_is(monkeypatch):

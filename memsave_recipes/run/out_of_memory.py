@@ -1,0 +1,223 @@
+"""The page of a step that ran out of memory: what filled it, which flags free how much, and what would fit.
+
+It allocates nothing on the full device: it uses earlier measurements, the shapes of existing tensors, and for
+``planned_advice`` the planner's estimates.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from memsave_recipes.planner.savings import Saving, Setup, savings_of
+from memsave_recipes.planner.search import Candidate, Choice
+from memsave_recipes.planner.task import Launch, Task, choose_for_target
+from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
+from memsave_recipes.profiling.memory import ForwardMeter, write_snapshot
+from memsave_recipes.sharding import is_sharded
+from memsave_recipes.step.batch_layout import BatchLayout
+from memsave_recipes.step.settings import AUTO, StepSettings
+from memsave_recipes.text import format_bytes, spaced, to_gib
+from memsave_recipes.training.launch import device_name
+
+VIEWER = "https://pytorch.org/memory_viz"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The settings of a run.
+
+    Args:
+        folder: the run's.
+        flags: all flags of the recipe, with their values.
+        blocks: names of the blocks of its activation checkpointing plan.
+        compiles: whether the plan compiles some of them.
+        predicted_peak_bytes: of a plan for a budget.
+        name: of the run in dashboards.
+    """
+
+    folder: Path
+    flags: dict[str, Any]
+    blocks: tuple[str, ...]
+    compiles: bool = False
+    predicted_peak_bytes: int | None = None
+    name: str = ""
+
+    def snapshot_path(self, rank: int) -> Path:
+        """The file for the allocator snapshot of a rank."""
+        return self.folder / (f"memory_snapshot-rank{rank}.pickle" if rank else "memory_snapshot.pickle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A step that ran out of memory.
+
+    Args:
+        step: counted from 0.
+        breakdown: of the peak of an earlier step, if one was measured.
+        forward_meter: of the first step.
+    """
+
+    accelerator: Accelerator
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    layout: BatchLayout
+    settings: RunSettings
+    step: int
+    error: RuntimeError
+    breakdown: MemoryBreakdown | None
+    forward_meter: ForwardMeter
+
+    def page(self) -> str:
+        """The page."""
+        rows = [(name, format_bytes(size), "") for name, size in self.parts.items()]
+        rows.append(("together", format_bytes(sum(self.parts.values())), ""))
+        advice = [(saving.flags, _freed(saving), saving.curve) for saving in self.savings]
+        width = max(len(name) for name, _, _ in [*rows, *advice])
+        when = "as far as it had come" if self.breakdown is None else "at the peak of an earlier step, measured"
+        return "\n".join(
+            [
+                f"out of memory in {self.where}",
+                f"  {str(self.error).strip().splitlines()[0]}",
+                f"what filled it, {when}:",
+                *_table(rows, width),
+                self.headline_of_advice,
+                *_table(advice, width),
+                self.write_snapshot(),
+            ]
+        )
+
+    @property
+    def where(self) -> str:
+        """``step 3 on rank 0 of 4 (NVIDIA L4)``."""
+        rank, device = self.accelerator.process_index, device_name(self.accelerator.device)
+        return f"step {self.step + 1} on rank {rank} of {self.accelerator.num_processes} ({device})"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind: as measured, or computed now."""
+        if self.breakdown is not None:
+            return {spaced(name.removesuffix("_bytes")): size for name, size in vars(self.breakdown).items()}
+        stays = persistent_tensors(self.model, self.optimizer)
+        parts = {spaced(label.use.value): sum(label.storages.values()) for label in stays}
+        if self.accelerator.device.type == "cpu":
+            return {**parts, "saved for the backward": self.forward_meter.num_bytes}
+        peak = torch.accelerator.max_memory_allocated(self.accelerator.device)
+        return {**parts, "activations and temporaries": max(0, peak - sum(parts.values()))}
+
+    @property
+    def headline_of_advice(self) -> str:
+        """The line before the table of ``savings``, or in place of it."""
+        if self.is_sharded:
+            return (
+                "what to change: a smaller --micro_batch_size, --activation_checkpointing full, or more ranks; how "
+                "much that frees is not computed for weights in shards"
+            )
+        return "what to change, how much it can free at the peak of a step, and the loss curve then:"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks hold parts of the weights."""
+        return is_sharded(self.model)
+
+    @property
+    def savings(self) -> list[Saving]:
+        """Flags that would help, where that can be computed."""
+        if self.is_sharded:
+            return []
+        measured, meter = self.breakdown, self.forward_meter
+        activations = meter.num_bytes if measured is None else measured.activations_bytes
+        return savings_of(
+            Setup(
+                flags=self.settings.flags,
+                layout=self.layout,
+                model=self.model,
+                mixed_precision=self.accelerator.mixed_precision,
+                activations_bytes=activations or None,  # 0: it ended before anything was saved
+                freed_by_recomputation_bytes=meter.freed_by_recomputation_bytes,
+                device_type=self.accelerator.device.type,
+            )
+        )
+
+    def write_snapshot(self) -> str:
+        """Write the allocator snapshot of a CUDA device; returns a sentence with its path, or why there is none."""
+        if self.accelerator.device.type != "cuda":
+            return "no allocator snapshot: only CUDA devices have one"
+        path = self.settings.snapshot_path(self.accelerator.process_index)
+        try:
+            write_snapshot(path)
+        except (OSError, RuntimeError) as error:  # the page matters more
+            return f"no allocator snapshot: {error}"
+        return f"the allocator's state is in {path}: open it at {VIEWER}"
+
+
+def planned_advice(task: Callable[[], Task]) -> str:
+    """A line with the flags of the fastest configuration that is predicted to fit.
+
+    Only candidates count that are predicted to need less than the configuration that failed.
+
+    Args:
+        task: the recipe's, under the flags of the run that failed.
+
+    Raises:
+        InputError: the recipe cannot be estimated with these flags.
+    """
+    failed = task()
+    launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+    memory_bytes = launch.target.memory_bytes
+    opened = replace(failed, run=_with_all_open(failed.run, memory_bytes))
+    found = choose_for_target(opened, launch, memory_bytes)
+    choice = _needing_less(found, failed.run, launch)
+    if choice.chosen is None:
+        return f"no plan of this recipe is predicted to fit in {format_bytes(memory_bytes)}: see memsave plan"
+    return (
+        f"the fastest that is predicted to fit in {format_bytes(memory_bytes)} (memsave plan): "
+        f"{_flags(choice.chosen)}, {format_bytes(choice.chosen.needed_bytes)} in all"
+    )
+
+
+def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:
+    """The flags with micro-batch size and strategy left to the planner."""
+    return replace(
+        run,
+        micro_batch_size=AUTO if run.batchnorm == "local" else run.micro_batch_size,
+        activation_checkpointing="budget:bitwise" if run.bitwise_topology else "budget",
+        gradient_checkpointing=False,
+        memory_budget_gib=to_gib(budget_bytes),
+    )
+
+
+def _needing_less(choice: Choice, run: StepSettings, launch: Launch) -> Choice:
+    """The candidates that are predicted to need less than the configuration that failed, if that is among them."""
+    size = run.layout(launch.num_processes).micro_batch_size
+    same = [
+        candidate.needed_bytes
+        for candidate in choice.candidates
+        if (candidate.layout.micro_batch_size, candidate.strategy) == (size, run.activation_checkpointing)
+    ]
+    limit = min(same, default=launch.target.memory_bytes + 1)
+    return Choice(candidates=tuple(candidate for candidate in choice.candidates if candidate.needed_bytes < limit))
+
+
+def _flags(candidate: Candidate) -> str:
+    """The candidate as flags; a plan of the solver is made again, on the device."""
+    flags = [f"--micro_batch_size {candidate.layout.micro_batch_size}"]
+    flags.append(f"--activation_checkpointing {candidate.strategy}")
+    if candidate.strategy == "budget":
+        flags.append(f"--memory_budget_gib {to_gib(candidate.budget_bytes):.4g}")
+    if candidate.loss is not None:
+        flags.append(f"--loss {candidate.loss}")
+    return " ".join(flags)
+
+
+def _freed(saving: Saving) -> str:
+    return "not known" if saving.freed_bytes is None else format_bytes(saving.freed_bytes)
+
+
+def _table(rows: list[tuple[str, str, str]], width: int) -> list[str]:
+    return [f"  {name:<{width}}  {figure:>9}  {remark}".rstrip() for name, figure, remark in rows]
