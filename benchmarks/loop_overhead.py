@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from memsave_recipes.run.report import RunReport
-from memsave_recipes.run.trackers import resolve_trackers, start_trackers
+from memsave_recipes.run.trackers import RunLabels, resolve_trackers, start_trackers
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import describe_environment, start_accelerator
@@ -130,8 +130,8 @@ def our_loop(work: Work, end_step: EndStep) -> None:
         model = work.make_model()
         optimizer, scheduler = work.make_optimizer(model)
         model, optimizer = accelerator.prepare(model, optimizer)
-        labels = {"project": "", "group": "", "name": "", "tags": [], "config": {}}
-        start_trackers(accelerator, output_dir=Path(folder), **labels)
+        labels = RunLabels(project="", group="", name="", tags=[], config={}, output_dir=Path(folder))
+        start_trackers(accelerator, labels)
         dataset = work.make_dataset()
         batches = GlobalBatches(
             accelerator,

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memsave_recipes.run.report import RunReport
-from memsave_recipes.run.trackers import finish_trackers, resolve_trackers, start_trackers
+from memsave_recipes.run.trackers import RunLabels, finish_trackers, resolve_trackers, start_trackers
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import describe_environment, start_accelerator
@@ -113,8 +113,8 @@ class Loop:
 
     def _run_with_telemetry(self, report: RunReport) -> Iterator[None]:
         accelerator, memory = report.accelerator, report.memory
-        labels: dict[str, Any] = {"project": "telemetry", "group": "", "name": "", "tags": [], "config": {}}
-        start_trackers(accelerator, output_dir=self.folder, **labels)
+        labels = RunLabels(project="telemetry", group="", name="", tags=[], config={}, output_dir=self.folder)
+        start_trackers(accelerator, labels)
         count, log_window = self.calls.timed(report.count), self.calls.timed(report.log_window)
         for batch in report.clock.loading(report.batches):
             report.count_flops(batch, partial(summed_loss, memory.model))

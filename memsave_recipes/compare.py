@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeGuard, TypeVar
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.text import GIB, MIB, printable, read_json, sanitized
+from memsave_recipes.text import GIB, MIB, flat, printable, read_json, sanitized
 
 OF_A_RUN = ("results.json", "config.json", "metrics.jsonl")
 FIGURES = ("model", "memory", "perf", "eval")  # a results.json without any of them is from another program
@@ -367,7 +367,7 @@ def differences_within(rows: Sequence[ComparisonRow]) -> tuple[RunDifference, ..
 
 def traits(run: Run) -> dict[str, str]:
     """The ``TRAITS`` that the run recorded, as text."""
-    known = _flat(run.config) | _flat(run.config.get("environment", {})) | _flat(run.results)
+    known = flat(run.config, ".") | flat(run.config.get("environment"), ".") | flat(run.results, ".")
     known |= {"torch": known.get("versions.torch"), "memory_source": known.get("memory.source")}
     found = {trait: [known[key] for key in keys if known.get(key) is not None] for trait, keys in TRAITS.items()}
     return {trait: ", ".join(dict.fromkeys(map(str, values))) for trait, values in found.items() if values}
@@ -392,7 +392,7 @@ def trait_differences(runs: Sequence[Run]) -> tuple[RunDifference, ...]:
 
 def config_differences(runs: Sequence[Run]) -> tuple[RunDifference, ...]:
     """The flags, versions and hardware in which ``runs`` differ, by their keys in ``config.json``."""
-    configs = [{key: _text(value) for key, value in _flat(run.config).items()} for run in runs]
+    configs = [{key: _text(value) for key, value in flat(run.config, ".").items()} for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(DERIVED_FROM_FLAGS))
     return _differences((key for key in keys if key not in INCIDENTAL_FLAGS), configs)
 
@@ -411,14 +411,6 @@ def _differences(names: Iterable[str], records: Sequence[dict[str, str]]) -> tup
 
 def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _flat(nested: Any, prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dictionaries, keyed ``outer.inner``."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items() if isinstance(nested, dict) else ():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _distinct(values: Iterable[T]) -> list[T]:

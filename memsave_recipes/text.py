@@ -95,6 +95,15 @@ def sanitized(value: Any, levels: int = MAX_LEVELS) -> Any:
     return {printable(key): sanitized(item, levels - 1) for key, item in value.items()}
 
 
+def flat(nested: Any, separator: str, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dictionaries, keyed ``outer/inner`` with the separator ``/``; none of another value."""
+    leaves: dict[str, Any] = {}
+    for key, value in nested.items() if isinstance(nested, dict) else ():
+        name = f"{prefix}{key}"
+        leaves |= flat(value, separator, f"{name}{separator}") if isinstance(value, dict) else {name: value}
+    return leaves
+
+
 def _whole(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a whole number of {len(digits)} digits")

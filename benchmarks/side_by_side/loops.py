@@ -17,7 +17,7 @@ from memsave_recipes.data.text.packing import count_valid
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind
 from memsave_recipes.planner.make_plan import static_of
 from memsave_recipes.run.report import RunReport
-from memsave_recipes.run.trackers import resolve_trackers, start_trackers
+from memsave_recipes.run.trackers import RunLabels, resolve_trackers, start_trackers
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import start_accelerator
@@ -60,8 +60,8 @@ def our_loop(
         bare = work.make_model()
         optimizer = work.make_optimizer(bare)
         model, optimizer = accelerator.prepare(CausalLMLoss(bare, loss), optimizer)
-        labels = {"project": "", "group": "", "name": "", "tags": [], "config": {}}
-        start_trackers(accelerator, output_dir=Path(folder), **labels)
+        labels = RunLabels(project="", group="", name="", tags=[], config={}, output_dir=Path(folder))
+        start_trackers(accelerator, labels)
         documents = Documents(work)
         batches = GlobalBatches(
             accelerator,

@@ -50,8 +50,7 @@ from memsave_recipes.run.log import LOG, write_log
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import check_state
 from memsave_recipes.run.run_plan import RunPlan
-from memsave_recipes.run.trackers import NAME as METRICS
-from memsave_recipes.run.trackers import cut_back, start_trackers
+from memsave_recipes.run.trackers import METRICS, RunLabels, cut_back, start_trackers
 from memsave_recipes.sharding import gathered, is_sharded
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import printable
@@ -125,8 +124,7 @@ def begin_run(
     print_lines(
         accelerator, *on_main_process(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed))
     )
-    start_trackers(
-        accelerator,
+    labels = RunLabels(
         project=flags["project"] or project,
         group=work,
         name=name,
@@ -136,6 +134,7 @@ def begin_run(
         earlier=earlier,
         first_step=resumed.step + 1 if resumed else 1,
     )
+    start_trackers(accelerator, labels)
     return RunSettings(
         folder=folder,
         name=name,

@@ -5,19 +5,17 @@ in a folder that ``wandb sync`` uploads later. Trackio is a local database and d
 
 NOTE [ trackers never stop a run ]
 
-1. ``metrics.jsonl`` is the run's own record and needs no package, no account and no network.
-2. Trackers start, log and finish one by one: one that fails is one warning, and the others and the run go on.
-3. Accelerate drops a tracker whose package is missing without a word (1.15), so the packages are checked here first.
-4. ``wandb.init`` prompts on a terminal, raises without one, waits minutes for a server that is not there, and never
+1. Trackers start, log and finish one by one: one that fails is one warning, and the others and the run go on.
+2. Accelerate drops a tracker whose package is missing without a word (1.15), so the packages are checked here first.
+3. ``wandb.init`` prompts on a terminal, raises without one, waits minutes for a server that is not there, and never
    falls back to offline by itself (0.31). So the mode is chosen before it: ``WANDB_MODE`` or ``wandb offline`` win;
    then online if there is a key, and the server takes it within 5 s and the run within another 8 s; else offline.
    Training starts 1 to 2 s later where all is well, 7 s where nobody answers, 11 s where the login is taken and the
    run is not (measured on 2 busy cores, imports included).
-5. ``wandb.finish`` waits for a lost server without end, so it gets 15 s; the process then ends within 16 to 19 s of
+4. ``wandb.finish`` waits for a lost server without end, so it gets 15 s; the process then ends within 16 to 19 s of
    its last step (measured). What has not arrived is on the disk, and the terminal is told the ``wandb sync`` for it.
 """
 
-import contextlib
 import difflib
 import functools
 import io
@@ -27,26 +25,40 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, TensorBoardTracker, get_available_trackers, on_main_process
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, get_available_trackers
+from accelerate.utils import patch_environment
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.text import first_line
+from memsave_recipes.text import first_line, flat, say
+
+METRICS = "metrics.jsonl"
+TRACKERS = ("trackio", "wandb", "tensorboard", "none")
+LOGIN_TIMEOUT_S = 5
+INIT_TIMEOUT_S = 8.0
+FINISH_TIMEOUT_S = 15.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLabels:
-    """Runs of one ``group`` do the same work and are meant to be compared; the ``name`` is that of the method.
+    """What dashboards know a run by.
 
-    A run that goes on has the ``earlier`` one's id in each tracker that gave it one, and its own first row at
-    ``first_step``.
+    Args:
+        group: the work; runs of one group are meant to be compared.
+        name: the method.
+        config: the content of ``config.json``.
+        earlier: the ``tracker_ids`` of the run that goes on.
+        first_step: the first that the run logs, from 1.
     """
 
+    project: str
     group: str
     name: str
     tags: list[str]
@@ -56,52 +68,114 @@ class RunLabels:
     first_step: int = 1
 
 
-# Starts one tracker through Accelerate, from a configuration to be stored (or none) and the tracker's own arguments.
-Launch = Callable[[dict[str, Any] | None, dict[str, Any]], list[GeneralTracker]]
+Start = Callable[[dict[str, Any] | None, dict[str, Any]], None]
+"""Starts one tracker through Accelerate, from a configuration to be stored (or none) and the tracker's own arguments.
+"""
 
 
-LOGIN_TIMEOUT_S = 5
-INIT_TIMEOUT_S = 8.0
-FINISH_TIMEOUT_S = 15.0
+def resolve_trackers(report_to: list[str], output_dir: Path) -> list[str | GeneralTracker]:
+    """The trackers for ``Accelerator(log_with=...)``: the metrics file, then those of ``--report_to``.
+
+    TensorBoard is an object, so that its files lie in the run's folder whatever Accelerate's project folder is.
+
+    Raises:
+        InputError: a tracker is not known or not installed, or ``none`` is beside another one.
+    """
+    names = list(dict.fromkeys(report_to))
+    for name in names:
+        if name not in TRACKERS:
+            near = "".join(f" (did you mean {one}?)" for one in difflib.get_close_matches(name, TRACKERS, n=1))
+            raise InputError(f"--report_to {name}: unknown tracker{near}, choose among {', '.join(TRACKERS)}")
+    if "none" in names and len(names) > 1:
+        raise InputError(f"--report_to {' '.join(names)}: `none` stands alone, drop it or the others")
+    asked = [name for name in names if name != "none"]
+    for name in asked:
+        if name not in map(str, get_available_trackers()):
+            way_out = "pip install 'memsave-recipes[trackers]', or --report_to none"
+            raise InputError(f"--report_to {name} needs {name}, which is not installed: {way_out}")
+    board = TensorBoardTracker("tensorboard", output_dir)
+    return [MetricsFile(output_dir), *(board if name == board.name else name for name in asked)]
 
 
-def start_wandb(launch: Launch, run: RunLabels) -> list[GeneralTracker]:
+def start_trackers(accelerator: Accelerator, run: RunLabels) -> None:
+    """Starts each tracker of the accelerator; one that cannot start is left out with a warning."""
+    if not accelerator.is_main_process:
+        return
+    asked, started = accelerator.log_with, []
+    for tracker in asked:
+        name = tracker.name if isinstance(tracker, GeneralTracker) else str(tracker)
+
+        def start(config: dict[str, Any] | None, options: dict[str, Any], name: str = name, one: Any = tracker) -> None:
+            accelerator.log_with, accelerator.trackers = [one], []
+            accelerator.init_trackers(run.project, config, {name: options})
+
+        if isinstance(tracker, TensorBoardTracker) and run.earlier is not None:
+            tracker.init_kwargs["purge_step"] = run.first_step  # hides the rows that were logged from there on
+        with _nonfatal(name, "start"):
+            STARTS.get(name, _start_plain)(start, run)
+            started += accelerator.trackers
+    accelerator.log_with, accelerator.trackers = asked, started
+
+
+def _start_plain(start: Start, run: RunLabels) -> None:
+    """The metrics file, which keeps no configuration, and TensorBoard, which takes a flat one of numbers and text."""
+    config = flat({"group": run.group, "name": run.name, "tags": run.tags, **run.config}, "/")
+    start({key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in config.items()}, {})
+
+
+def _start_trackio(start: Start, run: RunLabels) -> None:
+    """Trackio knows no tags, so they join the configuration; its threads that sample the machine stay off.
+
+    It knows a run by its name. Rows of steps that are done again are there twice, since it takes none back (0.43). It
+    asks the Hub for the name of whoever has a token there, without a time limit, even for a local store.
+    """
+    from huggingface_hub import constants
+
+    labels = {"name": run.name, "group": run.group, "config": {**run.config, "tags": run.tags}}
+    options = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
+    going_on = {"resume": "allow"} if run.earlier is not None else {}
+    was_offline, remote = constants.HF_HUB_OFFLINE, {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys()
+    constants.HF_HUB_OFFLINE = was_offline or not remote
+    try:
+        with redirect_stdout(io.StringIO()):
+            start(None, {**labels, **options, **going_on})
+    finally:
+        constants.HF_HUB_OFFLINE = was_offline
+
+
+def _start_wandb(start: Start, run: RunLabels) -> None:
     """Online if the server takes the login and the run, else offline with a warning that says why."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reporting an outage would delay the exit by 12 s
     run.output_dir.mkdir(parents=True, exist_ok=True)
-    mode, problem = _choose_mode()
+    mode, problem = _wandb_mode()
     if mode == "online":
         try:
-            return launch(run.config, _init_kwargs(mode, run))
+            return start(run.config, _wandb_options(mode, run))
         except Exception as error:  # the server was lost, or refuses the run, after it took the login
             mode, problem = "offline", first_line(error)
     if problem:
         logger.warning("wandb: %s, so the run is logged offline", problem)
-    return launch(run.config, _init_kwargs(mode, run))
+    return start(run.config, _wandb_options(mode, run))
 
 
-def write_wandb_summary(tracker: GeneralTracker, figures: dict[str, int | float | str]) -> None:
-    """Into the run's summary."""
-    tracker.tracker.summary.update(figures)
+def _wandb_mode() -> tuple[str, str | None]:
+    """The mode for ``wandb.init`` and, where it is offline against the user's expectation, the reason."""
+    import wandb
 
-
-def finish_wandb(tracker: GeneralTracker) -> str | None:
-    """Close the run; returns the command that uploads the rows that the server lacks, if any."""
-    run = tracker.tracker
-    folder, log, offline = shlex.quote(run.sync_dir), Path(run.settings.log_internal), run.offline
+    # Who the user is would be asked for up to 5 s before and after the login, only to be greeted by name.
+    settings = wandb.setup(wandb.Settings(x_disable_viewer=True)).settings
+    if settings.mode in ("offline", "dryrun", "disabled"):
+        return settings.mode, None
+    limit_s = os.environ.get("WANDB_HTTP_TIMEOUT", LOGIN_TIMEOUT_S)  # which `wandb.login` reads there alone
     try:
-        tracker.finish()
-        problem = "the server refused it" if _was_refused(log) else None
-    except Exception as error:  # the server, or wandb's own process, was lost on the way
-        problem = first_line(error)
-    if offline:
-        return f"wandb: the run is offline, upload it with: wandb sync {folder}"
-    if problem:
-        return f"wandb: not everything has arrived ({problem}), upload it with: wandb sync --include-online {folder}"
-    return None
+        with patch_environment(WANDB_HTTP_TIMEOUT=limit_s):
+            has_key = wandb.login(prompt=False)
+    except Exception as error:
+        return "offline", f"no login at {settings.base_url} within {LOGIN_TIMEOUT_S} s ({first_line(error)})"
+    return ("online", None) if has_key else ("offline", "no API key (`wandb login` stores one)")
 
 
-def _init_kwargs(mode: str, run: RunLabels) -> dict[str, Any]:
+def _wandb_options(mode: str, run: RunLabels) -> dict[str, Any]:
     """Silent offline, where the one line that counts is printed by ``finish_trackers``."""
     import wandb
 
@@ -117,34 +191,82 @@ def _init_kwargs(mode: str, run: RunLabels) -> dict[str, Any]:
     return {**labels, "mode": mode, "dir": str(run.output_dir), "settings": settings}
 
 
-def _choose_mode() -> tuple[str, str | None]:
-    """The mode for ``wandb.init`` and, where it is offline against the user's expectation, the reason."""
-    import wandb
+def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
+    """By which the trackers that are running find this run again."""
+    return {tracker.name: tracker.tracker.id for tracker in accelerator.trackers if tracker.name == "wandb"}
 
-    # Who the user is would be asked for up to 5 s before and after the login, only to be greeted by name.
-    settings = wandb.setup(wandb.Settings(x_disable_viewer=True)).settings
-    if settings.mode in ("offline", "dryrun", "disabled"):
-        return settings.mode, None
+
+def sync_rows(accelerator: Accelerator) -> int | None:
+    """Brings the rows of ``metrics.jsonl`` to the disk; how many they are, or ``None`` where that fails."""
+    for tracker in accelerator.trackers:
+        if isinstance(tracker, MetricsFile):
+            with _nonfatal(tracker.name, "reach the disk"):
+                return tracker.sync()
+    return None
+
+
+def log_metrics(accelerator: Accelerator, values: dict[str, Any], step: int) -> None:
+    """Logs one row to every tracker, on the main process; a tracker that fails is one warning, never an exception.
+
+    Call it outside the timed region: a row costs 0.01 to 3 ms.
+    """
+    for tracker in accelerator.trackers:
+        with _nonfatal(tracker.name, "log"):
+            tracker.log(values, step=step)
+
+
+def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
+    """Writes ``results`` as flat ``result/*`` keys into every tracker and closes them, then ends the training on every
+    process (Accelerate destroys the process group).
+
+    They belong to the last step, ``results["steps"]``; a run that stops before it has none. The summary of W&B takes
+    figures and words, the curves of the others figures alone. The terminal is told where the runs are to be seen.
+    """
+    named = {f"result/{key}": value for key, value in flat(results, "/").items()}
+    figures = {key: value for key, value in named.items() if isinstance(value, int | float)}
+    for tracker in accelerator.trackers:
+        with _nonfatal(tracker.name, "write the results"):
+            if tracker.name == "wandb":
+                tracker.tracker.summary.update(figures | {k: v for k, v in named.items() if isinstance(v, str)})
+            elif figures:
+                tracker.log(figures, step=results.get("steps"))
+        with _nonfatal(tracker.name, "finish"):
+            if where := FINISHES.get(tracker.name, _finish_plain)(tracker):
+                say(where)
+    accelerator.trackers = []
+    with _nonfatal("accelerate", "end the training"):
+        accelerator.end_training()
+
+
+def _finish_plain(tracker: GeneralTracker) -> str | None:
+    tracker.finish()
+    folder = shlex.quote(str(getattr(tracker, "logging_dir", "")))
+    return f"tensorboard: tensorboard --logdir {folder}" if tracker.name == "tensorboard" else None
+
+
+def _finish_trackio(tracker: GeneralTracker) -> str:
+    """Trackio's own ``finish``, since it finishes, and reports, a second time at exit after the run's."""
+    import trackio
+
+    with redirect_stdout(io.StringIO()):
+        trackio.finish()
+    return f"trackio: trackio show --project {shlex.quote(tracker.run_name)}"
+
+
+def _finish_wandb(tracker: GeneralTracker) -> str | None:
+    """Close the run; returns the command that uploads the rows that the server lacks, if any."""
+    run = tracker.tracker
+    folder, log, offline = shlex.quote(run.sync_dir), Path(run.settings.log_internal), run.offline
     try:
-        with _login_timeout():
-            has_key = wandb.login(prompt=False)
-    except Exception as error:
-        return "offline", f"no login at {settings.base_url} within {LOGIN_TIMEOUT_S} s ({first_line(error)})"
-    return ("online", None) if has_key else ("offline", "no API key (`wandb login` stores one)")
-
-
-@contextmanager
-def _login_timeout() -> Iterator[None]:
-    """``wandb.login`` reads its time limit from the environment alone; one that the user has set there stays."""
-    name = "WANDB_HTTP_TIMEOUT"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(LOGIN_TIMEOUT_S)
-    try:
-        yield
-    finally:
-        del os.environ[name]
+        tracker.finish()
+        problem = "the server refused it" if _was_refused(log) else None
+    except Exception as error:  # the server, or wandb's own process, was lost on the way
+        problem = first_line(error)
+    if offline:
+        return f"wandb: the run is offline, upload it with: wandb sync {folder}"
+    if problem:
+        return f"wandb: not everything has arrived ({problem}), upload it with: wandb sync --include-online {folder}"
+    return None
 
 
 def _was_refused(log: Path) -> bool:
@@ -152,43 +274,25 @@ def _was_refused(log: Path) -> bool:
     return log.exists() and "filestream: fatal error" in log.read_text(encoding="utf-8", errors="replace")
 
 
-def start_trackio(launch: Launch, run: RunLabels) -> list[GeneralTracker]:
-    """Trackio knows no tags, so they join the configuration; its threads that sample the machine stay off.
-
-    It knows a run by its name. Rows of steps that are done again are there twice, since it takes none back (0.43).
-    """
-    labels = {"name": run.name, "group": run.group, "config": {**run.config, "tags": run.tags}}
-    going_on = {"resume": "allow"} if run.earlier is not None else {}
-    with _offline_hub(), contextlib.redirect_stdout(io.StringIO()):
-        return launch(None, {**labels, "embed": False, "auto_log_cpu": False, "auto_log_gpu": False, **going_on})
+STARTS = {"trackio": _start_trackio, "wandb": _start_wandb}
+FINISHES = {"trackio": _finish_trackio, "wandb": _finish_wandb}
 
 
-def finish_trackio(tracker: GeneralTracker) -> str:
-    """Trackio's own ``finish``, since it finishes, and reports, a second time at exit after the run's."""
-    import trackio
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        trackio.finish()
-    return f"trackio: trackio show --project {shlex.quote(tracker.run_name)}"
-
-
-@contextlib.contextmanager
-def _offline_hub() -> Iterator[None]:
-    """Trackio asks the Hub for the name of whoever has a token there, without a time limit, even for a local store."""
-    from huggingface_hub import constants
-
-    offline, remote = constants.HF_HUB_OFFLINE, {"TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"} & os.environ.keys()
-    constants.HF_HUB_OFFLINE = offline or not remote
+@contextmanager
+def _nonfatal(tracker_name: str, action: str) -> Iterator[None]:
     try:
         yield
-    finally:
-        constants.HF_HUB_OFFLINE = offline
+    except Exception as error:  # no error of a tracker is worth the run
+        said = f"{type(error).__name__}: {first_line(error)}"
+        _warn_once(f"{tracker_name} could not {action}, the run goes on without: {said}")
 
 
-NAME = "metrics.jsonl"
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
-class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no types, its decorators neither
+class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no types
     """Appends one JSON object a line to ``metrics.jsonl``: ``{"step": n, **values}``, on disk as soon as it is logged.
 
     Floats keep every digit. JSON has no word for the ones that are not finite, so they are the strings ``"NaN"``,
@@ -200,7 +304,7 @@ class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no ty
 
     def __init__(self, output_dir: Path):
         super().__init__()
-        self.path = Path(output_dir) / NAME
+        self.path = Path(output_dir) / METRICS
         self.num_rows = 0
         self._file: TextIO | None = None
 
@@ -209,7 +313,6 @@ class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no ty
         """The file, as ``accelerator.get_tracker("metrics_file", unwrap=True)`` returns it."""
         return self.path
 
-    @on_main_process  # type: ignore[untyped-decorator]
     def start(self) -> None:
         """Opens the file at its end, so that a resumed run continues it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +320,6 @@ class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no ty
         with self.path.open("rb") as written:
             self.num_rows = sum(1 for _ in written)
 
-    @on_main_process  # type: ignore[untyped-decorator]
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Writes one row; values are ``int``, ``float``, ``str``, ``bool`` or ``None``."""
         if self._file is None:
@@ -234,7 +336,6 @@ class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no ty
             os.fsync(self._file.fileno())
         return self.num_rows
 
-    @on_main_process  # type: ignore[untyped-decorator]
     def finish(self) -> None:
         """Closes the file."""
         if self._file is not None:
@@ -253,7 +354,7 @@ def cut_back(folder: Path, step: int, *, evaluated_at: int | None, num_rows: int
     Raises:
         InputError: a row is none; nothing has been changed.
     """
-    path = folder / NAME
+    path = folder / METRICS
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     whole = [line for line in lines if line.endswith(b"\n")]  # without a row that a kill has cut off
     rows = [_read_row(line, f"{path} line {number}") for number, line in enumerate(whole, start=1)]
@@ -288,189 +389,3 @@ def _as_json(value: Any) -> Any:
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-
-
-TRACKERS = ("trackio", "wandb", "tensorboard", "none")
-
-logger = logging.getLogger(__name__)
-
-
-def resolve_trackers(report_to: list[str], output_dir: Path) -> list[str | GeneralTracker]:
-    """The trackers for ``Accelerator(log_with=...)``: the metrics file, then those of ``--report_to``.
-
-    Raises ``InputError`` for a tracker that is not known or not installed, and for ``none`` beside another one.
-    """
-    names = list(dict.fromkeys(report_to))
-    for name in names:
-        _check_name(name)
-    if "none" in names and len(names) > 1:
-        raise InputError(f"--report_to {' '.join(names)}: `none` stands alone, drop it or the others")
-    asked = [name for name in names if name != "none"]
-    for name in asked:
-        _check_installed(name)
-    return [MetricsFile(output_dir), *(_as_log_with(name, output_dir) for name in asked)]
-
-
-def start_trackers(
-    accelerator: Accelerator,
-    *,
-    project: str,
-    group: str,
-    name: str,
-    tags: list[str],
-    config: dict[str, Any],
-    output_dir: Path,
-    earlier: dict[str, str] | None = None,
-    first_step: int = 1,
-) -> None:
-    """Starts each tracker of the accelerator; one that cannot start is left out with a warning.
-
-    ``group`` is the work, ``name`` the method, ``config`` the content of ``config.json``. A run that goes on has the
-    ``tracker_ids`` of the ``earlier`` one and the ``first_step`` that it logs, from 1.
-    """
-    if not accelerator.is_main_process:
-        return
-    run = RunLabels(
-        group=group,
-        name=name,
-        tags=tags,
-        config=config,
-        output_dir=Path(output_dir),
-        earlier=earlier,
-        first_step=first_step,
-    )
-    asked, started = accelerator.log_with, []
-    for tracker in asked:
-        if isinstance(tracker, TensorBoardTracker) and earlier is not None:
-            tracker.init_kwargs["purge_step"] = first_step  # hides the rows that were logged from there on
-        launch = functools.partial(_launch, accelerator, tracker, project)
-        with _nonfatal(_name_of(tracker), "start"):
-            started += _START.get(_name_of(tracker), _start_plain)(launch, run)
-    accelerator.log_with, accelerator.trackers = asked, started
-
-
-def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
-    """By which the trackers that are running find this run again."""
-    return {tracker.name: tracker.tracker.id for tracker in accelerator.trackers if tracker.name == "wandb"}
-
-
-def sync_rows(accelerator: Accelerator) -> int | None:
-    """Brings the rows of ``metrics.jsonl`` to the disk; how many they are, or ``None`` where that fails."""
-    for tracker in accelerator.trackers:
-        if isinstance(tracker, MetricsFile):
-            with _nonfatal(tracker.name, "reach the disk"):
-                return tracker.sync()
-    return None
-
-
-def log_metrics(accelerator: Accelerator, values: dict[str, Any], step: int) -> None:
-    """Logs one row to every tracker, on the main process; a tracker that fails is one warning, never an exception.
-
-    Call it outside the timed region: a row costs 0.01 to 3 ms.
-    """
-    for tracker in accelerator.trackers:
-        with _nonfatal(tracker.name, "log"):
-            tracker.log(values, step=step)
-
-
-def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
-    """Writes the numbers of ``results`` as flat ``result/*`` keys into every tracker and closes them, then ends the
-    training on every process (Accelerate destroys the process group).
-
-    They belong to the last step, ``results["steps"]``; a run that stops before it has none. W&B gets them in the run's
-    summary. The terminal is told where the runs are to be seen.
-    """
-    named = {f"result/{key}": value for key, value in _flat(results).items()}
-    for tracker in accelerator.trackers:
-        with _nonfatal(tracker.name, "write the results"):
-            if named:
-                _write_results(tracker, named, results.get("steps"))
-        with _nonfatal(tracker.name, "finish"):
-            if where := _FINISH.get(tracker.name, _finish_plain)(tracker):
-                print(where, flush=True)
-    accelerator.trackers = []
-    with _nonfatal("accelerate", "end the training"):
-        accelerator.end_training()
-
-
-def _launch(
-    accelerator: Accelerator, tracker: Any, project: str, config: dict[str, Any] | None, init_kwargs: dict[str, Any]
-) -> list[GeneralTracker]:
-    """Starts one tracker through Accelerate, alone (rule 2)."""
-    accelerator.log_with, accelerator.trackers = [tracker], []
-    accelerator.init_trackers(project, config, {_name_of(tracker): init_kwargs})
-    started: list[GeneralTracker] = accelerator.trackers
-    return started
-
-
-def _start_plain(launch: Launch, run: RunLabels) -> list[GeneralTracker]:
-    """The metrics file, which keeps no configuration, and TensorBoard, which takes a flat one of numbers and text."""
-    flat = _flat({"group": run.group, "name": run.name, "tags": run.tags, **run.config})
-    return launch({key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in flat.items()}, {})
-
-
-def _write_results(tracker: GeneralTracker, results: dict[str, Any], step: int | None) -> None:
-    """Figures and words into the summary of W&B; a curve, which is all that the others have, takes figures alone."""
-    if tracker.name == "wandb":
-        write_wandb_summary(tracker, {k: v for k, v in results.items() if isinstance(v, int | float | str)})
-    else:
-        tracker.log({k: v for k, v in results.items() if isinstance(v, int | float)}, step=step)
-
-
-def _finish_plain(tracker: GeneralTracker) -> str | None:
-    tracker.finish()
-    if tracker.name == "tensorboard":
-        return f"tensorboard: tensorboard --logdir {shlex.quote(str(tracker.logging_dir))}"
-    return None
-
-
-_START = {"trackio": start_trackio, "wandb": start_wandb}
-_FINISH = {"trackio": finish_trackio, "wandb": finish_wandb}
-
-
-@contextlib.contextmanager
-def _nonfatal(tracker_name: str, action: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # no error of a tracker is worth the run
-        _warn_once(f"{tracker_name} could not {action}, the run goes on without: {_class_and_first_line(error)}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
-
-
-def _class_and_first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-def _check_name(name: str) -> None:
-    if name not in TRACKERS:
-        near = difflib.get_close_matches(name, TRACKERS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise InputError(f"--report_to {name}: unknown tracker{hint}, choose among {', '.join(TRACKERS)}")
-
-
-def _check_installed(name: str) -> None:
-    if name not in map(str, get_available_trackers()):
-        way_out = "pip install 'memsave-recipes[trackers]', or --report_to none"
-        raise InputError(f"--report_to {name} needs {name}, which is not installed: {way_out}")
-
-
-def _as_log_with(name: str, output_dir: Path) -> str | GeneralTracker:
-    """TensorBoard as an object, so that its files lie in the run's folder whatever Accelerate's project folder is."""
-    return TensorBoardTracker("tensorboard", output_dir) if name == "tensorboard" else name
-
-
-def _name_of(tracker: Any) -> str:
-    return tracker.name if isinstance(tracker, GeneralTracker) else str(tracker)
-
-
-def _flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dictionaries, keyed ``outer/inner``."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        flat |= _flat(value, f"{prefix}{key}/") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

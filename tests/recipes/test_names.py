@@ -28,15 +28,15 @@ def no_variables(monkeypatch):
 @pytest.fixture
 def told(monkeypatch):
     """The project, the name and the tags that the trackers of each run are given."""
-    labels = []
+    given = []
     start_trackers = run_folder.start_trackers
 
-    def start(*args, **options):
-        labels.append(tuple(options[key] for key in ("project", "name", "tags")))
-        start_trackers(*args, **options)
+    def start(accelerator, labels, **options):
+        given.append((labels.project, labels.name, list(labels.tags)))
+        start_trackers(accelerator, labels, **options)
 
     monkeypatch.setattr(run_folder, "start_trackers", start)
-    return labels
+    return given
 
 
 def test_without_flags_the_names_are_made(train, told):

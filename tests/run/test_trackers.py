@@ -18,7 +18,7 @@ from accelerate.tracking import GeneralTracker
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.run import trackers
-from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers, start_trackers
+from memsave_recipes.run.trackers import RunLabels, finish_trackers, log_metrics, resolve_trackers, start_trackers
 
 MakeAccelerator = Callable[..., Accelerator]
 Rows = list[dict[str, object]]
@@ -36,7 +36,8 @@ def make_accelerator(tmp_path: Path) -> Iterator[MakeAccelerator]:
 
 @pytest.fixture
 def start(three_steps: ModuleType, tmp_path: Path) -> Callable[[Accelerator], None]:
-    return partial(start_trackers, **three_steps.LABELS, config=three_steps.CONFIG, output_dir=tmp_path)
+    labels = RunLabels(**three_steps.LABELS, config=three_steps.CONFIG, output_dir=tmp_path)
+    return partial(start_trackers, run=labels)
 
 
 def rows_of(folder: Path) -> Rows:

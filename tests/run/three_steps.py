@@ -12,7 +12,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from memsave_recipes.run import trackers
-from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers, start_trackers
+from memsave_recipes.run.trackers import RunLabels, finish_trackers, log_metrics, resolve_trackers, start_trackers
 
 CONFIG = {"seed": 0, "plan": {"strategy": "segments:2", "spans": [3, 8]}}
 LABELS = {
@@ -28,7 +28,7 @@ ROWS = [{"step": step, "train/loss": 1 / step} for step in (1, 2, 3)]
 
 def run(accelerator: Accelerator, folder: Path, name: str = LABELS["name"]) -> None:
     began = time.monotonic()
-    start_trackers(accelerator, **{**LABELS, "name": name}, config=CONFIG, output_dir=folder)
+    start_trackers(accelerator, RunLabels(**{**LABELS, "name": name}, config=CONFIG, output_dir=folder))
     print(f"training starts after {time.monotonic() - began:.1f} s")
     for row in ROWS:
         log_metrics(accelerator, {"train/loss": row["train/loss"]}, row["step"])
