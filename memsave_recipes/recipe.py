@@ -4,19 +4,29 @@ from memsave_recipes.errors import InputError, require
 from memsave_recipes.planner.task import Task
 from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.run import Run
-from memsave_recipes.step.batch_layout import Batch
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, IndexedLayout, LockstepLayout, seed_for
 from memsave_recipes.training.arguments import RecipeArguments
+from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluate_classifier
+from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 from memsave_recipes.training.parsing import parse_arguments
 
 __all__ = [
     "Batch",
+    "BatchLayout",
+    "GlobalBatch",
+    "GlobalBatches",
+    "IndexedLayout",
     "InputError",
+    "LockstepLayout",
     "RecipeArguments",
     "Run",
     "Task",
     "evaluate_classifier",
+    "make_optimizer",
+    "make_scheduler",
     "parse_arguments",
     "require",
     "run_recipe",
+    "seed_for",
 ]

@@ -21,66 +21,55 @@ import hashlib
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import set_seed
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import default_collate
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
-from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
-from memsave_recipes.checkpoints import locked_run_folder
 from memsave_recipes.compare import read_run
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, load_images
-from memsave_recipes.distributed import main_process_first
-from memsave_recipes.errors import InputError, require
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import CONVOLUTIONS, VGG, convolutions
-from memsave_recipes.processes import num_workers
-from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.run.folder import begin_run, check_run_folder, save_final, write_results
-from memsave_recipes.run.report import CardFacts, write_model_card
-from memsave_recipes.run.run_plan import RunPlan
-from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
-from memsave_recipes.step.batch_layout import Batch, BatchLayout, IndexedLayout, LockstepLayout, SampleOrder, seed_for
-from memsave_recipes.text import ProgressBar
-from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
-from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
-from memsave_recipes.training.launch import (
-    describe_environment,
-    deterministic_kernels,
-    device_name,
-    matmul_precision,
-    start_accelerator,
+from memsave_recipes.recipe import (
+    Batch,
+    BatchLayout,
+    GlobalBatch,
+    GlobalBatches,
+    IndexedLayout,
+    LockstepLayout,
+    RecipeArguments,
+    Run,
+    Task,
+    make_optimizer,
+    make_scheduler,
+    parse_arguments,
+    require,
+    run_recipe,
+    seed_for,
 )
-from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
-from memsave_recipes.training.parsing import parse_arguments
+from memsave_recipes.text import ProgressBar
 
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 RECIPE = "ddp_equals_accumulation"
-PROJECT = "memsave-ddp-equals-accumulation"
 GREY_VALUES, PIXELS = 16, 64
 TINY_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": PIXELS, "bos_token_id": None, "eos_token_id": None}
-LOOPS = ("exact", "usual")
 NARROWER = 16  # than VGG16
 BITWISE = ("bitwise", "bitwise GPT-2", "bitwise VGG16-BN")
-COLUMNS = (*LOOPS, *BITWISE)
 WEIGHTS = "final/model.safetensors"
-AGAIN = "then start it again"
 WHY = """
 Why: the loss of a global batch is the sum over all labels divided by their number, and a sum can be taken in parts. The
 *exact* loop divides every part by the one number of the whole global batch. The *usual* loop takes the mean of each
@@ -90,210 +79,195 @@ the exact loop with the parts added up in an order that does not depend on the r
 
 
 @dataclass(kw_only=True)
-class ProofArguments(RunArguments):
-    """A run that is short enough to be repeated for every micro-batch size, in a precision that shows equality."""
+class Arguments(RecipeArguments):
+    """A run that is short enough to be repeated for every micro-batch size, in a precision that shows equality.
+
+    SGD without clipping has steps as wrong as the gradient; AdamW and clipping hide a wrong length.
+    """
 
     global_batch_size: int = field(default=24, metadata={"help": "samples of one optimizer step, over all ranks"})
     micro_batch_size: int | None = field(default=None, metadata={"help": "the only one to try; default: every one"})
     max_steps: int = field(default=10, metadata={"help": "optimizer steps of each run"})
     dtype: Literal["float32", "bfloat16", "float64"] = field(default="float64", metadata={"help": "of the parameters"})
+    optimizer: Literal["adamw", "sgd"] = field(default="sgd", metadata={"help": "AdamW, or SGD with --momentum"})
+    learning_rate: float = field(default=0.1, metadata={"help": "at the end of the warm-up"})
+    max_grad_norm: float = field(default=0.0, metadata={"help": "clip the gradient; 0 does not clip"})
     compare_with: str | None = field(default=None, metadata={"help": "--output_dir of a run on other ranks"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        budget = self.memory_budget_gib
+        budget, other = self.memory_budget_gib, self.compare_with
         require(budget is None, "--memory_budget_gib", budget, "left to the recipes that train once")
         require(self.verify == "off", "--verify", self.verify, "left to the recipes that train once")
         require(not self.eval_only, "--eval_only", True, "left out: the proof trains")
         require(not self.bitwise_topology, "--bitwise_topology", True, "left out: it has columns of its own")
-        if self.compare_with is not None and not os.path.isfile(Path(self.compare_with, WEIGHTS)):
-            raise InputError(
-                f"--compare_with {self.compare_with} holds no {WEIGHTS}: name a finished run's --output_dir"
-            )
-        if self.compare_with is not None and read_run(self.compare_with).results.get("recipe") != RECIPE:
-            raise InputError(f"--compare_with {self.compare_with} is a run of another recipe: name one of {RECIPE}")
-
-
-@dataclass(kw_only=True)
-class PlainOptimizerArguments(OptimizerArguments):
-    """SGD without clipping, whose steps are as wrong as the gradient; AdamW and clipping hide a wrong length."""
-
-    optimizer: Literal["adamw", "sgd"] = field(default="sgd", metadata={"help": "AdamW, or SGD with --momentum"})
-    learning_rate: float = field(default=0.1, metadata={"help": "at the end of the warm-up"})
-    max_grad_norm: float = field(default=0.0, metadata={"help": "clip the gradient; 0 does not clip"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+        require(not self.in_shards, "--shard", self.shard, "left out: the proof sums whole gradients")
         require(not self.optimizer_in_backward, "--optimizer_in_backward", True, "left out where gradients add up")
+        if other is not None:
+            is_finished = os.path.isfile(Path(other, WEIGHTS))
+            is_ours = is_finished and read_run(other).results.get("recipe") == RECIPE
+            require(is_ours, "--compare_with", other, f"the --output_dir of a finished run of {RECIPE}")
+
+    def layout(self, num_processes: int) -> BatchLayout:
+        """One micro-batch a rank, which every other layout is set beside."""
+        return BatchLayout.of(self.global_batch_size, None, num_processes)
 
 
-def main(args: list[str] | None = None) -> dict[str, Any]:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Train once for every micro-batch size and both loops; returns what ``results.json`` holds."""
-    run, optim = parse_arguments(ProofArguments, PlainOptimizerArguments, args=args)
-    folder = check_run_folder(run.output_dir, overwrite=run.overwrite)
-    with deterministic_kernels(run.full_determinism), matmul_precision(run.matmul_precision):
-        accelerator = start_accelerator(log_with=resolve_trackers(run.report_to, folder))
-        with locked_run_folder(accelerator, folder):
-            return prove(accelerator, folder, run, optim)
+    (args,) = parse_arguments(Arguments, args=argv)
+    with Run.open(args, recipe=RECIPE) as run:
+        return train(run.args, run)
 
 
-def prove(
-    accelerator: Accelerator, folder: Path, run: ProofArguments, optim: PlainOptimizerArguments
-) -> dict[str, Any]:
-    """The runs themselves, in a folder that is theirs."""
-    layout_of = partial(BatchLayout.of, run.global_batch_size, num_processes=accelerator.num_processes)
-    undivided = layout_of(None)
-    sizes = [run.micro_batch_size] if run.micro_batch_size else range(undivided.micro_batch_size, 0, -1)
-    layouts = [layout_of(size) for size in sizes]
-    set_seed(run.seed)
+def train(args: Arguments, run: Run) -> dict[str, Any]:
+    """Train with the global batch cut up in every way, then once more as all recipes do, in the run's folder."""
     warnings.filterwarnings("ignore", "Grad strides do not match")  # DDP's, of micro-batches of 1; only slower
+    with run.main_process_first():
+        images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=args.seed)
+    batches = run.train_on(images.train, count_valid=count_labels, collate_fn=collate_and_hide_labels)
+    run.chose(dataset="digits")
 
-    batches_of = global_batches(accelerator, run)
-    bare = build_vit().to(run.torch_dtype)
-    plan = plan_blocks(bare, run.activation_checkpointing)
-    plan_handle = apply_plan(bare, plan)
-    learner_of = partial(Learner, accelerator, optim, run.max_steps)
-    vit, again = (learner_of(model, partial(loss_of_images, dtype=run.torch_dtype)) for model in (bare, deepcopy(bare)))
-    gpt2 = learner_of(build_gpt2().to(run.torch_dtype), loss_of_pixels)
-    bitwise = [BitwiseLoop(learner, batches_of(undivided), batches_of(undivided)) for learner in (again, gpt2)]
-    vgg = learner_of(build_vgg16_bn().to(run.torch_dtype), partial(loss_of_larger_images, dtype=run.torch_dtype))
-    together, alone = (batches_of(undivided, drop_last=True) for _ in range(2))
-    bitwise.append(BitwiseLoop(vgg, together, alone, LockstepLayout))
+    bare, task = build_vit().to(args.torch_dtype), describe(args)
+    model, optimizer, scheduler = run.prepare(task, bare)
+    run.apply_plan()
+    vit = Learner(run, bare, model, task.loss_of)
+    run.begin(data=images.fingerprint, work=f"vit-gbs{args.global_batch_size}-16px")
+    begun = deepcopy(bare.state_dict())
+    with run.paused():
+        expected = vit.train(batches.anew(batches.layout, drop_last=args.drop_last), exact)
+        cuts = list(train_cuts(vit, batches, expected))
+    bare.load_state_dict(begun)
 
-    # From here on files are written
-    flags = asdict(run) | asdict(optim)
-    work = f"vit-gbs{run.global_batch_size}-16px"
-    begin_run(accelerator, folder, project=PROJECT, work=work, flags=flags, planned=RunPlan(plan), layout=undivided)
+    for batch in run.steps():
+        with run.measured(batch):
+            exact(task.loss_of, model, batch)
+            grad_norm = run.clip_gradients()
+            if run.should_step(batch, grad_norm):
+                optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        run.log_step(batch, grad_norm)
+        named = ((f"{loop}/micro_batch_{cut['micro_batch_size']}", cut.get(loop)) for cut in cuts for loop in COLUMNS)
+        run.log({name.replace(" ", "_"): of[batch.step] for name, of in named if of})
+        run.save_if_due()
 
-    expected = vit.train(batches_of(undivided), vit.exact)
-    cuts = []
-    for layout in ProgressBar(layouts, shown=accelerator.is_main_process, unit="layout"):
+    equivalence = equivalence_of(batches.layout, cuts, expected[-1], args.compare_with)
+    show(equivalence, args.max_steps, run.accelerator.print)
+    return run.finish(bare, model="vit", equivalence=equivalence)
+
+
+def describe(args: Arguments) -> Task:
+    """The vision transformer with its loss."""
+    return Task(
+        run=args,
+        optim=args,
+        build_model=lambda **options: build_vit().to(args.torch_dtype),
+        loss_of=partial(loss_of_images, dtype=args.torch_dtype),
+        micro_batch=lambda size: {
+            "images": torch.zeros(size, 3, 16, 16, dtype=torch.uint8),
+            "labels": torch.zeros(size, dtype=torch.long),
+        },
+    )
+
+
+def train_cuts(vit: "Learner", batches: GlobalBatches, expected: list[Tensor]) -> Iterator[dict[str, Any]]:
+    """For every micro-batch size the differences to the ``expected`` weights, after each step of either loop."""
+    args, accelerator, num_ranks = vit.run.args, vit.run.accelerator, batches.layout.num_processes
+    larger = partial(loss_of_larger_images, dtype=args.torch_dtype)
+    learners = {
+        "bitwise": vit.another(deepcopy(vit.bare), vit.loss_of),
+        "bitwise GPT-2": vit.another(build_gpt2().to(args.torch_dtype), loss_of_pixels),
+        "bitwise VGG16-BN": vit.another(build_vgg16_bn().to(args.torch_dtype), larger),
+    }
+    sizes = [args.micro_batch_size] if args.micro_batch_size else range(batches.layout.micro_batch_size, 0, -1)
+    for asked in ProgressBar(sizes, shown=accelerator.is_main_process, unit="layout"):
+        layout = BatchLayout.of(args.global_batch_size, asked, num_ranks)
         size = layout.micro_batch_size
         cut: dict[str, Any] = {"geometry": layout.describe(), "micro_batch_size": size}
-        for name in LOOPS:
-            cut[name] = differences(vit.train(batches_of(layout), getattr(vit, name)), expected)
-        if size <= run.global_batch_size // accelerator.num_processes:  # else there are fewer of them than ranks
+        for name, backward in LOOPS.items():
+            weights = vit.train(batches.anew(layout, drop_last=args.drop_last), backward)
+            cut[name] = differences(weights, expected)
+        if size <= args.global_batch_size // num_ranks:  # else there are fewer of them than ranks
             cut["sha256"] = {}
-            for name, loop in zip(BITWISE, bitwise, strict=True):
-                cut[name], cut["sha256"][name] = loop.compare(run.global_batch_size, size)
-        cuts.append(cut)
-    for step in range(run.max_steps):
-        named = ((f"{loop}/micro_batch_{cut['micro_batch_size']}", cut.get(loop)) for cut in cuts for loop in COLUMNS)
-        log_metrics(accelerator, {name.replace(" ", "_"): of[step] for name, of in named if of}, step + 1)
-
-    # Finish, with the weights of the undivided global batch
-    plan_handle.remove()
-    vector_to_parameters(expected[-1], bare.parameters())
-    results = {
-        "recipe": RECIPE,
-        "model": "vit",
-        "num_parameters": len(expected[-1]),
-        "plan": plan.strategy,
-        "global_batch_size": run.global_batch_size,
-        "num_processes": accelerator.num_processes,
-        "device": device_name(accelerator.device),
-        "steps": run.max_steps,
-        "equivalence": equivalence_of(undivided, cuts, expected[-1], run.compare_with),
-    }
-    facts = card_facts(accelerator, bare, flags, results, undivided)
-    save_final(accelerator, folder, vit.model, partial(write_model_card, facts=facts), way_out=AGAIN)
-    write_results(accelerator, folder, results, way_out=AGAIN)
-    if accelerator.is_main_process:
-        show(results["equivalence"], run.max_steps)
-    finish_trackers(accelerator, results)
-    return results
+            for name, learner in learners.items():
+                cut[name], cut["sha256"][name] = together_and_alone(learner, batches, size)
+        yield cut
 
 
-def global_batches(accelerator: Accelerator, run: ProofArguments) -> Callable[..., GlobalBatches]:
-    """The same samples in the same order for every layout; with ``drop_last`` without the short step of an epoch."""
-    with main_process_first(accelerator):
-        images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=run.seed)
-    order = SampleOrder(
-        num_samples=len(images.train), global_batch_size=run.global_batch_size, seed=run.seed, drop_last=run.drop_last
-    )
-    if order.notice:
-        accelerator.print(order.notice)
-    return lambda layout, drop_last=run.drop_last: GlobalBatches(
-        accelerator,
-        images.train,
-        layout=layout,
-        order=replace(order, drop_last=drop_last),
-        num_steps=run.max_steps,
-        seed=run.seed,
-        num_workers=num_workers(run.dataloader_num_workers, accelerator),
-        count_valid=count_labels,
-        collate_fn=collate_and_hide_labels,
-    )
+def together_and_alone(learner: "Learner", batches: GlobalBatches, size: int) -> tuple[list[float], str]:
+    """Train by ``--bitwise_topology`` on all ranks together and on each of them alone.
+
+    Returns:
+        The differences after each step, and the digest of the last weights.
+    """
+    in_lockstep = isinstance(learner.bare, VGG)
+    kind, drop_last = LockstepLayout if in_lockstep else IndexedLayout, in_lockstep or learner.run.args.drop_last
+    layouts = [kind.of(batches.layout.global_batch_size, size, count) for count in (1, batches.layout.num_processes)]
+    alone, together = (batches.anew(layout, drop_last=drop_last) for layout in layouts)
+    expected, weights = learner.train(alone, exact, alone=True), learner.train(together, exact)
+    return differences(weights, expected), hashlib.sha256(weights[-1].cpu().view(torch.uint8).numpy()).hexdigest()
 
 
+Loss = Callable[[nn.Module, Batch], Tensor]
+"""Of a micro-batch, summed over its labels."""
+
+
+def exact(loss_of: Loss, model: nn.Module, batch: GlobalBatch) -> None:
+    """As in every recipe: every part is divided by the number of labels in the whole global batch."""
+    for micro_batch in batch.forwards(model):
+        batch.backward(loss_of(model, micro_batch))
+
+
+def usual(loss_of: Loss, model: nn.Module, batch: GlobalBatch) -> None:
+    """The mean over the micro-batches of the mean over each one's labels."""
+    for micro_batch in batch.forwards(model):
+        mean = loss_of(model, micro_batch) / count_labels(micro_batch).clamp(min=1)
+        batch.accelerator.backward(mean / len(batch.micro_batches))  # as `accelerator.accumulate` divides it
+
+
+LOOPS = {"exact": exact, "usual": usual}
+COLUMNS = (*LOOPS, *BITWISE)
+
+
+@dataclass
 class Learner:
     """A model that is trained anew from the same weights, with either loop.
 
     Args:
-        loss_of: the loss of a micro-batch, summed over its labels.
+        bare: inside ``model``, which is prepared.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        optim: PlainOptimizerArguments,
-        num_steps: int,
-        bare: nn.Module,
-        loss_of: Callable[[nn.Module, Batch], Tensor],
-    ) -> None:
-        self.accelerator, self.optim, self.num_steps, self.loss_of = accelerator, optim, num_steps, loss_of
-        self.bare, self.initial = bare, deepcopy(bare.state_dict())
-        self.model = accelerator.prepare(bare)
+    run: Run
+    bare: nn.Module
+    model: nn.Module
+    loss_of: Loss
 
-    def train(
-        self, batches: GlobalBatches, backward: Callable[[nn.Module, GlobalBatch], None], *, alone: bool = False
-    ) -> list[Tensor]:
+    def __post_init__(self) -> None:
+        self.initial = deepcopy(self.bare.state_dict())
+
+    def another(self, bare: nn.Module, loss_of: Loss) -> "Learner":
+        """One of another model."""
+        return Learner(self.run, bare, self.run.accelerator.prepare(bare), loss_of)
+
+    def train(self, batches: GlobalBatches, backward: Callable[..., None], *, alone: bool = False) -> list[Tensor]:
         """The weights after each step; ``alone`` without the other ranks, which do the same."""
+        args, accelerator = self.run.args, self.run.accelerator
         self.bare.load_state_dict(self.initial)
         model = self.bare if alone else self.model
-        optimizer = make_optimizer(self.optim, self.bare)
+        optimizer = make_optimizer(args, self.bare)
         # The scheduler is not prepared: Accelerate's would move it once for every rank.
-        scheduler = make_scheduler(self.optim, optimizer, self.num_steps)
-        optimizer = self.accelerator.prepare(optimizer)
+        scheduler = make_scheduler(args, optimizer, args.max_steps)
+        optimizer = accelerator.prepare(optimizer)
         weights = []
         for batch in batches:
-            backward(model, batch)
-            self.accelerator.clip_grad_norm_(model.parameters(), self.optim.max_grad_norm or float("inf"))
+            backward(self.loss_of, model, batch)
+            accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             weights.append(parameters_to_vector(self.bare.parameters()).detach())
         return weights
-
-    def exact(self, model: nn.Module, batch: GlobalBatch) -> None:
-        """As in every recipe: every part is divided by the number of labels in the whole global batch."""
-        for micro_batch in batch.forwards(model):
-            batch.backward(self.loss_of(model, micro_batch))
-
-    def usual(self, model: nn.Module, batch: GlobalBatch) -> None:
-        """The mean over the micro-batches of the mean over each one's labels."""
-        for micro_batch in batch.forwards(model):
-            mean = self.loss_of(model, micro_batch) / count_labels(micro_batch).clamp(min=1)
-            self.accelerator.backward(mean / len(batch.micro_batches))  # as `accelerator.accumulate` divides it
-
-
-@dataclass(frozen=True)
-class BitwiseLoop:
-    """The loop of ``--bitwise_topology``, on all ranks together and on each of them alone."""
-
-    learner: Learner
-    together: GlobalBatches
-    alone: GlobalBatches
-    kind: type[IndexedLayout] = IndexedLayout
-
-    def compare(self, global_batch_size: int, micro_batch_size: int) -> tuple[list[float], str]:
-        """The differences after each step, and the digest of the last weights."""
-        exact, num_ranks = self.learner.exact, self.learner.accelerator.num_processes
-        self.together.layout = self.kind.of(global_batch_size, micro_batch_size, num_ranks)
-        self.alone.layout = self.kind.of(global_batch_size, micro_batch_size, 1)
-        expected = self.learner.train(self.alone, exact, alone=True)
-        weights = self.learner.train(self.together, exact)
-        return differences(weights, expected), hashlib.sha256(weights[-1].cpu().view(torch.uint8).numpy()).hexdigest()
 
 
 def loss_of_images(model: nn.Module, micro_batch: Batch, *, dtype: torch.dtype) -> Tensor:
@@ -331,7 +305,7 @@ def equivalence_of(
         return found
     other = ViTForImageClassification.from_pretrained(Path(compare_with, WEIGHTS).parent)
     other_weights = parameters_to_vector(other.parameters()).detach().to(weights)
-    found |= {"compared_with": compare_with, "largest_difference_to_it": largest_difference(weights, other_weights)}
+    found |= {"compared_with": compare_with, "largest_difference_to_it": differences([weights], [other_weights])[0]}
     return found | {"same_bits_as_it": same_bits(cuts, read_run(compare_with).results["equivalence"]["geometries"])}
 
 
@@ -339,22 +313,6 @@ def same_bits(cuts: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[
     """By micro-batch size, for those of both runs: whether the weights of the bitwise loops have the same bits."""
     digests, expected = ({cut["micro_batch_size"]: cut.get("sha256") for cut in run} for run in (cuts, others))
     return {size: digest == expected[size] for size, digest in digests.items() if digest and expected.get(size)}
-
-
-def card_facts(
-    accelerator: Accelerator, model: nn.Module, flags: dict[str, Any], results: dict[str, Any], layout: BatchLayout
-) -> CardFacts:
-    """The facts of the model card."""
-    named = {key: results[key] for key in ("recipe", "model", "num_parameters", "plan")}
-    return CardFacts(
-        model=model,
-        flags={**flags, "dataset": "digits"},
-        results={**named, "eval": {}},
-        steps=results["steps"],
-        batch=layout.describe(),
-        versions=describe_environment(accelerator)["versions"],
-        mixed_precision=accelerator.mixed_precision,
-    )
 
 
 def build_vit() -> nn.Module:
@@ -389,17 +347,13 @@ def count_labels(batch: Batch) -> Tensor:
 
 
 def differences(weights: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """The ``largest_difference`` after each step."""
-    return list(map(largest_difference, weights, expected))
+    """The largest difference of any weight after each step, relative to the largest weight."""
+    steps = zip(weights, expected, strict=True)
+    return [((here - there).abs().max() / there.abs().max()).item() for here, there in steps]
 
 
-def largest_difference(weights: Tensor, expected: Tensor) -> float:
-    """Of any weight, relative to the largest weight."""
-    return ((weights - expected).abs().max() / expected.abs().max()).item()
-
-
-def show(equivalence: dict[str, Any], num_steps: int) -> None:
-    """Print the differences after some of the steps, and why they are what they are."""
+def show(equivalence: dict[str, Any], num_steps: int, write: Callable[[str], object]) -> None:
+    """Write the differences after some of the steps, and why they are what they are."""
     steps = [step for step in (1, 2, 5, 10, 20, 50, 100) if step < num_steps] + [num_steps]
     steps_of = {loop: steps if loop in LOOPS else steps[-1:] for loop in COLUMNS}.__getitem__
     table = Table(title=f"Largest difference to {equivalence['reference']}, relative to the largest weight")
@@ -410,11 +364,14 @@ def show(equivalence: dict[str, Any], num_steps: int) -> None:
     for cut in equivalence["geometries"]:
         figures = (f"{cut[loop][step - 1]:.0e}" if loop in cut else "-" for loop in COLUMNS for step in steps_of(loop))
         table.add_row(cut["geometry"].partition(" = ")[2], *figures)
-    Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns).print(table, WHY)
+    console = Console(width=shutil.get_terminal_size(fallback=(120, 24)).columns, color_system=None)
+    with console.capture() as drawn:
+        console.print(table, WHY)
+    write(drawn.get().rstrip())
     if "compared_with" in equivalence:
         difference, same = equivalence["largest_difference_to_it"], equivalence["same_bits_as_it"]
-        print(f"Largest difference to the weights of {equivalence['compared_with']}: {difference:.0e}")
-        print(f"The bitwise loops have the same bits there for {sum(same.values())} of {len(same)} micro-batch sizes")
+        write(f"Largest difference to the weights of {equivalence['compared_with']}: {difference:.0e}")
+        write(f"The bitwise loops have the same bits there for {sum(same.values())} of {len(same)} micro-batch sizes")
 
 
 if __name__ == "__main__":

@@ -65,11 +65,8 @@ TABLE = {
         {"torch"},
     ),
     "recipes": (
-        {
-            *("activations", "checkpoints", "compare", "data", "distributed", "losses", "models"),
-            *("processes", "recipe", "run", "step", "training"),
-        },
-        {"torch", "accelerate", "transformers", "rich"},
+        {"activations", "compare", "data", "losses", "models", "recipe", "step", "training"},
+        {"accelerate", "torch", "transformers", "rich"},
     ),
 }
 # Packages that only these files may import.

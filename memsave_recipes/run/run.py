@@ -73,7 +73,7 @@ from memsave_recipes.run.log import recorded
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.run_plan import choose_in_shards, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
-from memsave_recipes.run.trackers import finish_trackers, resolve_trackers
+from memsave_recipes.run.trackers import finish_trackers, log_metrics, resolve_trackers
 from memsave_recipes.sharding import ShardGroups, launched_shard, shard
 from memsave_recipes.sharding.groups import NONE, check_precision
 from memsave_recipes.sharding.shards import Rows, callable_in_parts, reduce_once_a_step
@@ -211,8 +211,8 @@ class Run:
         """What stands inside runs on the main process first, so that the others find what it keeps in caches."""
         return main_process_first(self.accelerator)
 
-    def train_on(self, dataset: Any, **options: Any) -> None:
-        """Take the samples to train on, in global batches: one for each optimizer step.
+    def train_on(self, dataset: Any, **options: Any) -> GlobalBatches:
+        """Take the samples to train on, in the global batches that are returned: one for each optimizer step.
 
         Args:
             options: ``count_valid`` and ``collate_fn`` of ``GlobalBatches``.
@@ -234,6 +234,7 @@ class Run:
             num_workers=self.num_workers,
             **options,
         )
+        return self._batches
 
     @property
     def slices_on(self) -> torch.device | None:
@@ -410,6 +411,10 @@ class Run:
             self._report.count_flops(batch, self._loss_of)
             yield batch
 
+    def paused(self) -> AbstractContextManager[None]:
+        """What stands inside takes no time of the run's."""
+        return self._report.clock.paused(synchronize=True)
+
     def measured(self, batch: GlobalBatch) -> AbstractContextManager[None]:
         """The training step goes inside; its memory is measured.
 
@@ -444,6 +449,10 @@ class Run:
         if is_last:
             with self._report.clock.paused():
                 self._checkpoints.save(self.step, self._report.state_dict())
+
+    def log(self, figures: dict[str, Any]) -> None:
+        """Log a row of the recipe's own after a finished step, into ``metrics.jsonl`` and the trackers."""
+        log_metrics(self.accelerator, figures, self.step)
 
     def evaluate_if_due(
         self, evaluate: Callable[[Iterator[Batch]], dict[str, float]], dataset: Any, **options: Any

@@ -33,7 +33,8 @@ With ``--bitwise_topology`` the result has the same bits on any number of ranks,
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -115,6 +116,13 @@ class GlobalBatches:
     def begin_after(self, step: int) -> None:
         """Leave out the first ``step`` steps of the run."""
         self.steps = range(step, self.steps.stop)
+
+    def anew(self, layout: BatchLayout, *, drop_last: bool) -> "GlobalBatches":
+        """All steps of the run once more, in another layout, with or without the short last step of an epoch."""
+        other = copy(self)
+        other.layout, other.order = layout, replace(self.order, drop_last=drop_last)
+        other.steps = range(self.steps.stop)
+        return other
 
     def __len__(self) -> int:
         return len(self.steps)

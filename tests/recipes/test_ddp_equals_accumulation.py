@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_saved_weights_are_compared(run: Callable[..., dict[str, Any]], tmp_path
     assert same["equivalence"]["same_bits_as_it"] == {3: True}
     assert other["equivalence"]["same_bits_as_it"] == {3: False}
     assert other["equivalence"]["largest_difference_to_it"] > 0.01
+
+
+def test_it_goes_on_like_any_run(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    flags = ["--micro_batch_size", "3", "--save_every", "1"]
+    first = run("run", *flags)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "run" / "results.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-3")
+    again = run("run", *flags, "--resume")
+    assert again["equivalence"] == first["equivalence"]
+    assert again["train_loss"] == first["train_loss"]
+    steps = [json.loads(row)["step"] for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [json.loads(row)["step"] for row in rows]
 
 
 def test_a_run_without_weights_cannot_be_compared(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

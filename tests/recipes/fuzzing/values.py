@@ -190,6 +190,7 @@ FLAGS: dict[str, dict[str, Values]] = {
     },
     "ddp_equals_accumulation": RUN
     | OPTIMIZER
+    | SAFETY
     | {
         "activation_checkpointing": Values(PLANS.good, PLANS.bad, ("selective", "bottleneck")),
         "memory_budget_gib": Values((), ("0.5", "80"), words=NO_NUMBERS),
