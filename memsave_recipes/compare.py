@@ -360,11 +360,6 @@ def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable
     )
 
 
-def differences_within(rows: Sequence[ComparisonRow]) -> tuple[RunDifference, ...]:
-    """The traits in which the runs of a section differ, with the positions of the rows."""
-    return trait_differences([row.run for row in rows])
-
-
 def traits(run: Run) -> dict[str, str]:
     """The ``TRAITS`` that the run recorded, as text."""
     known = flat(run.config, ".") | flat(run.config.get("environment"), ".") | flat(run.results, ".")
@@ -386,7 +381,7 @@ def differing_traits(run: Run, other: Run) -> tuple[str, ...]:
 
 
 def trait_differences(runs: Sequence[Run]) -> tuple[RunDifference, ...]:
-    """The traits in which ``runs`` differ."""
+    """The traits in which ``runs`` differ, with the positions of the runs."""
     return _differences(TRAITS, [traits(run) for run in runs])
 
 

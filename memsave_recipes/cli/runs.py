@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from memsave_recipes.cli.flags import STDOUT, writing
-from memsave_recipes.compare import ComparisonTable, Run, compare, find_runs, read_run
+from memsave_recipes.cli.flags import STDOUT, write_text, writing
+from memsave_recipes.compare import Run, compare, find_runs, read_run
 from memsave_recipes.errors import InputError, packages_of
 
 T = TypeVar("T")
@@ -59,19 +59,20 @@ def add_folders(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.render.comparison import show, to_markdown
+    from memsave_recipes.render.comparison import show, to_csv, to_html, to_markdown
 
     runs = read_all(arguments.folders, arguments.wandb)
     table = compare(runs, _baseline(arguments.baseline, runs))
-    if arguments.markdown == STDOUT:
-        print(to_markdown(table), end="")
-    else:
+    if arguments.markdown != STDOUT:
         show(table)
-    for flag, write in WRITERS.items():
-        file = getattr(arguments, flag)
-        if file not in (None, STDOUT):
-            with writing(f"--{flag} {file}"):
-                write(table, Path(file))
+    for flag, text_of in {"markdown": to_markdown, "csv": to_csv, "html": to_html}.items():
+        if file := getattr(arguments, flag):
+            write_text(f"--{flag}", Path(file), text_of(table))
+    if arguments.png:
+        with packages_of("plots", "pictures"):
+            from memsave_recipes.render.plot import write_png
+        with writing(f"--png {arguments.png}"):
+            write_png(table, arguments.png)
 
 
 def _dashboard(arguments: argparse.Namespace) -> None:
@@ -157,33 +158,6 @@ def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
     if len(found) > 1:
         raise InputError(f"--baseline {named} holds {len(found)} runs: name one of them")
     return _read(found[0])
-
-
-def _write_markdown(table: ComparisonTable, path: Path) -> None:
-    from memsave_recipes.render.comparison import to_markdown
-
-    path.write_text(to_markdown(table), encoding="utf-8")
-
-
-def _write_csv(table: ComparisonTable, path: Path) -> None:
-    from memsave_recipes.render.comparison import to_csv
-
-    path.write_text(to_csv(table), encoding="utf-8", newline="")
-
-
-def _write_html(table: ComparisonTable, path: Path) -> None:
-    from memsave_recipes.render.comparison import to_html
-
-    path.write_text(to_html(table), encoding="utf-8")
-
-
-def _write_png(table: ComparisonTable, path: Path) -> None:
-    with packages_of("plots", "pictures"):
-        from memsave_recipes.render.plot import write_png
-    write_png(table, path)
-
-
-WRITERS = {"markdown": _write_markdown, "csv": _write_csv, "html": _write_html, "png": _write_png}
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:

@@ -247,8 +247,20 @@ def memory_bars(entries: Sequence[Entry]) -> str:
     named = {name for values in parts.values() for name in values}
     is_broken_down = named != {REST}
     bars = "".join(_bar(n, row, parts[n], largest, is_broken_down) for n, row in entries if parts[n])
-    legend = _parts_legend(named) if is_broken_down else ""
+    legend = parts_legend([part for part in (*MEMORY_PARTS, REST) if part in named]) if is_broken_down else ""
     return figure("Peak memory", "by kind" if is_broken_down else "", f'{legend}<div class="bars">{bars}</div>')
+
+
+def parts_legend(names: Sequence[str]) -> str:
+    """The color of each kind of memory."""
+    spans = (f'<span><i class="part" {of_part(name)}></i>{spaced(name)}</span>' for name in names)
+    return f'<div class="legend">{"".join(spans)}</div>'
+
+
+def of_part(name: str, width: float | None = None) -> str:
+    """The color of a kind of memory, and its width in per cent, as an attribute of HTML."""
+    size = "" if width is None else f";width:{width:.3f}%"
+    return f'style="background:var(--{spaced(name).replace(" ", "-")}){size}"'
 
 
 def summary(row: ComparisonRow) -> str:
@@ -285,15 +297,9 @@ def _polyline(number: int, points: Sequence[Position], x: Axis, y: Axis, *, widt
     return f'<polyline class="curve" {_of_run(number, style)} points="{path}"/>'
 
 
-def _parts_legend(named: set[str]) -> str:
-    shown = [part for part in (*MEMORY_PARTS, REST) if part in named]
-    spans = (f'<span><i class="part" {_of_part(part)}></i>{spaced(part)}</span>' for part in shown)
-    return f'<div class="legend">{"".join(spans)}</div>'
-
-
 def _bar(number: int, row: ComparisonRow, parts: dict[str, float], largest: float, is_broken_down: bool) -> str:
     segments = "".join(
-        f'<i class="part" {_of_part(name if is_broken_down else "run", 100 * value / largest)} '
+        f'<i class="part" {of_part(name if is_broken_down else "run", 100 * value / largest)} '
         f'data-tip="{escape(row.name)}\n{spaced(name) if is_broken_down else "peak"}: {format_bytes(value)}"></i>'
         for name, value in parts.items()
     )
@@ -306,11 +312,6 @@ def _bar(number: int, row: ComparisonRow, parts: dict[str, float], largest: floa
 def _of_run(number: int, style: str = "") -> str:
     color = f"--run:var(--run-{(number - 1) % NUM_COLORS})"
     return f'data-run="{number}" style="{";".join(filter(None, (color, style)))}"'
-
-
-def _of_part(name: str, width: float | None = None) -> str:
-    size = "" if width is None else f";width:{width:.3f}%"
-    return f'style="background:var(--{name.replace("_", "-")}){size}"'
 
 
 def _line_width(index: int, num_lines: int) -> float:

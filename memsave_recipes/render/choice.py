@@ -110,12 +110,17 @@ def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
 
 def legend(rows: Sequence[Candidate]) -> Text:
     """The meaning of the letters that occur in the bars."""
-    used = {name for candidate in rows for name, num_bytes in grouped_parts(candidate).items() if num_bytes}
     text = Text()
-    for name, (letter, color) in PARTS.items():
-        if name in used:
-            text.append(f" {letter} ", style=f"black on {color}").append(f" {name}  ")
+    for name in used_parts(rows):
+        letter, color = PARTS[name]
+        text.append(f" {letter} ", style=f"black on {color}").append(f" {name}  ")
     return text
+
+
+def used_parts(rows: Sequence[Candidate]) -> list[str]:
+    """The kinds of memory that a candidate has."""
+    used = {name for candidate in rows for name, num_bytes in grouped_parts(candidate).items() if num_bytes}
+    return [name for name in PARTS if name in used]
 
 
 def bar(candidate: Candidate, scale_bytes: int) -> Text:

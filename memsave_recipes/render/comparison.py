@@ -26,7 +26,7 @@ from memsave_recipes.compare import (
     Figure,
     RunDifference,
     config_differences,
-    differences_within,
+    trait_differences,
     traits,
 )
 from memsave_recipes.render import new_table, show_all
@@ -196,7 +196,7 @@ def warnings(rows: Sequence[ComparisonRow]) -> list[str]:
     return [
         f"not comparable: runs of {model} differ in {difference.name}: "
         + ", ".join(f"{value} ({_names(rows, holders)})" for value, holders in difference.values.items())
-        for difference in differences_within(rows)
+        for difference in trait_differences([row.run for row in rows])
     ]
 
 

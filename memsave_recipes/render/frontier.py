@@ -14,6 +14,7 @@ from memsave_recipes.planner.search import Candidate
 from memsave_recipes.planner.task import FrontierPoint
 from memsave_recipes.render import new_table, show_all
 from memsave_recipes.render.charts import (
+    NUM_COLORS,
     Axis,
     ChartPoint,
     Position,
@@ -23,23 +24,22 @@ from memsave_recipes.render.charts import (
     front_of,
     memory_axis,
     memory_unit,
+    of_part,
+    parts_legend,
     speed_axis,
     widened,
 )
 from memsave_recipes.render.choice import (
-    PARTS,
     fits_text,
     grouped_parts,
     layout_text,
     overhead_lines,
     reduction_text,
     scale_of,
+    used_parts,
 )
 from memsave_recipes.render.comparison import fill_page
 from memsave_recipes.text import format_bytes, format_rate, format_seconds
-
-NUM_COLORS = 10
-
 
 BAR_COLUMNS = 30  # of the fastest
 HEADINGS = ("plan", "micro-batch x accumulation", "peak", "needed", "step", "samples/s", "fits")
@@ -140,7 +140,7 @@ def _content(points: Sequence[FrontierPoint], budget_bytes: int, chosen: Candida
         for number, point in enumerate(points, start=1)
     )
     table = f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    listed = _parts_legend(points) + table
+    listed = parts_legend(used_parts([point.candidate for point in points])) + table
     chart = f'<div class="charts">{scatter(points, budget_bytes)}</div>'
     return chart + listed if chosen is None else listed + chart
 
@@ -179,26 +179,12 @@ def _bar(one: Candidate, scale_bytes: int) -> str:
     """A bar as long as its share of ``scale_bytes``, at most the whole track."""
     whole_bytes = max(scale_bytes, one.needed_bytes)
     parts = "".join(
-        f'<i class="part" style="background:{_part_color(name)};width:{100 * num_bytes / whole_bytes:.2f}%" '
+        f'<i class="part" {of_part(name, 100 * num_bytes / whole_bytes)} '
         f'data-tip="{name}: {format_bytes(num_bytes)}"></i>'
         for name, num_bytes in grouped_parts(one).items()
         if num_bytes > 0
     )
     return f'<span class="track">{parts}</span>'
-
-
-def _parts_legend(points: Sequence[FrontierPoint]) -> str:
-    used = {name for point in points for name, num_bytes in grouped_parts(point.candidate).items() if num_bytes}
-    spans = "".join(
-        f'<span><i class="part" style="background:{_part_color(name)}"></i>{name}</span>'
-        for name in PARTS
-        if name in used
-    )
-    return f'<div class="legend">{spans}</div>'
-
-
-def _part_color(name: str) -> str:
-    return f"var(--{name.replace(' ', '-')})"
 
 
 def _loss(one: Candidate) -> str:

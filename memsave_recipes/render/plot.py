@@ -3,8 +3,7 @@
 matplotlib is optional and imported in no other module.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -38,13 +37,13 @@ def write_png(table: ComparisonTable, path: Path) -> None:
     """Draws memory against throughput, the peaks and the training losses; a chart that would be empty is left out."""
     sections = table.sections
     heights = [max(4.0, 0.22 * len(rows) + 1.5) for rows in sections]
-    charts = [chart for chart in CHARTS if any(map(chart.has_content, sections))]
+    charts = [(draw, has_content) for draw, has_content in CHARTS if any(map(has_content, sections))]
     figure = Figure(figsize=(1 + 16 * len(charts) / 3, sum(heights)), dpi=120, layout="constrained")
     all_axes = figure.subplots(len(sections), len(charts), squeeze=False, height_ratios=heights)
     for rows, row_of_axes in zip(sections, all_axes, strict=True):
-        for chart, axes in zip(charts, row_of_axes, strict=True):
-            if chart.has_content(rows):
-                chart.draw(axes, rows)
+        for (draw, has_content), axes in zip(charts, row_of_axes, strict=True):
+            if has_content(rows):
+                draw(axes, rows)
             else:
                 axes.set_axis_off()
     figure.savefig(path, format="png")
@@ -195,15 +194,8 @@ def _has_curves(rows: Sequence[ComparisonRow]) -> bool:
     return any(len(by_samples_seen(row.run, "train/loss")) > 1 for row in rows)
 
 
-@dataclass(frozen=True)
-class _Chart:
-    """Draws the runs of a model, if they have the content for it."""
-
-    draw: Callable[[Axes, Sequence[ComparisonRow]], None]
-    has_content: Callable[[Sequence[ComparisonRow]], bool]
-
-
-CHARTS = (_Chart(_draw_scatter, _has_places), _Chart(_draw_bars, bool), _Chart(_draw_losses, _has_curves))
+CHARTS = ((_draw_scatter, _has_places), (_draw_bars, bool), (_draw_losses, _has_curves))
+"""What draws the runs of a model, and whether they have the content for it."""
 
 
 def _unit(rows: Sequence[ComparisonRow]) -> tuple[str, int]:
