@@ -3,7 +3,7 @@
 from functools import partial
 
 from gpu_day import judges
-from gpu_day.claims import BITSANDBYTES, CUDA, Claim, Command, Outcome, Step
+from gpu_day.claims import BITSANDBYTES, CUDA, SHEET, Claim, Command, Outcome, Step
 from gpu_day.exactness import word
 from gpu_day.machine import TEXT, Size
 
@@ -53,8 +53,8 @@ def predictions(size: Size) -> Step:
     """Random cases of ``prediction.py``, on a GPU with larger micro-batches."""
     words = f"benchmarks/prediction.py --device {size.device} --cases {size.cases} --times {size.times}"
     run = Command(name="prediction", words=f"{words} --output_dir {{folder}}", is_benchmark=True)
-    judge = judges.cases_predicted(size.device)
-    return Step("predictions", [Claim(text="no predicted peak is below the measured one", runs=(run,), judge=judge)])
+    judge, text = judges.cases_predicted(size.device), "no predicted peak is below the measured one"
+    return Step("predictions", [Claim(text=text, runs=(run,), judge=judge, needs=frozenset({SHEET}))])
 
 
 def techniques(size: Size) -> Step:
