@@ -1,11 +1,13 @@
 """A recipe, run in this process: the test module names it by ``RECIPE``, such as ``image_classification``."""
 
+import gc
 import importlib.util
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 
 from memsave_recipes.checkpoints import Checkpoints
@@ -29,12 +31,19 @@ def recipe(request):
     del sys.modules[name]
 
 
+def forget_earlier_runs():
+    """Also their tensors in reference cycles, which a device's planner would take for what libraries keep."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if torch.cuda.is_available():
+        gc.collect()
+
+
 @pytest.fixture
 def train(recipe, tmp_path):
     """Run the recipe; returns its results."""
 
     def run(*flags, output="run"):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_earlier_runs()
         return recipe.main([*flags, "--report_to", "none", "--output_dir", str(tmp_path / output)])
 
     return run
@@ -45,7 +54,7 @@ def refuse(recipe, tmp_path, capsys):
     """Run the recipe with a mistake; returns the one line that it ends with."""
 
     def run(*flags, output="run"):
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_earlier_runs()
         words = [*flags, *([] if "--report_to" in flags else ["--report_to", "none"])]
         with pytest.raises(SystemExit) as end:
             run_recipe(lambda: recipe.main([*words, "--output_dir", str(tmp_path / output)]))
@@ -64,7 +73,7 @@ def run_once(recipe, tmp_path_factory):
 
     def run(*flags, folder=None):
         folder = folder or tmp_path_factory.mktemp("once") / "run"
-        AcceleratorState._reset_state(reset_partial_state=True)
+        forget_earlier_runs()
         recipe.main([*flags, "--report_to", "none", "--output_dir", str(folder)])
         return folder
 
