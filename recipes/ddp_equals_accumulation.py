@@ -175,6 +175,7 @@ def train_cuts(vit: "Learner", batches: GlobalBatches, expected: list[Tensor]) -
     """For every micro-batch size the differences to the ``expected`` weights, after each step of either loop."""
     args, accelerator, num_ranks = vit.run.args, vit.run.accelerator, batches.layout.num_processes
     larger = partial(loss_of_larger_images, dtype=args.torch_dtype)
+    vit.bare.load_state_dict(vit.initial)  # the copy begins where it began
     learners = {
         "bitwise": vit.another(deepcopy(vit.bare), vit.loss_of),
         "bitwise GPT-2": vit.another(build_gpt2().to(args.torch_dtype), loss_of_pixels),
