@@ -104,17 +104,20 @@ def start_trackers(accelerator: Accelerator, run: RunLabels) -> None:
     asked, started = accelerator.log_with, []
     for tracker in asked:
         name = tracker.name if isinstance(tracker, GeneralTracker) else str(tracker)
-
-        def start(config: dict[str, Any] | None, options: dict[str, Any], name: str = name, one: Any = tracker) -> None:
-            accelerator.log_with, accelerator.trackers = [one], []
-            accelerator.init_trackers(run.project, config, {name: options})
-
+        start = functools.partial(_start, accelerator, tracker, run.project)
         if isinstance(tracker, TensorBoardTracker) and run.earlier is not None:
             tracker.init_kwargs["purge_step"] = run.first_step  # hides the rows that were logged from there on
         with _nonfatal(name, "start"):
             STARTS.get(name, _start_plain)(start, run)
             started += accelerator.trackers
     accelerator.log_with, accelerator.trackers = asked, started
+
+
+def _start(
+    accelerator: Accelerator, tracker: Any, project: str, config: dict[str, Any] | None, options: dict[str, Any]
+) -> None:
+    accelerator.log_with, accelerator.trackers = [tracker], []
+    accelerator.init_trackers(project, config, {str(tracker): options})
 
 
 def _start_plain(start: Start, run: RunLabels) -> None:
@@ -386,6 +389,4 @@ def _is_kept(row: dict[str, Any], step: int, evaluated_at: int) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return json.dumps(value) if isinstance(value, float) and not math.isfinite(value) else value
