@@ -12,6 +12,7 @@ they are not held; its inputs do. Those that a selective span keeps are told by 
 """
 
 import errno
+import gc
 import resource
 import sys
 from collections.abc import Iterable, Sequence
@@ -111,7 +112,8 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give unused cached memory of ``device`` back to the driver; a CPU caches none."""
+    """Free what reference cycles hold, and give unused memory of ``device`` back to the driver; a CPU caches none."""
+    gc.collect()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 

@@ -1,5 +1,6 @@
 """A step of a run on its devices before training, on all ranks: measured, and run once under the chosen plan."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,6 +59,7 @@ class StepOnDevice:
         """
         ranks, measure = Ranks.of_world(), partial(self._measure, space, layout, progress)
         num_blocks = sum(map(len, block_names(find_stacks(self.model)))) if space.strategy != "none" else 1
+        gc.collect()  # else the batch of the size before may be freed while bytes are read
         measured = measured_together(measure, num_blocks, self.accelerator.device, ranks)
         if measured is None:
             return []

@@ -2,12 +2,14 @@
 
 import os
 import pickle
+import weakref
 
 import pytest
 import torch
 
 from memsave_recipes.profiling.memory import (
     DeviceMemory,
+    empty_cache,
     read_device_memory,
     record_history,
     reset_peaks,
@@ -24,6 +26,15 @@ def test_the_figures_of_an_accelerator(monkeypatch):
     assert read_device_memory(torch.device("cuda", 0)) == DeviceMemory(
         peak_allocated_bytes=5, peak_reserved_bytes=8, device_used_bytes=10, num_alloc_retries=2, num_ooms=1
     )
+
+
+def test_what_reference_cycles_hold_is_freed():
+    tensor = torch.ones(1)
+    gone, cycle = weakref.ref(tensor), [tensor]
+    cycle.append(cycle)
+    del tensor, cycle
+    empty_cache(torch.device("cpu"))
+    assert gone() is None
 
 
 def test_a_snapshot_ends_the_recording(monkeypatch, tmp_path):
