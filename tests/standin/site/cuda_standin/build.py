@@ -24,7 +24,7 @@ def why_not() -> str | None:
 
 
 def build() -> Path:
-    """Return the library's path; compile it first where no process has done so yet (a minute of a processor).
+    """Return the library's path; compile it first where no process has done so yet (half a minute).
 
     Raises:
         ImportError: it cannot be had here, or does not compile against this torch.
@@ -55,22 +55,15 @@ def _digest() -> str:
 
 
 def _compile(folder: Path, library: Path) -> None:
+    """As one unit, since torch's headers take most of the time; a compiler must not look for a stand-in itself."""
     torch = _torch()
+    unit, unfinished, lib = folder / "standin.cpp", library.with_suffix(".part"), torch / "lib"
+    unit.write_text("".join(f'#include "{source}"\n' for source in sorted(SOURCES.glob("*.cpp"))))
     includes = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
-    sources = sorted(SOURCES.glob("*.cpp"))
-    objects = [folder / f"{source.stem}.o" for source in sources]
-    _run([["g++", *FLAGS, *includes, "-c", source, "-o", made] for source, made in zip(sources, objects, strict=True)])
-    lib = torch / "lib"
-    unfinished = library.with_suffix(".part")
-    _run([["g++", "-shared", *objects, "-o", unfinished, f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]])
-    unfinished.rename(library)
-
-
-def _run(commands: list[list[str | Path]]) -> None:
-    """Run all at once; a compiler that Python itself starts must not look for a stand-in."""
+    libraries = [f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
     environment = {name: value for name, value in os.environ.items() if name != "STANDIN"}
-    processes = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [process.communicate()[1] for process in processes]
-    for process, error in zip(processes, errors, strict=True):
-        if process.returncode:
-            raise ImportError(f"the stand-in for CUDA does not compile against this torch:\n{error[-4000:]}")
+    command = ["g++", *FLAGS, *includes, "-shared", unit, "-o", unfinished, *libraries]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise ImportError(f"the stand-in for CUDA does not compile against this torch:\n{done.stderr[-4000:]}")
+    unfinished.rename(library)
