@@ -144,6 +144,7 @@ def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.
     assert row.endswith("GiB on the host")
 
 
+@pytest.mark.slow
 def test_where_no_other_plan_fits_mlps_run_in_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = folder_of({**LLAMA, "intermediate_size": 4096}, tmp_path / "wide")
     words = [wide, "--length", "16384", "--global_batch_size", "2", "--memory", "1.4GiB"]

@@ -16,7 +16,8 @@ from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 
-MODELS = [pytest.param("vgg16", marks=pytest.mark.slow), "densenet121", "resnet50", "vit", "gpt2", "llama"]
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "densenet121")]
+MODELS = [*LARGE, "resnet50", "vit", "gpt2", "llama"]
 NUM_BUDGETS, NUM_PLANS = 5, 6
 
 
