@@ -37,6 +37,17 @@ ELSEWHERE = {
 }
 """Flags that people know from other programs, and their counterpart here."""
 USAGE = "%(prog)s --output_dir DIR [--config FILE.yaml] [--flag [VALUE] ...]"
+FIRST = (
+    *("model", "model_name_or_path", "data_dir", "train_file", "output_dir", "global_batch_size", "micro_batch_size"),
+    *("memory_budget_gib", "activation_checkpointing", "learning_rate", "num_epochs", "resume"),
+)
+"""The flags that most people need, in the order of ``--help``."""
+SELDOM = {
+    *("gradient_checkpointing", "sync_batchnorm", "batchnorm", "reduce_gradients", "full_determinism"),
+    *("matmul_precision", "memory_snapshot", "debug", "project", "run_name", "tags", "lora_dropout", "data_changed_ok"),
+    *("skip_nonfinite", "collective_timeout_minutes", "save_every_minutes", "momentum", "train_on_prompt"),
+    *("mix_weights", "text_pair_column", "nested_classes", "skip_broken_images", "validation_fraction"),
+}
 METAVARS = {string_to_bool: "yes|no", int: "N", float: "X"}
 """Of the values of a flag in ``--help``, by its type; the others are named after the flag."""
 
@@ -127,22 +138,23 @@ class _HelpFormatter(ArgumentDefaultsHelpFormatter):
 
 
 class _RecipeParser(HfArgumentParser):
-    """An argument parser with one group of flags a dataclass; its complaints are one line, with the nearest known flag.
+    """An argument parser whose ``--help`` begins with ``FIRST`` and ends with ``SELDOM``; complaints are one line.
 
-    A flag belongs to the class that first declares it, whichever subclass changes its default.
+    Between them is one group of flags a dataclass. A flag belongs to the class that first declares it, whichever
+    subclass changes its default.
     """
 
     def _add_dataclass_arguments(self, dtype: type) -> None:
-        groups: dict[type, Any] = {}
-        hints = get_type_hints(dtype)
-        for field in fields(dtype):
-            field.type = hints[field.name]
-            owner = next(
-                part for part in reversed(dtype.__mro__) if field.name in vars(part).get("__dataclass_fields__", ())
-            )
-            if owner not in groups:
-                groups[owner] = self.add_argument_group(str(owner.__doc__).partition("\n")[0].rstrip("."))
-            self._parse_dataclass_field(groups[owner], field)
+        groups: dict[str, Any] = {}
+        hints, by_name = get_type_hints(dtype), {field.name: field for field in fields(dtype)}
+        first = {name: "What to set first" for name in FIRST if name in by_name}
+        others = {name: _title(dtype, name) for name in by_name if name not in first and name not in SELDOM}
+        seldom = {name: "Seldom used" for name in by_name if name in SELDOM}
+        for name, title in (first | others | seldom).items():
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
+            by_name[name].type = hints[name]
+            self._parse_dataclass_field(groups[title], by_name[name])
 
     @staticmethod
     def _parse_dataclass_field(parser: ArgumentParser, field: Field[Any]) -> None:
@@ -157,6 +169,12 @@ class _RecipeParser(HfArgumentParser):
         """``; did you mean --seed?``, or nothing."""
         near = get_close_matches(flag.partition("=")[0], self._option_string_actions, n=1)
         return f"; did you mean {near[0]}?" if near else ""
+
+
+def _title(dtype: type, name: str) -> str:
+    """Of the class that first declares the flag."""
+    owner = next(part for part in reversed(dtype.__mro__) if name in vars(part).get("__dataclass_fields__", ()))
+    return str(owner.__doc__).partition("\n")[0].rstrip(".")
 
 
 def _preset_path(args: Sequence[str]) -> str | None:

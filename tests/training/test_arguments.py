@@ -1,14 +1,15 @@
 """Flags and presets: what is wrong ends in one line that names the flag."""
 
 import os
+import re
 from dataclasses import dataclass, field
 
 import pytest
 import yaml
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RunArguments
-from memsave_recipes.training.parsing import parse_arguments, underscored
+from memsave_recipes.training.arguments import CheckpointArguments, OptimizerArguments, RecipeArguments, RunArguments
+from memsave_recipes.training.parsing import FIRST, SELDOM, parse_arguments, underscored
 
 
 def parse(*args):
@@ -78,16 +79,20 @@ def test_defaults_and_the_alias():
 
 def help_of(capsys):
     with pytest.raises(SystemExit):
-        parse("--help")
+        parse_arguments(RecipeArguments, args=["--help"])
     return capsys.readouterr().out
 
 
-def test_the_help_has_a_group_for_each_dataclass(capsys):
-    *_, trackers, run, optimizer, checkpoints = help_of(capsys).split("\n\n")
+def test_the_help_begins_with_what_most_need_and_has_a_group_for_each_dataclass(capsys):
+    _, _, first, trackers, run, optimizer, checkpoints, seldom = help_of(capsys).split("\n\n")
+    assert first.startswith("What to set first:\n  --output_dir ")
+    assert re.findall(r"^  --(\w+)", first, re.MULTILINE) == [name for name in FIRST if f"--{name} " in first]
     assert trackers.startswith("Trackers, and the names of the run in them:\n  --report_to ")
-    assert run.startswith("The folder, global batch, memory plan and length of a run:\n  --output_dir ")
+    assert run.startswith("The folder, global batch, memory plan and length of a run:\n  --overwrite ")
     assert optimizer.startswith("The optimizer, its schedule and clipping:\n  --optimizer ")
-    assert "--resume [yes|no] " in checkpoints
+    assert "--save_every N " in checkpoints
+    assert seldom.startswith("Seldom used:\n  --project ")
+    assert set(re.findall(r"^  --(\w+)", seldom, re.MULTILINE)) <= SELDOM
 
 
 def test_the_help_shows_each_flag_once_and_both_spellings_are_taken(capsys):
