@@ -1,7 +1,9 @@
 """The day on a GPU runs on a CPU at a small size, so that it does not fail there on its own mistakes."""
 
 import json
+import os
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -216,7 +218,8 @@ def test_waits_are_counted_by_line_in_whole_steps_alone(load, monkeypatch):
 @pytest.mark.timeout(1800)
 def test_the_whole_day_at_a_small_size(tmp_path):
     words = ["--tiny", "--output_dir", str(tmp_path), "--runs_dir", str(tmp_path / "runs")]
-    done = subprocess.run(["bash", str(BENCHMARKS / "gpu_day.sh"), *words], capture_output=True, text=True, check=False)
+    command, environment = ["bash", str(BENCHMARKS / "gpu_day.sh"), *words], {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert {verdict for _, verdict, _ in verdicts(tmp_path)} == {"holds", "figure", "skipped"}
     assert [*(tmp_path / "rows").glob("*.json")]

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from memsave_recipes.planner.budget import overheads_of_device
+from memsave_recipes.text import GIB
+
 ROOT = Path(__file__).parents[2]
 TINY_VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=8"
 TINY_BERT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
@@ -59,6 +62,12 @@ def wait_for_checkpoint(process, folder):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def with_context(gib):
+    """A budget of ``gib`` beside what the device takes for itself; nothing on a CPU."""
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    return gib + sum(overheads_of_device(device).values()) / GIB
 
 
 class Killed(BaseException):

@@ -4,9 +4,7 @@ import json
 
 import pytest
 import torch
-
-from memsave_recipes.planner.budget import overheads_of_device
-from memsave_recipes.text import GIB
+from lives import with_context
 
 RECIPE = "image_classification"
 SHORT = ["--augmentation", "none", "--global_batch_size", "16", "--max_steps", "4", "--logging_steps", "1"]
@@ -16,12 +14,6 @@ FLAGS = ["--model_type", "vit", "--config_overrides", VIT, "--dropout", "0", *SH
 FLAGS += ["--optimizer", "sgd", "--learning_rate", "0.05"]
 AUTO = ["--micro_batch_size", "auto"]
 IS_CPU = not torch.accelerator.is_available()
-
-
-def with_context(gib):
-    """A budget of ``gib`` beside what the device takes for itself; nothing on a CPU."""
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    return gib + sum(overheads_of_device(device).values()) / GIB
 
 
 def rows(folder):

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from lives import TINY_VIT, assert_the_same_weights, end_of, launch, rows_of
+from lives import TINY_VIT, assert_the_same_weights, end_of, launch, rows_of, with_context
 from safetensors.torch import load_file
 
 from memsave_recipes.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
@@ -197,14 +197,15 @@ def test_in_lockstep_a_plan_for_a_budget_fits_and_has_the_bits_of_plain(train, r
     flags += ["--max_steps", "3", "--logging_steps", "1"]
     plain = train(*flags, "--activation_checkpointing", "none", output="plain")["memory"]
     budget = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib"]
-    memory = train(*flags, *budget, str(0.8 * plain["peak_allocated_gib"]), "--verify", output="planned")["memory"]
+    of_plain = {share: with_context(share * plain["peak_allocated_gib"]) for share in (0.3, 0.8)}
+    memory = train(*flags, *budget, str(of_plain[0.8]), "--verify", output="planned")["memory"]
     printed = capsys.readouterr().out
     assert "the plan and with it: identical" in printed
     assert "22 samples = 5 micro-batches of 4 + 1 of 2, on 1 rank in lockstep" in printed
     assert memory["predicted_peak_gib"] <= 0.8 * plain["peak_allocated_gib"]
     assert 0 <= memory["prediction_error_pct"] <= 2
     assert_the_same_weights(tmp_path / "planned" / "final", tmp_path / "plain" / "final")
-    line = refuse(*flags, *budget, str(0.3 * plain["peak_allocated_gib"]), output="small")
+    line = refuse(*flags, *budget, str(of_plain[0.3]), output="small")
     assert "is too small for any plan: the smallest that works is" in line
     assert "micro_batch_size, or auto" not in line
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lives import with_context
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def test_inputs_go_to_the_host_where_asked(train, tmp_path, capsys):
 def test_a_budget_prices_the_action(train, capsys):
     flags = [*FLAGS[:-4], "--global_batch_size", "32", "--max_steps", "2", "--micro_batch_size", "4"]
     budget = 0.0055  # recomputing every block for the whole share takes 0.0063, every block in micro-batches 0.0046
-    planned = train(*flags, "--activation_checkpointing", "budget", "--memory_budget_gib", str(budget))
+    planned = train(*flags, "--activation_checkpointing", "budget", "--memory_budget_gib", str(with_context(budget)))
     printed = capsys.readouterr().out
     assert "recompute in micro-batches" in printed
     assert planned["memory"]["peak_allocated_gib"] <= budget

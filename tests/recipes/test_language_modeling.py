@@ -306,7 +306,7 @@ def flash(monkeypatch, recipe):
     told = []
 
     def attention(module, query, key, value, attention_mask, position_ids=None, **options):
-        half = query.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+        half = query.dtype != torch.float32 or torch.is_autocast_enabled(query.device.type)
         assert half, "FlashAttention only support fp16 and bf16 data type"
         told.append({name: options.get(name) for name in VARLEN})
         kv_groups = query.shape[1] // key.shape[1]

@@ -16,6 +16,7 @@ from memsave_recipes.training.batching import GlobalBatch
 
 RECIPE = "image_classification"
 SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--max_steps", "6", "--logging_steps", "6"]
+SHORT += ["--dataloader_num_workers", "0"]
 
 
 @pytest.fixture
