@@ -304,12 +304,12 @@ def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
         InputError: merged it would compute something else.
     """
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    layers = {name: getattr(module, "base_layer") for name, module in adapted.items()}  # noqa: B009
-    count = Counter(id(layer.weight) for layer in layers.values())
-    shared = [name for name, layer in layers.items() if count[id(layer.weight)] > 1]
+    weights = {name: id(_adapted_weight(module)) for name, module in adapted.items()}
+    count = Counter(weights.values())
+    shared = [name for name, weight in weights.items() if count[weight] > 1]
     if shared:
         raise _refusal(model, f"{shared[0]} and {shared[1]} share a weight")
-    reads = _ReadsPastAdapters({id(layer.weight): name for name, layer in layers.items()})
+    reads = _ReadsPastAdapters({weight: name for name, weight in weights.items()})
     hooks = [module.register_forward_pre_hook(reads.enter) for module in adapted.values()]
     hooks += [module.register_forward_hook(reads.leave) for module in adapted.values()]
     try:
@@ -320,6 +320,12 @@ def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
             hook.remove()
     if reads.found:
         raise _refusal(model, f"it takes the weight of {reads.found[0]} past its adapter, too")
+
+
+def _adapted_weight(adapter: Any) -> nn.Parameter:
+    """The weight below an adapter of peft, also one of several parameters of a module, as mixtures of experts have."""
+    weight: nn.Parameter = getattr(adapter.get_base_layer(), getattr(adapter, "parameter_name", "weight"))
+    return weight
 
 
 def _refusal(model: nn.Module, why: str) -> InputError:
