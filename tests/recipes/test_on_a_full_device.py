@@ -28,14 +28,12 @@ def end_of(recipe, folder, *flags):
 def test_a_run_that_does_not_fit_ends_with_its_page(recipe, tmp_path, capsys):
     assert end_of(recipe, tmp_path / "run", "--micro_batch_size", "16") == OUT_OF_MEMORY
     page = capsys.readouterr().err
-    assert "out of memory" in page
-    assert "predicted to fit" in page
+    assert "out of memory in step 1 on rank 0 of 1" in page
+    assert "what to change, how much it can free at the peak of a step" in page
 
 
-@pytest.mark.parametrize("micro_batch", ["auto", "4"])
-def test_a_plan_for_the_device_fits(train, micro_batch):
-    budget = ["--activation_checkpointing", "budget", "--micro_batch_size", micro_batch]
-    results = train(*LARGE, *budget)
+def test_a_plan_for_the_device_fits(train):
+    results = train(*LARGE, "--activation_checkpointing", "budget", "--micro_batch_size", "auto")
     memory = results["memory"]
     assert memory["prediction_error_pct"] >= 0
     assert memory["peak_allocated_gib"] * 2**30 <= TOTAL

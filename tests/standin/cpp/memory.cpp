@@ -4,6 +4,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -18,7 +19,7 @@ using c10::CachingDeviceAllocator::DeviceStats;
 
 constexpr size_t kBlock = 512;         // c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize
 constexpr size_t kSegment = 2 << 20;   // kSmallBuffer
-constexpr size_t kContext = 400 << 20; // what a CUDA context takes of the card, about
+constexpr size_t kContext = 400 << 20; // what a CUDA context takes of the card, about; of a small one a twentieth
 constexpr size_t kAggregate = 0;       // c10::CachingAllocator::StatType::AGGREGATE
 constexpr size_t kAlignment = 64;
 
@@ -116,7 +117,7 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const auto reserved = getDeviceStats(device).reserved_bytes[kAggregate].current;
-    return {total_bytes() - reserved, total_bytes() + kContext};
+    return {total_bytes() - reserved, total_bytes() + std::min(kContext, total_bytes() / 20)};
   }
 
  private:
