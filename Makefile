@@ -54,7 +54,7 @@ export OMP_NUM_THREADS ?= 1
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 4 --dist worksteal
 
-test: install  ## the tests (25 minutes on 2 cores)
+test: install  ## the tests (25 to 50 minutes on 2 cores, by the processor)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
 test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (10 minutes on 2 cores)
@@ -84,7 +84,7 @@ OF_DEVICES := tests/test_losses.py tests/models/test_varlen.py tests/planner/tes
 	$(patsubst %,tests/recipes/test_%.py,auto_micro_batch bitwise_topology global_batchnorm image_classification) \
 	$(patsubst %,tests/recipes/test_%.py,language_modeling memory_budget not_finite observers packed_attention) \
 	$(patsubst %,tests/recipes/test_%.py,text_classification verify) tests/recipes/test_resume.py::test_every_recipe
-test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++
+test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA; needs g++ (15 minutes on 2 cores)
 	$(ON_STANDIN) tests/standin/test_device.py $(OF_DEVICES) -k 'not (refused or mistake or one_line or ranks or processes)'
 	STANDIN_DEVICES=2 $(ON_STANDIN) tests/integrations/test_ranks.py
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py

@@ -169,18 +169,21 @@ class SideEffects:
         return first, later
 
     def _watching_buffers(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        before = list(self._buffers())
+        before = self._buffers()
         outputs = function(*inputs)
-        for (layer, name, *was), (_, _, *now) in zip(before, self._buffers(), strict=True):
-            if was != now:
-                raise _refusal(layer, f"writes on its buffer {name}")
+        now = self._buffers()
+        if now != before:
+            layer, name = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+            raise _refusal(layer, f"writes on its buffer {name}")
         return outputs
 
-    def _buffers(self) -> Iterator[tuple[nn.Module, str, int, int]]:
-        """With their identities and versions."""
-        for layer in self.with_buffers:
-            for name, buffer in layer._buffers.items():
-                yield layer, name, id(buffer), 0 if buffer is None else _version(buffer)
+    def _buffers(self) -> dict[tuple[nn.Module, str], tuple[int, int]]:
+        """Their identities and versions, by module and name."""
+        return {
+            (layer, name): (id(buffer), 0 if buffer is None else _version(buffer))
+            for layer in self.with_buffers
+            for name, buffer in layer._buffers.items()
+        }
 
 
 class _State:

@@ -72,12 +72,17 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
         if is_out_of_memory(error):
             _end_without_memory(error, task)
         code = exit_code_of_another_rank()
-        if code is None and any(words in str(error) for words in PEER_IS_GONE):
+        if code is None and _is_of_a_lost_rank(error):
             _say_and_exit(f"error: another rank is gone ({first_line(error)}); {GO_ON_FROM_LAST}", LOST)
         if code is None:
             raise
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher sends one now, and the code would be that of it
         sys.exit(code)  # that rank has spoken
+
+
+def _is_of_a_lost_rank(error: Exception) -> bool:
+    """Connections of other things, such as a tracker's, end in an ``OSError``."""
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_IS_GONE)
 
 
 def _end_without_worker(worker: LostWorker) -> NoReturn:

@@ -416,6 +416,18 @@ def test_a_block_that_writes_on_a_buffer_later_is_refused_then():
             many_steps(model, 1)
 
 
+def test_a_block_that_makes_a_further_buffer_later_is_refused_then():
+    model = net(Buffer)
+    for block in model.blocks:
+        block.scale = lambda x: 1
+    with apply_plan(model, plan_blocks(model, "full")):
+        many_steps(model, ENOUGH + 1)
+        for block in model.blocks:
+            block.scale = lambda x, block=block: block.register_buffer("further", torch.ones(1)) or 1
+        with pytest.raises(InputError, match="Buffer writes on its buffer further"):
+            many_steps(model, 1)
+
+
 def test_a_second_backward_finds_what_the_first_one_found():
     model, twin = net(Appends), net(Appends)
     batch = torch.randn(5, 8)

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import RunArguments
-from memsave_recipes.training.parsing import ELSEWHERE, LAUNCHER_FLAGS, parse_arguments
+from memsave_recipes.training.parsing import ELSEWHERE, FIRST, LAUNCHER_FLAGS, SELDOM, parse_arguments
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ACCELERATE = set(launch_command_parser()._option_string_actions)
@@ -43,6 +44,14 @@ def test_torchrun_takes_no_flag_for_an_abbreviation(flags):
 def test_what_belongs_before_the_script_is_the_launchers_and_no_flag_of_a_recipe(flags):
     assert {f"--{name}" for name in LAUNCHER_FLAGS} <= ACCELERATE
     assert not flags & {f"--{name}" for name in LAUNCHER_FLAGS | ELSEWHERE.keys()}
+
+
+def test_flags_that_stand_first_or_last_in_the_help_are_flags(monkeypatch):
+    monkeypatch.syspath_prepend(RECIPES)
+    recipes = [importlib.import_module(path.stem) for path in RECIPES.glob("*.py")]
+    known = {field.name for recipe in recipes for field in fields(recipe.Arguments)}
+    assert {*FIRST, *SELDOM} <= known
+    assert not SELDOM & {*FIRST}
 
 
 @pytest.mark.parametrize(

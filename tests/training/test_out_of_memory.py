@@ -229,6 +229,14 @@ def test_the_rank_that_failed_speaks(monkeypatch, capsys, rank):
     assert waited == ([] if rank == "0" else [failures.REPORT_DELAY_S])
 
 
+def test_a_connection_of_something_else_is_no_rank_that_is_gone():
+    def main():
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    with pytest.raises(ConnectionResetError):
+        run_recipe(main)
+
+
 def test_an_unforeseen_error_keeps_its_traceback():
     def main():
         raise RuntimeError("unforeseen")
