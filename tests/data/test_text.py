@@ -9,8 +9,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from memsave_recipes.data.text import documents as text_module
-from memsave_recipes.data.text import files as text_files
+from memsave_recipes.data import sources
 from memsave_recipes.data.text.documents import TextArguments, load_documents
 from memsave_recipes.errors import InputError
 
@@ -76,7 +75,7 @@ def library(tmp_path, monkeypatch):
         (root / name).write_text(f"# {name}\n")
     (root / "latin.py").write_bytes(b"# caf\xe9\n")
     (root / "empty.py").write_text("\n")
-    monkeypatch.setattr(text_module.sysconfig, "get_path", lambda name: str(root))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(root))
     return sorted(f"# {name}\n" for name in modules), root
 
 
@@ -446,7 +445,7 @@ def test_too_little_text_to_hold_some_out(tmp_path):
             "row 2 of {} has no text column 'text' (columns: a, b): name it with ",
         ),
         ("a.json", '[{"b": 1}]', "row 1 of {} has no text column 'text' (columns: b): name it with --text_column"),
-        ("a.csv", "a,b\n1,2", "{} has no text column 'text' (columns: a, b): name it with --text_column"),
+        ("a.csv", "a,b\n1,2", "row 1 of {} has no text column 'text' (columns: a, b): name it with --text_column"),
         ("a.csv", "text,b\n1,2\nc,3,4\n", "row 2 of {} has more values than there are columns: put double quotes"),
         ("a.csv", 'text\n"one"two\n', "{} is no CSV after line 1 ("),
         ("a.csv", 'text\n"one\n', "{} is no CSV after line 1 (unexpected end of data): check the quotes"),
@@ -501,7 +500,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
     def forbidden(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(text_files, "open", forbidden, raising=False)
+    monkeypatch.setattr(sources, "open", forbidden, raising=False)
     message = refusal(train_file=[path])
     assert message == f"--train_file {path} cannot be read: [Errno 13] Permission denied; check file and disk"
 
@@ -509,10 +508,11 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
 def test_a_parquet_without_the_column(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [{"body": "a", "id": 1}])
     assert refusal(train_file=[path]) == (
-        f"--train_file {path} has no text column 'text' (columns: body, id): name it with --text_column"
+        f"row 1 of --train_file {path} has no text column 'text' (columns: body, id): name it with --text_column"
     )
     assert refusal(train_file=[path], text_column="id") == (
-        f"--train_file {path} has no text in its column 'id', but int64: name another one with --text_column"
+        f"row 1 of --train_file {path} has a number in its column 'id', not a text: correct it, or name another column "
+        "with --text_column"
     )
 
 
@@ -532,7 +532,7 @@ def test_data_sets_that_cannot_be_used(tmp_path, stream_bytes):
     assert message.endswith("; use python-stdlib or --train_file")
     root = tmp_path / "set"
     write_parquet(root / "test.parquet", [{"body": "a", "id": 1}])
-    assert f"--dataset {root} has no train split, only test" in refusal(dataset=str(root), stream_bytes=stream_bytes)
+    assert f"--dataset {root} has no train split (found: test)" in refusal(dataset=str(root), stream_bytes=stream_bytes)
     (root / "test.parquet").rename(root / "train.parquet")
     for column, words in (("text", "has no text column 'text' (columns: body, id)"), ("id", "in its column 'id', ")):
         message = refusal(dataset=str(root), stream_bytes=stream_bytes, text_column=column)

@@ -220,7 +220,7 @@ def test_a_hub_id_while_offline():
     ],
 )
 def test_whatever_loading_raises_is_one_line(monkeypatch, error):
-    def fail(name):
+    def fail(*names):
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", fail)

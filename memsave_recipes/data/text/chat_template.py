@@ -28,8 +28,8 @@ import numpy as np
 from datasets import Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
+from memsave_recipes.data.sources import LONG_BYTES, progress_bars
 from memsave_recipes.data.text.conversations import Message
-from memsave_recipes.data.text.documents import LONG_BYTES, progress_bars
 from memsave_recipes.errors import InputError, check_file
 from memsave_recipes.fingerprint import Samples, digest_of
 

@@ -11,16 +11,14 @@ NOTE [ conversations ]
 3. *Held out.* Where no validation file is given, the 5 % of the conversations with the smallest hashes are held out, at
    least one; copies stay on one side.
 4. The toy set asks for the docstrings and the arguments of functions of installed libraries. It shows that training
-   works; a model that has learned it can do nothing else. Files are parsed, never imported, and held out whole.
+   works; a model that has learned it can do nothing else.
 """
 
 import ast
-import glob
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,26 +26,29 @@ import datasets
 import numpy as np
 from datasets import Features, List, Value
 
-from memsave_recipes.data.text.documents import (
-    DOCSTRING_CHATS,
+from memsave_recipes.data.sources import (
+    HELD_OUT,
     LONG_BYTES,
-    TextArguments,
-    check_sources,
+    find_files,
     generated,
+    hold_out,
+    hold_out_smallest,
+    parse_source,
     progress_bars,
+    rows_of,
+    source_files,
+    source_folder,
 )
-from memsave_recipes.data.text.files import HELD_OUT, LOADING_ERRORS, list_files
-from memsave_recipes.data.text.labelled_text import parse_source, source_files, source_folder
+from memsave_recipes.data.text.documents import DOCSTRING_CHATS, ENDINGS, TextArguments, check_sources
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import digest_of
-from memsave_recipes.hub import reason
 from memsave_recipes.text import join_names
 
 LIBRARIES = ("python", "numpy")
 MAX_WORDS = 40  # of an answer of the toy set
 MIN_WORDS = 5
 
-ENDINGS = (".jsonl", ".json", ".parquet")
+TABLES = (".jsonl", ".json", ".parquet")
 PREFERENCES = ("chosen", "rejected")
 FORMATS = (("messages",), ("conversations",), ("prompt", "completion"))
 ROLES = ("system", "user", "assistant", "tool")
@@ -86,8 +87,14 @@ def names_conversations(flags: TextArguments) -> bool:
     if flags.dataset is not None:
         return False
     split = "train" if flags.train_file else "validation"
-    first = _files(split, flags)[0]
-    return _begins_with_conversation(first, flags.text_column)
+    first = find_files(f"--{split}_file", getattr(flags, f"{split}_file"), ENDINGS).files[0]
+    if first.suffix.lower() not in TABLES:
+        return False
+    try:
+        _, row = next(rows_of(str(first), str(first)))
+    except (InputError, OSError, StopIteration):  # left to those who read documents
+        return False
+    return not isinstance(_value(row, flags.text_column), str) and any(map(_holds(row), (*FORMATS, PREFERENCES)))
 
 
 def load_conversations(
@@ -108,57 +115,11 @@ def load_conversations(
         raise InputError("--mix_weights is for plain text, and the data are conversations: leave it out")
     if flags.dataset == DOCSTRING_CHATS:
         return _docstring_chats()
-    splits = {
-        split: _read_files(f"--{split}_file", _files(split, flags))
-        for split in ("train", "validation")
-        if getattr(flags, f"{split}_file")
-    }
+    words = {"train": flags.train_file, "validation": flags.validation_file}
+    splits = {split: _read_files(f"--{split}_file", named) for split, named in words.items() if named}
     if list(splits) == ["train"]:
-        return _hold_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
+        return _held_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
     return ConversationSplits(splits.get("train", splits["validation"]), splits["validation"], None)
-
-
-def _files(split: str, flags: TextArguments) -> list[Path]:
-    return list_files(f"--{split}_file", getattr(flags, f"{split}_file"))
-
-
-def _begins_with_conversation(path: Path, text_column: str) -> bool:
-    """False also for a file that cannot be read, which is left to those who read documents."""
-    if path.suffix.lower() not in ENDINGS:
-        return False
-    try:
-        _, row = next(_rows_of(path))
-    except (InputError, StopIteration):
-        return False
-    return not isinstance(_value(row, text_column), str) and any(map(_holds(row), (*FORMATS, PREFERENCES)))
-
-
-def _rows_of(path: Path) -> Iterator[tuple[int, Any]]:
-    """Each row with its number, from 1."""
-    try:
-        match path.suffix.lower():
-            case ".jsonl":
-                with open(path, "rb") as file:
-                    for number, line in enumerate(file, start=1):
-                        if line.strip():
-                            yield number, _parsed(line, f"{path} row {number}")
-            case ".json":
-                rows = _parsed(path.read_bytes(), str(path))
-                yield from enumerate(rows if isinstance(rows, list) else [rows], start=1)
-            case _:
-                rows = datasets.load_dataset("parquet", data_files=glob.escape(str(path)), split="train")
-                yield from enumerate(rows, start=1)
-    except LOADING_ERRORS as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} cannot be read: {reason(error)}; check the file") from error
-
-
-def _parsed(content: bytes, place: str) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{place} is not JSON ({error}): repair or remove it") from error
 
 
 def _value(row: Any, key: str) -> Any:
@@ -170,19 +131,19 @@ def _holds(row: Any) -> Callable[[tuple[str, ...]], bool]:
     return lambda keys: all(_value(row, key) is not None for key in keys)
 
 
-def _read_files(flag: str, paths: Sequence[Path]) -> datasets.Dataset:
-    states = []
-    for path in paths:
-        if path.suffix.lower() not in ENDINGS:
-            raise InputError(f"{flag} {path}: conversations are read from {join_names(ENDINGS)}: convert the file")
-        states.append(path.stat())
-    with progress_bars(sum(state.st_size for state in states) > LONG_BYTES):
+def _read_files(flag: str, words: list[str]) -> datasets.Dataset:
+    found = find_files(flag, words, ENDINGS)
+    for path in found.files:
+        if path.suffix.lower() not in TABLES:
+            raise InputError(f"{flag} {path}: conversations are read from {join_names(TABLES)}: convert the file")
+    states = [path.stat() for path in found.files]
+    with progress_bars(found.num_bytes > LONG_BYTES):
         return generated(
             _conversations_of,
             CONVERSATION,
-            f"{flag} {join_names(paths)}",
+            f"{flag} {join_names(found.files)}",
             flag=flag,
-            paths=[str(path) for path in paths],
+            paths=[str(path) for path in found.files],
             version=" ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states),
         )
 
@@ -190,7 +151,7 @@ def _read_files(flag: str, paths: Sequence[Path]) -> datasets.Dataset:
 def _conversations_of(flag: str, paths: list[str], version: str) -> Iterator[dict[str, Any]]:
     for path in paths:
         keys = None
-        for number, row in _rows_of(Path(path)):
+        for number, row in rows_of(path, f"{flag} {path}"):
             place = f"{flag} {path} row {number}"
             keys = keys or _format_of(row, place)
             yield _conversation(_messages_of(row, keys, place), place)
@@ -271,16 +232,13 @@ def _check_order(roles: list[str], place: str) -> None:
         raise InputError(f"{place} has no turn of the assistant, so nothing to learn from: add one or remove the row")
 
 
-def _hold_out(rows: datasets.Dataset, source: str) -> ConversationSplits:
+def _held_out(rows: datasets.Dataset, source: str) -> ConversationSplits:
     """Rule 3 of NOTE [ conversations ]."""
-    digests = rows.with_format("numpy")["digest"][:]
-    quota = ceil(HELD_OUT * len(rows))
-    is_held_out = digests <= np.partition(digests, quota - 1)[quota - 1]
-    if is_held_out.all():
+    splits = hold_out_smallest(rows, rows.with_format("numpy")["digest"][:], HELD_OUT)
+    if not len(splits["train"]):
         raise InputError(f"{source} has too few different conversations to hold any out: give --validation_file")
-    train, validation = (rows.select(np.flatnonzero(chosen)) for chosen in (~is_held_out, is_held_out))
-    notice = f"{len(validation):,} of the {len(rows):,} conversations of {source} are held out"
-    return ConversationSplits(train, validation, notice)
+    notice = f"{len(splits['validation']):,} of the {len(rows):,} conversations of {source} are held out"
+    return ConversationSplits(**splits, notice=notice)
 
 
 def _docstring_chats() -> ConversationSplits:
@@ -288,10 +246,10 @@ def _docstring_chats() -> ConversationSplits:
     source = f"--dataset {DOCSTRING_CHATS}"
     with progress_bars(False):
         rows = generated(_toy_conversations, CONVERSATION, source, version=" ".join(versions))
-        held_out = rows.with_format("numpy")["held_out"][:]
-        train, validation = (rows.select(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
-    notice = f"{source} is a toy: {len(train):,} questions about Python with answers from docstrings"
-    return ConversationSplits(train, validation, f"{notice}, {len(validation):,} held out")
+        splits = hold_out(rows, np.array(rows["held_out"][:]))
+    sizes = {split: f"{len(part):,}" for split, part in splits.items()}
+    notice = f"{source} is a toy: {sizes['train']} questions about Python with answers from docstrings"
+    return ConversationSplits(**splits, notice=f"{notice}, {sizes['validation']} held out")
 
 
 def _toy_conversations(version: str) -> Iterator[dict[str, Any]]:

@@ -4,59 +4,74 @@ Each source is read as a data set with the column ``text``. It lies in the cache
 files, and is read again when the source changes.
 
 NOTE [ documents ]
-1. A document is one text to the model: a file of the standard library, a row of a data set, and of files of text as in
-   NOTE [ formats ] of ``files.py``.
-2. *Held out.* Where no validation split is given, a twentieth of the documents is held out: NOTE [ held out ] of
-   ``files.py``.
-3. *Streaming* reads documents from the front of a data set until there are as many bytes as asked for, and keeps them
+1. A document is one text to the model: a file of the standard library, or a row of a data set or of a table (a
+   ``.jsonl``, ``.json``, ``.parquet``, or a ``.csv`` with a header). A ``.txt`` or ``.md`` in UTF-8 is one document,
+   unless ``<|endoftext|>`` stands between several: nothing would be learnt across the borders of lines or paragraphs.
+2. Rows without text (null, blanks, or without the column where other rows of the file have it) are left out and
+   counted. A file without the column is refused, and a value that is no text. One document must fit into the host's
+   memory; all of them need not, but a ``.json`` with an array is read as a whole.
+3. *Held out.* Where no validation split is given, the 5 % of the documents with the smallest hashes are held out:
+   hashes of the text, so that copies stay on one side, or of the path where documents have one. Of fewer than 20
+   documents the last 5 % of the text of each are held out instead. No seed, run or number of ranks changes that.
+4. *Streaming* reads documents from the front of a data set until there are as many bytes as asked for, and keeps them
    on disk; from there on they are a data set like any other, in an order that depends on (seed, epoch) alone. The first
    documents of a sorted data set are no fair sample of it.
-4. Rows without text are left out and counted. One document must fit into the host's memory; all of them need not.
-5. *Weights* mix what is left to train on: NOTE [ mixture ] of ``files.py``.
+
+NOTE [ mixture ]
+1. A pass over a mixture has as much text as its sources have together; the weights say how much of that comes from
+   each, in bytes of UTF-8 and up to a document. Bytes, because tokens follow them, whereas documents may differ in
+   length from source to source.
+2. A source with more text than its share leaves documents out, at random by the seed; they are the same ones in every
+   pass. One with less repeats all its documents equally often, and some of them once more.
+3. Documents of all sources follow one another in a random order by the seed, so that each part of the line of tokens
+   has the mixture, and so has the text that a tokenizer is trained on.
 """
 
+import hashlib
 import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets import Features, Value
 
-from memsave_recipes.data.text.files import (
-    TEXT,
+from memsave_recipes.data.sources import (
+    HELD_OUT,
+    LONG_BYTES,
+    MAX_NAMED,
     FoundFiles,
-    check_text_column,
+    Splits,
+    choose_splits,
     find_files,
-    hold_out,
-    mix,
-    no_text_column,
-    read_documents,
-    text_of,
-    with_text,
+    generated,
+    hold_out_smallest,
+    not_utf_8,
+    progress_bars,
+    rows_of,
 )
-from memsave_recipes.errors import InputError, require
+from memsave_recipes.errors import InputError, is_text, require
 from memsave_recipes.hub import loading_by_name
 from memsave_recipes.text import join_names
 
 BYTES_A_TOKEN = 5  # of English in a vocabulary of 50k: 4 to 5
 STANDARD_LIBRARY = "python-stdlib"
 DOCSTRING_CHATS = "docstring-chats"
-LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
-VALIDATION_SHARE = 0.05  # of a streamed data set
-VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
+ENDINGS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
+END_OF_TEXT = "<|endoftext|>"
+TEXT = {"text": Value("large_string")}  # a plain string ends at 2 GiB a file
+TYPES = {"bool": "a truth value", "int": "a number", "float": "a number", "list": "a list", "dict": "an object"}
+MIN_DOCUMENTS = 20
 # Tests hold broken files on purpose, packages do not belong to the library, and the tables of character sets are
 # 1.4 MB of near copies, of which some would be held out although copies are trained on.
 NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
-
-Splits = dict[str, datasets.Dataset]
-Generator = Callable[..., Iterator[dict[str, Any]]]
 
 
 @dataclass(kw_only=True)
@@ -100,19 +115,6 @@ class TextSplits:
     notice: str | None
 
 
-@contextmanager
-def progress_bars(shown: bool) -> Iterator[None]:
-    """Hide the progress bars of ``datasets`` inside, unless they are to be ``shown`` and there is a terminal."""
-    were_shown = not datasets.are_progress_bars_disabled()
-    if not (shown and sys.stderr.isatty()):
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if were_shown:
-            datasets.enable_progress_bars()
-
-
 def load_documents(
     flags: TextArguments, *, stream_bytes: int | None = None, seed: int = 0, only_validation: bool = False
 ) -> TextSplits:
@@ -134,11 +136,11 @@ def load_documents(
         return _load_files(flags, seed)
     if dataset == STANDARD_LIBRARY:
         with progress_bars(False):
-            splits = read_standard_library()
+            splits = _read_standard_library()
     elif stream_bytes is None:
-        splits = read_hub(dataset, config_name, text_column)
+        splits = _read_hub(dataset, config_name, text_column)
     else:
-        splits = stream_hub(dataset, config_name, text_column, stream_bytes)
+        splits = _stream_hub(dataset, config_name, text_column, stream_bytes)
     return _finished(*_train_and_validation(splits, dict.fromkeys(splits, f"--dataset {dataset}")))
 
 
@@ -156,8 +158,8 @@ def check_sources(flags: TextArguments, stream_bytes: int | None, only_validatio
 
 def _load_files(flags: TextArguments, seed: int) -> TextSplits:
     words = {"train": flags.train_file or [], "validation": flags.validation_file or []}
-    sources = {split: _source(f"--{split}_file", words[split]) for split in words if words[split]}
-    found = {split: find_files(f"--{split}_file", words[split]) for split in sources}
+    found = {split: find_files(f"--{split}_file", named, ENDINGS) for split, named in words.items() if named}
+    sources = {split: _source(f"--{split}_file", words[split]) for split in found}
     splits = {
         split: _read_files(files, f"--{split}_file", sources[split], flags.text_column)
         for split, files in found.items()
@@ -181,8 +183,78 @@ def _read_files(found: FoundFiles, flag: str, source: str, text_column: str) -> 
         (os.path.abspath(path), f"{state.st_size} {state.st_mtime_ns}", number) for path, state, number in states
     )
     features = Features({**TEXT, "source": Value("int32")})
-    with progress_bars(sum(state.st_size for _, state, _ in states) > LONG_BYTES):
-        return generated(read_documents, features, source, files=files, flag=flag, text_column=text_column)
+    with progress_bars(found.num_bytes > LONG_BYTES):
+        return generated(_documents_of, features, source, files=files, flag=flag, text_column=text_column)
+
+
+def _documents_of(files: Iterable[tuple[str, str, int]], flag: str, text_column: str) -> Iterator[dict[str, Any]]:
+    """Rows with the columns ``text``, ``None`` or blank where there is none, and ``source``, the number of the word."""
+    for path, _, source in files:
+        yield from ({"text": text, "source": source} for text in _texts_of(path, f"{flag} {path}", text_column))
+
+
+def _texts_of(path: str, source: str, text_column: str) -> Iterator[str | None]:
+    if path.lower().endswith((".txt", ".md")):
+        yield from _texts_of_plain_file(path, source)
+        return
+    columns, is_there = None, False
+    for number, row in rows_of(path, source, column=text_column):
+        place = f"row {number} of {source}"
+        if not isinstance(row, dict):
+            raise InputError(f"{place} is no JSON object: each row must be one")
+        columns = columns or (place, row.keys())
+        is_there = is_there or text_column in row
+        yield text_of(row.get(text_column), place, text_column)
+    if columns and not is_there:
+        raise no_text_column(*columns, text_column)
+
+
+def _texts_of_plain_file(path: str, source: str) -> Iterator[str | None]:
+    is_blank = True
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            for text in filter(None, _between_ends(file)):
+                yield text
+                is_blank = False
+    except UnicodeDecodeError as error:
+        raise not_utf_8(source, error) from error
+    if is_blank:
+        yield None
+
+
+def _between_ends(lines: Iterator[str]) -> Iterator[str]:
+    """The texts between the ``<|endoftext|>``, without the empty lines around them."""
+    pending: list[str] = []
+    for line in lines:
+        *ended, rest = line.split(END_OF_TEXT)
+        for end in ended:
+            yield "".join([*pending, end]).strip("\r\n")
+            pending = []
+        pending.append(rest)
+    yield "".join(pending).strip("\r\n")
+
+
+def text_of(value: Any, place: str, text_column: str) -> str | None:
+    """The text of a row, checked.
+
+    Raises:
+        InputError: it is something else, or cannot be written as UTF-8.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        kind = TYPES.get(type(value).__name__, f"a {type(value).__name__}")
+        way_out = "correct it, or name another column with --text_column"
+        raise InputError(f"{place} has {kind} in its column {text_column!r}, not a text: {way_out}")
+    if not is_text(value):
+        raise InputError(f"{place} holds half of a surrogate pair in {text_column!r}: repair the row")
+    return value
+
+
+def no_text_column(place: str, columns: Iterable[str], text_column: str) -> InputError:
+    """For the caller to raise where the rows at ``place`` have only other ``columns``."""
+    found = f"(columns: {join_names(columns, MAX_NAMED)})"
+    return InputError(f"{place} has no text column {text_column!r} {found}: name it with --text_column")
 
 
 def _finished(splits: Splits, notes: Sequence[str]) -> TextSplits:
@@ -193,7 +265,7 @@ def _finished(splits: Splits, notes: Sequence[str]) -> TextSplits:
 @progress_bars(False)
 def _train_and_validation(splits: Splits, sources: dict[str, str]) -> tuple[Splits, list[str]]:
     """Both splits without rows that have no text, and notes; a validation split alone serves as both."""
-    written = {split: with_text(documents) for split, documents in splits.items()}
+    written = {split: _with_text(documents) for split, documents in splits.items()}
     num_blank: Counter[str] = Counter()
     for split, documents in splits.items():
         num_blank[sources[split]] += len(documents) - len(written[split])
@@ -201,7 +273,7 @@ def _train_and_validation(splits: Splits, sources: dict[str, str]) -> tuple[Spli
         f"rows of {source} left out because they have no text: {count}" for source, count in num_blank.items() if count
     ]
     if "validation" not in written:
-        written, note = hold_out(written["train"], sources["train"])
+        written, note = _hold_out(written["train"], sources["train"])
         notes.append(note)
     written.setdefault("train", written["validation"])
     for split, documents in written.items():
@@ -212,68 +284,113 @@ def _train_and_validation(splits: Splits, sources: dict[str, str]) -> tuple[Spli
     return written, notes
 
 
-def read_standard_library() -> Splits:
+def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
+    """``train`` and ``validation`` by rule 3 of NOTE [ documents ], and how they came to be."""
+    count = len(documents)
+    if not count:
+        raise InputError(f"{source} has no text: give documents that are not blank")
+    if count < MIN_DOCUMENTS:
+        kind = "its one document" if count == 1 else f"each of its {count} documents"
+        splits = {"train": _each(documents, _head), "validation": _each(documents, _tail)}
+        return splits, f"the last {HELD_OUT:.0%} of {kind} are held out of {source}"
+    hashes = _of_each(documents, _hash, "path" if "path" in documents.column_names else "text")
+    splits = hold_out_smallest(documents, hashes, HELD_OUT)
+    return splits, f"{len(splits['validation'])} of the {count} documents of {source} are held out"
+
+
+def _with_text(documents: datasets.Dataset) -> datasets.Dataset:
+    return documents.filter(_have_text, batched=True, input_columns="text")
+
+
+def _have_text(texts: list[str | None]) -> list[bool]:
+    return [bool(text and text.strip()) for text in texts]
+
+
+def _each(documents: datasets.Dataset, part: Callable[[str], dict[str, str]]) -> datasets.Dataset:
+    features = Features({**documents.features, **TEXT})
+    return _with_text(documents.map(part, input_columns="text", features=features))
+
+
+def _head(text: str) -> dict[str, str]:
+    return {"text": text[: _cut(text)]}
+
+
+def _tail(text: str) -> dict[str, str]:
+    return {"text": text[_cut(text) :]}
+
+
+def _cut(text: str) -> int:
+    """Where the last 5 % begin: after the end of a line, or else of a word, where one is not far before."""
+    latest = int((1 - HELD_OUT) * len(text))
+    ends = [text.rfind(mark, int((1 - 2 * HELD_OUT) * len(text)), latest) for mark in "\n "]
+    return next((end + 1 for end in ends if end >= 0), latest)
+
+
+def _of_each(documents: datasets.Dataset, function: Callable[[str], int], column: str = "text") -> np.ndarray:
+    """``function`` of every text, int64 (N,), in the cache of ``datasets``."""
+    answered = documents.map(
+        lambda texts: {"answer": list(map(function, texts))},
+        batched=True,
+        input_columns=column,
+        remove_columns=documents.column_names,
+        features=Features(answer=Value("int64")),
+    )
+    answers: np.ndarray = answered.with_format("numpy")["answer"][:]
+    return answers
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode())
+
+
+def mix(
+    documents: datasets.Dataset, names: Sequence[str], weights: Sequence[float], seed: int
+) -> tuple[datasets.Dataset, str]:
+    """A pass over ``documents`` (``text``, and ``source`` from 0 on) by NOTE [ mixture ], and a line about it.
+
+    Args:
+        names: of the sources.
+        weights: of the sources, above 0, with any sum.
+
+    Raises:
+        InputError: a source has no documents.
+    """
+    generator = np.random.Generator(np.random.Philox(seed))
+    num_bytes = _of_each(documents, _num_bytes)
+    source_of = documents.with_format("numpy")["source"][:]
+    members = [np.flatnonzero(source_of == number) for number in range(len(names))]
+    for name, indices in zip(names, members, strict=True):
+        if not len(indices):
+            raise InputError(f"--mix_weights: {name} has no text to train on: leave it and its weight out")
+    shares = np.asarray(weights) / np.sum(weights) * num_bytes.sum()
+    drawn = [_drawn(indices, num_bytes, share, generator) for indices, share in zip(members, shares, strict=True)]
+    sizes = [num_bytes[indices].sum() for indices in drawn]
+    taken = [
+        f"{len(part):,} documents from {name} (of {len(indices):,}; {size / sum(sizes):.1%} of the bytes)"
+        for name, indices, part, size in zip(names, members, drawn, sizes, strict=True)
+    ]
+    mixed = documents.select(generator.permutation(np.concatenate(drawn)))
+    return mixed, f"a pass takes {', '.join(taken)}"
+
+
+def _drawn(indices: np.ndarray, num_bytes: np.ndarray, share: float, generator: np.random.Generator) -> np.ndarray:
+    """Documents with ``share`` bytes: all as often as they fit in whole, and random ones once more; one at least."""
+    order = generator.permutation(indices)
+    repeats, rest = divmod(share, int(num_bytes[indices].sum()))
+    sums = np.concatenate([[0], np.cumsum(num_bytes[order])])
+    nearest = int(np.abs(sums - rest).argmin())
+    return np.concatenate([np.tile(indices, int(repeats)), order[: nearest or (not repeats)]])
+
+
+def _read_standard_library() -> Splits:
     """``train``, with the columns ``text`` and ``path``: the ``.py`` files of the running Python's library."""
     features = Features({**TEXT, "path": Value("string")})
     root = sysconfig.get_path("stdlib")
     return {"train": generated(_standard_library, features, f"the library at {root}", root=root, version=sys.version)}
-
-
-def read_hub(dataset: str, config_name: str | None, text_column: str) -> Splits:
-    """``train`` and, where there is one, ``validation`` of a data set of the Hub.
-
-    Raises:
-        InputError: it cannot be loaded, or has no train split or no such column of strings.
-    """
-    source = f"--dataset {dataset}"
-    with _loading(dataset):
-        splits = datasets.load_dataset(dataset, config_name)
-    return {split: _only_text(splits[name], text_column, source) for split, name in _chosen(splits, source).items()}
-
-
-def stream_hub(dataset: str, config_name: str | None, text_column: str, num_bytes: int) -> Splits:
-    """Like ``read_hub``, but only the first documents: up to ``num_bytes`` of text, of ``validation`` 5 % of that.
-
-    Raises:
-        InputError: as ``read_hub``.
-    """
-    source = f"--dataset {dataset}"
-    with _loading(dataset):
-        builder = datasets.load_dataset_builder(dataset, config_name)
-        chosen = _chosen(builder.as_streaming_dataset(), source)
-    options = {
-        "dataset": dataset,
-        "config_name": config_name,
-        "text_column": text_column,
-        "version": builder.cache_dir,  # holds the Hub's commit, or the names and times of local files
-    }
-    sizes = {"train": num_bytes, "validation": ceil(VALIDATION_SHARE * num_bytes)}
-    return {
-        split: generated(_streamed, Features(TEXT), source, split=name, num_bytes=sizes[split], **options)
-        for split, name in chosen.items()
-    }
-
-
-def generated(generator: Generator, features: Features, source: str, **options: Any) -> datasets.Dataset:
-    """The rows of ``generator(**options)``, cached under the hash of both; ``version`` is there for the hash alone."""
-    options |= {"generator": generator, "source": source}
-    try:
-        return datasets.Dataset.from_generator(_not_empty, features=features, gen_kwargs=options)
-    except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, InputError):
-            raise error.__cause__ from None
-        if isinstance(error.__cause__, OSError):
-            raise InputError(f"{source} cannot be read: {error.__cause__}; check file and disk") from error
-        raise
-
-
-def _not_empty(generator: Generator, source: str, **options: Any) -> Iterator[dict[str, str]]:
-    rows = generator(**options)
-    first = next(rows, None)
-    if first is None:
-        raise InputError(f"{source} has no text: give documents that are not blank")
-    yield first
-    yield from rows
 
 
 def _standard_library(root: str, version: str) -> Iterator[dict[str, str]]:
@@ -293,6 +410,43 @@ def _standard_library(root: str, version: str) -> Iterator[dict[str, str]]:
                 yield {"text": text, "path": path.relative_to(root).as_posix()}
 
 
+def _read_hub(dataset: str, config_name: str | None, text_column: str) -> Splits:
+    source = f"--dataset {dataset}"
+    with _loading(dataset):
+        splits = datasets.load_dataset(dataset, config_name)
+    chosen = choose_splits(splits, source)
+    return {split: _only_text(splits[name], text_column, source) for split, name in chosen.items()}
+
+
+def _only_text(rows: datasets.Dataset, text_column: str, source: str) -> datasets.Dataset:
+    if text_column not in rows.features:
+        raise no_text_column(source, rows.features, text_column)
+    kind = str(getattr(rows.features[text_column], "dtype", "list"))
+    if "string" not in kind and kind != "null":
+        way_out = "name another one with --text_column"
+        raise InputError(f"{source} has no text in its column {text_column!r}, but {kind}: {way_out}")
+    return rows.select_columns([text_column]).rename_columns({text_column: "text"})
+
+
+def _stream_hub(dataset: str, config_name: str | None, text_column: str, num_bytes: int) -> Splits:
+    """Like ``_read_hub``, but only the first documents: up to ``num_bytes`` of text, of ``validation`` 5 % of that."""
+    source = f"--dataset {dataset}"
+    with _loading(dataset):
+        builder = datasets.load_dataset_builder(dataset, config_name)
+        chosen = choose_splits(builder.as_streaming_dataset(), source)
+    options = {
+        "dataset": dataset,
+        "config_name": config_name,
+        "text_column": text_column,
+        "version": builder.cache_dir,  # holds the Hub's commit, or the names and times of local files
+    }
+    sizes = {"train": num_bytes, "validation": ceil(HELD_OUT * num_bytes)}
+    return {
+        split: generated(_streamed, Features(TEXT), source, split=name, num_bytes=sizes[split], **options)
+        for split, name in chosen.items()
+    }
+
+
 def _streamed(
     dataset: str, config_name: str | None, split: str, text_column: str, num_bytes: int, version: str
 ) -> Iterator[dict[str, str]]:
@@ -300,25 +454,12 @@ def _streamed(
     with _loading(dataset):
         for row in datasets.load_dataset(dataset, config_name, split=split, streaming=True):
             if text_column not in row:
-                raise no_text_column(f"--dataset {dataset}", text_column, row)
+                raise no_text_column(f"--dataset {dataset}", row, text_column)
             text = text_of(row[text_column], f"--dataset {dataset}", text_column) or ""
             yield {"text": text}
             num_read += len(text.encode())
             if num_read >= num_bytes:
                 return
-
-
-def _chosen(found: Any, source: str) -> dict[str, str]:
-    """Which of the splits serve as ``train`` and ``validation``."""
-    if "train" not in found:
-        raise InputError(f"{source} has no train split, only {join_names(found)}: use another one")
-    validation = [("validation", name) for name in VALIDATION_NAMES if name in found]
-    return {"train": "train", **dict(validation[:1])}
-
-
-def _only_text(rows: datasets.Dataset, text_column: str, source: str) -> datasets.Dataset:
-    check_text_column(rows.features, source, text_column)
-    return rows.select_columns([text_column]).rename_columns({text_column: "text"})
 
 
 def _loading(dataset: str) -> AbstractContextManager[None]:

@@ -5,33 +5,41 @@ the training texts; a label that is none of them is refused with its row, never 
 without text (null in a column of text, or only blanks in all of them) are left out and counted; one without a label is
 refused.
 
-The built-in data set needs no network: each docstring's class is the library that it comes from. The source files are
-parsed, never imported. Library names are masked in all texts, because a model could just look for them. Files are held
-out whole, so that similar docstrings of one file stay on one side, and of all docstrings that open with the same words
-only the first is kept. The texts depend on the installed versions and on nothing else.
+The built-in data set needs no network: each docstring's class is the library that it comes from (NOTE [ installed
+libraries ] in ``sources.py``). Library names are masked in all texts, because a model could just look for them, and of
+all docstrings that open with the same words only the first is kept.
 """
 
 import ast
 import csv
 import glob
-import hashlib
 import re
-import sysconfig
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from platform import python_version
 from typing import NamedTuple
 
 import datasets
+import numpy as np
 
 from memsave_recipes.data import in_classes_of_model
-from memsave_recipes.data.text.documents import VALIDATION_NAMES, progress_bars
-from memsave_recipes.data.text.files import LOADING_ERRORS, find_files
+from memsave_recipes.data.sources import (
+    LOADING_ERRORS,
+    MAX_NAMED,
+    SPLIT_NAMES,
+    Splits,
+    choose_splits,
+    find_files,
+    generated,
+    hold_out,
+    parse_source,
+    progress_bars,
+    source_files,
+    source_folder,
+)
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import loading_by_name, reason
 from memsave_recipes.text import join_names
@@ -39,7 +47,6 @@ from memsave_recipes.text import join_names
 BUILT_IN = "docstrings"
 FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 OLD_HUB_IDS = {"glue": "nyu-mll/glue"}
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation_matched", *VALIDATION_NAMES)}
 PAIRS = (
     ("text", "text_pair"),
     ("sentence1", "sentence2"),
@@ -49,7 +56,6 @@ PAIRS = (
 )
 TEXTS = ("text", "sentence", "content", "review")
 LABELS = ("label", "labels", "class", "category")
-MAX_NAMED = 12  # columns or classes in a message
 WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")
 """A whole number as Python would write it, in 64 bits."""
 
@@ -64,7 +70,6 @@ LIBRARIES = {
 }
 NAMES = re.compile(r"(?i)pytorch|torch|numpy|\bnp\b|python|transformers|hugging ?face|scikit-learn|sklearn|kornia")
 MASK = "LIB"
-NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "vendor", "_vendor", "externals"}
 MAX_TRAIN, MAX_VALIDATION = 600, 150  # texts of a library
 MAX_OF_A_FILE = 10  # otherwise a few long files would be half of numpy
 MIN_WORDS = 10  # of a text; and that many make an opening
@@ -215,15 +220,8 @@ def _read_hub(dataset: str, config_name: str | None) -> dict[str, list[_Part]]:
     name = OLD_HUB_IDS.get(dataset, dataset)
     with loading_by_name(name, source, "check --dataset_config_name, or use --dataset docstrings"):
         splits = datasets.load_dataset(name, config_name)
-    parts = {}
-    for split, names in SPLIT_NAMES.items():
-        present = [name for name in names if name in splits]
-        if not present:
-            raise InputError(
-                f"{source} has no {split} split, only {join_names(splits, MAX_NAMED)}: one must be {' or '.join(names)}"
-            )
-        parts[split] = [_Part(f"{source}, split {present[0]}", splits[present[0]])]
-    return parts
+    chosen = choose_splits(splits, source, needed=SPLIT_NAMES)
+    return {split: [_Part(f"{source}, split {name}", splits[name])] for split, name in chosen.items()}
 
 
 def _read_file(flag: str, path: Path) -> _Part:
@@ -353,7 +351,7 @@ def _have_text(*columns: list[str | None]) -> list[bool]:
     return [None not in row and any(text and text.strip() for text in row) for row in zip(*columns, strict=True)]
 
 
-def load_docstrings() -> dict[str, datasets.Dataset]:
+def load_docstrings() -> Splits:
     """The splits ``train`` and ``validation`` with the columns ``text`` and ``label``: some seconds, then cached.
 
     Raises:
@@ -362,22 +360,14 @@ def load_docstrings() -> dict[str, datasets.Dataset]:
     for library in LIBRARIES:
         if not any(source_folder(library).rglob("*.py")):
             raise InputError(f"--dataset docstrings finds no source files of {library}: pass --train_file or a Hub id")
-    rows = datasets.Dataset.from_generator(
-        _rows, features=datasets.Features(COLUMNS), gen_kwargs={"cache_key": _cache_key()}
-    )
-    train = rows.filter(lambda held_out: not held_out, input_columns="held_out")
-    validation = rows.filter(lambda held_out: held_out, input_columns="held_out")
-    return {"train": train.remove_columns("held_out"), "validation": validation.remove_columns("held_out")}
-
-
-def _cache_key() -> str:
-    """A digest of this file and the libraries' versions, on which the texts depend."""
     versions = [version(distribution) if distribution else python_version() for distribution in LIBRARIES.values()]
-    return hashlib.sha256(Path(__file__).read_bytes() + repr(versions).encode()).hexdigest()
+    rows = generated(_docstrings, datasets.Features(COLUMNS), "--dataset docstrings", version=" ".join(versions))
+    splits = hold_out(rows, np.array(rows["held_out"][:]))
+    return {split: rows.remove_columns("held_out") for split, rows in splits.items()}
 
 
-def _rows(cache_key: str) -> Iterator[dict[str, object]]:
-    """The texts library by library; ``datasets`` caches them by ``cache_key``."""
+def _docstrings(version: str) -> Iterator[dict[str, object]]:
+    """The texts library by library."""
     openings: set[str] = set()
     for label, library in enumerate(LIBRARIES):
         wanted = {False: MAX_TRAIN, True: MAX_VALIDATION}
@@ -387,27 +377,6 @@ def _rows(cache_key: str) -> Iterator[dict[str, object]]:
             texts = _new_texts(path, openings)[: min(MAX_OF_A_FILE, wanted[held_out])]
             wanted[held_out] -= len(texts)
             yield from ({"text": text, "label": label, "held_out": held_out} for text in texts)
-
-
-def source_files(library: str) -> Iterator[tuple[bool, Path]]:
-    """Whether it is held out (3 of 16 are), and the path, of each source file, in an order without meaning."""
-    root = source_folder(library)
-    files = {}
-    for path in root.rglob("*.py"):
-        inside = path.relative_to(root)
-        if not NOT_ITS_OWN & set(inside.parts):
-            files[hashlib.sha256(f"{library}/{inside.as_posix()}".encode()).hexdigest()] = path
-    for digest in sorted(files):
-        yield digest[-1] in "012", files[digest]
-
-
-def source_folder(library: str) -> Path:
-    """Where the library's source files lie; nothing is imported for it."""
-    if LIBRARIES[library] is None:
-        return Path(sysconfig.get_path("stdlib"))
-    specification = find_spec(library)
-    folders = (specification.submodule_search_locations if specification else None) or ["no such folder"]
-    return Path(folders[0])
 
 
 def _new_texts(path: Path, openings: set[str]) -> list[str]:
@@ -423,12 +392,3 @@ def _new_texts(path: Path, openings: set[str]) -> list[str]:
             openings.add(opening)
             texts.append(text)
     return texts
-
-
-def parse_source(path: Path) -> ast.Module:
-    """Empty where this Python cannot read the file: templates, and code for other versions."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about escapes that a future Python refuses
-            return ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])

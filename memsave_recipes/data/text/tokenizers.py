@@ -48,8 +48,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from memsave_recipes.data.text.documents import LONG_BYTES, progress_bars
-from memsave_recipes.data.text.files import END_OF_TEXT
+from memsave_recipes.data.sources import LONG_BYTES, progress_bars
+from memsave_recipes.data.text.documents import END_OF_TEXT
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of

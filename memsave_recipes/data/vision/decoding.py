@@ -23,9 +23,8 @@ SHA256SUMS`` reads every byte again.
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -36,9 +35,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memsave_recipes.data.text.documents import LONG_BYTES, Splits, progress_bars
+from memsave_recipes.data.sources import LONG_BYTES, Splits, progress_bars
 from memsave_recipes.data.vision.augmentation import Augmentation
-from memsave_recipes.data.vision.image_folder import first_of
+from memsave_recipes.data.vision.image_folder import file_state, first_of, readable
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
 from memsave_recipes.losses import IGNORED_LABEL
@@ -379,7 +378,7 @@ def _files(rows: datasets.Dataset, root: str) -> list[_File]:
     files = []
     for batch in rows.iter(ROWS_AT_ONCE):
         for image, label in zip(batch["image"], batch["label"], strict=True):
-            state = _stat(image["path"])
+            state = file_state(image["path"])
             files.append(_File(os.path.relpath(image["path"], root), state.st_size, state.st_mtime_ns, label))
     return files
 
@@ -413,7 +412,7 @@ def _content(image: dict[str, Any]) -> bytes:
     stored: bytes | None = image["bytes"]
     if stored is not None:
         return stored
-    return f"{os.path.basename(image['path'])} {_stat(image['path']).st_size}".encode()
+    return f"{os.path.basename(image['path'])} {file_state(image['path']).st_size}".encode()
 
 
 def _read_list(root: str) -> dict[str, str]:
@@ -444,21 +443,8 @@ def names_below(rows: datasets.Dataset, folder: str) -> list[str]:
 
 
 def _sha256(image: Stored) -> str:
-    with _readable(image["path"]):
+    with readable(image["path"]):
         return sha256_of_file(image["path"])
-
-
-def _stat(path: str) -> os.stat_result:
-    with _readable(path):
-        return os.stat(path)
-
-
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}; check file and disk") from error
 
 
 def _refuse(data_dir: str, names: set[str], rule: str, way_out: str) -> None:

@@ -13,21 +13,17 @@ NOTE [ folders of images ]
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from memsave_recipes.data.text.documents import VALIDATION_NAMES, Splits, progress_bars
-from memsave_recipes.data.text.files import LOADING_ERRORS
+from memsave_recipes.data.sources import SPLIT_NAMES, Splits, choose_splits, generated, progress_bars
 from memsave_recipes.errors import InputError, is_text
-from memsave_recipes.hub import reason
-from memsave_recipes.text import join_names
 
-SPLIT_NAMES = {"train": ("train",), "validation": VALIDATION_NAMES}
 ENDINGS = frozenset(ImageFolder.EXTENSIONS)
-Images = Iterator[dict[str, str | int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,37 +80,35 @@ def read_folder(files: ImageFiles, source: str) -> Splits:
     splits = {}
     for split, classes in files.paths.items():
         labelled = [(path, label) for label, name in enumerate(names) for path in classes.get(name, [])]
-        try:
-            versions = [f"{state.st_size} {state.st_mtime_ns}" for state in (os.stat(path) for path, _ in labelled)]
-            with progress_bars(False):
-                splits[split] = datasets.Dataset.from_generator(
-                    _rows, features=features, gen_kwargs={"images": tuple(labelled), "versions": tuple(versions)}
-                )
-        except LOADING_ERRORS as error:
-            raise InputError(f"{source} cannot be read: {reason(error)}") from error
+        states = [file_state(path) for path, _ in labelled]
+        version = [f"{state.st_size} {state.st_mtime_ns}" for state in states]
+        with progress_bars(False):
+            splits[split] = generated(_rows, features, source, images=tuple(labelled), version=tuple(version))
     return splits
 
 
-def _rows(images: tuple[tuple[str, int], ...], versions: tuple[str, ...]) -> Images:
-    """``versions`` are there for the hash of the arguments alone."""
+def _rows(images: tuple[tuple[str, int], ...], version: tuple[str, ...]) -> Iterator[dict[str, str | int]]:
     for path, label in images:
         yield {"image": path, "label": label}
 
 
-def choose_splits(available: Iterable[str], source: str, *ways_out: str) -> Iterator[tuple[str, str]]:
-    """``train`` and, where there is one, ``validation``, each with the name that it has in the source.
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Inside, an ``OSError`` is one of the file at ``path``.
 
     Raises:
-        InputError: there is no training split.
+        InputError: in its place.
     """
-    available = list(available)
-    for split, names in SPLIT_NAMES.items():
-        present = [name for name in names if name in available]
-        if present:
-            yield split, present[0]
-        elif split == "train":
-            way_out = ", ".join(("one must be named train", *ways_out))
-            raise InputError(f"{source} has no train split (found: {join_names(available)}): {way_out}")
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}; check file and disk") from error
+
+
+def file_state(path: str) -> os.stat_result:
+    """Its size and times; raises as ``readable``."""
+    with readable(path):
+        return os.stat(path)
 
 
 def first_of(names: Iterable[str], at_most: int) -> str:
@@ -137,7 +131,8 @@ class _Search:
         """Each split with the name of its folder; of a flat folder ``train`` alone, which is the folder itself."""
         folders = [entry.name for entry in _visible(self.root) if entry.is_dir()]
         if any(name in names for names in SPLIT_NAMES.values() for name in folders):
-            yield from choose_splits(folders, f"--data_dir {self.data_dir}", "or name no folder as a split")
+            source = f"--data_dir {self.data_dir}"
+            yield from choose_splits(folders, source, "or name no folder as a split").items()
         else:
             yield "train", ""
 
@@ -196,9 +191,6 @@ class _Search:
 
 def _visible(folder: str) -> list["os.DirEntry[str]"]:
     """What is in a folder and not hidden, by name."""
-    try:
-        with os.scandir(folder) as entries:
-            found = [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise InputError(f"{error.filename} cannot be read: {error.strerror}; check folder and disk") from error
+    with readable(folder), os.scandir(folder) as entries:
+        found = [entry for entry in entries if not entry.name.startswith(".")]
     return sorted(found, key=lambda entry: entry.name)

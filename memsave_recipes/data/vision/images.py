@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 
 from memsave_recipes.data import in_classes_of_model
-from memsave_recipes.data.text.documents import Splits, progress_bars
+from memsave_recipes.data.sources import Splits, choose_splits, progress_bars
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
 from memsave_recipes.data.vision.decoding import (
     LIST,
@@ -34,7 +34,7 @@ from memsave_recipes.data.vision.decoding import (
     names_below,
     without_broken,
 )
-from memsave_recipes.data.vision.image_folder import choose_splits, find_images, first_of, read_folder
+from memsave_recipes.data.vision.image_folder import find_images, first_of, read_folder
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.fingerprint import Fingerprint, digest_of
 from memsave_recipes.hub import loading_by_name
@@ -327,7 +327,7 @@ def _read_digits() -> Splits:
 def _read_hub(dataset: str) -> Splits:
     with loading_by_name(dataset, f"--dataset {dataset}", "use --dataset digits or --data_dir DIR"):
         splits = datasets.load_dataset(dataset)
-    return {split: splits[name] for split, name in choose_splits(splits, f"--dataset {dataset}")}
+    return {split: splits[name] for split, name in choose_splits(splits, f"--dataset {dataset}").items()}
 
 
 def _image_and_label(rows: datasets.Dataset, source: str) -> datasets.Dataset:

@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from memsave_recipes.data.text.files import find_files, list_files
+from memsave_recipes.data.sources import find_files
+from memsave_recipes.data.text.documents import ENDINGS
 from memsave_recipes.errors import InputError
 
 
@@ -19,13 +20,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def listed(*words, **options):
-    return [str(path) for path in list_files("--train_file", words, **options)]
+def listed(*words, endings=ENDINGS):
+    return [str(path) for path in find_files("--train_file", words, endings).files]
 
 
 def refusal(*words):
     with pytest.raises(InputError) as caught:
-        list_files("--train_file", words)
+        find_files("--train_file", words, ENDINGS)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -39,7 +40,7 @@ def test_a_folder_is_all_files_below_it_but_hidden_ones(folder):
     below = ["[x].txt", "a.md", "b.txt", "e.json", "f.parquet", "deep/d.csv", "deep/er/c.JSONL"]
     assert listed(".") == below
     assert listed(str(folder)) == [str(folder / name) for name in below]
-    notes = find_files("--train_file", ["."]).notes("--train_file .")
+    notes = find_files("--train_file", ["."], ENDINGS).notes("--train_file .")
     assert notes == ["files of --train_file .: 7 (1 with other endings skipped)"]
 
 
@@ -56,10 +57,10 @@ def test_a_name_that_looks_like_a_pattern_is_the_file(folder):
 
 def test_a_file_is_read_once_at_its_first_place(folder):
     (folder / "link.txt").symlink_to("b.txt")
-    found = find_files("--train_file", ["b.txt", f"{folder}/b.txt", "link.txt", "*.md", "a.md"])
+    found = find_files("--train_file", ["b.txt", f"{folder}/b.txt", "link.txt", "*.md", "a.md"], ENDINGS)
     assert [[str(path) for path in paths] for paths in found.by_word] == [["b.txt"], [], [], ["a.md"], []]
     assert found.notes("F") == ["files of F: 2 (3 named twice and read once)"]
-    assert find_files("--train_file", ["a.md"]).notes("F") == []
+    assert find_files("--train_file", ["a.md"], ENDINGS).notes("F") == []
 
 
 def test_other_endings_can_be_asked_for(folder):

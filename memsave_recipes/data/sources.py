@@ -1,0 +1,317 @@
+"""Where data comes from: files that the words of a flag name, rows of tables, splits of data sets, the cache.
+
+NOTE [ words for files ]
+1. A word is a file, a folder or a pattern. A file is read whatever its name otherwise means to a pattern.
+2. A folder stands for all files below it, a pattern (``*``, ``?``, ``[a-z]``, ``**`` for folders at any depth) for
+   the files and folders that match, both in the order of their names. Hidden ones are skipped, and files of endings
+   that nothing reads are counted. Links to folders are not followed, since they can lead in circles.
+3. A file that several words name is read once, at the place of the first.
+
+NOTE [ installed libraries ]
+The built-in texts are the source files of Python and of installed libraries, or docstrings in them. Files are parsed,
+never imported, and held out whole, so that similar texts of one file stay on one side. They depend on the installed
+versions and on nothing else.
+"""
+
+import ast
+import codecs
+import csv
+import glob
+import hashlib
+import json
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from memsave_recipes.errors import InputError, check_file, is_text
+from memsave_recipes.hub import reason
+from memsave_recipes.text import join_names
+
+LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
+NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "vendor", "_vendor", "externals"}
+"""Folders whose files no library counts as its own."""
+HELD_OUT = 0.05  # of texts without a validation split
+LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
+MAX_NAMED = 12  # columns, splits or classes in a message
+VALIDATION_NAMES = ("validation", "validation_matched", "valid", "val", "dev", "test")
+SPLIT_NAMES = {"train": ("train",), "validation": VALIDATION_NAMES}
+
+Splits = dict[str, datasets.Dataset]
+Row = tuple[int, Any]
+"""Its number in its file, from 1, and its values by their columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundFiles:
+    """The files of each word of a flag, none of them twice.
+
+    Args:
+        by_word: in the order in which they are read.
+        num_skipped: those of other endings in folders and among the matches of patterns.
+        num_repeated: how often a word named a file that one before it, or itself, had named already.
+    """
+
+    by_word: tuple[tuple[Path, ...], ...]
+    num_skipped: int
+    num_repeated: int
+
+    @property
+    def files(self) -> list[Path]:
+        """Those of all words."""
+        return [path for paths in self.by_word for path in paths]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files together."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def notes(self, source: str) -> list[str]:
+        """How many files are read, where the words do not say so, and how many are not; ``source`` names them."""
+        numbers = {"with other endings skipped": self.num_skipped, "named twice and read once": self.num_repeated}
+        not_read = ", ".join(f"{number} {name}" for name, number in numbers.items() if number)
+        if not not_read and len(self.files) == len(self.by_word):
+            return []
+        return [f"files of {source}: {len(self.files)}" + (f" ({not_read})" if not_read else "")]
+
+
+def find_files(flag: str, words: Sequence[str], endings: Collection[str]) -> FoundFiles:
+    """The files that ``words`` name: NOTE [ words for files ].
+
+    Args:
+        flag: such as ``--train_file``, for the messages.
+        endings: of the files that are wanted, in lower case.
+
+    Raises:
+        InputError: a word that names nothing, or nothing with such an ending; a name that is not UTF-8.
+    """
+    seen: set[str] = set()
+    by_word, num_skipped, num_repeated = [], 0, 0
+    for word in words:
+        named = _named_by(flag, word)
+        wanted = [path for path in named if path.suffix.lower() in endings]
+        if not wanted:
+            raise InputError(_nothing_to_read(flag, word, endings))
+        new: dict[str, Path] = {}
+        for path in wanted:
+            if not is_text(str(path)):
+                raise InputError(f"{flag} {word} names a file {os.fsencode(path)!r}, which is not UTF-8: rename it")
+            check_file(flag, path)
+            new.setdefault(os.path.realpath(path), path)
+        by_word.append(tuple(path for real, path in new.items() if real not in seen))
+        seen |= new.keys()
+        num_skipped += len(named) - len(wanted)
+        num_repeated += len(wanted) - len(by_word[-1])
+    return FoundFiles(by_word=tuple(by_word), num_skipped=num_skipped, num_repeated=num_repeated)
+
+
+def _named_by(flag: str, word: str) -> list[Path]:
+    """All files of ``word``, whatever their endings."""
+    if not glob.has_magic(word) and not os.path.isdir(word):
+        check_file(flag, word)
+    matches = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
+    if not matches:
+        raise InputError(f"{flag} {word} matches no file: check the pattern and the folder that it is looked up in")
+    return [path for match in matches for path in (_below(match) if os.path.isdir(match) else [Path(match)])]
+
+
+def _below(folder: str) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(parent, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _nothing_to_read(flag: str, word: str, endings: Collection[str]) -> str:
+    if os.path.isfile(word):
+        return f"{flag} {word} ends in none of {join_names(endings)}: convert or rename it"
+    kind = "has no file below it" if os.path.isdir(word) else "matches no file"
+    return f"{flag} {word} {kind} that ends in one of {join_names(endings)}: check the path"
+
+
+def rows_of(path: str, source: str, *, column: str | None = None) -> Iterator[Row]:
+    """Read the rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet``, one by one but for a ``.json`` of an array.
+
+    Args:
+        source: the flag and the path, for the messages.
+        column: the only one that is needed, so that a ``.parquet`` that has it is read no further.
+
+    Raises:
+        InputError: the file is not what its ending says. Rows are counted from 1, those of a ``.jsonl`` are its lines.
+    """
+    match Path(path).suffix.lower():
+        case ".parquet":
+            return _rows_of_parquet(path, source, column)
+        case ".csv":
+            return _rows_of_csv(path, source)
+        case ".json" if _begins_with_bracket(path):
+            return enumerate(_parsed(Path(path).read_bytes(), source), start=1)
+    return _rows_of_lines(path, source)
+
+
+def _rows_of_lines(path: str, source: str) -> Iterator[Row]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, _parsed(line, f"row {number} of {source}")
+
+
+def _begins_with_bracket(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _parsed(content: bytes, place: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        rule = "give one object a line, or in a .json an array of objects"
+        raise InputError(f"{place} is not JSON ({error}): {rule}") from error
+
+
+def _rows_of_csv(path: str, source: str) -> Iterator[Row]:
+    limit = csv.field_size_limit(sys.maxsize)  # a document may be longer than 128 KiB
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            for number, row in enumerate(reader, start=1):
+                if None in row:
+                    rule = "put double quotes around a text with a comma"
+                    raise InputError(f"row {number} of {source} has more values than there are columns: {rule}")
+                yield number, row
+    except UnicodeDecodeError as error:
+        raise not_utf_8(source, error) from error
+    except csv.Error as error:
+        raise InputError(f"{source} is no CSV after line {reader.line_num} ({error}): check the quotes") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _rows_of_parquet(path: str, source: str, column: str | None) -> Iterator[Row]:
+    try:
+        rows = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
+        yield from enumerate(rows.select_columns(column) if column in rows.features else rows, start=1)
+    except LOADING_ERRORS as error:
+        raise InputError(f"{source} cannot be read: {reason(error)}; check the file") from error
+
+
+def not_utf_8(source: str, error: UnicodeDecodeError) -> InputError:
+    """For the caller to raise."""
+    return InputError(f"{source} is not UTF-8 text ({error.reason}): convert it, for example with iconv")
+
+
+def choose_splits(
+    available: Iterable[str], source: str, *ways_out: str, needed: Collection[str] = ("train",)
+) -> dict[str, str]:
+    """The names that ``train`` and, where there is one, ``validation`` have in a source.
+
+    Args:
+        ways_out: others than to rename a split.
+
+    Raises:
+        InputError: a split that is ``needed`` is not there.
+    """
+    available = list(available)
+    chosen = {}
+    for split, names in SPLIT_NAMES.items():
+        present = [name for name in names if name in available]
+        if present:
+            chosen[split] = present[0]
+        elif split in needed:
+            found = join_names(available, MAX_NAMED)
+            way_out = ", ".join((f"one must be named {' or '.join(names)}", *ways_out))
+            raise InputError(f"{source} has no {split} split (found: {found}): {way_out}")
+    return chosen
+
+
+def hold_out(rows: datasets.Dataset, is_held_out: np.ndarray) -> Splits:
+    """``train`` and ``validation``, the rows that are held out; bool (N,)."""
+    chosen = {"train": ~is_held_out, "validation": is_held_out}
+    return {split: rows.select(np.flatnonzero(numbers)) for split, numbers in chosen.items()}
+
+
+def hold_out_smallest(rows: datasets.Dataset, hashes: np.ndarray, share: float) -> Splits:
+    """Hold out the ``share`` of the rows with the smallest hashes, int64 (N,), so that copies stay on one side."""
+    quota = ceil(share * len(hashes))
+    return hold_out(rows, hashes <= np.partition(hashes, quota - 1)[quota - 1])
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Hide the progress bars of ``datasets`` inside, unless they are to be ``shown`` and there is a terminal."""
+    were_shown = not datasets.are_progress_bars_disabled()
+    if not (shown and sys.stderr.isatty()):
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_shown:
+            datasets.enable_progress_bars()
+
+
+def generated(
+    generator: Callable[..., Iterator[dict[str, Any]]], features: datasets.Features, source: str, **options: Any
+) -> datasets.Dataset:
+    """The rows of ``generator(**options)``, cached under the hash of both; ``version`` is there for the hash alone.
+
+    Raises:
+        InputError: the generator's own; there are no rows; a file or the cache cannot be read.
+    """
+    options |= {"generator": generator, "source": source}
+    try:
+        return datasets.Dataset.from_generator(_not_empty, features=features, gen_kwargs=options)
+    except (OSError, datasets.exceptions.DatasetGenerationError) as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, InputError):
+            raise cause from None
+        if isinstance(cause, OSError):
+            raise InputError(f"{source} cannot be read: {cause}; check file and disk") from error
+        raise
+
+
+def _not_empty(generator: Callable[..., Iterator[Any]], source: str, **options: Any) -> Iterator[Any]:
+    rows = generator(**options)
+    first = next(rows, None)
+    if first is None:
+        raise InputError(f"{source} has no text: give documents that are not blank")
+    yield first
+    yield from rows
+
+
+def source_files(library: str) -> Iterator[tuple[bool, Path]]:
+    """Whether it is held out (3 of 16 are), and the path, of each source file, in an order without meaning."""
+    root = source_folder(library)
+    files = {}
+    for path in root.rglob("*.py"):
+        inside = path.relative_to(root)
+        if not NOT_ITS_OWN & set(inside.parts):
+            files[hashlib.sha256(f"{library}/{inside.as_posix()}".encode()).hexdigest()] = path
+    for digest in sorted(files):
+        yield digest[-1] in "012", files[digest]
+
+
+def source_folder(library: str) -> Path:
+    """Where the library's source files lie; nothing is imported for it."""
+    if library == "python":
+        return Path(sysconfig.get_path("stdlib"))
+    specification = find_spec(library)
+    folders = (specification.submodule_search_locations if specification else None) or ["no such folder"]
+    return Path(folders[0])
+
+
+def parse_source(path: Path) -> ast.Module:
+    """Empty where this Python cannot read the file: templates, and code for other versions."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about escapes that a future Python refuses
+            return ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
