@@ -1,4 +1,4 @@
-"""Folders of images, in a cache of their own."""
+"""Folders of images; every test has a cache of its own and no Hub."""
 
 import sys
 from pathlib import Path
@@ -7,11 +7,11 @@ import datasets
 import huggingface_hub
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``pictures``
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``pictures`` and ``refusals``
 from pictures import picture
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def offline_with_an_own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

@@ -3,11 +3,10 @@
 from io import BytesIO
 
 import numpy as np
-import pytest
 from PIL import Image
+from refusals import line_of
 
 from memsave_recipes.data.vision.images import ImageDataArguments, load_images
-from memsave_recipes.errors import InputError
 
 
 def picture(seed=0, size=(20, 14)):
@@ -28,8 +27,4 @@ def load(**changes):
 
 
 def refusal(**options):
-    with pytest.raises(InputError) as caught:
-        load(**options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return line_of(load, **options)

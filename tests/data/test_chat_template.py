@@ -283,8 +283,7 @@ def test_chatml_is_that_of_the_reference(untouched, tokenizer):
             assert untouched.apply_chat_template(messages, **options) == expected
 
 
-def test_chatml_ends_turns_with_the_end_of_text_where_its_own_mark_is_no_token(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+def test_chatml_ends_turns_with_the_end_of_text_where_its_own_mark_is_no_token():
     plain = load_tokenizer(None, ["words"], vocab_size=260)
     set_chat_template(plain, "chatml", is_new=False)
     assert len(plain) <= 260  # no token is added to a tokenizer whose model has no embedding for it
@@ -294,8 +293,7 @@ def test_chatml_ends_turns_with_the_end_of_text_where_its_own_mark_is_no_token(t
         set_chat_template(plain, "chatml", is_new=False)
 
 
-def test_a_new_tokenizer_gets_chatml_with_tokens_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+def test_a_new_tokenizer_gets_chatml_with_tokens_of_its_own(tmp_path):
     new = load_tokenizer(None, ["words"], vocab_size=260)
     before = len(new)
     set_chat_template(new, None, is_new=True)
@@ -310,8 +308,7 @@ def test_a_new_tokenizer_gets_chatml_with_tokens_of_its_own(tmp_path, monkeypatc
 # A split
 
 
-def test_tokens_of_a_split_are_cached_by_template_and_counted(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+def test_tokens_of_a_split_are_cached_by_template_and_counted(tokenizer):
     rows = datasets.Dataset.from_dict({"messages": [[QUESTION, REPLY], [QUESTION]], "place": ["x row 1", "x row 2"]})
     with pytest.raises(InputError, match="x row 2: the chat template marks no token"):
         tokenize_conversations(rows, with_template(tokenizer, "ChatML", marked=False))
@@ -321,8 +318,9 @@ def test_tokens_of_a_split_are_cached_by_template_and_counted(tokenizer, tmp_pat
     assert replies.num_bytes == len("Nobody.")
     assert everything.num_bytes == len("Who?Nobody.")
     assert 0 < replies.num_tokens < everything.num_tokens == everything.lengths.sum()
-    assert replies.digests[0] != everything.digests[0]
+    assert replies.piece_digests[0] != everything.piece_digests[0]
     assert replies.samples("training chats").name_of(0) == "conversation 1 of the training chats"
     assert (
-        tokenize_conversations(rows, with_template(tokenizer, "Phi-3", marked=False)).digests[0] != replies.digests[0]
+        tokenize_conversations(rows, with_template(tokenizer, "Phi-3", marked=False)).piece_digests[0]
+        != replies.piece_digests[0]
     )

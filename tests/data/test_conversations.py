@@ -14,17 +14,12 @@ USER, REPLY = {"role": "user", "content": "Who?"}, {"role": "assistant", "conten
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 @pytest.fixture
 def write(tmp_path):
     def write(rows, name="chats.jsonl"):
         path = tmp_path / name
         match path.suffix:
-            case ".jsonl":
+            case ".jsonl" | ".json" if name != "array.json":
                 path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             case ".json":
                 path.write_text(json.dumps(rows))
@@ -52,7 +47,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "chats.parquet"])
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "array.json", "chats.parquet"])
 @pytest.mark.parametrize("row", FORMATS.values(), ids=FORMATS)
 def test_formats_are_found_and_give_the_same_messages(write, row, name):
     path = write([row, row], name)

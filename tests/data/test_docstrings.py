@@ -4,7 +4,6 @@ import re
 import sys
 from collections import Counter
 
-import datasets
 import pytest
 
 from memsave_recipes.data.text import labelled_text
@@ -59,7 +58,6 @@ def made_up(tmp_path, monkeypatch):
             (folder / f"m{number}.py").write_text("".join(map(function, range(14), [*texts, copied, "Too short."])))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(labelled_text, "LIBRARIES", {"alpha_made_up": "pytest", "beta_made_up": "ruff"})
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path
 
 
@@ -79,12 +77,6 @@ def test_files_are_held_out_whole(made_up):
     assert all("see LIB and LIB.array" in text for text in texts if " file " in text)
     assert not [text for text in texts if text.startswith(("A test", "Too short"))]
     assert "alpha_made_up" not in sys.modules
-
-
-def test_the_texts_are_read_once_and_come_in_the_same_order(made_up, monkeypatch):
-    first = load_docstrings()["train"][:]
-    monkeypatch.setattr(labelled_text, "_new_texts", None)  # whoever reads now fails
-    assert load_docstrings()["train"][:] == first
 
 
 def test_a_library_without_source_files(made_up):

@@ -10,8 +10,6 @@ from PIL import Image
 
 from memsave_recipes.data.vision.images import ImageDataArguments, choose_held_out, count_classes
 
-pytestmark = pytest.mark.usefixtures("offline_with_an_own_cache")
-
 
 @pytest.fixture
 def flat(tmp_path):

@@ -142,13 +142,6 @@ def test_a_text_may_be_the_word_that_others_read_as_nothing(load):
     assert load(rows, suffix=".csv").train[:]["text"] == ["NA", "null", "None", "nan"]
 
 
-def test_labels_of_words_and_of_whole_numbers_need_not_be_of_one_type_in_both_files(tmp_path):
-    train = write(tmp_path / "train.jsonl", [{"text": "a", "label": 1}, {"text": "b", "label": 2}])
-    held_out = write(tmp_path / "held_out.jsonl", [{"text": "c", "label": "2"}])
-    texts = load_labelled_text(LabelledTextArguments(dataset=None, train_file=[train], validation_file=[held_out]))
-    assert texts.validation[:]["label"] == [1]
-
-
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
 def test_rows_without_text_are_left_out_and_counted(load, suffix):
     blanks = [{"text": text, "label": "dog"} for text in (None, "", " \n")]

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import datasets
@@ -29,14 +30,14 @@ from memsave_recipes.data.text.packing import (
     check_positions,
     count_valid,
     keeps_documents_apart,
-    pack,
-    pack_conversations,
-    pad,
-    pad_conversations,
+    rows_of_conversations,
+    rows_of_documents,
 )
+from memsave_recipes.data.text.rows import RowArguments
 from memsave_recipes.data.text.tokenizers import load_tokenizer, tokenize_documents
 from memsave_recipes.errors import InputError
 
+pack, pad = rows_of_documents, partial(rows_of_documents, packing=False)
 TEXTS = ["one two three\n", "four", "five six seven eight nine ten eleven twelve\n" * 4, "naïve 🙂", "a", "b c"]
 
 
@@ -44,11 +45,6 @@ class Key(NamedTuple):
     index: int
     epoch: int
     counted: bool
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture
@@ -74,6 +70,10 @@ def expected_line(tokenizer):
     return [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in TEXTS]
 
 
+def whole(line):
+    return line.read(np.array([[0, line.num_tokens]]))
+
+
 def rows_of(dataset):
     return [dataset[index] for index in range(len(dataset))]
 
@@ -93,14 +93,14 @@ def test_every_span_of_the_line(documents, tokenizer, monkeypatch, piece_tokens)
         *itertools.accumulate(len(document) for document in expected_line(tokenizer)),
     ]
     for start, stop in itertools.combinations(range(len(expected) + 1), 2):
-        assert line.between(start, stop).tolist() == expected[start:stop]
+        assert line.read(np.array([[start, stop]])).tolist() == expected[start:stop]
 
 
 def test_a_long_document_is_tokenized_in_parts_without_loss(documents, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizers, "PART_CHARACTERS", 20)
     monkeypatch.setattr(tokenizers, "CHARACTERS_AT_ONCE", 50)
     line = tokenize_documents(documents, tokenizer)
-    assert tokenizer.decode(line.between(0, line.num_tokens)) == "".join(f"{text}<|endoftext|>" for text in TEXTS)
+    assert tokenizer.decode(whole(line)) == "".join(f"{text}<|endoftext|>" for text in TEXTS)
     assert len(line.document_starts) == len(TEXTS) + 1
 
 
@@ -112,7 +112,7 @@ def test_tokens_are_made_once_for_each_tokenizer_and_text(on_disk, tokenizer, mo
         pack(on_disk, tokenizer, 8)
         pad(on_disk, load_tokenizer(None, TEXTS, vocab_size=280), 16)  # the length of rows plays no part
     other = load_tokenizer(None, TEXTS, vocab_size=270)
-    assert pack(on_disk, other, 8).num_tokens > pack(on_disk, tokenizer, 8).num_tokens
+    assert pack(on_disk, other, 8).tokens.num_tokens > pack(on_disk, tokenizer, 8).tokens.num_tokens
 
 
 def test_tokens_are_small_on_disk(on_disk, tokenizer):
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_marks_the_beginning(documents, tokenizer):
         special_tokens=[("<|begin|>", tokenizer.bos_token_id), ("<|endoftext|>", tokenizer.eos_token_id)],
     )
     line = tokenize_documents(documents, tokenizer)
-    text = tokenizer.decode(line.between(0, line.num_tokens))
+    text = tokenizer.decode(whole(line))
     assert text == "".join(f"<|begin|>{text}<|endoftext|>" for text in TEXTS)
 
 
@@ -150,7 +150,7 @@ def test_packed_rows_hold_every_token_once(documents, tokenizer, block_size):
     assert together[: len(line)] == line
     assert 0 <= len(together) - len(line) < block_size
     assert all(values.shape == (block_size,) and values.dtype == torch.int64 for row in rows for values in row.values())
-    assert (packed.num_tokens, packed.num_bytes) == (len(line), sum(len(text.encode()) for text in TEXTS))
+    assert (packed.tokens.num_tokens, packed.tokens.num_bytes) == (len(line), sum(len(text.encode()) for text in TEXTS))
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 7, 16, 500])
@@ -202,7 +202,7 @@ def test_batches_are_the_same_from_workers_and_after_pickling(on_disk, tokenizer
 def test_valid_positions_are_counted_after_the_shift(documents, tokenizer):
     packed = pack(documents, tokenizer, 500)
     batch = packed.collate(rows_of(packed))
-    assert count_valid(batch) == packed.num_tokens - len(TEXTS)
+    assert count_valid(batch) == packed.tokens.num_tokens - len(TEXTS)
     assert count_valid({"labels": torch.tensor([[5, 6, -100, 7], [-100, -100, -100, -100]])}) == 2
 
 
@@ -270,8 +270,8 @@ def test_samples_are_filled_up_on_the_right(documents, tokenizer):
     assert {values.shape for values in batch.values()} == {(3, longest)}
     assert batch["attention_mask"][0].tolist() == [1] * length + [0] * (longest - length)
     assert (batch["input_ids"][0, length:] == tokenizer.pad_token_id).all()
-    assert batch["labels"][0].tolist() == [*short["input_ids"].tolist(), *[-100] * (longest - length)]
-    assert torch.equal(batch["input_ids"][1], batch["labels"][1])
+    assert batch["labels"][0].tolist() == [-100, *short["input_ids"][1:].tolist(), *[-100] * (longest - length)]
+    assert torch.equal(batch["input_ids"][1, 1:], batch["labels"][1, 1:])
     assert (batch["labels"][2] == -100).all()
     assert batch["attention_mask"][2].sum() == len(uncounted["input_ids"]) > 0
     assert count_valid(batch) == length - 1 + longest - 1
@@ -378,19 +378,25 @@ REPLY_ENDS = [[9], [3], [27, 30], [], [14, 24], [5], [2], [7]]
 def chats():
     tokens = [np.arange(length) + 10 * number for number, length in enumerate(LENGTHS)]
     counted = [np.arange(length) >= start for length, start in zip(LENGTHS, COUNTED_FROM, strict=True)]
-    rows = {
+    pieces = {
         "input_ids": [ids.tolist() for ids in tokens],
         "counted": [mask.tolist() for mask in counted],
         "reply_ends": REPLY_ENDS,
     }
     return TokenizedConversations(
-        rows=datasets.Dataset.from_dict(rows).with_format("numpy"),
-        lengths=np.array(LENGTHS),
+        pieces=datasets.Dataset.from_dict(pieces).with_format("numpy"),
+        piece_starts=np.cumsum([0, *LENGTHS]),
+        document_starts=np.cumsum([0, *LENGTHS]),
+        piece_digests=np.arange(len(LENGTHS)),
         first_counted=np.array(COUNTED_FROM),
         num_tokens=sum(int(mask.sum()) for mask in counted),
         num_bytes=100,
-        digests=np.arange(len(LENGTHS)),
     )
+
+
+def rows_of_chats(chats, tokenizer, block_size, *, too_long="truncate", **options):
+    lengths = chats.lengths_within(block_size, too_long, "training")
+    return rows_of_conversations(chats, lengths, tokenizer, block_size, **options)
 
 
 def documents_in(row):
@@ -401,76 +407,68 @@ def documents_in(row):
 
 
 def test_the_largest_rows_have_the_longest_conversations(chats, tokenizer):
-    packed = pack_conversations(chats, tokenizer, 24, too_long="truncate")
+    packed = rows_of_chats(chats, tokenizer, 24)
     pairs = [sum(len(tokens) ** 2 for tokens, _ in documents_in(row)) for row in rows_of(packed)]
     assert [pairs[row] for row in packed.longest(len(packed))] == sorted(pairs, reverse=True)
 
 
 def conversation_of(chats, number, block_size):
-    tokens = chats.rows[number]["input_ids"][:block_size].tolist()
-    counted = chats.rows[number]["counted"][:block_size].tolist()
+    tokens = chats.pieces[number]["input_ids"][:block_size].tolist()
+    counted = chats.pieces[number]["counted"][:block_size].tolist()
     labels = [token if counts else -100 for token, counts in zip(tokens, counted, strict=True)]
     return tokens, [-100, *labels[1:]]
 
 
 @pytest.mark.parametrize("block_size", [24, 26, 30, 100])
 def test_packed_rows_hold_whole_conversations_once(chats, tokenizer, block_size):
-    packed = pack_conversations(chats, tokenizer, block_size, too_long="truncate")
+    packed = rows_of_chats(chats, tokenizer, block_size)
     rows = rows_of(packed)
     assert all(values.shape == (block_size,) and values.dtype == torch.int64 for row in rows for values in row.values())
     documents = [document for row in rows for document in documents_in(row)]
     whole = [document for document in documents if set(document[1]) != {-100}]
     kept = [number for number in range(8) if COUNTED_FROM[number] < min(LENGTHS[number], block_size)]
     assert sorted(whole) == sorted(conversation_of(chats, number, block_size) for number in kept)
-    assert packed.kept.tolist() == kept
-    assert sum(map(len, packed.rows)) == len(kept)
-    assert sorted(number for row in packed.rows for number in row) == kept
+    assert len(packed.spans) == len(kept)
 
 
 @pytest.mark.parametrize("block_size", [24, 100])
 def test_padded_samples_are_conversations(chats, tokenizer, block_size):
-    padded = pad_conversations(chats, tokenizer, block_size, too_long="truncate")
-    for number, sample in zip(padded.kept.tolist(), rows_of(padded), strict=True):
+    padded = rows_of_chats(chats, tokenizer, block_size, packing=False)
+    kept = [number for number in range(8) if COUNTED_FROM[number] < min(LENGTHS[number], block_size)]
+    for number, sample in zip(kept, rows_of(padded), strict=True):
         assert (sample["input_ids"].tolist(), sample["labels"].tolist()) == conversation_of(chats, number, block_size)
-    assert padded.kept[padded.longest(1)[0]] == (4 if block_size == 24 else 2)
+    assert kept[padded.longest(1)[0]] == (4 if block_size == 24 else 2)
     batch = padded.collate(rows_of(padded))
-    assert batch["attention_mask"].sum() == np.minimum(chats.lengths, block_size)[padded.kept].sum()
+    assert batch["attention_mask"].sum() == np.minimum(chats.lengths, block_size)[kept].sum()
 
 
-@pytest.mark.parametrize("make", [pack_conversations, pad_conversations])
-def test_a_conversation_that_does_not_count(chats, tokenizer, make):
-    rows = make(chats, tokenizer, 24)
-    assert (rows[Key(0, 3, False)]["labels"] == -100).all()
-    assert torch.equal(rows[Key(0, 3, False)]["input_ids"], rows[0]["input_ids"])
-    with pytest.raises(InputError, match="--block_size 1 leaves nothing"):
-        make(chats, tokenizer, 1)
-    with pytest.raises(
-        InputError, match="--block_size 24 has no room for a reply of any of the 8 held-out conversations"
-    ):
-        make(replace(chats, first_counted=chats.lengths), tokenizer, 24, split="held-out")
+def test_a_conversation_that_does_not_count(chats, tokenizer):
+    for packing in (True, False):
+        rows = rows_of_chats(chats, tokenizer, 24, packing=packing)
+        assert (rows[Key(0, 3, False)]["labels"] == -100).all()
+        assert torch.equal(rows[Key(0, 3, False)]["input_ids"], rows[0]["input_ids"])
 
 
-@pytest.mark.parametrize("make", [pack_conversations, pad_conversations])
 @pytest.mark.parametrize(
-    ("block_size", "lengths"), [(30, {}), (28, {2: 27}), (26, {2: 0}), (20, {2: 0, 4: 14}), (13, {4: 0})]
+    ("block_size", "lengths"), [(30, {}), (28, {2: 27}), (26, {2: 0}), (20, {2: 0, 4: 14}), (13, {2: 0, 4: 0})]
 )
-def test_what_is_too_long_ends_with_a_whole_reply_or_is_left_out(chats, tokenizer, make, block_size, lengths):
-    rows = make(chats, tokenizer, block_size)
+def test_what_is_too_long_ends_with_a_whole_reply_or_is_left_out(chats, tokenizer, block_size, lengths):
     expected = [lengths.get(number, min(length, block_size)) for number, length in enumerate(LENGTHS)]
-    expected[2] = 0 if block_size < 27 else expected[2]
-    assert rows.lengths.tolist() == expected
-    assert rows.kept.tolist() == [number for number in range(8) if COUNTED_FROM[number] < expected[number]]
-    if make is pad_conversations:
-        assert [len(sample["input_ids"]) for sample in rows_of(rows)] == [expected[number] for number in rows.kept]
-    else:
-        assert sum(expected[number] for row in rows.rows for number in row) == sum(expected[n] for n in rows.kept)
+    expected[3] = 0  # nothing of it counts
+    assert chats.lengths_within(block_size, "drop", "training").tolist() == expected
+    padded = rows_of_chats(chats, tokenizer, block_size, too_long="drop", packing=False)
+    assert [len(sample["input_ids"]) for sample in rows_of(padded)] == [length for length in expected if length]
+    packed = rows_of_chats(chats, tokenizer, block_size, too_long="drop")
+    assert np.diff(packed.spans).sum() == sum(expected)
 
 
-@pytest.mark.parametrize("make", [pack_conversations, pad_conversations])
-def test_what_is_too_long_can_be_an_error(chats, tokenizer, make):
-    assert len(make(chats, tokenizer, 30, too_long="error").kept) == 7
+def test_what_is_too_long_can_be_an_error(chats):
+    assert np.count_nonzero(chats.lengths_within(30, "error", "training")) == 7
     with pytest.raises(InputError, match="--block_size 29 is too short for 1 of 8 held-out conversations"):
-        make(chats, tokenizer, 29, too_long="error", split="held-out")
+        chats.lengths_within(29, "error", "held-out")
+    nothing = replace(chats, first_counted=chats.lengths)
+    with pytest.raises(InputError, match="24 has no room for a reply of any of the 8 held-out conversations"):
+        nothing.lengths_within(24, "drop", "held-out")
 
 
 def test_best_fit_decreasing():
@@ -488,7 +486,7 @@ def test_best_fit_decreasing():
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_logits_of_a_conversation_are_the_same_packed_and_alone(chats, tokenizer, model_type):
     model = causal_model(model_type)
-    packed = pack_conversations(chats, tokenizer, 40)
+    packed = rows_of_chats(chats, tokenizer, 40)
     batch = packed.collate(rows_of(packed))
     together = logits_of(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
     for row, logits in zip(rows_of(packed), together, strict=True):
@@ -497,16 +495,10 @@ def test_logits_of_a_conversation_are_the_same_packed_and_alone(chats, tokenizer
             alone = logits_of(model, input_ids=torch.tensor([tokens]))[0]
             torch.testing.assert_close(logits[start : start + len(tokens)], alone, rtol=0, atol=1e-5)
             start += len(tokens)
-    assert max(map(len, packed.rows)) > 1
+    assert len(packed.spans) > len(packed)
 
 
 # Bad input
-
-
-@pytest.mark.parametrize("make", [pack, pad])
-def test_rows_without_anything_to_predict(documents, tokenizer, make):
-    with pytest.raises(InputError, match="--block_size 1 leaves nothing to predict"):
-        make(documents, tokenizer, 1)
 
 
 def test_rows_longer_than_the_model():
@@ -515,3 +507,5 @@ def test_rows_longer_than_the_model():
     check_positions(10**9, -1)  # XLNet's word for no limit
     with pytest.raises(InputError, match="--block_size 1025 is longer than the model's 1024 positions"):
         check_positions(1025, 1024)
+    with pytest.raises(InputError, match="--block_size 1: must be at least 2"):  # or nothing would be predicted
+        RowArguments(block_size=1)

@@ -3,10 +3,10 @@
 import os
 
 import pytest
+from refusals import line_of
 
 from memsave_recipes.data.sources import find_files
 from memsave_recipes.data.text.documents import ENDINGS
-from memsave_recipes.errors import InputError
 
 
 @pytest.fixture
@@ -25,11 +25,7 @@ def listed(*words, endings=ENDINGS):
 
 
 def refusal(*words):
-    with pytest.raises(InputError) as caught:
-        find_files("--train_file", words, ENDINGS)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    return line_of(listed, *words)
 
 
 def test_files_stay_in_the_order_of_the_words(folder):

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import datasets
 import numpy as np
@@ -30,8 +30,9 @@ from transformers import PreTrainedTokenizerBase
 
 from memsave_recipes.data.sources import LONG_BYTES, progress_bars
 from memsave_recipes.data.text.conversations import Message
+from memsave_recipes.data.text.tokenizers import TokenLine
 from memsave_recipes.errors import InputError, check_file
-from memsave_recipes.fingerprint import Samples, digest_of
+from memsave_recipes.fingerprint import digest_of
 
 CHATML = "chatml"
 CHATML_TOKENS = CHATML_START, CHATML_END = "<|im_start|>", "<|im_end|>"
@@ -80,36 +81,54 @@ class ChatArguments:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TokenizedConversations:
-    """The conversations of a split as tokens, in their order.
+class TokenizedConversations(TokenLine):
+    """The conversations of a split as a line of tokens, in their order; a piece holds a whole one.
 
     Args:
-        rows: with the columns ``input_ids``, ``counted`` and ``reply_ends``, one row a conversation.
-        lengths: in tokens; int64 (N,).
-        first_counted: the first token behind the beginning that counts, or their number; int64 (N,).
-        num_tokens: of those that count in the loss.
-        num_bytes: of the contents that count, in UTF-8.
-        digests: of each conversation's tokens and which of them count; int64 (N,).
+        pieces: with the columns ``input_ids``, ``counted`` and ``reply_ends``.
+        first_counted: of each conversation the first token behind its beginning that counts, or its length; int64 (N,).
     """
 
-    rows: datasets.Dataset
-    lengths: np.ndarray
     first_counted: np.ndarray
-    num_tokens: int
-    num_bytes: int
-    digests: np.ndarray
+    noun: ClassVar[str] = "conversation"
 
-    def lengths_within(self, block_size: int, too_long: TooLong) -> np.ndarray:
-        """Of each conversation the tokens that a row takes; 0 where that is none of its replies. int64 (N,)."""
+    @property
+    def lengths(self) -> np.ndarray:
+        """The tokens of each conversation, int64 (N,)."""
+        return np.diff(self.document_starts)
+
+    def is_counted(self, spans: np.ndarray) -> np.ndarray:
+        """Which of the tokens of ``spans`` count in the loss, bool (sum of their lengths,)."""
+        return self.read(spans, "counted")
+
+    def lengths_within(self, block_size: int, too_long: TooLong, split: str) -> np.ndarray:
+        """Count the tokens of each conversation that a row takes; 0 where none of them is trained on. int64 (N,).
+
+        Args:
+            too_long: what becomes of those that are longer than a row.
+            split: names the conversations in messages.
+
+        Raises:
+            InputError: no conversation with a reply within a row, or one that is longer where that is an error.
+        """
+        is_longer = self.lengths > block_size
+        if too_long == "error" and is_longer.any():
+            raise InputError(
+                f"--block_size {block_size} is too short for {is_longer.sum():,} of {len(is_longer):,} {split} "
+                "conversations: raise it, or pass --too_long drop"
+            )
         lengths: np.ndarray = np.minimum(self.lengths, block_size)
-        for number in np.flatnonzero(self.lengths > block_size) if too_long != "truncate" else ():
-            ends = np.asarray(self.rows[int(number)]["reply_ends"])
+        for number in np.flatnonzero(is_longer) if too_long != "truncate" else ():
+            ends = np.asarray(self.pieces[int(number)]["reply_ends"])
             lengths[number] = ends[ends <= block_size].max(initial=0)
+        lengths[self.first_counted >= lengths] = 0
+        if not lengths.any():
+            way_out = "" if too_long == "truncate" else ", or pass --too_long truncate"
+            raise InputError(
+                f"--block_size {block_size} has no room for a reply of any of the {len(lengths):,} {split} "
+                f"conversations: raise it{way_out}"
+            )
         return lengths
-
-    def samples(self, split: str) -> Samples:
-        """The conversations by digests, for a fingerprint; ``split`` names them in messages."""
-        return Samples(digests=self.digests, name_of=lambda index: f"conversation {index + 1} of the {split}")
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, *, is_new: bool) -> None:
@@ -171,13 +190,15 @@ def tokenize_conversations(
             fn_kwargs={"tokenizer": tokenizer, "train_on_prompt": train_on_prompt},
             desc="tokenizing",
         ).with_format("numpy")
+    starts = np.concatenate([[0], np.cumsum(rows["length"][:], dtype=np.int64)])
     return TokenizedConversations(
-        rows=rows.select_columns(["input_ids", "counted", "reply_ends"]),
-        lengths=rows["length"][:],
+        pieces=rows.select_columns(["input_ids", "counted", "reply_ends"]),
+        piece_starts=starts,
+        document_starts=starts,
+        piece_digests=rows["digest"][:],
         first_counted=rows["first_counted"][:],
         num_tokens=int(rows["num_counted"][:].sum()),
         num_bytes=int(rows["num_bytes"][:].sum()),
-        digests=rows["digest"][:],
     )
 
 
@@ -317,7 +338,7 @@ class _Template:
             return ""
 
     def _span_of_rewritten(self, messages: list[Message], index: int, text: str, prompt: str) -> tuple[int, int] | None:
-        """Of a turn that the template writes otherwise than at the end of a conversation: rule 3."""
+        """Find a turn that the template writes otherwise than at the end of a conversation: rule 3."""
         so_far = [*messages[:index], {"role": "assistant", "content": OTHER_CONTENT}]
         head_at_end, _, tail_at_end = self.render_turns(so_far).partition(OTHER_CONTENT)
         head, _, tail = self.render([*so_far, *messages[index + 1 :]]).partition(OTHER_CONTENT)

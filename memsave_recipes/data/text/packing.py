@@ -27,6 +27,7 @@ The padded alternative wastes the positions behind shorter samples of a micro-ba
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import datasets
@@ -38,206 +39,69 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, default_collate
 from transformers import PreTrainedTokenizerBase
 
-from memsave_recipes.data.text.chat_template import TokenizedConversations, TooLong
-from memsave_recipes.data.text.tokenizers import TokenLine, digest_of_tokenizer, tokenize_documents
+from memsave_recipes.data.text.chat_template import TokenizedConversations
+from memsave_recipes.data.text.tokenizers import TokenLine, tokenize_documents
 from memsave_recipes.errors import InputError
-from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.losses import IGNORED_LABEL
 
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _DocumentsDataset(Dataset[Batch]):
-    """Rows of a line of documents."""
+class Rows(Dataset[Batch]):
+    """Rows of a line of tokens, packed or to be padded: NOTE [ packing ].
+
+    A key is an ``int`` (a row that counts) or has ``index`` and ``counted``. A packed row of T tokens gives
+    ``input_ids``, ``position_ids`` and ``labels``, int64 (T,), one to be padded the first and the last, int64 (1 to
+    T,). The labels are -100 where nothing counts.
+
+    Args:
+        spans: of documents or conversations, by their places in the line, in the order of the rows; int64 (S, 2).
+        first_spans: the first span of each row, and at last their number; int64 (N + 1,).
+        one_row: by rule 5 of the note.
+    """
 
     tokens: TokenLine
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all documents, each with its end."""
-        return self.tokens.num_tokens
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all documents in UTF-8."""
-        return self.tokens.num_bytes
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PackedDataset(_DocumentsDataset):
-    """Rows of exactly T tokens: rules 1 to 5 of NOTE [ packing ].
-
-    A key is an ``int`` (a row that counts) or has ``index`` and ``counted``. A row gives ``input_ids``,
-    ``position_ids`` and ``labels``, int64 (T,); the labels are -100 where nothing counts.
-    """
-
+    spans: np.ndarray
+    first_spans: np.ndarray
     block_size: int
     pad_token_id: int
-    one_row: bool
+    packing: bool
+    one_row: bool = False
 
     def __len__(self) -> int:
-        return len(self._starts)
-
-    @property
-    def _starts(self) -> range:
-        return range(0, self.num_tokens, self.block_size)
+        return len(self.first_spans) - 1
 
     def __getitem__(self, key: Any) -> Batch:
         index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
-        start = self._starts[index]
-        stop = min(start + self.block_size, self.num_tokens)
-        num_filled = start + self.block_size - stop
-        tokens = torch.from_numpy(self.tokens.between(start, stop))
-        position_ids = torch.cat([torch.from_numpy(self._positions(start, stop)), torch.arange(num_filled)])
-        labels = F.pad(tokens, (0, num_filled), value=IGNORED_LABEL)
-        labels[(position_ids == 0) if counted else slice(None)] = IGNORED_LABEL
+        spans = self.spans[self.first_spans[index] : self.first_spans[index + 1]]
+        tokens = torch.from_numpy(self.tokens.read(spans))
+        positions = torch.cat([torch.arange(length) for length in np.diff(spans)[:, 0]])
+        is_label = torch.from_numpy(self.tokens.is_counted(spans)) & (positions > 0) & counted
+        row = {"input_ids": tokens, "labels": torch.where(is_label, tokens, IGNORED_LABEL)}
+        if not self.packing:
+            return row
+        num_filled = self.block_size - len(tokens)
         return {
-            "input_ids": F.pad(tokens, (0, num_filled), value=self.pad_token_id),
-            "position_ids": position_ids,
-            "labels": labels,
+            "input_ids": F.pad(row["input_ids"], (0, num_filled), value=self.pad_token_id),
+            "position_ids": torch.cat([positions, torch.arange(num_filled)]),
+            "labels": F.pad(row["labels"], (0, num_filled), value=IGNORED_LABEL),
         }
 
-    def _positions(self, start: int, stop: int) -> np.ndarray:
-        """How far each token is from the beginning of its document in this row, int64 (stop - start,)."""
-        places = np.arange(start, stop)
-        documents = np.searchsorted(self.tokens.document_starts, places, side="right") - 1
-        positions: np.ndarray = places - np.maximum(self.tokens.document_starts[documents], start)
-        return positions
-
     def longest(self, count: int) -> list[int]:
-        """The ``count`` rows with most pairs of tokens that see each other: masks of windows and dropout count them."""
-        bounds = np.union1d(self.tokens.document_starts, [*self._starts, len(self) * self.block_size])
-        pairs = np.bincount(bounds[:-1] // self.block_size, weights=np.diff(bounds) ** 2)
-        order: list[int] = np.argsort(-pairs, kind="stable").tolist()
+        """The ``count`` rows with most tokens, packed ones with most pairs of tokens that see each other."""
+        sizes = lengths = np.diff(self.spans)[:, 0]
+        if self.packing:  # masks of windows and dropout count the pairs
+            num_filled = self.block_size - np.add.reduceat(lengths, self.first_spans[:-1])
+            sizes = np.add.reduceat(lengths**2, self.first_spans[:-1]) + num_filled**2
+        order: list[int] = np.argsort(-sizes, kind="stable").tolist()
         return order[:count]
 
     def collate(self, rows: list[Batch]) -> Batch:
-        """As ``packed_batch``."""
-        return packed_batch(rows, one_row=self.one_row)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PaddedDataset(_DocumentsDataset):
-    """A document a sample, in as many samples of at most T tokens as it needs.
-
-    A key is an ``int`` (a sample that counts) or has ``index`` and ``counted``. A sample gives ``input_ids`` and
-    ``labels``, int64 (1 to T,).
-    """
-
-    starts: np.ndarray  # (N,)
-    stops: np.ndarray  # (N,)
-    pad_token_id: int
-
-    def longest(self, count: int) -> list[int]:
-        """The ``count`` samples with most tokens."""
-        order: list[int] = np.argsort(self.starts - self.stops, kind="stable").tolist()
-        return order[:count]
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, key: Any) -> Batch:
-        index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
-        tokens = torch.from_numpy(self.tokens.between(self.starts[index], self.stops[index]))
-        return {"input_ids": tokens, "labels": tokens.clone() if counted else torch.full_like(tokens, IGNORED_LABEL)}
-
-    def collate(self, samples: list[Batch]) -> Batch:
-        """As ``padded_batch``."""
-        return padded_batch(samples, self.pad_token_id)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PackedConversations(Dataset[Batch]):
-    """Rows of exactly T tokens with whole conversations: rule 7 of NOTE [ packing ].
-
-    Keys and rows are those of ``PackedDataset``.
-
-    Args:
-        kept: the conversations that are not left out, by their numbers; int64 (M,).
-        lengths: of each conversation the tokens that are taken; int64 (N,).
-        rows: those of each row.
-    """
-
-    tokens: TokenizedConversations
-    kept: np.ndarray
-    lengths: np.ndarray
-    rows: list[list[int]]
-    block_size: int
-    pad_token_id: int
-    one_row: bool
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, key: Any) -> Batch:
-        index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
-        samples = [_sample_of(self.tokens, number, int(self.lengths[number]), counted) for number in self.rows[index]]
-        num_filled = self.block_size - sum(len(sample["input_ids"]) for sample in samples)
-        fillers = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL}
-        row = {
-            name: F.pad(torch.cat([sample[name] for sample in samples]), (0, num_filled), value=filler)
-            for name, filler in fillers.items()
-        }
-        lengths = [*(len(sample["input_ids"]) for sample in samples), num_filled]
-        return row | {"position_ids": torch.cat([torch.arange(length) for length in lengths])}
-
-    def longest(self, count: int) -> list[int]:
-        """As of ``PackedDataset``."""
-        filled = [self.lengths[numbers] for numbers in self.rows]
-        pairs = np.array([(row**2).sum() + (self.block_size - row.sum()) ** 2 for row in filled])
-        order: list[int] = np.argsort(-pairs, kind="stable").tolist()
-        return order[:count]
-
-    def collate(self, rows: list[Batch]) -> Batch:
-        """As ``packed_batch``."""
-        return packed_batch(rows, one_row=self.one_row)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PaddedConversations(Dataset[Batch]):
-    """A conversation a sample, of at most T tokens; keys and samples are those of ``PaddedDataset``.
-
-    Args:
-        kept: the conversations that are not left out, by their numbers; int64 (M,).
-        lengths: of each conversation the tokens that are taken; int64 (N,).
-    """
-
-    tokens: TokenizedConversations
-    kept: np.ndarray
-    lengths: np.ndarray
-    block_size: int
-    pad_token_id: int
-
-    def longest(self, count: int) -> list[int]:
-        """The ``count`` samples with most tokens."""
-        order: list[int] = np.argsort(-self.lengths[self.kept], kind="stable").tolist()
-        return order[:count]
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def __getitem__(self, key: Any) -> Batch:
-        index, counted = (key, True) if isinstance(key, int) else (key.index, key.counted)
-        number = int(self.kept[index])
-        return _sample_of(self.tokens, number, int(self.lengths[number]), counted)
-
-    def collate(self, samples: list[Batch]) -> Batch:
-        """As ``padded_batch``."""
-        return padded_batch(samples, self.pad_token_id)
-
-
-Rows = PackedDataset | PaddedDataset | PackedConversations | PaddedConversations
-
-
-def _sample_of(tokens: TokenizedConversations, number: int, length: int, counted: bool) -> Batch:
-    """The beginning of a conversation; the label of its first token does not count, by rule 4."""
-    row = tokens.rows[number]
-    input_ids = torch.tensor(row["input_ids"][:length], dtype=torch.int64)
-    is_counted = torch.tensor(row["counted"][:length], dtype=torch.bool) & counted
-    is_counted[0] = False
-    labels = torch.where(is_counted, input_ids, IGNORED_LABEL)
-    return {"input_ids": input_ids, "labels": labels}
+        """As ``packed_batch`` or ``padded_batch``."""
+        if self.packing:
+            return packed_batch(rows, one_row=self.one_row)
+        return padded_batch(rows, self.pad_token_id)
 
 
 def packed_batch(rows: list[Batch], *, one_row: bool) -> Batch:
@@ -257,89 +121,68 @@ def padded_batch(samples: list[Batch], pad_token_id: int) -> Batch:
     } | {"attention_mask": pad_sequence([torch.ones_like(sample["input_ids"]) for sample in samples], batch_first=True)}
 
 
-def pack(
-    documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, *, one_row: bool = False
-) -> PackedDataset:
-    """Rows of ``block_size`` tokens that hold the documents (column ``text``) one behind another.
-
-    Args:
-        one_row: for flash attention, rule 5 of NOTE [ packing ].
-
-    Raises:
-        InputError: a row of fewer than 2 tokens, or a tokenizer without an end-of-text token.
-    """
-    _check_block_size(block_size)
-    tokens = tokenize_documents(documents, tokenizer)
-    return PackedDataset(tokens=tokens, block_size=block_size, pad_token_id=_pad_token_id(tokenizer), one_row=one_row)
-
-
-def pad(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PaddedDataset:
-    """Samples of at most ``block_size`` tokens, none of which holds tokens of two documents.
-
-    Raises:
-        InputError: as ``pack``.
-    """
-    _check_block_size(block_size)
-    tokens = tokenize_documents(documents, tokenizer)
-    ends = tokens.document_starts[1:]
-    counts = -(-np.diff(tokens.document_starts) // block_size)  # samples of each document
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # of each sample in its document
-    starts = np.repeat(tokens.document_starts[:-1], counts) + number * block_size
-    stops = np.minimum(starts + block_size, np.repeat(ends, counts))
-    return PaddedDataset(tokens=tokens, starts=starts, stops=stops, pad_token_id=_pad_token_id(tokenizer))
-
-
-def pack_conversations(
-    tokens: TokenizedConversations,
+def rows_of_documents(
+    documents: datasets.Dataset,
     tokenizer: PreTrainedTokenizerBase,
     block_size: int,
     *,
+    packing: bool = True,
     one_row: bool = False,
-    too_long: TooLong = "drop",
-    split: str = "training",
-) -> PackedConversations:
-    """Rows of ``block_size`` tokens that hold whole conversations.
+) -> Rows:
+    """Rows of ``block_size`` tokens that hold the documents (column ``text``) one behind another.
 
     Args:
+        packing: else each row holds at most so many tokens of one document.
         one_row: for flash attention, rule 5 of NOTE [ packing ].
-        too_long: what becomes of those that are longer than a row.
-        split: names the conversations in messages.
 
     Raises:
-        InputError: a row of fewer than 2 tokens, no conversation with a reply within a row, or one that is longer where
-            that is an error.
+        InputError: a tokenizer without an end-of-text token.
     """
-    lengths, kept = _lengths_and_kept(tokens, block_size, too_long, split)
-    return PackedConversations(
+    tokens = tokenize_documents(documents, tokenizer)
+    starts, length = tokens.document_starts, tokens.document_starts[-1]
+    if packing:
+        row_starts = np.arange(0, length, block_size)
+    else:
+        row_starts = np.concatenate([np.arange(*bounds, block_size) for bounds in pairwise(starts)])
+    bounds = np.union1d(starts, row_starts)  # with the end of the line
+    return Rows(
         tokens=tokens,
-        kept=kept,
-        lengths=lengths,
-        rows=best_fit_decreasing(kept, lengths, block_size),
+        spans=np.stack([bounds[:-1], bounds[1:]], axis=1),
+        first_spans=np.searchsorted(bounds, np.append(row_starts, length)),
         block_size=block_size,
         pad_token_id=_pad_token_id(tokenizer),
+        packing=packing,
         one_row=one_row,
     )
 
 
-def pad_conversations(
+def rows_of_conversations(
     tokens: TokenizedConversations,
+    lengths: np.ndarray,
     tokenizer: PreTrainedTokenizerBase,
     block_size: int,
     *,
-    too_long: TooLong = "drop",
-    split: str = "training",
-) -> PaddedConversations:
-    """Samples of at most ``block_size`` tokens, a conversation each.
+    packing: bool = True,
+    one_row: bool = False,
+) -> Rows:
+    """Rows of ``block_size`` tokens that hold whole conversations.
 
     Args:
-        too_long, split: as of ``pack_conversations``.
-
-    Raises:
-        InputError: as ``pack_conversations``.
+        lengths: of each conversation the tokens that are taken, as ``lengths_within`` says; int64 (N,).
+        packing, one_row: as of ``rows_of_documents``.
     """
-    lengths, kept = _lengths_and_kept(tokens, block_size, too_long, split)
-    return PaddedConversations(
-        tokens=tokens, kept=kept, lengths=lengths, block_size=block_size, pad_token_id=_pad_token_id(tokenizer)
+    kept = np.flatnonzero(lengths)
+    rows = best_fit_decreasing(kept, lengths, block_size) if packing else kept[:, None]
+    numbers = np.concatenate(rows)
+    starts = tokens.document_starts[numbers]
+    return Rows(
+        tokens=tokens,
+        spans=np.stack([starts, starts + lengths[numbers]], axis=1),
+        first_spans=np.cumsum([0, *map(len, rows)]),
+        block_size=block_size,
+        pad_token_id=_pad_token_id(tokenizer),
+        packing=packing,
+        one_row=one_row,
     )
 
 
@@ -370,37 +213,6 @@ def best_fit_decreasing(numbers: np.ndarray, lengths: np.ndarray, block_size: in
                 insort(spaces, left)
             by_space[left].append(row)
     return rows
-
-
-def _lengths_and_kept(
-    tokens: TokenizedConversations, block_size: int, too_long: TooLong, split: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of each conversation the tokens that are taken; and those with one that counts, but for the first: rules 4, 7."""
-    _check_block_size(block_size)
-    num_longer = int((tokens.lengths > block_size).sum())
-    if too_long == "error" and num_longer:
-        raise InputError(
-            f"--block_size {block_size} is too short for {num_longer:,} of {len(tokens.lengths):,} {split} "
-            "conversations: raise it, or pass --too_long drop"
-        )
-    lengths = tokens.lengths_within(block_size, too_long)
-    kept = np.flatnonzero(tokens.first_counted < lengths)
-    if not len(kept):
-        way_out = "" if too_long == "truncate" else ", or pass --too_long truncate"
-        raise InputError(
-            f"--block_size {block_size} has no room for a reply of any of the {len(lengths):,} {split} conversations: "
-            f"raise it{way_out}"
-        )
-    return lengths, kept
-
-
-def fingerprint_of(train: Rows, validation: Rows, tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
-    """The fingerprint of both splits; it does not depend on the length of their rows."""
-    splits = {"training text": train, "held-out text": validation}
-    return Fingerprint(
-        samples={name: rows.tokens.samples(name) for name, rows in splits.items()},
-        tokenizer=digest_of_tokenizer(tokenizer),
-    )
 
 
 def document_lengths(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -466,11 +278,6 @@ def keeps_documents_apart(model: nn.Module, *, one_row: bool = False) -> bool:
         return effect(position_ids=positions) <= 1e-3 * effect()
     finally:
         model.train(was_training)
-
-
-def _check_block_size(block_size: int) -> None:
-    if block_size < 2:
-        raise InputError(f"--block_size {block_size} leaves nothing to predict: raise it to at least 2")
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

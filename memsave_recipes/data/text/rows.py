@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from memsave_recipes.data.text.chat_template import (
@@ -15,17 +16,8 @@ from memsave_recipes.data.text.chat_template import (
 )
 from memsave_recipes.data.text.conversations import ConversationSplits, Message, load_conversations, names_conversations
 from memsave_recipes.data.text.documents import TextArguments, TextSplits, load_documents
-from memsave_recipes.data.text.packing import (
-    PackedConversations,
-    PaddedConversations,
-    Rows,
-    fingerprint_of,
-    pack,
-    pack_conversations,
-    pad,
-    pad_conversations,
-)
-from memsave_recipes.data.text.tokenizers import load_tokenizer
+from memsave_recipes.data.text.packing import Rows, rows_of_conversations, rows_of_documents
+from memsave_recipes.data.text.tokenizers import digest_of_tokenizer, load_tokenizer
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.fingerprint import Fingerprint
 
@@ -71,8 +63,12 @@ class TokenRows:
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of both splits and the tokenizer; it does not depend on the length of the rows."""
-        return fingerprint_of(self.train, self.validation, self.tokenizer)
+        """The digests of both splits and of the tokenizer; they do not depend on the length of the rows."""
+        splits = {"training text": self.train, "held-out text": self.validation}
+        return Fingerprint(
+            samples={name: rows.tokens.samples(name) for name, rows in splits.items()},
+            tokenizer=digest_of_tokenizer(self.tokenizer),
+        )
 
     def prompt(self, text: str | None) -> Prompt:
         """``text``, in conversations as a user's message; by default held-out data."""
@@ -98,10 +94,10 @@ def load_rows(
         trust_remote_code: run the code that comes with the tokenizer.
         stream_bytes, seed: as ``load_documents``.
         eval_only: nothing is trained, so that ``--validation_file`` may stand alone.
-        one_row: as ``pack``.
+        one_row: as ``rows_of_documents``.
 
     Raises:
-        InputError: as ``load_documents`` or ``load_conversations``, ``load_tokenizer`` and ``pack``.
+        InputError: as ``load_documents`` or ``load_conversations``, ``load_tokenizer`` and ``rows_of_documents``.
     """
     source = flags.tokenizer_name or tokenizer_name
     if eval_only and flags.validation_file and not flags.train_file and not source:
@@ -126,8 +122,10 @@ def _rows_of_documents(
         if value:
             raise InputError(f"{flag} is for conversations, and the data are plain text: leave it out")
     tokenizer = make_tokenizer(text.train["text"], vocab_size=flags.vocab_size)
-    in_rows = partial(pack, one_row=one_row) if flags.packing else pad
-    train, validation = (in_rows(part, tokenizer, flags.block_size) for part in (text.train, text.validation))
+    train, validation = (
+        rows_of_documents(part, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
+        for part in (text.train, text.validation)
+    )
     prompt = text.validation[0]["text"][:PROMPT_CHARACTERS]
     return TokenRows(
         train=train, validation=validation, tokenizer=tokenizer, held_out_prompt=prompt, notice=text.notice
@@ -145,24 +143,20 @@ def _rows_of_conversations(
     vocab_size = flags.vocab_size - (len(CHATML_TOKENS) if is_new else 0)
     tokenizer = make_tokenizer(chats.texts(), vocab_size=vocab_size)
     set_chat_template(tokenizer, flags.chat_template, is_new=is_new)
-    in_rows = partial(pack_conversations, one_row=one_row) if flags.packing else pad_conversations
-    train, validation = (
-        in_rows(
-            tokenize_conversations(part, tokenizer, train_on_prompt=flags.train_on_prompt),
-            tokenizer,
-            flags.block_size,
-            too_long=flags.too_long,
-            split=split,
+    notes, rows = [chats.notice], []
+    for split, part in (("training", chats.train), ("held-out", chats.validation)):
+        tokens = tokenize_conversations(part, tokenizer, train_on_prompt=flags.train_on_prompt)
+        lengths = tokens.lengths_within(flags.block_size, flags.too_long, split)
+        rows.append(
+            rows_of_conversations(tokens, lengths, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
         )
-        for split, part in (("training", chats.train), ("held-out", chats.validation))
-    )
+        notes += _notes(rows[-1], tokens.lengths, lengths, split)
     mark = end_of_turn(tokenizer)
-    notes = [chats.notice, *_notes(train, "training"), *_notes(validation, "held-out")]
     if mark is None:
         notes.append("the chat template writes no mark behind a reply, so the model does not learn where to stop")
     return TokenRows(
-        train=train,
-        validation=validation,
+        train=rows[0],
+        validation=rows[1],
         tokenizer=tokenizer,
         held_out_prompt=_question(chats.validation[0]["messages"]),
         end_of_turn=mark,
@@ -170,15 +164,16 @@ def _rows_of_conversations(
     )
 
 
-def _notes(rows: PackedConversations | PaddedConversations, split: str) -> list[str]:
-    """How full the rows are, and how many conversations lose their end or all, in a few words each."""
-    lengths, block_size = rows.tokens.lengths, rows.block_size
-    notes = []
-    if isinstance(rows, PackedConversations):
-        fill = rows.lengths[rows.kept].sum() / (len(rows) * block_size)
-        notes.append(f"{len(rows):,} {split} rows, {fill:.0%} full")
-    is_longer = lengths[rows.kept] > block_size
-    num_cut = int((is_longer & (rows.lengths[rows.kept] == block_size)).sum())
+def _notes(rows: Rows, lengths: np.ndarray, taken: np.ndarray, split: str) -> list[str]:
+    """How full the rows are, and how many conversations lose their end or all, in a few words each.
+
+    Args:
+        lengths, taken: of each conversation its tokens, and those in a row; int64 (N,).
+    """
+    block_size = rows.block_size
+    notes = [f"{len(rows):,} {split} rows, {taken.sum() / (len(rows) * block_size):.0%} full"] if rows.packing else []
+    is_longer = (lengths > block_size) & (taken > 0)
+    num_cut = int((is_longer & (taken == block_size)).sum())
     if num_shorter := int(is_longer.sum()) - num_cut:
         notes.append(
             f"{num_shorter:,} of {len(lengths):,} {split} conversations end with the last reply within --block_size "
@@ -189,7 +184,7 @@ def _notes(rows: PackedConversations | PaddedConversations, split: str) -> list[
             f"{num_cut:,} of {len(lengths):,} {split} conversations are cut at --block_size {block_size}, most of them "
             "without the mark that ends a reply"
         )
-    if num_left_out := len(lengths) - len(rows.kept):
+    if num_left_out := int((taken == 0).sum()):
         notes.append(f"{num_left_out:,} {split} conversations are left out, as no reply fits into --block_size")
     return notes
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -81,24 +81,30 @@ class TokenLine:
         piece_starts: where each piece begins in the line, and at last its length; int64 (P + 1,).
         document_starts: where each document begins, and at last the length of the line; int64 (D + 1,).
         piece_digests: of the tokens of each piece; int64 (P,).
-        num_bytes: of all documents in UTF-8.
+        num_tokens: of those that count in the loss.
+        num_bytes: of their text in UTF-8.
     """
 
     pieces: datasets.Dataset
     piece_starts: np.ndarray
     document_starts: np.ndarray
     piece_digests: np.ndarray
+    num_tokens: int
     num_bytes: int
+    noun: ClassVar[str] = "document"
 
-    @property
-    def num_tokens(self) -> int:
-        """Of all documents, with their beginnings and ends where the tokenizer marks them."""
-        return int(self.piece_starts[-1])
+    def read(self, spans: np.ndarray, column: str = "input_ids") -> np.ndarray:
+        """The tokens of ``spans``, int64 (S, 2), of the line, one behind another; int64 (sum of their lengths,)."""
+        breaks = np.flatnonzero(spans[1:, 0] != spans[:-1, 1]) + 1  # neighbours are read at once
+        return np.concatenate([self._between(run[0, 0], run[-1, 1], column) for run in np.split(spans, breaks)])
 
-    def between(self, start: int, stop: int) -> np.ndarray:
-        """The tokens ``start`` to ``stop - 1`` of the line, int64 (stop - start,)."""
+    def is_counted(self, spans: np.ndarray) -> np.ndarray:
+        """Which of these tokens count in the loss: all. bool (sum of their lengths,)."""
+        return np.ones(np.diff(spans).sum(), dtype=bool)
+
+    def _between(self, start: int, stop: int, column: str) -> np.ndarray:
         first, last = np.searchsorted(self.piece_starts, [start, stop - 1], side="right") - 1
-        tokens = np.concatenate(self.pieces[int(first) : int(last) + 1]["input_ids"])
+        tokens = np.concatenate(self.pieces[int(first) : int(last) + 1][column])
         skipped = start - self.piece_starts[first]
         return tokens[skipped : skipped + stop - start]
 
@@ -107,7 +113,7 @@ class TokenLine:
 
         def name_of(piece: int) -> str:
             number = np.searchsorted(self.document_starts, self.piece_starts[piece], side="right")
-            return f"document {number} of the {split}"
+            return f"{self.noun} {number} of the {split}"
 
         return Samples(digests=self.piece_digests, name_of=name_of)
 
@@ -145,6 +151,7 @@ def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokeniz
         piece_starts=piece_starts,
         document_starts=piece_starts[np.append(document_bytes > 0, True)],
         piece_digests=pieces["digest"][:],
+        num_tokens=int(piece_starts[-1]),
         num_bytes=int(document_bytes.sum()),
     )
 
@@ -417,7 +424,7 @@ def check_inputs(model: PreTrainedModel, texts: TokenizedText) -> None:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of its vocabulary and special tokens; how it merges shows in the tokens that it makes."""
+    """Hash its vocabulary and special tokens; how it merges shows in the tokens that it makes."""
     tables = (tokenizer.get_vocab(), tokenizer.special_tokens_map)
     return f"{digest_of(repr([sorted(table.items()) for table in tables]).encode()):x}"
 
