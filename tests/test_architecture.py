@@ -149,6 +149,12 @@ def test_whoever_has_values_needs_no_flags():
         assert "accelerate" not in TABLE[package][1], package
 
 
+def test_images_and_text_know_nothing_of_each_other():
+    for package, other in (("vision", "text"), ("text", "vision")):
+        for path in (ROOT / "memsave_recipes/data" / package).glob("*.py"):
+            assert not [module for module in imports_of(path) if module.startswith(f"memsave_recipes.data.{other}")]
+
+
 def test_everything_is_in_the_table():
     assert {package_of(path) for path in FILES} == TABLE.keys()
 

@@ -24,6 +24,7 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -42,6 +43,7 @@ LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds an
 NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "vendor", "_vendor", "externals"}
 """Folders whose files no library counts as its own."""
 HELD_OUT = 0.05  # of texts without a validation split
+ROWS_AT_ONCE, MANY_ROWS = 256, 1000
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
 MAX_NAMED = 12  # columns, splits or classes in a message
 VALIDATION_NAMES = ("validation", "validation_matched", "valid", "val", "dev", "test")
@@ -73,7 +75,7 @@ class FoundFiles:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files together."""
+        """The size of all files together."""
         return sum(path.stat().st_size for path in self.files)
 
     def notes(self, source: str) -> list[str]:
@@ -243,6 +245,44 @@ def hold_out_smallest(rows: datasets.Dataset, hashes: np.ndarray, share: float) 
     """Hold out the ``share`` of the rows with the smallest hashes, int64 (N,), so that copies stay on one side."""
     quota = ceil(share * len(hashes))
     return hold_out(rows, hashes <= np.partition(hashes, quota - 1)[quota - 1])
+
+
+def of_each(
+    rows: datasets.Dataset,
+    *,
+    column: str,
+    function: Callable[[Any], Any],
+    dtype: str,
+    threads: int = 0,
+    desc: str | None = None,
+) -> list[Any]:
+    """Answers of ``function`` on a column, which ``datasets`` keeps until the values or the data before them change.
+
+    Args:
+        dtype: of the answers, such as ``int64``.
+        threads: that run at once, where they leave Python's lock.
+        desc: of the progress bar, which many rows get on a terminal.
+    """
+    with progress_bars(desc is not None and len(rows) > MANY_ROWS):
+        answered = rows.map(
+            _answers,
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            input_columns=column,
+            remove_columns=rows.column_names,
+            features=datasets.Features(answer=datasets.Value(dtype)),
+            fn_kwargs={"function": function, "threads": threads},
+            desc=desc,
+        )
+    answers: list[Any] = answered["answer"][:]
+    return answers
+
+
+def _answers(values: list[Any], function: Callable[[Any], Any], threads: int) -> dict[str, list[Any]]:
+    if not threads:
+        return {"answer": list(map(function, values))}
+    with ThreadPoolExecutor(threads) as pool:
+        return {"answer": list(pool.map(function, values))}
 
 
 @contextmanager

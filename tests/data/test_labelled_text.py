@@ -248,7 +248,7 @@ MISTAKES = {
     "no label column": ({"train": [{"text": "a", "lable": 0}]}, "--label_column"),
     "no such column": ({"text_column": "txet"}, "no column txet, only label, text"),
     "no such pair column": ({"text_pair_column": "reply"}, "--text_pair_column"),
-    "numbers as texts": ({"train": [{"text": 1.5, "label": 0}]}, "holds no text"),
+    "numbers as texts": ({"train": [{"text": 1.5, "label": 0}]}, "row 1 has no text in its column text"),
     "measurements as labels": ({"train": [{"text": "a", "label": 0.5}]}, "words or whole numbers"),
 }
 

@@ -54,6 +54,7 @@ from memsave_recipes.data.sources import (
     generated,
     hold_out_smallest,
     not_utf_8,
+    of_each,
     progress_bars,
     rows_of,
 )
@@ -167,8 +168,7 @@ def _load_files(flags: TextArguments, seed: int) -> TextSplits:
     notes = [note for split, files in found.items() for note in files.notes(sources[split])]
     written, further = _train_and_validation(splits, sources)
     if flags.mix_weights is not None:
-        with progress_bars(False):
-            written["train"], note = mix(written["train"], words["train"], flags.mix_weights, seed)
+        written["train"], note = mix(written["train"], words["train"], flags.mix_weights, seed)
         further.append(note)
     return _finished(written, notes + further)
 
@@ -293,8 +293,9 @@ def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
         kind = "its one document" if count == 1 else f"each of its {count} documents"
         splits = {"train": _each(documents, _head), "validation": _each(documents, _tail)}
         return splits, f"the last {HELD_OUT:.0%} of {kind} are held out of {source}"
-    hashes = _of_each(documents, _hash, "path" if "path" in documents.column_names else "text")
-    splits = hold_out_smallest(documents, hashes, HELD_OUT)
+    named = "path" if "path" in documents.column_names else "text"
+    hashes = of_each(documents, column=named, function=_hash, dtype="int64")
+    splits = hold_out_smallest(documents, np.array(hashes), HELD_OUT)
     return splits, f"{len(splits['validation'])} of the {count} documents of {source} are held out"
 
 
@@ -326,19 +327,6 @@ def _cut(text: str) -> int:
     return next((end + 1 for end in ends if end >= 0), latest)
 
 
-def _of_each(documents: datasets.Dataset, function: Callable[[str], int], column: str = "text") -> np.ndarray:
-    """``function`` of every text, int64 (N,), in the cache of ``datasets``."""
-    answered = documents.map(
-        lambda texts: {"answer": list(map(function, texts))},
-        batched=True,
-        input_columns=column,
-        remove_columns=documents.column_names,
-        features=Features(answer=Value("int64")),
-    )
-    answers: np.ndarray = answered.with_format("numpy")["answer"][:]
-    return answers
-
-
 def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -360,7 +348,7 @@ def mix(
         InputError: a source has no documents.
     """
     generator = np.random.Generator(np.random.Philox(seed))
-    num_bytes = _of_each(documents, _num_bytes)
+    num_bytes = np.array(of_each(documents, column="text", function=_num_bytes, dtype="int64"))
     source_of = documents.with_format("numpy")["source"][:]
     members = [np.flatnonzero(source_of == number) for number in range(len(names))]
     for name, indices in zip(names, members, strict=True):

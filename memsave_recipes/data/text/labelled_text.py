@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -150,26 +150,26 @@ def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[s
         InputError: two sources; a file, split, column, row, text or label is missing; fewer than two classes; a
             label outside the classes. Rows are counted from 1, in each file.
     """
-    source = _read_source(flags, only_validation=model_labels is not None)
-    first = source.splits.get("train", source.splits["validation"])
-    columns = _find_columns(first[0], flags.text_column, flags.text_pair_column, flags.label_column)
-    selected = {split: [_select(part, columns) for part in parts] for split, parts in source.splits.items()}
-    names, index_of = _classes(selected.get("train", selected["validation"]))
-    if model_labels is not None:
-        names, places = in_classes_of_model(names, model_labels, first[0].source)
-        index_of = {label: places[index] for label, index in index_of.items()}
+    splits, notes = _read_source(flags, only_validation=model_labels is not None)
     with progress_bars(False):
+        first = splits.get("train", splits["validation"])
+        columns = _find_columns(first[0], flags.text_column, flags.text_pair_column, flags.label_column)
+        selected = {split: [_select(part, columns) for part in parts] for split, parts in splits.items()}
+        names, index_of = _classes(selected.get("train", selected["validation"]))
+        if model_labels is not None:
+            names, places = in_classes_of_model(names, model_labels, first[0].source)
+            index_of = {label: places[index] for label, index in index_of.items()}
         whole = {
             split: datasets.concatenate_datasets([_with_class_indices(part, names, index_of) for part in parts])
             for split, parts in selected.items()
         }
-        kept = {split: _with_text(rows, source.splits[split]) for split, rows in whole.items()}
+        kept = {split: _with_text(rows, splits[split]) for split, rows in whole.items()}
     return LabelledText(
         train=kept.get("train", kept["validation"]),
         validation=kept["validation"],
         label_names=tuple(names),
         num_without_text=sum(map(len, whole.values())) - sum(map(len, kept.values())),
-        of_files=source.notes,
+        of_files=notes,
     )
 
 
@@ -180,39 +180,28 @@ class _Part(NamedTuple):
     rows: datasets.Dataset
 
 
-class _Source(NamedTuple):
+def _read_source(
+    flags: LabelledTextArguments, *, only_validation: bool
+) -> tuple[dict[str, list[_Part]], tuple[str, ...]]:
     """The parts of each split, and lines on files that are read or not."""
-
-    splits: dict[str, list[_Part]]
-    notes: tuple[str, ...] = ()
-
-
-def _read_source(flags: LabelledTextArguments, *, only_validation: bool) -> _Source:
     dataset, config_name = flags.dataset, flags.dataset_config_name
     if config_name and dataset in (None, BUILT_IN):
         raise InputError(f"--dataset_config_name {config_name} goes with --dataset HUB_ID: leave it out")
     if dataset and not (flags.train_file or flags.validation_file):
         if dataset != BUILT_IN:
-            return _Source(_read_hub(dataset, config_name))
-        with progress_bars(False):
-            return _Source({split: [_Part("--dataset docstrings", rows)] for split, rows in load_docstrings().items()})
-    if flags.validation_file and not dataset and (flags.train_file or only_validation):
-        words = {"train": flags.train_file, "validation": flags.validation_file}
-        return _read_files({split: named for split, named in words.items() if named})
-    raise InputError(
-        "give the texts by --dataset docstrings, by --dataset HUB_ID, or by --train_file and --validation_file"
-    )
-
-
-def _read_files(words: dict[str, list[str]]) -> _Source:
+            return _read_hub(dataset, config_name), ()
+        return {split: [_Part("--dataset docstrings", rows)] for split, rows in load_docstrings().items()}, ()
+    if not flags.validation_file or dataset or not (flags.train_file or only_validation):
+        raise InputError(
+            "give the texts by --dataset docstrings, by --dataset HUB_ID, or by --train_file and --validation_file"
+        )
     splits, notes = {}, []
-    for split, named in words.items():
-        flag = f"--{split}_file"
-        found = find_files(flag, named, FORMATS)
-        notes += found.notes(flag)
-        with progress_bars(False):
-            splits[split] = [_read_file(flag, path) for path in found.files]
-    return _Source(splits, tuple(notes))
+    for split, words in (("train", flags.train_file), ("validation", flags.validation_file)):
+        if words:
+            found = find_files(f"--{split}_file", words, FORMATS)
+            notes += found.notes(f"--{split}_file")
+            splits[split] = [_read_file(f"--{split}_file", path) for path in found.files]
+    return splits, tuple(notes)
 
 
 def _read_hub(dataset: str, config_name: str | None) -> dict[str, list[_Part]]:
@@ -224,6 +213,7 @@ def _read_hub(dataset: str, config_name: str | None) -> dict[str, list[_Part]]:
     return {split: [_Part(f"{source}, split {name}", splits[name])] for split, name in chosen.items()}
 
 
+@progress_bars(False)
 def _read_file(flag: str, path: Path) -> _Part:
     source = f"{flag} {path}"
     if not path.stat().st_size:
@@ -278,7 +268,7 @@ def _find_column(names: Iterable[str], part: _Part, flag: str) -> str:
 
 
 def _select(part: _Part, columns: dict[str, str]) -> _Part:
-    """Only these columns, under our names, with a label in every row."""
+    """Only these columns, under our names, with texts or null, and a label in every row."""
     source, rows = part
     for theirs, ours in columns.items():
         if theirs not in rows.column_names:
@@ -286,19 +276,28 @@ def _select(part: _Part, columns: dict[str, str]) -> _Part:
                 f"{source} has no column {theirs}, only {join_names(rows.column_names, MAX_NAMED)}: "
                 f"name it by --{ours}_column"
             )
-        values = rows[theirs][:]
-        if ours == "label" and None in values:
-            raise InputError(f"{source}: row {values.index(None) + 1} has no {theirs}: add it or remove the row")
-        if ours != "label" and not all(isinstance(value, str | None) for value in values):
-            raise InputError(f"{source}: the column {theirs} holds no text: name another one by --{ours}_column")
+        for number, value in enumerate(rows[theirs][:], start=1):
+            _check_value(value, ours, f"{source}: row {number}", theirs)
     selected = rows.select_columns(list(columns)).rename_columns(columns)
     texts = {column: datasets.Value("string") for column in selected.column_names if column != "label"}
     return _Part(source, selected.cast(datasets.Features({**selected.features, **texts})))
 
 
+def _check_value(value: Any, ours: str, place: str, theirs: str) -> None:
+    if ours != "label" and not isinstance(value, str | None):
+        raise InputError(f"{place} has no text in its column {theirs}: name another one by --{ours}_column")
+    if ours == "label" and value is None:
+        raise InputError(f"{place} has no {theirs}: add it or remove the row")
+    if ours == "label" and not isinstance(value, str | int):
+        raise InputError(
+            f"{place} has the label {str(value)[:80]}, and labels are words or whole numbers: name another column by "
+            "--label_column"
+        )
+
+
 def _classes(parts: Sequence[_Part]) -> tuple[list[str], dict[str, int]]:
     """The names of the classes, and the class of each label as it stands in the data."""
-    found = [label for part in parts for label in _checked_labels(part)]
+    found = [label for part in parts for label in part.rows["label"]]
     labels = set(found)
     if len({isinstance(label, bool) for label in found}) > 1:  # True and 1 are one to Python
         raise InputError(f"{_name_of(parts)} has true or false beside other labels: write all of them alike")
@@ -310,16 +309,6 @@ def _classes(parts: Sequence[_Part]) -> tuple[list[str], dict[str, int]]:
     are_numbers = all(isinstance(label, int) for label in labels)
     names = list(dict.fromkeys(map(str, sorted(labels, key=None if are_numbers else str))))
     return names, {name: index for index, name in enumerate(names)}
-
-
-def _checked_labels(part: _Part) -> Iterator[str | int]:
-    for number, label in enumerate(part.rows["label"], start=1):
-        if not isinstance(label, str | int):
-            raise InputError(
-                f"{part.source}: row {number} has the label {str(label)[:80]}, and labels are words or whole numbers: "
-                "name another column by --label_column"
-            )
-        yield label
 
 
 def _name_of(parts: Sequence[_Part]) -> str:
@@ -351,6 +340,7 @@ def _have_text(*columns: list[str | None]) -> list[bool]:
     return [None not in row and any(text and text.strip() for text in row) for row in zip(*columns, strict=True)]
 
 
+@progress_bars(False)
 def load_docstrings() -> Splits:
     """The splits ``train`` and ``validation`` with the columns ``text`` and ``label``: some seconds, then cached.
 

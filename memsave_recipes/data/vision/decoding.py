@@ -24,8 +24,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,13 +35,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memsave_recipes.data.sources import LONG_BYTES, Splits, progress_bars
+from memsave_recipes.data.sources import LONG_BYTES, Splits, of_each, progress_bars
 from memsave_recipes.data.vision.augmentation import Augmentation
 from memsave_recipes.data.vision.image_folder import file_state, first_of, readable
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
 from memsave_recipes.losses import IGNORED_LABEL
-from memsave_recipes.text import ProgressBar, first_line
+from memsave_recipes.text import first_line
 
 with packages_of("vision", "images"):
     from PIL import Image, UnidentifiedImageError
@@ -56,8 +56,8 @@ MAX_KEPT_BYTES = 256 * 1024**2
 MAX_NAMED = 10
 GREY, MAX_GREY_BITS = "I;16", 16
 """Pillow's modes of such images begin so."""
-READING_THREADS = 8  # reading and hashing leave Python's lock
-IMAGES_AT_ONCE = 256
+of_each_image = partial(of_each, column="image", dtype="string", threads=8)
+"""Reading and hashing leave Python's lock."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -146,11 +146,13 @@ def without_broken(splits: Splits, source: str, folder: str | None, *, skip: boo
         InputError: there are broken ones, and ``skip`` is false.
     """
     whole, broken, grey = {}, [], []
+    look = defect_of_pixels if skip else defect_of_header
     for split, rows in splits.items():
-        defects = of_each_image(rows, defect_of_pixels if skip else defect_of_header, "checking images")
-        whole[split] = rows.select([index for index, defect in enumerate(defects) if defect in ("", GREY)])
-        grey.append(rows.select([index for index, defect in enumerate(defects) if defect == GREY]))
-        for index in (index for index, defect in enumerate(defects) if defect not in ("", GREY)):
+        defects = np.array(of_each_image(rows, desc="checking images", function=look))
+        is_grey, is_broken = defects == GREY, ~np.isin(defects, ["", GREY])
+        whole[split] = rows.select(np.flatnonzero(~is_broken))
+        grey.append(rows.select(np.flatnonzero(is_grey)))
+        for index in np.flatnonzero(is_broken).tolist():
             broken.append(f"{_name_of(rows[index]['image'], index, split, folder)} ({defects[index]})")
     if broken and not skip:
         raise InputError(
@@ -161,12 +163,14 @@ def without_broken(splits: Splits, source: str, folder: str | None, *, skip: boo
 
 
 def bits_of_grey(grey: Sequence[datasets.Dataset]) -> int:
-    """Of the values in images of 16 bits: as many as the largest value has, at least 8.
+    """Count the bits of the largest value in images of 16 bits, at least 8.
 
     Raises:
         InputError: one of them cannot be decoded.
     """
-    largest = [int(one) for rows in grey for one in of_each_image(rows, _largest_grey, "reading grey values")]
+    largest = [
+        int(one) for rows in grey for one in of_each_image(rows, function=_largest_grey, desc="reading grey values")
+    ]
     if min(largest) < 0:
         raise InputError("a grey image of 16 bits cannot be decoded: pass --skip_broken_images, which names it")
     return max(8, max(largest).bit_length())
@@ -267,44 +271,8 @@ def _name_of(image: Stored | None, index: int, split: str, folder: str | None = 
     return os.path.relpath(path, folder) if folder else str(path)
 
 
-def of_each_image(rows: datasets.Dataset, function: Callable[[Stored], str], desc: str) -> list[str]:
-    """``function`` of the column ``image`` of every row, in threads, with a progress bar on a terminal.
-
-    ``datasets`` keeps the answers in its cache until a file changes its time, also for the other ranks.
-    """
-    with progress_bars(False), ProgressBar(total=len(rows), desc=desc, unit="image") as bar:
-        answered = rows.map(
-            _OfEach(function, bar),
-            batched=True,
-            batch_size=IMAGES_AT_ONCE,
-            input_columns="image",
-            remove_columns=rows.column_names,
-            features=datasets.Features(answer=datasets.Value("string")),
-        )
-    answers: list[str] = answered["answer"][:]
-    return answers
-
-
-class _OfEach:
-    """For ``datasets``, which hashes it to find its answers again: the bar is no part of that."""
-
-    def __init__(self, function: Callable[[Stored], str], bar: ProgressBar) -> None:
-        self.function = function
-        self.bar = bar
-
-    def __getstate__(self) -> Callable[[Stored], str]:
-        return self.function
-
-    def __call__(self, images: list[Stored]) -> dict[str, list[str]]:
-        with ThreadPoolExecutor(READING_THREADS) as threads:
-            answers = list(threads.map(self.function, images))
-        self.bar.update(len(images))
-        return {"answer": answers}
-
-
 LIST = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
-ROWS_AT_ONCE = 1000
 SPLITS = {"train": "training images", "validation": "held-out images"}
 
 
@@ -331,7 +299,7 @@ def check_against_list(splits: dict[str, datasets.Dataset], data_dir: str) -> di
     changed = {
         name
         for split, rows in splits.items()
-        for name, digest in zip(names[split], of_each_image(rows, _sha256, "hashing images"), strict=True)
+        for name, digest in zip(names[split], of_each_image(rows, function=_sha256, desc="hashing images"), strict=True)
         if digest != listed[name]
     }
     _refuse(data_dir, changed, f"other bytes than {LIST} says", "restore, or make the list again if that is meant")
@@ -357,10 +325,14 @@ def fingerprint_of_images(
         samples = {name: _samples_of_dataset(rows, name) for name, rows in named.items()}
         return Fingerprint(samples=samples, label_names=label_names)
     files = {name: _files(rows, os.path.abspath(data_dir)) for name, rows in named.items()}
+
+    def samples_by(text_of: Callable[[_File], str]) -> dict[str, Samples]:
+        return {name: _samples_of(found, text_of) for name, found in files.items()}
+
     return Fingerprint(
-        samples=_samples(files, lambda file: f"{file.name} {file.size} {file.label}"),
-        contents=_samples(files, lambda file: listed[file.name]) if listed else {},
-        times=_samples(files, lambda file: f"{file.time_ns}"),
+        samples=samples_by(lambda file: f"{file.name} {file.size} {file.label}"),
+        contents=samples_by(lambda file: listed[file.name]) if listed else {},
+        times=samples_by(lambda file: f"{file.time_ns}"),
         label_names=label_names,
     )
 
@@ -376,15 +348,10 @@ class _File(NamedTuple):
 
 def _files(rows: datasets.Dataset, root: str) -> list[_File]:
     files = []
-    for batch in rows.iter(ROWS_AT_ONCE):
-        for image, label in zip(batch["image"], batch["label"], strict=True):
-            state = file_state(image["path"])
-            files.append(_File(os.path.relpath(image["path"], root), state.st_size, state.st_mtime_ns, label))
+    for image, label in zip(rows["image"], rows["label"], strict=True):
+        state = file_state(image["path"])
+        files.append(_File(os.path.relpath(image["path"], root), state.st_size, state.st_mtime_ns, label))
     return files
-
-
-def _samples(files: dict[str, list[_File]], text_of: Callable[[_File], str]) -> dict[str, Samples]:
-    return {split: _samples_of(found, text_of) for split, found in files.items()}
 
 
 def _samples_of(files: list[_File], text_of: Callable[[_File], str]) -> Samples:

@@ -19,7 +19,7 @@ import datasets
 import numpy as np
 
 from memsave_recipes.data import in_classes_of_model
-from memsave_recipes.data.sources import Splits, choose_splits, progress_bars
+from memsave_recipes.data.sources import Splits, choose_splits, hold_out, progress_bars
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
 from memsave_recipes.data.vision.decoding import (
     LIST,
@@ -34,7 +34,7 @@ from memsave_recipes.data.vision.decoding import (
     names_below,
     without_broken,
 )
-from memsave_recipes.data.vision.image_folder import find_images, first_of, read_folder
+from memsave_recipes.data.vision.image_folder import ImageFiles, find_images, first_of, read_folder
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.fingerprint import Fingerprint, digest_of
 from memsave_recipes.hub import loading_by_name
@@ -218,9 +218,7 @@ def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
     """
     lost_links: list[str] = []
     if flags.data_dir:
-        files = find_images(
-            flags.data_dir, nested_classes=flags.nested_classes, skip_lost_links=flags.skip_broken_images
-        )
+        files = _find(flags, flags.data_dir)
         splits, lost_links = read_folder(files, flags.source), files.lost_links
     elif flags.dataset == "digits":
         splits = _read_digits()
@@ -242,11 +240,12 @@ def count_classes(flags: ImageDataArguments) -> int | None:
         InputError: as ``find_images``.
     """
     if flags.data_dir:
-        files = find_images(
-            flags.data_dir, nested_classes=flags.nested_classes, skip_lost_links=flags.skip_broken_images
-        )
-        return len(files.label_names)
+        return len(_find(flags, flags.data_dir).label_names)
     return 10 if flags.dataset == "digits" else None
+
+
+def _find(flags: ImageDataArguments, data_dir: str) -> ImageFiles:
+    return find_images(data_dir, nested_classes=flags.nested_classes, skip_lost_links=flags.skip_broken_images)
 
 
 def check_labels(splits: Splits, source: str) -> None:
@@ -304,8 +303,7 @@ def _hold_out(rows: datasets.Dataset, flags: ImageDataArguments, fraction: float
         raise InputError(
             f"{flags.source} has no validation split, and one image a class, so none can be held out: add some"
         )
-    trained = np.setdiff1d(np.arange(len(rows)), held_out)
-    return {"train": rows.select(trained), "validation": rows.select(held_out)}
+    return hold_out(rows, np.isin(np.arange(len(rows)), held_out))
 
 
 @progress_bars(False)
