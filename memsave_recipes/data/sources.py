@@ -88,7 +88,7 @@ class FoundFiles:
 
 
 def find_files(flag: str, words: Sequence[str], endings: Collection[str]) -> FoundFiles:
-    """The files that ``words`` name: NOTE [ words for files ].
+    """Find the files that ``words`` name: NOTE [ words for files ].
 
     Args:
         flag: such as ``--train_file``, for the messages.
@@ -214,7 +214,7 @@ def not_utf_8(source: str, error: UnicodeDecodeError) -> InputError:
 def choose_splits(
     available: Iterable[str], source: str, *ways_out: str, needed: Collection[str] = ("train",)
 ) -> dict[str, str]:
-    """The names that ``train`` and, where there is one, ``validation`` have in a source.
+    """Find the names that ``train`` and, where there is one, ``validation`` have in a source.
 
     Args:
         ways_out: others than to rename a split.
@@ -236,7 +236,7 @@ def choose_splits(
 
 
 def hold_out(rows: datasets.Dataset, is_held_out: np.ndarray) -> Splits:
-    """``train`` and ``validation``, the rows that are held out; bool (N,)."""
+    """Split rows into ``train`` and, where ``is_held_out``, bool (N,), ``validation``."""
     chosen = {"train": ~is_held_out, "validation": is_held_out}
     return {split: rows.select(np.flatnonzero(numbers)) for split, numbers in chosen.items()}
 
@@ -256,7 +256,7 @@ def of_each(
     threads: int = 0,
     desc: str | None = None,
 ) -> list[Any]:
-    """Answers of ``function`` on a column, which ``datasets`` keeps until the values or the data before them change.
+    """Apply ``function`` to each value of a column; ``datasets`` keeps the answers until the data change.
 
     Args:
         dtype: of the answers, such as ``int64``.
@@ -301,7 +301,7 @@ def progress_bars(shown: bool) -> Iterator[None]:
 def generated(
     generator: Callable[..., Iterator[dict[str, Any]]], features: datasets.Features, source: str, **options: Any
 ) -> datasets.Dataset:
-    """The rows of ``generator(**options)``, cached under the hash of both; ``version`` is there for the hash alone.
+    """Cache the rows of ``generator(**options)`` under the hash of both; ``version`` is there for the hash alone.
 
     Raises:
         InputError: the generator's own; there are no rows; a file or the cache cannot be read.
@@ -328,7 +328,7 @@ def _not_empty(generator: Callable[..., Iterator[Any]], source: str, **options: 
 
 
 def source_files(library: str) -> Iterator[tuple[bool, Path]]:
-    """Whether it is held out (3 of 16 are), and the path, of each source file, in an order without meaning."""
+    """List each source file, in an order without meaning: whether it is held out (3 of 16 are), and its path."""
     root = source_folder(library)
     files = {}
     for path in root.rglob("*.py"):
@@ -340,7 +340,7 @@ def source_files(library: str) -> Iterator[tuple[bool, Path]]:
 
 
 def source_folder(library: str) -> Path:
-    """Where the library's source files lie; nothing is imported for it."""
+    """Find where the library's source files lie, without an import of it."""
     if library == "python":
         return Path(sysconfig.get_path("stdlib"))
     specification = find_spec(library)
@@ -349,7 +349,7 @@ def source_folder(library: str) -> Path:
 
 
 def parse_source(path: Path) -> ast.Module:
-    """Empty where this Python cannot read the file: templates, and code for other versions."""
+    """Parse a file; an empty module where this Python cannot: templates, and code for other versions."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes that a future Python refuses
             return ast.parse(path.read_bytes())

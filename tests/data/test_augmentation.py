@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import kornia.geometry.transform as kornia_transform
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from memsave_recipes.data.vision.augmentation import AUGMENTATIONS, Augmentation, normalize, to_pixel_values, warp
+from memsave_recipes.data.vision.augmentation import Augmentation, normalize, to_pixel_values, warp
 
 SIZE = 24
 STILL = Augmentation(degrees=0.0, flip_probability=0.0, translate=0.0, scale=(1.0, 1.0), ratio=(1.0, 1.0))
@@ -185,17 +185,3 @@ def test_half_precision_rounds_the_result_only():
     pixels = torch.randint(0, 256, (16, 3, SIZE, SIZE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     exact = to_pixel_values(pixels, draw(EVERYTHING), **IMAGENET, dtype=torch.float32)
     assert torch.equal(exact.bfloat16(), to_pixel_values(pixels, draw(EVERYTHING), **IMAGENET, dtype=torch.bfloat16))
-
-
-def test_the_named_sets():
-    assert AUGMENTATIONS["none"] is None
-    article = AUGMENTATIONS["article"]
-    assert (article.degrees, article.flip_probability, article.scale, article.ratio) == (
-        30,
-        0.5,
-        (0.96, 1),
-        (0.95, 1.05),
-    )
-    assert AUGMENTATIONS["digits"].flip_probability == 0
-    with pytest.raises(FrozenInstanceError):
-        article.degrees = 0.0

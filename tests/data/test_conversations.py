@@ -189,13 +189,3 @@ def test_the_toy_set_asks_for_docstrings_and_holds_files_out():
     assert [message["content"] for message in by_question["What does `package.C` do?"][1:]] == [
         "One class of this package."
     ]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [{"train_file": ["x.jsonl"]}, {"validation_file": ["x.jsonl"]}, {"dataset_config_name": "x"}],
-    ids=lambda flags: next(iter(flags)),
-)
-def test_the_toy_set_takes_no_other_source(flags):
-    with pytest.raises(InputError, match="--"):
-        load_conversations(TextArguments(dataset="docstring-chats", **flags))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -22,29 +23,11 @@ def flat(tmp_path):
     return root
 
 
-class Backwards:
+@contextmanager
+def backwards(folder, scandir=os.scandir):
     """``os.scandir`` of a file system that lists in another order."""
-
-    scandir = staticmethod(os.scandir)
-
-    def __init__(self, path="."):
-        with self.scandir(path) as entries:
-            self.entries = iter(sorted(entries, key=lambda entry: entry.name, reverse=True))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self.entries)
-
-    def close(self):
-        pass
+    with scandir(folder) as entries:
+        yield sorted(entries, key=lambda entry: entry.name, reverse=True)
 
 
 def names_of(split):
@@ -82,11 +65,9 @@ def test_names_that_mean_something_to_a_glob_or_to_datasets(folder, tmp_path):
     assert (len(splits.train), len(splits.validation)) == (6, 6)
 
 
-def test_linked_folders_are_followed_and_hidden_ones_are_not(folder, tmp_path):
+def test_linked_folders_are_followed(folder, tmp_path):
     (folder / "train" / "dog").rename(tmp_path / "elsewhere")
     (folder / "train" / "dog").symlink_to(tmp_path / "elsewhere")
-    (folder / "train" / ".thumbnails").mkdir()
-    picture().save(folder / "train" / ".thumbnails" / "0.png")
     splits = load(data_dir=str(folder))
     assert splits.label_names == ("cat", "dog")
     assert len(splits.train) == 6
@@ -99,7 +80,10 @@ def test_a_class_may_be_missing_in_validation(folder):
     assert len(load(data_dir=str(folder)).validation) == 3
 
 
-def test_what_is_no_file_is_not_read(flat):
+def test_what_is_no_image_of_a_class_is_not_read(flat):
+    for name in (".old/metadata.jsonl", ".old/0.png", "metadata.jsonl", "cat/.#0.png"):
+        (flat / name).parent.mkdir(exist_ok=True)
+        (flat / name).symlink_to("nowhere") if "#" in name else (flat / name).write_text("{}")
     os.mkfifo(flat / "cat" / "pipe.png")
     (flat / "cat" / "Thumbs.db").write_bytes(b"no image")
     picture().save(flat / "beside the classes.png")
@@ -129,7 +113,7 @@ def test_only_the_seed_and_the_names_say_which_images_are_held_out(flat, monkeyp
     first = load(data_dir=str(flat))
     names = names_of(first.validation)
     assert names_of(load(data_dir=str(flat), seed=1).validation) != names
-    monkeypatch.setattr(os, "scandir", Backwards)
+    monkeypatch.setattr(os, "scandir", backwards)
     moved = flat.rename(flat.with_name("moved"))
     again = load(data_dir=str(moved))
     assert names_of(again.validation) == names
@@ -327,10 +311,3 @@ def test_a_name_that_is_no_text(folder, name):
 def test_a_table_in_a_class_folder(folder):
     (folder / "train" / "dog" / "metadata.jsonl").write_text('{"file_name": "0.png", "label": 7}\n')
     assert "train/dog/metadata.jsonl describes images in a way of its own" in refusal(data_dir=str(folder))
-
-
-def test_what_is_hidden_or_beside_the_classes_is_not_read(folder):
-    (folder / "train" / ".old").mkdir()
-    for name in (".old/metadata.jsonl", "metadata.jsonl", "dog/.#0.png"):
-        (folder / "train" / name).symlink_to("nowhere") if "#" in name else (folder / "train" / name).write_text("{}")
-    assert len(load(data_dir=str(folder)).train) == 6

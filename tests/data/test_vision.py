@@ -7,11 +7,9 @@ import warnings
 from typing import NamedTuple
 
 import datasets
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from datasets.exceptions import DatasetNotFoundError
 from pictures import encoded, load, picture, refusal
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -205,25 +203,6 @@ def test_a_hub_id_while_offline():
     message = refusal(dataset="cifar10")
     assert message.startswith("--dataset cifar10 cannot be loaded: it is not in the cache, and HF_HUB_OFFLINE is set; ")
     assert message.endswith("use --dataset digits or --data_dir DIR")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionError("Couldn't reach the Hub\nat all"),
-        DatasetNotFoundError("doesn't exist on the Hub or cannot be accessed"),
-        huggingface_hub.errors.OfflineModeIsEnabled("offline"),
-        ValueError("Config name is missing.\nPlease pick one"),
-        RuntimeError("Dataset scripts are no longer supported"),
-        FileNotFoundError(),
-    ],
-)
-def test_whatever_loading_raises_is_one_line(monkeypatch, error):
-    def fail(*names):
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    assert "--dataset a/b cannot be loaded" in refusal(dataset="a/b")
 
 
 # Bad input

@@ -98,7 +98,7 @@ class TokenizedConversations(TokenLine):
         return np.diff(self.document_starts)
 
     def is_counted(self, spans: np.ndarray) -> np.ndarray:
-        """Which of the tokens of ``spans`` count in the loss, bool (sum of their lengths,)."""
+        """Read which of the tokens of ``spans`` count in the loss, bool (sum of their lengths,)."""
         return self.read(spans, "counted")
 
     def lengths_within(self, block_size: int, too_long: TooLong, split: str) -> np.ndarray:

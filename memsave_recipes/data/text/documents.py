@@ -235,7 +235,7 @@ def _between_ends(lines: Iterator[str]) -> Iterator[str]:
 
 
 def text_of(value: Any, place: str, text_column: str) -> str | None:
-    """The text of a row, checked.
+    """Check the text of a row.
 
     Raises:
         InputError: it is something else, or cannot be written as UTF-8.
@@ -338,7 +338,7 @@ def _num_bytes(text: str) -> int:
 def mix(
     documents: datasets.Dataset, names: Sequence[str], weights: Sequence[float], seed: int
 ) -> tuple[datasets.Dataset, str]:
-    """A pass over ``documents`` (``text``, and ``source`` from 0 on) by NOTE [ mixture ], and a line about it.
+    """Draw a pass over ``documents`` (``text``, and ``source`` from 0 on) by NOTE [ mixture ]; with a line about it.
 
     Args:
         names: of the sources.

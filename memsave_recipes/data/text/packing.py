@@ -89,7 +89,7 @@ class Rows(Dataset[Batch]):
         }
 
     def longest(self, count: int) -> list[int]:
-        """The ``count`` rows with most tokens, packed ones with most pairs of tokens that see each other."""
+        """Find the ``count`` rows with most tokens, of packed ones with most pairs of tokens that see each other."""
         sizes = lengths = np.diff(self.spans)[:, 0]
         if self.packing:  # masks of windows and dropout count the pairs
             num_filled = self.block_size - np.add.reduceat(lengths, self.first_spans[:-1])
@@ -129,7 +129,7 @@ def rows_of_documents(
     packing: bool = True,
     one_row: bool = False,
 ) -> Rows:
-    """Rows of ``block_size`` tokens that hold the documents (column ``text``) one behind another.
+    """Cut the documents (column ``text``), one behind another, into rows of ``block_size`` tokens.
 
     Args:
         packing: else each row holds at most so many tokens of one document.
@@ -165,7 +165,7 @@ def rows_of_conversations(
     packing: bool = True,
     one_row: bool = False,
 ) -> Rows:
-    """Rows of ``block_size`` tokens that hold whole conversations.
+    """Put whole conversations into rows of ``block_size`` tokens.
 
     Args:
         lengths: of each conversation the tokens that are taken, as ``lengths_within`` says; int64 (N,).

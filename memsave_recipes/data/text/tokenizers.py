@@ -94,12 +94,12 @@ class TokenLine:
     noun: ClassVar[str] = "document"
 
     def read(self, spans: np.ndarray, column: str = "input_ids") -> np.ndarray:
-        """The tokens of ``spans``, int64 (S, 2), of the line, one behind another; int64 (sum of their lengths,)."""
+        """Read the tokens of ``spans`` of the line, int64 (S, 2), one behind another; int64 (sum of their lengths,)."""
         breaks = np.flatnonzero(spans[1:, 0] != spans[:-1, 1]) + 1  # neighbours are read at once
         return np.concatenate([self._between(run[0, 0], run[-1, 1], column) for run in np.split(spans, breaks)])
 
     def is_counted(self, spans: np.ndarray) -> np.ndarray:
-        """Which of these tokens count in the loss: all. bool (sum of their lengths,)."""
+        """Tell which of these tokens count in the loss: all. bool (sum of their lengths,)."""
         return np.ones(np.diff(spans).sum(), dtype=bool)
 
     def _between(self, start: int, stop: int, column: str) -> np.ndarray:
