@@ -32,7 +32,7 @@ import os
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import ceil, isfinite
@@ -291,7 +291,7 @@ def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
         raise InputError(f"{source} has no text: give documents that are not blank")
     if count < MIN_DOCUMENTS:
         kind = "its one document" if count == 1 else f"each of its {count} documents"
-        splits = {"train": _each(documents, _head), "validation": _each(documents, _tail)}
+        splits = {"train": _cut_each(documents, held_out=False), "validation": _cut_each(documents, held_out=True)}
         return splits, f"the last {HELD_OUT:.0%} of {kind} are held out of {source}"
     named = "path" if "path" in documents.column_names else "text"
     hashes = of_each(documents, column=named, function=_hash, dtype="int64")
@@ -307,24 +307,17 @@ def _have_text(texts: list[str | None]) -> list[bool]:
     return [bool(text and text.strip()) for text in texts]
 
 
-def _each(documents: datasets.Dataset, part: Callable[[str], dict[str, str]]) -> datasets.Dataset:
-    features = Features({**documents.features, **TEXT})
-    return _with_text(documents.map(part, input_columns="text", features=features))
+def _cut_each(documents: datasets.Dataset, *, held_out: bool) -> datasets.Dataset:
+    options = {"features": Features({**documents.features, **TEXT}), "fn_kwargs": {"held_out": held_out}}
+    return _with_text(documents.map(_cut, input_columns="text", **options))
 
 
-def _head(text: str) -> dict[str, str]:
-    return {"text": text[: _cut(text)]}
-
-
-def _tail(text: str) -> dict[str, str]:
-    return {"text": text[_cut(text) :]}
-
-
-def _cut(text: str) -> int:
-    """Where the last 5 % begin: after the end of a line, or else of a word, where one is not far before."""
+def _cut(text: str, held_out: bool) -> dict[str, str]:
+    """Take the last 5 %, or what is before: after the end of a line, or else of a word, where one is not far before."""
     latest = int((1 - HELD_OUT) * len(text))
     ends = [text.rfind(mark, int((1 - 2 * HELD_OUT) * len(text)), latest) for mark in "\n "]
-    return next((end + 1 for end in ends if end >= 0), latest)
+    begin = next((end + 1 for end in ends if end >= 0), latest)
+    return {"text": text[begin:] if held_out else text[:begin]}
 
 
 def _hash(name: str) -> int:

@@ -161,7 +161,7 @@ def parts_of(text: str, size: int) -> Iterator[str]:
     start = 0
     while len(text) - start > size:
         latest = start + size
-        stop = _before_space(text, start, latest) or _after_line(text, start, latest) or latest
+        stop = _last_alone(" ", text, start, latest + 1) or _after_line(text, start, latest) or latest
         yield text[start:stop]
         start = stop
     yield text[start:]
@@ -226,10 +226,6 @@ def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     texts = ["a b", "a", " b", "b"]
     whole, left, right, bare = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
     return bool(whole == left + bare != left + right)
-
-
-def _before_space(text: str, start: int, latest: int) -> int | None:
-    return _last_alone(" ", text, start, latest + 1)
 
 
 def _after_line(text: str, start: int, latest: int) -> int | None:
