@@ -150,11 +150,11 @@ WORKS = {
 QUICK = {
     "vit": replace(
         WORKS["vit"],
-        flags=f"{WORKS['vit'].flags} --max_steps 4",
+        flags=f"{WORKS['vit'].flags} --max_steps 2",
         techniques={name: WORKS["vit"].techniques[name] for name in (PLAIN, "checkpointing", "Muon")},
     )
 }
-QUICK_SEEDS = 2
+QUICK_SEEDS = 1
 
 
 @dataclass(frozen=True)

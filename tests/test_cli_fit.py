@@ -113,7 +113,7 @@ def test_more_cards_share_the_micro_batches(llama: str, tmp_path: Path) -> None:
 def test_a_model_that_one_card_has_no_room_for_is_offered_in_shards(tmp_path: Path) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
     word = folder_of({**LLAMA, **sizes}, tmp_path / "wide")  # 25 million weights: 400 MB with gradients and state
-    words = [word, "--length", "128", "--global_batch_size", "8", "--memory", "0.72GiB"]
+    words = [word, "--length", "64", "--global_batch_size", "8", "--micro_batch_size", "1", "--memory", "0.72GiB"]
     found = fitted(words, tmp_path / "fit.json")
     rungs = {rung["name"]: rung for rung in found["rungs"]}
     in_shards = [rung for name, rung in rungs.items() if name.endswith("in shards")]
@@ -127,6 +127,7 @@ def test_a_model_that_one_card_has_no_room_for_is_offered_in_shards(tmp_path: Pa
     assert run.in_shards
 
 
+@pytest.mark.slow
 def test_offloading_has_a_row_where_it_is_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
     word = folder_of({**LLAMA, **sizes}, tmp_path / "deep")  # a slow card, so that copies hide behind products
@@ -155,6 +156,7 @@ def test_where_no_other_plan_fits_mlps_run_in_tiles(tmp_path: Path, monkeypatch:
     assert main(["fit", *words]) == 2
 
 
+@pytest.mark.slow
 def test_a_model_without_mlps_of_its_own_has_no_tiles(tmp_path: Path) -> None:
     bert = folder_of({**BERT, "hidden_size": 512, "intermediate_size": 1024}, tmp_path / "bert")
     words = [bert, "--length", "512", "--global_batch_size", "8", "--memory", "0.7GiB"]
@@ -163,9 +165,9 @@ def test_a_model_without_mlps_of_its_own_has_no_tiles(tmp_path: Path) -> None:
 
 
 def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16}
-    words = [folder_of({**LLAMA, **sizes}, tmp_path / "wide"), *LENGTHS, "--memory", "1.1GiB"]
-    found = fitted(words, tmp_path / "fit.json")
+    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, "num_attention_heads": 16}
+    words = [folder_of({**LLAMA, **sizes}, tmp_path / "wide"), "--length", "64", "--global_batch_size", "1"]
+    found = fitted([*words, "--memory", "1.42GiB"], tmp_path / "fit.json")
     rungs = {rung["name"]: rung for rung in found["rungs"]}
     streamed = rungs["LoRA, weights streamed"]
     assert found["rungs"][found["best"]] == streamed
@@ -177,7 +179,8 @@ def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Pat
 
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fit.json"
-    line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)
+    words = [llama, *LENGTHS, "--micro_batch_size", "1", "--memory", "300MiB"]
+    line = refusal([*words, "--json", str(file)], capsys)
     assert "does not fit 285 MiB" in line
     assert "least is needed with" in line
     record = json.loads(file.read_text())
@@ -267,8 +270,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
     ("kind", "name", "entries"),
     [
         ("mixtral", "Mixtral", {"num_local_experts": 4}),
-        ("qwen3_moe", "Qwen3Moe", {**EXPERTS, "head_dim": 16}),
-        ("granitemoe", "GraniteMoe", {"num_local_experts": 4}),
+        pytest.param("qwen3_moe", "Qwen3Moe", {**EXPERTS, "head_dim": 16}, marks=pytest.mark.slow),
+        pytest.param("granitemoe", "GraniteMoe", {"num_local_experts": 4}, marks=pytest.mark.slow),
         ("gpt_oss", "GptOss", {"num_local_experts": 4, "head_dim": 16}),
     ],
 )

@@ -101,6 +101,7 @@ def test_no_recipe_runs_it(folder, hands_off, tmp_path, recipe, given):
     assert end.value.code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["a type of its own"], indirect=True)
 def test_no_launch_runs_it(folder, tmp_path):
     words = ["--config_file", "accelerate_configs/cpu.yaml", "recipes/language_modeling.py", "--report_to", "none"]

@@ -16,10 +16,11 @@ MAX_README_LINES = 120
 PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
 OF_TEXT = {"recipes/language_modeling.py", "recipes/text_classification.py"}
 NAMES_A_MODEL = {"--model_type", "--model_name_or_path", "--config"}
+TESTED_ELSEWHERE = ("own_loop.md", "trainers.md")  # test_own_loop.py, integrations/test_page.py
 EXAMPLES = [
     (page.name, code)
     for page in DOCS.glob("*.md")
-    if page.name not in ("own_loop.md", "trainers.md")  # test_own_loop.py, integrations/test_page.py
+    if page.name not in TESTED_ELSEWHERE
     for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
 ]
 
@@ -48,14 +49,11 @@ def main_of(recipe):
 
 @pytest.mark.parametrize(("page", "code"), EXAMPLES, ids=[page for page, _ in EXAMPLES])
 def test_examples_run(page, code):
-    exec(compile(code, page, "exec"), {})
-
-
-def test_the_three_lines_recompute_something():
     names = {}
-    exec(compile(dict(EXAMPLES)["activation_plans.md"], "activation_plans.md", "exec"), names)
-    assert 0 < len(names["plan"].recomputed) < len(names["plan"].blocks)
-    assert "forward" not in vars(names["model"])
+    exec(compile(code, page, "exec"), names)
+    if page == "activation_plans.md":
+        assert 0 < len(names["plan"].recomputed) < len(names["plan"].blocks)
+        assert "forward" not in vars(names["model"])
 
 
 def test_the_readme_is_short():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
+from workloads import CPU, peak_bytes
 
 from memsave_recipes.losses import (
     default_chunk_bytes,
@@ -15,10 +16,8 @@ from memsave_recipes.losses import (
     num_chunks,
     tied_gradient,
 )
-from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.text import MIB
 
-CPU = torch.device("cpu")
 ROWS, WIDTH, VOCAB = 8, 512, 2000
 MATMUL_FLOPS = 2 * ROWS * WIDTH * VOCAB
 
@@ -33,16 +32,6 @@ def make_tensors(num_rows=ROWS, width=WIDTH, vocab_size=VOCAB) -> tuple[Tensor, 
 def chunked(hidden, weight, labels):
     """Two rows at a time."""
     return linear_cross_entropy(hidden, weight, labels, chunk_bytes=2 * 4 * len(weight))
-
-
-def peak_bytes(step) -> int:
-    """The most that the allocations of ``step`` held at one time."""
-
-    def marked(meter):
-        step()
-        meter.mark()
-
-    return DeviceInstruments(CPU).read_memory(marked)[-1].peak_bytes
 
 
 def bytes_of(*tensors) -> int:
@@ -107,7 +96,9 @@ def test_sizes_are_known_without_values():
     assert [tensor.grad.shape for tensor in tensors[:2]] == [(ROWS, WIDTH), (VOCAB, WIDTH)]
 
 
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1024, 32_768), (512, 131_072)])
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size"), [(1024, 32_768), pytest.param(512, 131_072, marks=pytest.mark.slow)]
+)
 def test_the_peak_falls_by_eighty_percent(num_rows, vocab_size):
     *leaves, labels = make_tensors(num_rows, 16, vocab_size)
 

@@ -16,8 +16,6 @@ import memsave_recipes as memsave
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.ipynb")])
-SOURCES = ("mkdocs.yml", "mkdocs_hooks.py", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE")
-TREES = ("docs", "memsave_recipes", "recipes")
 
 
 def build(root, folder):
@@ -115,12 +113,16 @@ def test_the_search_needs_no_server(site, browse):
 
 
 def test_lost_pages_and_broken_links_fail(tmp_path):
-    for name in SOURCES:
-        shutil.copy(ROOT / name, tmp_path)
-    for name in TREES:
-        shutil.copytree(ROOT / name, tmp_path / name)
-    (tmp_path / "docs" / "lost.md").write_text("[a](nowhere.md) [b](planner.md#nowhere) [c](../tests/nowhere.py)\n")
+    shutil.copy(ROOT / "mkdocs_hooks.py", tmp_path)
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path / "whole.yml")
+    pages = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "docs/found.md"]
+    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: whole.yml\nnav: {pages}\n")
+    (tmp_path / "docs").mkdir()
+    for page in pages:
+        (tmp_path / page).write_text("# Found\n")
+    (tmp_path / "docs" / "lost.md").write_text("[a](nowhere.md) [b](found.md#nowhere) [c](../tests/nowhere.py)\n")
     done = build(tmp_path, tmp_path / "site")
     assert done.returncode != 0
-    for complaint in ("docs/lost.md", "'nowhere.md'", "'planner.md#nowhere'", "'../tests/nowhere.py'"):
+    for complaint in ("docs/lost.md", "'nowhere.md'", "'found.md#nowhere'", "'../tests/nowhere.py'"):
         assert complaint in done.stderr
+    assert "Aborted with 4 warnings in strict mode!" in done.stdout + done.stderr

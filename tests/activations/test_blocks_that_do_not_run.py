@@ -92,7 +92,7 @@ def wav2vec2():
     return AutoModel.from_config(config).train()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_layers_that_are_left_out_at_random_have_costs(wav2vec2, seed):
     torch.manual_seed(seed)
     sound = torch.randn(2, 2000)

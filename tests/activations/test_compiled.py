@@ -135,7 +135,7 @@ def test_dropout_drops_what_plain_drops():
     handle.remove()
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("ratio", [0.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_nothing_is_drawn_twice(ratio):
     """torch by itself draws again in the backward, and the gradient is that of another mask."""
 

@@ -17,16 +17,16 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from workloads import peak_bytes, workload_of
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import StaticMemory, make_plan
 from memsave_recipes.planner.budget import forecast, least_memory, plans_to_measure
 from memsave_recipes.plans import Action
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.simulate import keep_all, simulate
-from memsave_recipes.profiling.block_costs import Workload, measure
-from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.profiling.block_costs import measure
 from memsave_recipes.run import run_plan, step_on_device
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.step.batch_layout import SampleOrder
@@ -294,29 +294,12 @@ def vit():
     return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(16) % 10}
 
 
-def workload_of(model, batch):
-    return Workload(
-        model=model.train(),
-        forward=lambda: model(**batch).loss,
-        batch=list(batch.values()),
-        device=torch.device("cpu"),
-        stacks=block_names(find_stacks(model)),
-    )
-
-
-def peak_bytes(plan, model, batch):
+def peak_of_step(plan, workload):
     """What lives at the peak of a forward and backward, the model and the batch included."""
-
-    def step(meter=None):
-        model(**batch).loss.backward()
-        if meter:
-            meter.mark()
-        model.zero_grad()
-
-    with apply_plan(model, plan):
-        step()  # compiles
-        rise = DeviceInstruments(torch.device("cpu")).read_memory(step)[-1].peak_bytes
-    return rise + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values()))
+    with apply_plan(workload.model, plan):
+        workload.forward().backward()  # compiles
+        workload.model.zero_grad()
+        return workload.resident_bytes + peak_bytes(lambda: workload.forward().backward())
 
 
 @pytest.mark.slow  # compiles three times, and once for every plan
@@ -326,7 +309,7 @@ def peak_bytes(plan, model, batch):
 def test_measured_peaks_are_below_the_budget_and_rise_with_it(build, monkeypatch):
     torch.manual_seed(0)
     model, batch = build()
-    workload = workload_of(model, batch)
+    workload = workload_of(model.train(), lambda model, batch: model(**batch).loss, batch)
     measured = measure(workload, plans_to_measure("budget", workload, device_type="cpu"))
     monkeypatch.setattr(sys.modules[make_plan.__module__], "measure_in_groups", lambda *_, **__: measured)
     baseline = simulate(measured.chain(), keep_all(measured.chain())).peak_bytes
@@ -334,7 +317,7 @@ def test_measured_peaks_are_below_the_budget_and_rise_with_it(build, monkeypatch
     least = smallest.peak.total_bytes + smallest.reserve_bytes
     budgets = [least + (baseline - least) * step // 4 for step in range(5)]
     plans = [make_plan(model, batch, strategy="budget", budget_gib=budget / GIB, static=NO_STATE) for budget in budgets]
-    peaks = [peak_bytes(plan, model, batch) for plan in plans]
+    peaks = [peak_of_step(plan, workload) for plan in plans]
     assert any(not plan.is_bitwise for plan in plans)
     assert all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
     assert all(less <= more for less, more in pairwise(peaks))

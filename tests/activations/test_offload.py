@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from bits import different, train_step
 from host_copies import LateCopies
 from torch import nn
 
@@ -36,24 +37,6 @@ def engine(monkeypatch):
 
 def keep(function, *inputs, modules):
     return function(*inputs)
-
-
-def train_step(case, *, bf16=False, micro_batches=1):
-    torch.manual_seed(7)
-    losses = []
-    for _ in range(micro_batches):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            losses.append(case.loss_of(case.model, case.batch))
-        losses[-1].backward()
-    record = {f"gradient of {name}": parameter.grad for name, parameter in case.model.named_parameters()}
-    record |= {f"buffer {name}": buffer for name, buffer in case.model.named_buffers()}
-    record |= {"losses": torch.stack([loss.detach() for loss in losses]), "rng": torch.get_rng_state()}
-    return {name: tensor.clone() for name, tensor in record.items()}
-
-
-def different(record, expected):
-    assert record.keys() == expected.keys()
-    return [name for name in expected if not torch.equal(record[name], expected[name])]
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])

@@ -4,11 +4,13 @@ import copy
 import random
 from collections import deque
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import sample
 from torch import nn
 
 import memsave_recipes as memsave
@@ -300,8 +302,11 @@ def is_same(one, other):
     return one == other
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("kind", [*PUT_BACK, *GIVEN])
+KINDS = [*PUT_BACK, *GIVEN]
+FAST = {*product(KINDS, ["segments:2", "selective"]), *product([Counter, History, Writes], STRATEGIES)}
+
+
+@pytest.mark.parametrize(("kind", "strategy"), sample(product(KINDS, STRATEGIES), FAST))
 def test_what_can_be_put_back_is(kind, strategy):
     expected, model = steps(net(kind)), net(kind)
     with apply_plan(model, plan_blocks(model, strategy)):
@@ -318,7 +323,7 @@ def test_what_cannot_be_put_back_is_refused_by_name(kind, strategy):
     assert error.value.one_line.endswith("use none")
 
 
-@pytest.mark.parametrize("kind", [*PUT_BACK, *GIVEN])
+@pytest.mark.parametrize("kind", sample(KINDS, [Counter, History, Writes, InDict]))
 def test_a_budget_is_kept_with_the_bits_of_plain(kind):
     batch = torch.randn(256, 8)
     model, twin = net(kind), net(kind)

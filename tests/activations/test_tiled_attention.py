@@ -1,12 +1,15 @@
 """Attention in tiles of queries: the plain gradients within rounding, for packed rows and one document."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 from decoders import assert_float64_rounding, causal_model, layers_of, offloading_engine, without_dropout
+from samples import sample
+from workloads import workload_of
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.activations.tiled_attention import KeysSoFar, flash
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
@@ -14,10 +17,10 @@ from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.packed_attention import set_packed_attention
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.profiling.block_costs import Workload
 
 LENGTHS = {"one": ((40,), (40,)), "packed": ((3, 21, 16), (39, 1)), "as tiles": ((8,) * 5, (16, 24))}
 MODELS = ("llama", "qwen3", "gemma", "gpt_neox", "gpt2")
+TILES = (1, 8, 13, 39)
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +61,10 @@ def record(model, lengths, plan="none", autocast=False):
     return gradients | {"loss": loss.detach()}
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("tile", [1, 8, 13, 39])
-@pytest.mark.parametrize("model_type", MODELS)
+FAST = {*product(["llama"], TILES, LENGTHS), *product(MODELS, [13], ["packed"])}
+
+
+@pytest.mark.parametrize(("model_type", "tile", "lengths"), sample(product(MODELS, TILES, LENGTHS), FAST))
 def test_the_gradients_of_plain_in_float64(model_type, tile, lengths, calls):
     model = by_document(model_type, torch.float64)
     expected = record(model, LENGTHS[lengths])
@@ -149,13 +153,7 @@ def test_an_estimate_has_tiles_where_the_device_has_the_kernel(card, precision, 
     model = fake_model(lambda: by_document("llama", max_position_embeddings=2048))
     tokens = fake_batch(model, {"tokens": torch.empty(1, 64, dtype=torch.long, device="meta")})["tokens"]
     module = CausalLMLoss(model, "full")
-    workload = Workload(
-        model=model,
-        forward=lambda: module(tokens, tokens, document_lengths=[[64]]),
-        batch=[tokens],
-        device=torch.device("cpu"),
-        stacks=block_names(find_stacks(model)),
-    )
+    workload = workload_of(model, lambda _, tokens: module(tokens, tokens, document_lengths=[[64]]), tokens)
     plans = [plan_for(word, workload.stacks) for word in ("none", "full_tiled_offload:16")]
     measured = estimate_on_target(workload, plans, find_target(card), autocast_dtype=precision)
     assert [plan.strategy for plan, _ in measured.traces] == ["none", "full_tiled_offload:16"]

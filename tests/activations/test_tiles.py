@@ -2,29 +2,32 @@
 
 import copy
 import os
+from itertools import product
 
 import pytest
 import torch
 from decoders import MODELS, TOKENS, assert_float64_rounding, causal_model, layers_of, record, without_dropout
 from peft import LoraConfig, get_peft_model
+from samples import sample
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from workloads import CPU, workload_of
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.tiles import find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
 from memsave_recipes.plans import Action
-from memsave_recipes.profiling.block_costs import Workload, measure
+from memsave_recipes.profiling.block_costs import measure
 from memsave_recipes.profiling.breakdown import break_down_peak
 from memsave_recipes.training.optimizers import step_in_backward
 
-CPU = torch.device("cpu")
+TILES = (1, 32, 64, 4096)
+FAST = {*product(["llama"], TILES), *product(MODELS, [32])}
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("tile", [1, 32, 64, 4096])
+@pytest.mark.parametrize(("model_type", "tile"), sample(product(MODELS, TILES), FAST))
 def test_the_gradients_of_plain_in_float64(model_type, tile):
     model = causal_model(model_type, torch.float64)
     expected, generator = record(model)
@@ -210,19 +213,13 @@ def test_an_mlp_that_is_called_with_more_is_refused():
 # Plans
 
 
-def workload_of(model, num_tokens):
+def work_on(model, num_tokens):
     batch = torch.randint(0, 64, (1, num_tokens), generator=torch.Generator().manual_seed(1))
-    return Workload(
-        model=model,
-        forward=lambda: model(input_ids=batch, labels=batch).loss,
-        batch=[batch],
-        device=CPU,
-        stacks=block_names(find_stacks(model)),
-    )
+    return workload_of(model, lambda model, batch: model(input_ids=batch, labels=batch).loss, batch)
 
 
 def strategies(strategy, num_tokens, model_type="llama", device_type="cpu"):
-    workload = workload_of(causal_model(model_type), num_tokens)
+    workload = work_on(causal_model(model_type), num_tokens)
     return [plan.strategy for plan in plans_to_measure(strategy, workload, device_type=device_type, compiles=False)]
 
 
@@ -238,7 +235,7 @@ def test_a_budget_has_tiles_where_a_batch_has_more_tokens_than_one():
 @pytest.fixture(scope="module")
 def measured():
     model = causal_model("llama", max_position_embeddings=2048)
-    workload = workload_of(model, 2048)
+    workload = work_on(model, 2048)
     return workload, measure(workload, plans_to_measure("budget", workload, device_type="cpu", compiles=False))
 
 

@@ -34,6 +34,7 @@ def rows(run):
     return {row["loop"]: row for row in run[0]["rows"]}
 
 
+@pytest.mark.slow
 def test_every_peer_has_a_row_and_every_package_a_version(benchmark, run, rows):
     assert list(rows) == [name for name in benchmark.PEERS if name not in benchmark.NOT_QUICK]
     results, folder = run
@@ -45,17 +46,20 @@ def test_every_peer_has_a_row_and_every_package_a_version(benchmark, run, rows):
     assert all(f"* {name} has no row: {reason}." in page for name, reason in results["left_out"].items())
 
 
+@pytest.mark.slow
 def test_ours_stays_on_the_curve_of_whole_batches(benchmark, rows):
     for name in (benchmark.OURS, benchmark.LEAN, benchmark.BUDGET, benchmark.YARDSTICK):
         assert 0 < rows[name]["loss_distance"] < ROUNDING, name
     assert rows[benchmark.REFERENCE]["loss_distance"] == rows[benchmark.REFERENCE]["weights_distance"] == 0
 
 
+@pytest.mark.slow
 def test_means_of_uneven_micro_batches_leave_it(benchmark, rows):
     for name in (benchmark.EXAMPLE, benchmark.FABRIC):
         assert rows[name]["loss_distance"] > 100 * rows[benchmark.OURS]["loss_distance"], name
 
 
+@pytest.mark.slow
 def test_recomputing_moves_no_loss(benchmark, rows):
     plain, checkpointed = rows[benchmark.TRAINER], rows[f"{benchmark.TRAINER}, {benchmark.CHECKPOINTED}"]
     assert checkpointed["losses"] == plain["losses"]
@@ -63,11 +67,13 @@ def test_recomputing_moves_no_loss(benchmark, rows):
     assert rows[benchmark.LEAN]["losses"] == rows[benchmark.BUDGET]["losses"]
 
 
+@pytest.mark.slow
 def test_the_budget_holds_and_is_between_none_and_full(benchmark, rows):
     peak, budget = rows[benchmark.BUDGET]["peak_bytes"], benchmark.QUICK.budget_gib * 2**30
     assert rows[benchmark.LEAN]["peak_bytes"] <= peak <= budget < rows[benchmark.OURS]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_the_peak_holds_the_state_and_micro_batches_are_smaller_than_whole_ones(benchmark, rows):
     weights = sum(parameter.nbytes for parameter in benchmark.QUICK.make_model().parameters())
     assert all(row["peak_bytes"] > 3 * weights for row in rows.values())
@@ -75,6 +81,7 @@ def test_the_peak_holds_the_state_and_micro_batches_are_smaller_than_whole_ones(
     assert rows[benchmark.REFERENCE]["peak_bytes"] > rows["torch, whole batches"]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_times_are_ratios_to_the_yardstick(benchmark, run, rows):
     assert rows[benchmark.YARDSTICK]["time_ratio"] == 1
     assert all(row["time_ratio"] > 0 for row in rows.values())
@@ -129,6 +136,7 @@ def test_the_largest_distance_is_relative(benchmark):
     assert benchmark.largest_distance([2.0, 4.4], [2.0, 4.0]) == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_so(load):
     forked = load("forked")
     assert forked.run_apart(operator.add, 2, 3) == 5

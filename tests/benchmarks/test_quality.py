@@ -1,15 +1,19 @@
 """Techniques beside the plain run: their flags are the recipes' own, and differences are those of one seed."""
 
+import importlib
 import importlib.util
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from memsave_recipes.training.parsing import parse_arguments
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,14 @@ def test_every_seed_gives_each_technique_one_turn(benchmark):
     assert [seed for seed, _ in turns] == sorted(seed for seed, _ in turns)
 
 
-def test_recipes_run_once_and_are_compared(benchmark, tmp_path, monkeypatch):
+def train(*args):
+    """A run of a recipe, in a fork of the nursery."""
+    sys.path.append(str(BENCHMARKS))
+    importlib.import_module("quality").run_recipe(*args)
+
+
+def test_recipes_run_once_and_are_compared(benchmark, tmp_path, monkeypatch, run_trial):
+    monkeypatch.setattr(benchmark, "run_apart", lambda _, *args: run_trial(train, *args))
     flags = ["--quick", "--runs", str(tmp_path / "runs"), "--output_dir", str(tmp_path)]
     results = benchmark.main(flags)
     rows = {row["technique"]: row for row in results["rows"]}

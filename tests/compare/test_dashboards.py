@@ -1,6 +1,5 @@
 """The local dashboard shows the runs on loopback alone; the view on W&B holds the panels that compare them."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb_stand_in
 
 from memsave_recipes.compare import Run
 
-STAND_IN = Path(__file__).parents[1] / "wandb_stand_in.py"
 MEMSAVE = [sys.executable, "-m", "memsave_recipes.cli"]
 
 
@@ -77,7 +76,7 @@ def test_odd_keys_and_steps_are_no_reason_to_show_nothing(make_run: Callable[...
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ending", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_it_is_on_loopback_alone_and_ends_cleanly(ending: int, folder: Path, tmp_path: Path) -> None:
     port, temporary = free_port(), tmp_path / "temporary"
     temporary.mkdir()
@@ -134,11 +133,8 @@ def save_workspace(project: str, home: Path, **environment: str) -> subprocess.C
 
 def test_the_view_on_wandb_holds_the_panels_that_compare_runs(tmp_path: Path) -> None:
     pytest.importorskip("wandb_workspaces")
-    spec = importlib.util.spec_from_file_location("wandb_stand_in", STAND_IN)
-    module = sys.modules["wandb_stand_in"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     told = {}
-    with module.serving() as server:
+    with wandb_stand_in.serving() as server:
         answer = server.graphql
 
         def graphql(operation: str, variables: dict[str, Any]) -> dict[str, Any]:

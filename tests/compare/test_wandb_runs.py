@@ -1,6 +1,5 @@
 """W&B runs read back by the real client: an offline run from its file, an online project from a stand-in server."""
 
-import importlib.util
 import json
 import math
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb_stand_in
 
 from memsave_recipes import dashboards
 from memsave_recipes.compare import loss_curve
@@ -18,7 +18,6 @@ from memsave_recipes.dashboards import read_offline_run
 from memsave_recipes.errors import InputError
 from memsave_recipes.render.charts import by_samples_seen
 
-STAND_IN = Path(__file__).parents[1] / "wandb_stand_in.py"
 CONFIG = {"model": "vgg11", "activation_checkpointing": "full", "seed": 7}
 ROWS = [{"_step": n, "train/loss": 4.0 / n, "progress/samples_seen": 64 * n} for n in (1, 2)]
 SUMMARY = {"train/loss": 2.0, "result/steps": 2, "result/memory/peak_allocated_gib": 0.5, "result/eval/loss": 1.5}
@@ -28,21 +27,15 @@ run = wandb.init(mode="offline", dir=sys.argv[1], project="p", name="full-mbs2",
 run.config.update({"model": "vgg11", "activation_checkpointing": "full", "seed": 7})
 run.log({"train/loss": 4.0, "progress/samples_seen": 64}, step=1)
 run.log({"train/loss": float("nan"), "progress/samples_seen": 128}, step=2)
-if sys.argv[2] == "finished":
-    run.summary.update({"result/steps": 2, "result/memory/peak_allocated_gib": 0.5, "result/eval/loss": 1.5})
+run.summary.update({"result/steps": 2, "result/memory/peak_allocated_gib": 0.5, "result/eval/loss": 1.5})
 run.finish()
 """
 
 
-def log_offline(folder: Path, state: str) -> Path:
-    environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
-    subprocess.run([sys.executable, "-c", LOG_A_RUN, str(folder), state], check=True, env=environment)
-    (log,) = folder.glob("wandb/offline-run-*/*.wandb")
-    return log
-
-
 def test_an_offline_run_reads_as_its_folder_would(tmp_path: Path) -> None:
-    log = log_offline(tmp_path, "finished")
+    environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
+    subprocess.run([sys.executable, "-c", LOG_A_RUN, str(tmp_path)], check=True, env=environment)
+    (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     run = read_offline_run(log)
     assert (run.name, run.path) == ("full-mbs2", log.parent)
     assert (run.text("model"), run.text("plan")) == ("vgg11", "full")
@@ -54,10 +47,11 @@ def test_an_offline_run_reads_as_its_folder_would(tmp_path: Path) -> None:
     assert [seen for seen, _ in by_samples_seen(run, "train/loss")] == [64, 128]
 
 
-def test_a_run_that_did_not_finish_is_named(tmp_path: Path) -> None:
-    log = log_offline(tmp_path, "killed")
-    with pytest.raises(InputError, match=f"{log.parent} has no result/"):
-        read_offline_run(log)
+def test_a_run_that_did_not_finish_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"type": "config", "config": {"update": CONFIG}}
+    monkeypatch.setattr(dashboards, "_inspect", lambda log: [json.dumps(config)])
+    with pytest.raises(InputError, match=f"{tmp_path} has no result/"):
+        read_offline_run(tmp_path / "x.wandb")
 
 
 SUMMARY_RECORD = {"type": "summary", "summary": {"update": SUMMARY}}
@@ -97,10 +91,7 @@ def test_a_file_that_is_no_log_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def server() -> Iterator[Any]:
     """A project with a finished run and one that is none."""
-    spec = importlib.util.spec_from_file_location("wandb_stand_in", STAND_IN)
-    module = sys.modules["wandb_stand_in"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with module.serving() as server:
+    with wandb_stand_in.serving() as server:
         answer = server.graphql
         server.graphql = lambda operation, told: _project(operation) or answer(operation, told)
         yield server

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from workloads import workload_of
 
-from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import plan_blocks
 from memsave_recipes.estimation import fake_step
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.fake_step import bytes_moved
 from memsave_recipes.estimation.targets import find_target
-from memsave_recipes.profiling.block_costs import Workload
 
 aten = torch.ops.aten
 ROWS, WORDS, FLOAT32, INT64 = 8, 1000, 4, 8
@@ -44,13 +44,7 @@ def test_what_computes_nothing_takes_no_time(make_case, priced, name):
     case = make_case(name)
     model = fake_model(lambda: make_case(name).model)
     batch = fake_batch(model, {"batch": case.batch})
-    workload = Workload(
-        model=model,
-        forward=lambda: case.loss_of(model, batch["batch"]),
-        batch=list(batch.values()),
-        device=torch.device("cpu"),
-        stacks=block_names(find_stacks(model)),
-    )
+    workload = workload_of(model, case.loss_of, batch["batch"])
     estimate_on_target(workload, [plan_blocks(model, "none")], find_target("a100"), autocast_dtype=torch.bfloat16)
     assert {name for name, computes, seconds in priced if seconds and not computes} == set()
     assert {name for name, computes, seconds in priced if computes and not seconds} == set()

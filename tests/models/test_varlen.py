@@ -8,13 +8,13 @@ from packed_rows import LENGTHS, NAMES, by_document, causal_model, gradients, gr
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from workloads import workload_of
 
-from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import plan_blocks
 from memsave_recipes.estimation.estimate import cuda_kernels, estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models import packed_attention
 from memsave_recipes.models.causal_lm import CausalLMLoss
-from memsave_recipes.profiling.block_costs import Workload
 
 aten = torch.ops.aten
 is_here = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 0)
@@ -213,13 +213,7 @@ def estimate(lengths=LENGTHS, target="a100"):
     """Of a plain step and of one that recomputes, without weights."""
     model = fake_model(lambda: by_document(causal_model("llama", dtype=torch.bfloat16)))
     module, batch = CausalLMLoss(model, "full"), fake_batch(model, packed(lengths))
-    work = Workload(
-        model=model,
-        forward=lambda: module(**batch),
-        batch=[part for part in batch.values() if isinstance(part, torch.Tensor)],
-        device=torch.device("cpu"),
-        stacks=block_names(find_stacks(model)),
-    )
+    work = workload_of(model, lambda _, batch: module(**batch), batch)
     plans = [plan_blocks(model, strategy) for strategy in ("none", "selective")]
     return estimate_on_target(work, plans, find_target(target)).chain()
 

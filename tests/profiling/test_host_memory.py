@@ -7,23 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from workloads import peak_bytes
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.profiling.breakdown import storages_of
 from memsave_recipes.profiling.memory import resident_bytes
-from memsave_recipes.profiling.trace_events import DeviceInstruments
 
 MEGA = 1_000_000
-
-
-def peak_bytes(step) -> int:
-    """The most that the allocations of ``step`` held at one time, beyond what was there before."""
-
-    def marked(meter):
-        step()
-        meter.mark()
-
-    return DeviceInstruments(torch.device("cpu")).read_memory(marked)[-1].peak_bytes
 
 
 def test_the_peak_by_hand():

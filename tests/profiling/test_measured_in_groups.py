@@ -1,24 +1,18 @@
 """Blocks measured group by group cost what they cost in one step."""
 
 import pytest
-import torch
+from workloads import workload_of
 
-from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import plan_blocks
 from memsave_recipes.plans.simulate import simulate
-from memsave_recipes.profiling.block_costs import Workload, measure, measure_in_groups
+from memsave_recipes.profiling.block_costs import measure, measure_in_groups
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("densenet_small", marks=pytest.mark.slow)])
 def test_peaks_are_those_of_blocks_measured_together(make_case, name):
     case = make_case(name)
     case.batch = case.batch.repeat(4, *[1] * (case.batch.ndim - 1))
-    workload = Workload(
-        model=case.model,
-        forward=lambda: case.model(case.batch)[0].square().mean(),
-        batch=[case.batch],
-        device=torch.device("cpu"),
-        stacks=block_names(find_stacks(case.model)),
-    )
+    workload = workload_of(case.model, lambda model, batch: model(batch)[0].square().mean(), case.batch)
     plans = [plan_blocks(case.model, strategy) for strategy in ("none", "selective")]
     together = measure(workload, plans).chain()
     for num_groups in (2, len(together.decided)):

@@ -1,0 +1,31 @@
+"""Workloads on a CPU, and the bytes at the peak of a step there."""
+
+import torch
+
+from memsave_recipes.activations import block_names, find_stacks
+from memsave_recipes.profiling.block_costs import Workload
+from memsave_recipes.profiling.trace_events import DeviceInstruments
+
+CPU = torch.device("cpu")
+
+
+def workload_of(model, loss_of, batch, stacks=None):
+    """``loss_of(model, batch)`` on a tensor, or on a dictionary of which some entries are tensors."""
+    entries = batch.values() if isinstance(batch, dict) else [batch]
+    return Workload(
+        model=model,
+        forward=lambda: loss_of(model, batch),
+        batch=[entry for entry in entries if isinstance(entry, torch.Tensor)],
+        device=CPU,
+        stacks=stacks or block_names(find_stacks(model)),
+    )
+
+
+def peak_bytes(step):
+    """The most that the allocations of ``step()`` hold at one time, beyond what was there before."""
+
+    def marked(meter):
+        step()
+        meter.mark()
+
+    return DeviceInstruments(CPU).read_memory(marked)[-1].peak_bytes
