@@ -150,7 +150,7 @@ WORKS = {
 QUICK = {
     "vit": replace(
         WORKS["vit"],
-        flags=f"{WORKS['vit'].flags} --max_steps 2",
+        flags=f"{WORKS['vit'].flags} --max_steps 4",
         techniques={name: WORKS["vit"].techniques[name] for name in (PLAIN, "checkpointing", "Muon")},
     )
 }

@@ -179,8 +179,7 @@ def test_where_adapters_do_not_fit_frozen_weights_wait_on_the_host(tmp_path: Pat
 
 def test_where_nothing_fits_the_need_is_told(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fit.json"
-    words = [llama, *LENGTHS, "--micro_batch_size", "1", "--memory", "300MiB"]
-    line = refusal([*words, "--json", str(file)], capsys)
+    line = refusal([llama, *LENGTHS, "--memory", "300MiB", "--json", str(file)], capsys)
     assert "does not fit 285 MiB" in line
     assert "least is needed with" in line
     record = json.loads(file.read_text())

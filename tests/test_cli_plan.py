@@ -264,7 +264,7 @@ def test_whole_weights_have_no_way_to_reduce_gradients(capsys: pytest.CaptureFix
     assert line in capsys.readouterr().err
 
 
-LONG_ROWS = ["--config_overrides", "n_layer=4,n_embd=128,n_head=2,n_positions=4096", "--block_size", "4096"]
+LONG_ROWS = ["--config_overrides", "n_layer=6,n_embd=128,n_head=2,n_positions=4096", "--block_size", "4096"]
 
 
 @pytest.mark.parametrize(
@@ -426,6 +426,7 @@ def test_only_the_device_that_is_here_is_measured(capsys: pytest.CaptureFixture[
     assert "leave out --num_processes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_line_runs_when_it_is_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "a run"  # which a shell has to see quoted

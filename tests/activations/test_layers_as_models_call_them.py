@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForDepthEstimation,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
-    AutoModelForSemanticSegmentation,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     DynamicCache,
@@ -106,25 +105,6 @@ CASES = {
         is_hybrid=False,
         readout_type="ignore",
     ),
-    "beit segmentation": lambda: of(
-        AutoModelForSemanticSegmentation,
-        "beit",
-        lambda model: model(pixel_values=images(64), labels=torch.zeros(2, 64, 64, dtype=torch.long)).loss,
-        **{**VISION, "image_size": 64, "patch_size": 16},
-        out_indices=[1, 2, 3, 4],
-        use_auxiliary_head=False,
-    ),
-    "m2m_100": lambda: of(
-        AutoModelForSeq2SeqLM, "m2m_100", lambda model: model(input_ids=tokens(), labels=tokens()).loss, **SEQ2SEQ
-    ),
-    "bart": lambda: of(
-        AutoModelForSeq2SeqLM,
-        "bart",
-        lambda model: model(input_ids=tokens(), labels=tokens()).loss,
-        **SEQ2SEQ,
-        encoder_layerdrop=0.4,
-        decoder_layerdrop=0.4,
-    ),
     "opt": lambda: of(
         AutoModelForCausalLM,
         "opt",
@@ -173,8 +153,6 @@ CASES = {
     ),
 }
 
-WITH_LAYERDROP = ("m2m_100", "bart", "opt")
-
 
 def build(name):
     torch.manual_seed(0)
@@ -206,7 +184,7 @@ def one_span_a_stack(model):
 def test_every_step_is_that_of_plain(name):
     model, loss_of = build(name)
     plans = [*(plan_blocks(model, strategy) for strategy in ("full", "segments:2")), one_span_a_stack(model)]
-    for seed in range(8 if name in WITH_LAYERDROP else 1):
+    for seed in range(8 if name == "opt" else 1):  # with LayerDrop
         expected = train_step(model, loss_of, seed)
         for plan in plans:
             with apply_plan(model, plan):

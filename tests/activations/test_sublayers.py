@@ -1,6 +1,7 @@
 """Attention and MLP of a layer as blocks of their own: the plain gradients within rounding, from two inputs."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from decoders import (
     without_dropout,
 )
 from peft import LoraConfig, get_peft_model
+from samples import sample
 from torch import nn
 
 from memsave_recipes.activations import apply_plan, plan_blocks
@@ -45,8 +47,11 @@ def test_which_layers_have_them(model_type):
     assert all(find_sublayers(layer).attention is layer.attn for layer in layers_of(plain))
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("tile", [1, 32, 4096])
+TILES = (1, 32, 4096)
+FAST = {*product(["llama"], TILES), *product(MODELS, [32])}
+
+
+@pytest.mark.parametrize(("model_type", "tile"), sample(product(MODELS, TILES), FAST))
 def test_the_gradients_of_plain_in_float64(model_type, tile):
     model = without_dropout(causal_model(model_type, torch.float64))
     expected, generator = record(model)

@@ -133,8 +133,9 @@ def test_what_a_checkpoint_makes_again_is_activations():
     assert about(breakdown, parameters=8 * WEIGHT, gradients=WEIGHT, activations=7 * ROW, temporaries=2 * ROW)
 
 
-@pytest.mark.parametrize("name", ["vgg_small", "densenet_small", "vit", "gpt2"])
-@pytest.mark.parametrize("strategy", ["none", "full"])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("vgg_small", "none"), ("densenet_small", "full"), ("vit", "full"), ("gpt2", "none")]
+)
 def test_it_is_what_torchs_tracker_says(make_case, name, strategy):
     """To 1 % for transformers. Convolutions have scratch buffers inside, which the tracker does not see."""
     case = make_case(name)
