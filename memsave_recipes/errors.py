@@ -19,10 +19,11 @@ from typing import Any
 
 from memsave_recipes.text import printable
 
+BUDGET_FLAG = "--memory_budget_gib"
 FLAGS = {
     "strategy": "--activation_checkpointing",
     "batchnorm": "--batchnorm",
-    "budget_gib": "--memory_budget_gib",
+    "budget_gib": BUDGET_FLAG,
     "target": "--target",
     "target_memory_gib": "--target_memory",
 }

@@ -174,8 +174,7 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
     same_search = same_search and run.reduce_gradients in (AUTO, reduction)
     same_ranks = layout["num_processes"] == num_processes and (LATER | earlier)["shard"] == (run.shard or NONE)
     if run.bitwise_topology and run.micro_batch_size == AUTO and layout["num_processes"] != num_processes:
-        budget_gib = run.memory_budget_gib if run.solves else None
-        return replace(run, micro_batch_size=layout["micro_batch_size"], memory_budget_gib=budget_gib)
+        return run.with_micro_batch(layout["micro_batch_size"])
     if not same_ranks or (run.searches and not same_search):
         return run
     if run.in_shards and run.reduce_gradients == AUTO:

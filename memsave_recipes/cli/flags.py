@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.text import GIB, MIB
 
 STDOUT = "-"
@@ -41,7 +41,7 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
         help="a file, or the name of one that `memsave recipes` lists, such as language_modeling",
     )
     parser.add_argument(
-        "--memory_budget_gib",
+        BUDGET_FLAG,
         type=float,
         metavar="F",
         help="memory of a device, in GiB; default: 95 %% of a GPU's, all of a CPU's",

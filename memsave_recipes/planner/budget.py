@@ -54,7 +54,7 @@ from memsave_recipes.step.memory import (
 from memsave_recipes.step.settings import OptimizerSettings
 
 WORKSPACES = "workspaces"
-"""That one of the overheads that torch counts as allocated."""
+"""The one of the overheads that torch counts as allocated."""
 
 MULTIPLYING_THREADS = 2
 """The thread of the forward and that of autograd's backward: each has a cuBLAS handle, and torch has a workspace for
@@ -66,7 +66,7 @@ full of reserved ones, some of them in blocks that no request fits. An assumptio
 
 COMPILED_RATIOS: tuple[float, ...] = (0.3, 0.5, 0.7)
 RESERVE = 0.01
-"""Of the activations that the baseline saves for backward: kept free. On a CPU no prediction errs low, but nothing has
+"""Kept free, of the activations that the baseline saves for backward. On a CPU no prediction errs low, but nothing has
 been measured on an accelerator yet, and rounding and workspaces there are known only in part."""
 
 LONG_ROW = 8 * MLP_TILE_TOKENS
@@ -91,7 +91,7 @@ class StaticMemory:
             bucket of DDP, or used by an optimizer in the backward, does not.
         optimizer_bytes: temporaries of the optimizer's update, or of what ranks exchange just before it.
         losses_bytes: the losses and norms of steps until they are logged.
-        elsewhere_bytes: of the weights, those that other ranks hold.
+        remote_bytes: weights that other ranks hold.
     """
 
     state_bytes: int = 0
@@ -102,11 +102,11 @@ class StaticMemory:
     gradients_stay: bool = True
     optimizer_bytes: int = 0
     losses_bytes: int = 0
-    elsewhere_bytes: int = 0
+    remote_bytes: int = 0
 
     @property
     def communication_bytes(self) -> int:
-        """Of DDP and between ranks."""
+        """Buffers of DDP and between ranks."""
         return self.buckets_bytes + self.exchange_bytes
 
     @property
@@ -120,7 +120,7 @@ class StaticMemory:
         return replace(
             chain,
             blocks=tuple(blocks),
-            resident_bytes=chain.resident_bytes - self.elsewhere_bytes + self.added_bytes,
+            resident_bytes=chain.resident_bytes - self.remote_bytes + self.added_bytes,
             gradients_resident=self.gradients_resident or not self.gradients_stay,
             optimizer_bytes=self.optimizer_bytes,
         )
@@ -131,79 +131,52 @@ def static_memory_of(
     model: nn.Module,
     layout: BatchLayout,
     *,
+    num_shards: int | None = None,
     logging_steps: int = 1,
     device_type: str = "cpu",
 ) -> StaticMemory:
-    """The static memory of a run on a device of this type.
+    """The static memory of a run on a device of this type, in shards that of the first rank.
 
     Under DDP the gradients live in its buckets from the start; under accumulation those of the micro-batches do, too.
+    In shards each micro-batch is reduced by itself, so gradients of earlier ones are shards (``InShards.reduced_once``
+    is for the other way), and SGD, which is not fused for them, adds the decay of the weights to a copy of gradients.
+
+    Args:
+        num_shards: ranks that the weights are cut up over; ``None``: each rank has all of them.
 
     Raises:
         InputError: as ``parameters_by_optimizer``.
     """
     on_cpu = device_type == "cpu"
     shares = in_order_of_steps(optim, model)
-    trained = [parameter for share in shares.values() for parameter in share]
+    trained: Sequence[Tensor] = [parameter for share in shares.values() for parameter in share]
+    if num_shards is not None:
+        trained = largest_shards(trained, num_shards)
+    gradients = _allocated_bytes(trained, on_cpu)
+    decayed = gradients if num_shards and optim.update_rule == "sgd" and optim.weight_decay else 0
     state = sum(
-        state_bytes(name, share, momentum=optim.momentum, on_cpu=on_cpu)
+        state_bytes(name, share, momentum=optim.momentum, num_ranks=num_shards, on_cpu=on_cpu)
         + counters_bytes(name, len(share), on_cpu=on_cpu)
         for name, share in shares.items()
     )
-    gradients = _allocated_bytes(trained, on_cpu)
-    buckets = gradients if layout.num_processes > 1 else 0
-    accumulates = layout.forwards_per_step > 1
+    updates = (update_bytes(name, one, on_cpu=on_cpu, num_ranks=num_shards or 1) for name, one in shares.items())
     static = StaticMemory(
         state_bytes=state,
-        buckets_bytes=buckets,
-        gradients_resident=accumulates,
-        gradients_stay=not optim.optimizer_in_backward and not (buckets and not accumulates),
-        optimizer_bytes=max(
-            clipping_bytes(trained, on_cpu=on_cpu),
-            *(update_bytes(name, share, on_cpu=on_cpu) for name, share in shares.items()),
-        ),
+        optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), max(updates) + decayed),
         losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
     )
+    accumulates = layout.forwards_per_step > 1
+    if num_shards is not None:
+        weights = list(model.parameters())
+        kept = _allocated_bytes(largest_shards(weights, num_shards), on_cpu)
+        sums = gradients if accumulates else 0
+        return replace(static, sums_bytes=sums, remote_bytes=_allocated_bytes(weights, on_cpu) - kept)
+    buckets = gradients if layout.num_processes > 1 else 0
+    stay = not optim.optimizer_in_backward and not (buckets and not accumulates)
+    static = replace(static, buckets_bytes=buckets, gradients_resident=accumulates, gradients_stay=stay)
     if isinstance(layout, LockstepLayout):
         return _in_lockstep(static, trained, gradients, layout)
     return _with_tree_sum(static, trained, gradients, layout) if isinstance(layout, IndexedLayout) else static
-
-
-def static_memory_in_shards(
-    optim: OptimizerSettings,
-    model: nn.Module,
-    layout: BatchLayout,
-    *,
-    num_ranks: int,
-    logging_steps: int = 1,
-    device_type: str = "cpu",
-) -> StaticMemory:
-    """The static memory of the first rank of a run whose weights are in shards over ``num_ranks``.
-
-    Each micro-batch is reduced by itself, so gradients of earlier ones are shards, too; else ``InShards.reduced_once``.
-    SGD, which is not fused for shards, adds the decay of the weights to a copy of their gradients.
-
-    Raises:
-        InputError: as ``parameters_by_optimizer``.
-    """
-    on_cpu, weights = device_type == "cpu", list(model.parameters())
-    shares = in_order_of_steps(optim, model)
-    trained = largest_shards([parameter for share in shares.values() for parameter in share], num_ranks)
-    gradients = _allocated_bytes(trained, on_cpu)
-    decayed = gradients if optim.update_rule == "sgd" and optim.weight_decay else 0
-    state = sum(
-        state_bytes(name, share, momentum=optim.momentum, num_ranks=num_ranks, on_cpu=on_cpu)
-        + counters_bytes(name, len(share), on_cpu=on_cpu)
-        for name, share in shares.items()
-    )
-    update = max(update_bytes(name, share, on_cpu=on_cpu, num_ranks=num_ranks) for name, share in shares.items())
-    return StaticMemory(
-        state_bytes=state,
-        sums_bytes=gradients if layout.accumulation_steps > 1 else 0,
-        optimizer_bytes=max(clipping_bytes(trained, on_cpu=on_cpu), update + decayed),
-        losses_bytes=losses_bytes(layout, logging_steps, on_cpu=on_cpu),
-        elsewhere_bytes=_allocated_bytes(weights, on_cpu)
-        - _allocated_bytes(largest_shards(weights, num_ranks), on_cpu),
-    )
 
 
 def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:
@@ -211,7 +184,7 @@ def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:
 
 
 def _with_tree_sum(
-    static: StaticMemory, trained: list[nn.Parameter], all_bytes: int, layout: IndexedLayout
+    static: StaticMemory, trained: Sequence[Tensor], all_bytes: int, layout: IndexedLayout
 ) -> StaticMemory:
     """The copies of gradients in NOTE [ the tree of sums ], of a full step.
 
@@ -233,7 +206,7 @@ def _with_tree_sum(
 
 
 def _in_lockstep(
-    static: StaticMemory, trained: list[nn.Parameter], all_bytes: int, layout: LockstepLayout
+    static: StaticMemory, trained: Sequence[Tensor], all_bytes: int, layout: LockstepLayout
 ) -> StaticMemory:
     """The copies of gradients that are in no chain: one backward makes those of all subtrees of a rank.
 
@@ -453,7 +426,7 @@ def _has_tiles(workload: Workload) -> bool:
 
 
 def _tokens(workload: Workload) -> list[Tensor]:
-    """Of the batch, the tensors (..., T) of whole numbers."""
+    """Find the tensors (..., T) of whole numbers in the batch."""
     return [tensor for tensor in workload.batch if tensor.dtype == torch.long and tensor.ndim > 0]
 
 
@@ -567,7 +540,7 @@ def _undominated(compiled: Sequence[Chain]) -> Iterator[Chain]:
 
 
 def _costs_of_compiling(chain: Chain) -> tuple[float, ...]:
-    """Of every block; bytes as the simulator adds them up."""
+    """List them block by block; bytes as the simulator adds them up."""
     options = [chain.blocks[position].option(Action.COMPILE) for position in chain.decided]
     return tuple(
         cost

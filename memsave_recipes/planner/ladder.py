@@ -18,7 +18,7 @@ NOTE [ the ladder ]
    little. Where the plain one fits, no plan of the same micro-batch is faster, so only the next one is planned. Plans
    with MLPs in tiles are looked for where no other fits.
 3. Rungs that differ in the optimizer or the number of devices alone have the same blocks: a micro-batch is estimated
-   once for all of them (``Estimates``).
+   once for all of them (``KnownEstimates``).
 4. More devices share the micro-batches of a step. Where one device takes the whole global batch at once, more of them
    are left out.
 5. The optimizer in the backward and adapters share few estimates with the other rungs. Each is looked for in a process
@@ -37,34 +37,18 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from memsave_recipes.activations import plan_blocks
 from memsave_recipes.activations.streaming import resident_tensors
-from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import Estimator
+from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.models.image_classifiers import MODELS, read_convnet
 from memsave_recipes.models.pretrained import LOADING_ERRORS, check_configuration
 from memsave_recipes.models.saved import KINDS
 from memsave_recipes.planner.ahead import ahead
-from memsave_recipes.planner.budget import (
-    StaticMemory,
-    overheads_of_target,
-    static_memory_in_shards,
-    static_memory_of,
-)
 from memsave_recipes.planner.search import AS_FAST, Candidate, Choice, SearchSpace, open_layouts
-from memsave_recipes.planner.task import (
-    AUTOCAST_DTYPES,
-    Launch,
-    Task,
-    fake_planned_model,
-    fake_workload,
-    in_shards,
-    shard_groups,
-)
+from memsave_recipes.planner.task import Estimates, Launch, Task, shard_groups, space_of
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES, offloads
-from memsave_recipes.profiling.block_costs import Measurement, Workload
+from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.sharding import ShardGroups
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO
@@ -222,24 +206,18 @@ SAME_CURVE = ""
 
 
 @dataclass
-class Estimates:
+class KnownEstimates(Estimates):
     """The costs of a task's micro-batches on a device, each estimated once.
 
     Args:
         on_estimate: called before each estimate with a few words about it.
     """
 
-    task: Task
-    launch: Launch
     on_estimate: Callable[[str], object] = lambda words: None
     _known: dict[tuple[int, str | None], Measurement] = field(default_factory=dict)
     _refused: set[str] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.model = fake_planned_model(self.task, self.launch.target)
-        self._estimator = Estimator(self.model, self.launch.target, AUTOCAST_DTYPES[self.launch.mixed_precision])
-
-    def of(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
+    def of_size(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
         """The costs of a micro-batch of ``size`` samples under ``strategies``, of which ``none`` is first.
 
         Those that the model cannot run under are left out.
@@ -252,11 +230,9 @@ class Estimates:
         done = self._refused | {plan.strategy for plan, _ in traces}
         if missing := [strategy for strategy in strategies if strategy not in done]:
             self.on_estimate(f"micro-batch {size}")
-            layout = BatchLayout.of(size, None, 1)
-            workload = fake_workload(self.task, self.launch, self.model, layout, loss)
             for strategy in missing:
                 try:
-                    found = self._estimate(workload, strategy)
+                    found = self._estimate(size, loss, strategy)
                 except InputError:
                     if strategy == PLAIN:
                         raise
@@ -267,15 +243,15 @@ class Estimates:
         known = self._known[size, loss]
         return replace(known, traces=[(plan, trace) for plan, trace in known.traces if plan.strategy in strategies])
 
-    def _estimate(self, workload: Workload, strategy: str) -> Measurement:
+    def _estimate(self, size: int, loss: str | None, strategy: str) -> Measurement:
         try:
-            return self._estimator.estimate(workload, [plan_for(strategy, workload.stacks)])
+            return self.of(BatchLayout.of(size, None, 1), loss, lambda one: [plan_for(strategy, one.stacks)])
         except InputError:
             raise
         except LOADING_ERRORS as error:
             raise InputError(
                 f"MODEL: a step of {type(self.model).__name__} cannot be estimated ({reason(error)}): look at its "
-                f"{CONFIG}, or launch its recipe with --memory_budget_gib, which measures"
+                f"{CONFIG}, or launch its recipe with {BUDGET_FLAG}, which measures"
             ) from error
 
     def largest(self, loss: str | None) -> int:
@@ -302,7 +278,7 @@ class Setting:
 
     task: Task
     launch: Launch
-    estimates: Estimates
+    estimates: KnownEstimates
     budget_bytes: int
     strategies: tuple[str, ...] = ESTIMATED
     like: "Setting | None" = None
@@ -356,32 +332,17 @@ class Setting:
     def _candidates(
         self, layout: BatchLayout, loss: str | None, strategy: str, measured: Sequence[str]
     ) -> list[Candidate]:
-        model, groups = self.estimates.model, self.groups
-        space = SearchSpace(
-            budget_bytes=self.budget_bytes,
-            strategy=strategy,
-            static=self._static,
-            overheads=overheads_of_target(self.launch.target),
-            plan_of=partial(plan_blocks, model),
-            in_shards=None if groups is None else partial(in_shards, self.task, self.launch, model, groups),
-            reductions=self.task.run.reductions,
-        )
-        return space.candidates(self.estimates.of(layout.micro_batch_size, loss, measured), layout, loss)
+        costs = self.estimates.of_size(layout.micro_batch_size, loss, measured)
+        return replace(self._space, strategy=strategy).candidates(costs, layout, loss)
+
+    @property
+    def _space(self) -> SearchSpace:
+        return space_of(self.task, self.launch, self.estimates.model, self.budget_bytes)
 
     @property
     def groups(self) -> ShardGroups | None:
-        """Of ranks that hold the model in shards."""
+        """The groups of ranks that hold the model in shards."""
         return shard_groups(self.task, self.launch)
-
-    def _static(self, layout: BatchLayout) -> StaticMemory:
-        given = self.task.optim, self.estimates.model, layout
-        device_type, logging_steps = self.launch.target.device_type, self.task.run.logging_steps
-        if self.groups is None:
-            return static_memory_of(*given, logging_steps=logging_steps, device_type=device_type)
-        num_ranks = self.groups.size
-        return static_memory_in_shards(
-            *given, num_ranks=num_ranks, logging_steps=logging_steps, device_type=device_type
-        )
 
     def _plain_at(self, at: int, loss: str | None) -> Candidate:
         return self._plain_ways(at, loss)[0]
@@ -410,10 +371,10 @@ class Setting:
     @property
     def least_bytes(self) -> int:
         """Weights, optimizer state and, where they exist at the same time, gradients."""
-        model, static = self.estimates.model, self._static(self.layouts[0])
+        model, static = self.estimates.model, self._space.static(self.layouts[0])
         trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         gradients = 0 if self.task.optim.optimizer_in_backward else trained // (self.groups.size if self.groups else 1)
-        weights = sum(tensor.nbytes for tensor in resident_tensors(model)) - static.elsewhere_bytes
+        weights = sum(tensor.nbytes for tensor in resident_tensors(model)) - static.remote_bytes
         return weights + static.state_bytes + gradients
 
     def _guess(self, loss: str | None) -> int:
@@ -476,7 +437,7 @@ def ladder(
         InputError: flags that the recipe refuses.
     """
     task = read(())
-    estimates = Estimates(task, launch, on_estimate)
+    estimates = KnownEstimates(task, launch, on_estimate)
     whole = Setting(task=task, launch=launch, estimates=estimates, budget_bytes=budget_bytes)
     known: list[tuple[Rung, Iterator[Rung]]] = []
     with ExitStack() as processes:
@@ -496,7 +457,7 @@ def _ways(
     takes_adapters: bool,
     early: Callable[[Iterator[Rung]], Iterator[Rung]],
 ) -> Iterator[Iterator[Rung]]:
-    """Of each way to train, its rungs.
+    """Yield the rungs of each way to train.
 
     Args:
         whole: the task without further flags.
@@ -552,7 +513,7 @@ def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterato
     if launch.target.device_type == "cpu" or launch.mixed_precision == "fp16" or not whole.task.optim.goes_in_shards:
         return
     task = read(IN_SHARDS)
-    estimates = Estimates(task, whole.launch, whole.estimates.on_estimate)
+    estimates = KnownEstimates(task, whole.launch, whole.estimates.on_estimate)
     loss = [loss for loss in whole.task.losses if whole.takes(loss)][-1]
     for count in CARDS:
         if count <= whole.task.run.global_batch_size:
@@ -594,7 +555,7 @@ def _adapted(
 ) -> Iterator[Rung]:
     if whole.task.takes_adapters:
         task = read(flags)
-        estimates = Estimates(task, whole.launch, whole.estimates.on_estimate)
+        estimates = KnownEstimates(task, whole.launch, whole.estimates.on_estimate)
         adapted = replace(whole, task=task, estimates=estimates, like=whole)
         yield from _way(name, adapted, partial(adapted.best, loss), flags, "adapters train")
 

@@ -22,9 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
 from memsave_recipes.activations.streaming import streamable_bytes, streamed_parameters
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
-from memsave_recipes.planner.budget import Forecast, InShards, static_memory_in_shards
+from memsave_recipes.planner.budget import Forecast, InShards, static_memory_of
 from memsave_recipes.planner.search import Candidate, host_memory_too_small
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.shards import Shards
@@ -100,13 +100,13 @@ class Setup:
         return sum(self.state_bytes_of(name, share) for name, share in shares.items())
 
     def state_bytes_of(self, optimizer: str, parameters: Iterable[Tensor]) -> int:
-        """That of ``parameters``, all of which the optimizer steps."""
+        """The state of ``parameters``, all of which the optimizer steps."""
         momentum, on_cpu = self.flags.get("momentum", 0), self.device_type == "cpu"
         return state_bytes(optimizer, parameters, momentum=momentum, on_cpu=on_cpu)
 
     @property
     def optimizer(self) -> str:
-        """Of the flags; empty where there is none among them."""
+        """The optimizer that the flags name; empty where they have no such flag."""
         name: str = self.flags.get("optimizer", "")
         return name
 
@@ -135,7 +135,7 @@ def _smaller_micro_batches(setup: Setup) -> Iterator[Saving]:
 
 
 def _recomputation(setup: Setup) -> Iterator[Saving]:
-    """Of every block."""
+    """Recompute every block."""
     if setup.flags.get("activation_checkpointing") == "none":
         freed = setup.freed_by_recomputation_bytes
         yield Saving(flags="--activation_checkpointing full", activations_bytes=freed)
@@ -143,7 +143,7 @@ def _recomputation(setup: Setup) -> Iterator[Saving]:
 
 def _chunked_loss(setup: Setup) -> Iterator[Saving]:
     """The log-probabilities in float32 and their gradient, which are both there when the backward begins."""
-    vocabulary = getattr(getattr(_bare(setup.model), "config", None), "vocab_size", None)
+    vocabulary = getattr(getattr(_unwrapped(setup.model), "config", None), "vocab_size", None)
     if setup.flags.get("loss") == "full" and vocabulary:
         rows = setup.layout.micro_batch_size * setup.flags["block_size"]
         yield Saving(flags="--loss auto", activations_bytes=2 * rows * vocabulary * torch.float32.itemsize)
@@ -166,7 +166,7 @@ def _can_step_in_backward(setup: Setup) -> bool:
 
 
 def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
-    """Those with less state than AdamW."""
+    """Take an optimizer with less state than AdamW."""
     if setup.optimizer == "adamw":
         muon = ("muon",) if hidden_matrices(setup.model) else ()
         for other in ("adamw_8bit", "adafactor", *muon):
@@ -263,7 +263,7 @@ def budget_too_small(
     helpful = sorted((size, flags) for flags, size in needed.items() if size < smallest.needed_bytes)
     listed = ", ".join(f"{flags} {gib_that_suffice(size)}" for size, flags in helpful)
     return InputError(
-        f"--memory_budget_gib {to_gib(smallest.budget_bytes):g} is too small for any plan: the smallest that works is "
+        f"{BUDGET_FLAG} {to_gib(smallest.budget_bytes):g} is too small for any plan: the smallest that works is "
         f"{gib_that_suffice(smallest.needed_bytes)} (--micro_batch_size {smallest.layout.micro_batch_size}, plan "
         f"{smallest.strategy}), of which {largest} take {to_gib(num_bytes):.4g}"
         + ("; a smaller --micro_batch_size, or auto, needs less" if is_divisible else "")
@@ -311,7 +311,7 @@ def _in_shards(
     chain, layout = forecast.chain, candidate.layout
     plan = plan_for("full", [chain.decided_names])
     layout = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
-    static = static_memory_in_shards(optim, model, layout, num_ranks=count, device_type=device_type)
+    static = static_memory_of(optim, model, layout, num_shards=count, device_type=device_type)
     static = replace(static, losses_bytes=before.losses_bytes)
     without = replace(chain, resident_bytes=chain.resident_bytes - before.added_bytes, gradients_resident=False)
     ends = chain.blocks[0].name, chain.blocks[-1].name
@@ -349,6 +349,6 @@ def needed_with(saving: Saving, candidate: Candidate, setup: Setup) -> int:
     ).needed_bytes
 
 
-def _bare(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside its wrappers: the outermost module with a configuration."""
     return next((module for module in model.modules() if hasattr(module, "config")), model)

@@ -7,8 +7,12 @@ baseline, the plans of the other ``STRATEGIES`` and the solver's plan for the bu
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import hypot
+from functools import cache, partial
+from math import hypot, inf
 
+from torch import nn
+
+from memsave_recipes.activations import plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import (
     COMPILED_RATIOS,
@@ -19,10 +23,14 @@ from memsave_recipes.planner.budget import (
     fits_host,
     forecast,
     least_memory,
+    static_memory_of,
 )
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, offloads
+from memsave_recipes.plans.shards import Shards
 from memsave_recipes.profiling.block_costs import Measurement
+from memsave_recipes.sharding.groups import ShardGroups
+from memsave_recipes.sharding.units import sharded_units
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerSettings, StepSettings
 from memsave_recipes.text import format_bytes
@@ -99,7 +107,7 @@ class Candidate:
 
     @property
     def communication_s(self) -> tuple[float, float]:
-        """Of ``step_s`` in shards, seconds of traffic between ranks, and those of them that nothing hides."""
+        """Seconds of traffic between ranks in a step, where weights are in shards, and those that nothing hides."""
         sent_s, exposed_s = self.forecast.communication_s
         return self.layout.forwards_per_step * sent_s, self.layout.forwards_per_step * exposed_s
 
@@ -224,7 +232,7 @@ class SearchSpace:
                 layout=layout,
                 loss=loss,
                 forecast=found,
-                weights_bytes=measurement.workload.weights_bytes - static.elsewhere_bytes,
+                weights_bytes=measurement.workload.weights_bytes - static.remote_bytes,
                 static=static,
                 overheads=self.overheads,
                 budget_bytes=self.budget_bytes,
@@ -329,6 +337,54 @@ class SearchSpace:
             )
         except InputError:
             return least_memory(measurement, static, self.host_budget_bytes)
+
+
+def search_space(
+    run: StepSettings,
+    optim: OptimizerSettings,
+    model: nn.Module,
+    budget_bytes: int,
+    *,
+    num_processes: int,
+    device_type: str,
+    overheads: Mapping[str, int],
+    host_budget_bytes: int | None = None,
+    groups: ShardGroups | None = None,
+    bytes_per_s: float = inf,
+) -> SearchSpace:
+    """The space of what ``run`` leaves open for a model on such devices.
+
+    Args:
+        overheads, host_budget_bytes: see ``Candidate``.
+        groups: of ranks that hold the model in shards; ``None``: each rank has all of it.
+        bytes_per_s: that a rank sends to others.
+    """
+    on_cpu = device_type == "cpu"
+
+    def in_shards(groups: ShardGroups, layout: BatchLayout) -> InShards:
+        @cache
+        def of_plan(plan: Plan) -> Shards:
+            return Shards(
+                units=sharded_units(model, plan, groups.size, str(run.shard), on_cpu=on_cpu),
+                num_ranks=groups.size,
+                num_replicas=groups.num_replicas,
+                accumulates=layout.accumulation_steps > 1,
+            )
+
+        return InShards(of_plan=of_plan, bytes_per_s=bytes_per_s)
+
+    static = partial(static_memory_of, optim, model, logging_steps=run.logging_steps, device_type=device_type)
+    return SearchSpace(
+        budget_bytes=budget_bytes,
+        strategy=run.activation_checkpointing or "none",
+        static=static if groups is None else partial(static, num_shards=groups.size),
+        overheads=overheads,
+        host_budget_bytes=host_budget_bytes,
+        plan_of=partial(plan_blocks, model),
+        micro_batch_size=run.micro_batch_of_blocks(run.layout(num_processes)),
+        in_shards=None if groups is None else partial(in_shards, groups),
+        reductions=run.reductions,
+    )
 
 
 def open_layouts(run: StepSettings, optim: OptimizerSettings, num_processes: int) -> list[BatchLayout]:

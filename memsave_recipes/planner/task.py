@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -20,33 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.activations.lockstep import in_lockstep, parts_of
 from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
 from memsave_recipes.estimation.targets import Target, find_target, target_of
-from memsave_recipes.planner.budget import (
-    InShards,
-    StaticMemory,
-    least_memory,
-    overheads_of_target,
-    plans_to_measure,
-    static_memory_in_shards,
-    static_memory_of,
-    usable_bytes,
-)
-from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search
+from memsave_recipes.planner.budget import least_memory, overheads_of_target, plans_to_measure, usable_bytes
+from memsave_recipes.planner.search import Candidate, Choice, SearchSpace, open_layouts, search, search_space
 from memsave_recipes.planner.trial_step import step_bytes
 from memsave_recipes.plans import BUDGET_WORDS, Plan
-from memsave_recipes.plans.shards import Shards
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.sharding.groups import ShardGroups, check_precision
-from memsave_recipes.sharding.units import modules_outside_blocks, sharded_units
+from memsave_recipes.sharding.units import modules_outside_blocks
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, LockstepLayout
 from memsave_recipes.step.settings import OptimizerSettings, StepSettings
 from memsave_recipes.text import GIB
@@ -126,7 +116,7 @@ class Launch:
 
     @property
     def bytes_per_s_between(self) -> float:
-        """That a rank sends to others."""
+        """The rate at which a rank sends to others."""
         return self.link_bytes_per_s or min(self.target.host_bytes_per_s, self.target.bytes_per_s)
 
     @classmethod
@@ -205,11 +195,11 @@ def estimate(
         raise InputError(f"mixed_precision {mixed_precision}: choose one of {', '.join(AUTOCAST_DTYPES)}")
     if num_processes < 1:
         raise InputError(f"num_processes {num_processes}: it must be at least 1")
-    gib = budget_gib if budget_gib is not None else task.run.memory_budget_gib
-    if gib is not None and not 0 < gib < inf:
-        raise InputError(f"budget_gib {gib}: it must be above 0")
+    if budget_gib is not None and not 0 < budget_gib < inf:
+        raise InputError(f"budget_gib {budget_gib}: it must be above 0")
+    named = task.run.budget_bytes if budget_gib is None else int(budget_gib * GIB)
     usable = usable_bytes(launch.target.memory_bytes, launch.target.device_type)
-    return choose_for_target(task, launch, usable if gib is None else int(gib * GIB))
+    return choose_for_target(task, launch, usable if named is None else named)
 
 
 def choose_for_target(
@@ -218,6 +208,7 @@ def choose_for_target(
     budget_bytes: int,
     *,
     on_size: Callable[[BatchLayout], None] = lambda layout: None,
+    plan: Plan | None = None,
     candidates: Callable[[SearchSpace, Measurement, BatchLayout, str | None], list[Candidate]] = SearchSpace.candidates,
 ) -> Choice:
     """All candidates for a recipe on a device, estimated from fake tensors and the vendor's rates.
@@ -226,45 +217,68 @@ def choose_for_target(
 
     Args:
         on_size: called with the batch layout that is estimated next.
+        plan: the only one, in place of those of the strategy.
         candidates: the candidates that follow from the costs of one micro-batch.
 
     Raises:
         InputError: flags that contradict each other, or a model without blocks for the strategy.
     """
-    groups = shard_groups(task, launch)
-    model = fake_planned_model(task, launch.target)
-    layouts = open_layouts(task.run, task.optim, launch.num_processes)
-    strategy = str(task.run.activation_checkpointing)
-    estimator = Estimator(model, launch.target, AUTOCAST_DTYPES[launch.mixed_precision])
-    static_of: Callable[..., StaticMemory] = static_memory_of
-    if groups is not None:
-        static_of = partial(static_memory_in_shards, num_ranks=groups.size)
-    static_of = partial(static_of, logging_steps=task.run.logging_steps, device_type=launch.target.device_type)
-    space = SearchSpace(
-        budget_bytes=budget_bytes,
-        strategy=strategy,
-        static=partial(static_of, task.optim, model),
-        overheads=overheads_of_target(launch.target),
-        host_budget_bytes=launch.host_budget_bytes,
-        plan_of=partial(plan_blocks, model),
-        micro_batch_size=task.run.micro_batch_of_blocks(layouts[0]),
-        in_shards=None if groups is None else partial(in_shards, task, launch, model, groups),
-        reductions=task.run.reductions,
+    estimates = Estimates(task, launch)
+    space = replace(space_of(task, launch, estimates.model, budget_bytes), plan=plan)
+    plans_of = partial(
+        plans_to_measure,
+        space.strategy,
+        device_type=launch.target.device_type,
+        compiles=False,
+        micro_batch_size=space.micro_batch_size,
     )
 
     def candidates_of(layout: BatchLayout, loss: str | None) -> list[Candidate]:
         on_size(layout)
-        workload = fake_workload(task, launch, model, layout, loss)
-        plans = plans_to_measure(
-            strategy,
-            workload,
-            device_type=launch.target.device_type,
-            compiles=False,
-            micro_batch_size=space.micro_batch_size,
-        )
-        return candidates(space, estimator.estimate(workload, plans), layout, loss)
+        return candidates(space, estimates.of(layout, loss, plans_of), layout, loss)
 
-    return search(layouts, task.losses, candidates_of)
+    return search(open_layouts(task.run, task.optim, launch.num_processes), task.losses, candidates_of)
+
+
+def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) -> SearchSpace:
+    """What the flags of a task leave open for its model on a device.
+
+    Raises:
+        InputError: as ``shard_groups``.
+    """
+    return search_space(
+        task.run,
+        task.optim,
+        model,
+        budget_bytes,
+        num_processes=launch.num_processes,
+        device_type=launch.target.device_type,
+        overheads=overheads_of_target(launch.target),
+        host_budget_bytes=launch.host_budget_bytes,
+        groups=shard_groups(task, launch),
+        bytes_per_s=launch.bytes_per_s_between,
+    )
+
+
+@dataclass
+class Estimates:
+    """The costs of a task's micro-batches on a device that need not be here.
+
+    Raises:
+        InputError: as ``fake_planned_model``.
+    """
+
+    task: Task
+    launch: Launch
+
+    def __post_init__(self) -> None:
+        self.model = fake_planned_model(self.task, self.launch.target)
+        self._estimator = Estimator(self.model, self.launch.target, AUTOCAST_DTYPES[self.launch.mixed_precision])
+
+    def of(self, layout: BatchLayout, loss: str | None, plans_of: Callable[[Workload], Sequence[Plan]]) -> Measurement:
+        """The costs of the largest forward of a step under plans for it, of which the first keeps everything."""
+        workload = fake_workload(self.task, self.launch, self.model, layout, loss)
+        return self._estimator.estimate(workload, plans_of(workload))
 
 
 def shard_groups(task: Task, launch: Launch) -> ShardGroups | None:
@@ -277,22 +291,6 @@ def shard_groups(task: Task, launch: Launch) -> ShardGroups | None:
     if groups is not None:
         check_precision(str(task.run.shard), launch.mixed_precision)
     return groups
-
-
-def in_shards(task: Task, launch: Launch, model: nn.Module, groups: ShardGroups, layout: BatchLayout) -> InShards:
-    """How the weights of ``model`` are cut up in a run with this layout."""
-
-    @cache
-    def of_plan(plan: Plan) -> Shards:
-        on_cpu = launch.target.device_type == "cpu"
-        return Shards(
-            units=sharded_units(model, plan, groups.size, str(task.run.shard), on_cpu=on_cpu),
-            num_ranks=groups.size,
-            num_replicas=groups.num_replicas,
-            accumulates=layout.accumulation_steps > 1,
-        )
-
-    return InShards(of_plan=of_plan, bytes_per_s=launch.bytes_per_s_between)
 
 
 def fake_workload(task: Task, launch: Launch, model: nn.Module, layout: BatchLayout, loss: str | None) -> Workload:

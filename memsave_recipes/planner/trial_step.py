@@ -33,7 +33,7 @@ from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_s
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 
 READINGS = 3
-"""Of a trial step in shards, on a CPU: rule 5."""
+"""How often a trial step in shards is read on a CPU: rule 5."""
 
 MAX_TRIALS = 4
 """Plans of a micro-batch that are run at most, each with more memory kept free than the one before, until one fits."""

@@ -312,7 +312,7 @@ class Run:
         self.accelerator.print(groups.describe())
 
     def apply_plan(self) -> None:
-        """Apply the activation plan that the flags name, or the fastest that fits ``--memory_budget_gib``; verify it.
+        """Apply the activation plan that the flags name, or the fastest that fits the budget; verify it.
 
         Raises:
             InputError: no such strategy, nothing fits, a plan beside ``--bitwise_topology`` that rounds otherwise, or

@@ -16,19 +16,18 @@ NOTE [ a plan for shards ]
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.targets import find_target, target_of
 from memsave_recipes.planner.budget import (
     COMPILED_RATIOS,
     overheads_of_device,
-    static_memory_of,
     usable_bytes,
     usable_host_bytes,
 )
@@ -42,17 +41,17 @@ from memsave_recipes.planner.search import (
     open_layouts,
     reduction_line,
     search,
+    search_space,
 )
 from memsave_recipes.planner.task import Launch, Task, choose_for_target, fake_planned_model
 from memsave_recipes.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
-from memsave_recipes.profiling.block_costs import Measurement
 from memsave_recipes.profiling.memory import empty_cache
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step, run_trial_step_in_shards
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerSettings, StepSettings
-from memsave_recipes.text import GIB, ProgressBar, format_bytes, gib_that_suffice, to_gib
+from memsave_recipes.text import ProgressBar, format_bytes, gib_that_suffice, to_gib
 
 
 @dataclass(frozen=True)
@@ -85,28 +84,37 @@ def plan_run(
         in_shards: what ``choose_in_shards`` has found, in whose units the weights have been cut up since.
 
     Raises:
-        InputError: no such strategy, or nothing fits in ``--memory_budget_gib``.
+        InputError: no such strategy, or nothing fits in the budget.
     """
-    accelerator, model, batches = step.accelerator, step.model, step.batches
+    accelerator = step.accelerator
     if not run.searches:
-        if run.activation_checkpointing and offloads(run.activation_checkpointing) and accelerator.device.type != "cpu":
-            here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
-            accelerator.print(on_main_process(accelerator, lambda: predicted_host_memory(task, here)))
-        running = step.running_blocks() if run.activation_checkpointing not in (None, "none") else None
-        plan = plan_blocks(model, run.activation_checkpointing or "none", running)
-        size = run.micro_batch_of_blocks(batches.layout)
-        plan = plan if size is None else plan.in_micro_batches(size)
-        return RunPlan(plan, reduces_once=run.reduce_gradients == PER_STEP)
+        return _named(run, step, task)
+    asked = accelerator, run, optim, task, show
     if in_shards is not None:
-        candidate = _PlanningInShards(accelerator, task()).tried(in_shards, step)
+        candidate = _InShards(*asked).tried(in_shards, lambda one: run_trial_step_in_shards(one, step))
     else:
         host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
-        planning = _Planning(run, optim, step, task, host_budget_bytes, show)
-        candidate = planning.tried(planning.choose(planning.open_layouts()))
+        measured = _Measured(*asked, step, host_budget_bytes)
+        candidate = measured.tried(
+            measured.choose(measured.open_layouts()),
+            lambda one: run_trial_step(one, accelerator, step.model, step.forward(one.layout)),
+        )
     empty_cache(accelerator.device)  # of the trial steps
-    batches.layout = candidate.layout
+    step.batches.layout = candidate.layout
     reduces_once = candidate.reduces_once or run.reduce_gradients == PER_STEP
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, reduces_once)
+
+
+def _named(run: StepSettings, step: StepOnDevice, task: Callable[[], Task]) -> RunPlan:
+    """The plan that the flags name; of one that offloads the host's memory is told."""
+    accelerator, strategy = step.accelerator, run.activation_checkpointing or "none"
+    if offloads(strategy) and accelerator.device.type != "cpu":
+        here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
+        accelerator.print(on_main_process(accelerator, lambda: predicted_host_memory(task, here)))
+    plan = plan_blocks(step.model, strategy, None if strategy == "none" else step.running_blocks())
+    size = run.micro_batch_of_blocks(step.batches.layout)
+    plan = plan if size is None else plan.in_micro_batches(size)
+    return RunPlan(plan, reduces_once=run.reduce_gradients == PER_STEP)
 
 
 def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choice], None]) -> Candidate:
@@ -117,12 +125,12 @@ def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choic
         show: prints a choice; called on the first rank.
 
     Raises:
-        InputError: nothing fits in ``--memory_budget_gib``, or the step of this model cannot be estimated.
+        InputError: nothing fits in the budget, or the step of this model cannot be estimated.
     """
     own = torch.tensor([budget_of(task.run, accelerator.device)], dtype=torch.int64, device=accelerator.device)
     budget_bytes = int(accelerator.gather(own).min())
-    planning = _PlanningInShards(accelerator, task)
-    return on_main_process(accelerator, lambda: planning.chosen(budget_bytes, show))
+    planning = _InShards(accelerator, task.run, task.optim, lambda: task, show)
+    return on_main_process(accelerator, lambda: planning.choose(budget_bytes))
 
 
 def budget_of(run: StepSettings, device: torch.device) -> int:
@@ -131,10 +139,10 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
     Raises:
         InputError: there is neither.
     """
-    if run.memory_budget_gib is not None:
-        return int(run.memory_budget_gib * GIB)
+    if run.budget_bytes is not None:
+        return run.budget_bytes
     if device.type == "cpu":
-        raise InputError("--micro_batch_size auto needs --memory_budget_gib on a CPU: the GiB that a step may take")
+        raise InputError(f"--micro_batch_size auto needs {BUDGET_FLAG} on a CPU: the GiB that a step may take")
     return usable_bytes(torch.get_device_module(device).mem_get_info(device)[1], device.type)
 
 
@@ -156,75 +164,85 @@ def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) 
 
 
 @dataclass(frozen=True)
-class _Problem:
-    """The error of a prediction, with the bytes by which it was too low; 0 where a rank had no memory left."""
+class _Trial:
+    """A trial step with its peak, on the rank where it is highest; ``None`` where one had no memory left."""
 
-    sentence: str
-    missed_bytes: int = 0
+    candidate: Candidate
+    peak_bytes: int | None
+
+    @property
+    def needed_bytes(self) -> int:
+        """With the overheads."""
+        return (self.peak_bytes or 0) + sum(self.candidate.overheads.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget is enough."""
+        return self.peak_bytes is not None and self.needed_bytes <= self.candidate.budget_bytes
+
+    @property
+    def missed_bytes(self) -> int:
+        """The bytes by which the prediction was too low; 0 where they are not known."""
+        return 0 if self.peak_bytes is None else self.peak_bytes - self.candidate.peak_bytes
+
+    @property
+    def problem(self) -> str:
+        """The beginning of a line on a step that does not fit."""
+        predicted = f"the prediction of {format_bytes(self.candidate.peak_bytes)} was wrong"
+        if self.peak_bytes is None:
+            return f"{predicted}, a rank had no memory left"
+        in_shards = "" if self.candidate.forecast.in_shards is None else " in shards"
+        budget = format_bytes(self.candidate.budget_bytes)
+        return f"{predicted}, a step{in_shards} needs {format_bytes(self.needed_bytes)} of {budget}"
 
 
 @dataclass(frozen=True)
 class _Planning:
-    """The planning of a run; every method is called on all ranks."""
+    """The planning of a run: choose by the costs of each micro-batch, try the choice, and take less where it misses.
 
+    Every method is called on all ranks, unless it says so.
+    """
+
+    accelerator: Accelerator
     run: StepSettings
     optim: OptimizerSettings
-    step: StepOnDevice
     task: Callable[[], Task]
-    host_budget_bytes: int | None
     show: Callable[[Choice], None]
 
-    @property
-    def accelerator(self) -> Accelerator:
-        """That of the step."""
-        return self.step.accelerator
+    def tried(self, candidate: Candidate, trial: Callable[[Candidate], int | None]) -> Candidate:
+        """``candidate``, or the first of those that follow on it whose trial step fits the budget.
 
-    @property
-    def strategy(self) -> str:
-        """The value of ``--activation_checkpointing``."""
-        return self.run.activation_checkpointing or "none"
-
-    def open_layouts(self) -> list[BatchLayout]:
-        """The batch layouts to search; where plans may compile, the best without compiling, as compiling takes long.
+        Args:
+            trial: the peak bytes of a step, on the rank where they are highest; ``None`` where one had no memory left.
 
         Raises:
-            InputError: as ``search``.
+            InputError: not even micro-batches of 1 fit.
+            torch.OutOfMemoryError: as ``trial``.
         """
-        layouts = open_layouts(self.run, self.optim, self.accelerator.num_processes)
-        if self.strategy != "budget" or len(layouts) == 1:
-            return layouts
-        choice = self._search(layouts, "budget:bitwise")
-        return [(choice.chosen or choice.smallest).layout]
+        ratios = COMPILED_RATIOS
+        while not (tried := _Trial(candidate, trial(candidate))).fits:
+            empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
+            ratios = with_smaller_ratio(ratios, candidate.forecast.plan)
+            candidate = self.after(tried, ratios)
+        return candidate
 
-    def _search_space(self, strategy: str) -> SearchSpace:
-        device = self.accelerator.device
-        options = {"logging_steps": self.run.logging_steps, "device_type": device.type}
-        return SearchSpace(
-            budget_bytes=self.budget_bytes,
-            strategy=strategy,
-            static=partial(static_memory_of, self.optim, self.step.model, **options),
-            overheads=overheads_of_device(device),
-            host_budget_bytes=self.host_budget_bytes,
-            plan_of=partial(plan_blocks, self.step.model),
-            micro_batch_size=self.run.micro_batch_of_blocks(self.step.batches.layout),
-        )
+    def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
+        """The candidate to try next; ``ratios`` of compiled memory may be measured for it."""
+        raise NotImplementedError
 
-    @property
-    def budget_bytes(self) -> int:
-        """As ``budget_of``."""
-        return budget_of(self.run, self.accelerator.device)
-
-    def choose(self, layouts: list[BatchLayout]) -> Candidate:
+    def chosen(self, choice: Choice, model: Callable[[], nn.Module]) -> Candidate:
         """The fastest candidate that fits; the first rank shows it with the others.
+
+        Args:
+            model: the one that trains.
 
         Raises:
             InputError: nothing fits.
         """
-        choice = self._search(layouts, self.strategy)
         if choice.chosen is None:
             raise budget_too_small(
                 choice.smallest,
-                self.step.model,
+                model(),
                 self.optim,
                 takes_adapters=self.task().takes_adapters,
                 mixed_precision=self.accelerator.mixed_precision,
@@ -234,77 +252,91 @@ class _Planning:
             self.show(choice)
         return choice.chosen
 
-    def tried(self, candidate: Candidate) -> Candidate:
-        """``candidate``, or the next one whose trial step fits the budget.
-
-        After a plan that compiles, that is one of the same micro-batches with more memory kept free (NOTE [ trial step
-        ] 4), then one of smaller micro-batches.
-
-        Raises:
-            InputError: not even micro-batches of 1 fit.
-        """
-        ratios = COMPILED_RATIOS
-        while (problem := self._problem(candidate)) is not None:
-            empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
-            ratios = with_smaller_ratio(ratios, candidate.forecast.plan)
-            same_size = self._with_more_free(candidate, problem, ratios)
-            candidate = same_size or self.choose([self._smaller_layout(candidate.layout, problem)])
-        return candidate
-
-    def _with_more_free(self, candidate: Candidate, problem: _Problem, ratios: tuple[float, ...]) -> Candidate | None:
-        """After a plan that compiles: the best for the same micro-batches, if there is one to try."""
-        compiles = self.strategy == "budget" and candidate.forecast.plan.compiled_memory_ratio is not None
-        if not compiles or not problem.missed_bytes or len(ratios) - len(COMPILED_RATIOS) >= MAX_TRIALS:
-            return None
-        self.accelerator.print(f"{problem.sentence}: measuring the layers compiled with a ratio of {ratios[-1]:g}")
-        choice = self._search([candidate.layout], self.strategy, ratios, problem.missed_bytes)
-        if choice.chosen is not None and self.accelerator.is_main_process:
-            self.show(choice)
-        return choice.chosen
-
-    def _smaller_layout(self, layout: BatchLayout, problem: _Problem) -> BatchLayout:
-        """Micro-batches of half the size.
+    def _smaller_layout(self, trial: _Trial) -> BatchLayout:
+        """Micro-batches of half the size; the same where reducing each of their gradients takes less.
 
         Raises:
             InputError: they cannot be smaller.
         """
-        size = layout.micro_batch_size
+        candidate, layout, size = trial.candidate, trial.candidate.layout, trial.candidate.layout.micro_batch_size
+        in_shards = candidate.forecast.in_shards is not None
+        if candidate.reduces_once and self.run.reduce_gradients == AUTO:
+            self.accelerator.print(f"{trial.problem}, so {reduction_line(once=False)}")
+            return layout
         if size == 1 or self.optim.optimizer_in_backward or self.run.batchnorm == "global":
-            raise InputError(f"{problem.sentence}, and the micro-batch cannot be halved: raise --memory_budget_gib")
-        smaller = layout.of(self.run.global_batch_size, -(-size // 2), layout.num_processes)
+            above = f" above {gib_that_suffice(trial.needed_bytes)}" if in_shards else ""
+            raise InputError(f"{trial.problem}, and the micro-batch cannot be halved: raise {BUDGET_FLAG}{above}")
+        smaller = layout.of(layout.global_batch_size, -(-size // 2), layout.num_processes)
+        same_plan = " under the same plan" if in_shards else ""
         self.accelerator.print(
-            f"{problem.sentence}: falling back to micro-batches of {smaller.micro_batch_size}, {smaller.describe()}"
+            f"{trial.problem}: falling back to micro-batches of {smaller.micro_batch_size}{same_plan}, "
+            f"{smaller.describe()}"
         )
         return smaller
 
-    def _problem(self, candidate: Candidate) -> _Problem | None:
-        """``None`` where the trial step fits the budget."""
-        predicted = f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong"
-        forward = self.step.forward(candidate.layout)
-        try:
-            needed = run_trial_step(candidate, self.accelerator, self.step.model, forward)
-        except torch.OutOfMemoryError:
-            return _Problem(f"{predicted}, a rank had no memory left")
-        missed_bytes = needed - candidate.peak_bytes
-        needed += sum(candidate.overheads.values())
-        if needed <= candidate.budget_bytes:
-            return None
-        sentence = f"{predicted}, a step needs {format_bytes(needed)} of {format_bytes(candidate.budget_bytes)}"
-        return _Problem(sentence, missed_bytes)
 
-    def _search(
-        self,
-        layouts: list[BatchLayout],
-        strategy: str,
-        compiled_ratios: tuple[float, ...] = COMPILED_RATIOS,
-        missed_bytes: int = 0,
-    ) -> Choice:
-        space = replace(self._search_space(strategy), compiled_ratios=compiled_ratios, missed_bytes=missed_bytes)
+@dataclass(frozen=True)
+class _Measured(_Planning):
+    """By costs that are measured on the ranks of the run; where memory is too small to measure, by estimates."""
+
+    step: StepOnDevice
+    host_budget_bytes: int | None
+
+    def open_layouts(self) -> list[BatchLayout]:
+        """The batch layouts to search; where plans may compile, the best without compiling, as compiling takes long.
+
+        Raises:
+            InputError: as ``search``.
+        """
+        layouts = open_layouts(self.run, self.optim, self.accelerator.num_processes)
+        if self._space.strategy != "budget" or len(layouts) == 1:
+            return layouts
+        choice = self._search(layouts, replace(self._space, strategy="budget:bitwise"))
+        return [(choice.chosen or choice.smallest).layout]
+
+    def choose(self, layouts: list[BatchLayout]) -> Candidate:
+        """The fastest candidate that fits; the first rank shows it with the others.
+
+        Raises:
+            InputError: nothing fits.
+        """
+        return self.chosen(self._search(layouts, self._space), lambda: self.step.model)
+
+    def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
+        """After a plan that compiles, one of the same micro-batches with more memory kept free (NOTE [ trial step ] 4).
+
+        Else, and where there is none, one of smaller micro-batches.
+        """
+        compiles = self.run.activation_checkpointing == "budget" and trial.candidate.forecast.plan.compiled_memory_ratio
+        if not compiles or not trial.missed_bytes or len(ratios) - len(COMPILED_RATIOS) >= MAX_TRIALS:
+            return self.choose([self._smaller_layout(trial)])
+        self.accelerator.print(f"{trial.problem}: measuring the layers compiled with a ratio of {ratios[-1]:g}")
+        space = replace(self._space, compiled_ratios=ratios, missed_bytes=trial.missed_bytes)
+        choice = self._search([trial.candidate.layout], space)
+        if choice.chosen is None:
+            return self.choose([self._smaller_layout(trial)])
+        return self.chosen(choice, lambda: self.step.model)
+
+    @property
+    def _space(self) -> SearchSpace:
+        accelerator = self.accelerator
+        return search_space(
+            self.run,
+            self.optim,
+            self.step.model,
+            budget_of(self.run, accelerator.device),
+            num_processes=accelerator.num_processes,
+            device_type=accelerator.device.type,
+            overheads=overheads_of_device(accelerator.device),
+            host_budget_bytes=self.host_budget_bytes,
+        )
+
+    def _search(self, layouts: list[BatchLayout], space: SearchSpace) -> Choice:
         with ProgressBar(shown=self.accelerator.is_main_process, desc="measuring blocks", unit="run") as progress:
             choice = search(layouts, (None,), lambda layout, _: self.step.candidates(space, layout, progress))
-        return choice if choice.candidates else self._search_by_estimates(layouts, strategy)
+        return choice if choice.candidates else self._search_by_estimates(layouts, space)
 
-    def _search_by_estimates(self, layouts: list[BatchLayout], strategy: str) -> Choice:
+    def _search_by_estimates(self, layouts: list[BatchLayout], space: SearchSpace) -> Choice:
         """The choice where not even the smallest micro-batch can be measured.
 
         Raises:
@@ -319,24 +351,21 @@ class _Planning:
             open_size: int | str | None = AUTO if len(layouts) > 1 else size
             if self.run.batchnorm == "global":
                 open_size = self.run.micro_batch_size
-            run = replace(task.run, micro_batch_size=open_size, activation_checkpointing=strategy)
+            run = replace(task.run, micro_batch_size=open_size, activation_checkpointing=space.strategy)
             launch = Launch.here(self.accelerator.num_processes, self.accelerator.mixed_precision)
             launch = replace(launch, host_budget_bytes=self.host_budget_bytes)
-            return choose_for_target(replace(task, run=run, losses=(None,)), launch, self.budget_bytes)
+            return choose_for_target(replace(task, run=run, losses=(None,)), launch, space.budget_bytes)
 
         try:
             return on_main_process(self.accelerator, choose)
         except InputError as refused:
-            way_out = "give a smaller --micro_batch_size"
-            raise InputError(f"{no_memory}, and no estimate ({refused.one_line}): {way_out}") from refused
+            hint = "give a smaller --micro_batch_size"
+            raise InputError(f"{no_memory}, and no estimate ({refused.one_line}): {hint}") from refused
 
 
 @dataclass(frozen=True)
-class _PlanningInShards:
-    """The planning of a run with weights in shards: NOTE [ a plan for shards ]."""
-
-    accelerator: Accelerator
-    task: Task
+class _InShards(_Planning):
+    """By estimates, before and after weights are cut up: NOTE [ a plan for shards ]."""
 
     @property
     def launch(self) -> Launch:
@@ -354,91 +383,38 @@ class _PlanningInShards:
             host_budget_bytes=usable_host_bytes(device),
         )
 
-    def chosen(self, budget_bytes: int, show: Callable[[Choice], None]) -> Candidate:
-        """Of all candidates the fastest that fits; on the first rank.
+    def choose(self, budget_bytes: int) -> Candidate:
+        """The fastest of all candidates that fits; on the first rank.
 
         Raises:
             InputError: as ``choose_in_shards``.
         """
         launch = self.launch
         self.accelerator.print(
-            f"--shard {self.task.run.shard}: planning by estimates for {launch.target.name}, before the weights are "
+            f"--shard {self.run.shard}: planning by estimates for {launch.target.name}, before the weights are "
             "cut up: seconds are not measured"
         )
-        choice = self._choice(self.task.run, launch, budget_bytes)
-        if choice.chosen is None:
-            raise budget_too_small(
-                choice.smallest,
-                fake_planned_model(self.task, launch.target),
-                self.task.optim,
-                takes_adapters=self.task.takes_adapters,
-                mixed_precision=launch.mixed_precision,
-                device_type=launch.target.device_type,
-            )
-        show(choice)
-        return _sendable(choice.chosen)
+        choice = self._search(self.run, launch, budget_bytes)
+        return _sendable(self.chosen(choice, partial(fake_planned_model, self.task(), launch.target)))
 
-    def tried(self, candidate: Candidate, step: StepOnDevice) -> Candidate:
-        """``candidate``, or its plan with the first halved micro-batches whose trial step fits; on all ranks.
+    def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
+        """The same plan with what is left of layout and reduction: another one would have other units."""
+        smaller = self._smaller_layout(trial)
 
-        Raises:
-            InputError: not even micro-batches of 1 fit.
-            torch.OutOfMemoryError: this rank ran out of memory.
-        """
-        while (needed_bytes := self._needed_bytes(candidate, step)) > candidate.budget_bytes:
-            empty_cache(self.accelerator.device)
-            smaller = self._smaller_layout(candidate, needed_bytes)
-            candidate = on_main_process(self.accelerator, partial(self._of_same_plan, candidate, smaller))
-        return candidate
+        def find() -> Candidate:
+            reduction = PER_STEP if self.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH
+            budget_bytes, plan = trial.candidate.budget_bytes, trial.candidate.forecast.plan
+            run = self.run.with_micro_batch(smaller.micro_batch_size, budget_bytes)
+            run = replace(run, reduce_gradients=reduction)
+            (found,) = self._search(run, self.launch, budget_bytes, plan).candidates
+            return _sendable(found)
 
-    def _needed_bytes(self, candidate: Candidate, step: StepOnDevice) -> int:
-        return run_trial_step_in_shards(candidate, step) + sum(candidate.overheads.values())
+        return on_main_process(self.accelerator, find)
 
-    def _smaller_layout(self, candidate: Candidate, needed_bytes: int) -> BatchLayout:
-        layout, size = candidate.layout, candidate.layout.micro_batch_size
-        sentence = (
-            f"the prediction of {format_bytes(candidate.peak_bytes)} was wrong, a step in shards needs "
-            f"{format_bytes(needed_bytes)} of {format_bytes(candidate.budget_bytes)}"
-        )
-        if candidate.reduces_once and self.task.run.reduce_gradients == AUTO:
-            self.accelerator.print(f"{sentence}, so {reduction_line(once=False)}")
-            return layout
-        if size == 1:
-            raise InputError(
-                f"{sentence}, and the micro-batch cannot be halved: raise --memory_budget_gib above "
-                f"{gib_that_suffice(needed_bytes)}"
-            )
-        smaller = layout.of(layout.global_batch_size, -(-size // 2), layout.num_processes)
-        self.accelerator.print(
-            f"{sentence}: falling back to micro-batches of {smaller.micro_batch_size} under the same plan, "
-            f"{smaller.describe()}"
-        )
-        return smaller
-
-    def _of_same_plan(self, candidate: Candidate, layout: BatchLayout) -> Candidate:
-        """The plan of ``candidate`` for what the trial step has left of layout and reduction; on the first rank."""
-        plan = candidate.forecast.plan
-
-        def of_plan(
-            space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None
-        ) -> list[Candidate]:
-            return replace(space, plan=plan).candidates(measurement, layout, loss)
-
-        budget_gib = to_gib(candidate.budget_bytes) if self.task.run.solves else None
-        run = replace(
-            self.task.run,
-            micro_batch_size=layout.micro_batch_size,
-            memory_budget_gib=budget_gib,
-            reduce_gradients=PER_STEP if self.task.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH,
-        )
-        (found,) = self._choice(run, self.launch, candidate.budget_bytes, candidates=of_plan).candidates
-        return _sendable(found)
-
-    def _choice(self, run: StepSettings, launch: Launch, budget_bytes: int, **options: Any) -> Choice:
-        """As ``choose_for_target``, with the loss of the flags."""
-        task = replace(self.task, run=run, losses=(None,))
+    def _search(self, run: StepSettings, launch: Launch, budget_bytes: int, plan: Plan | None = None) -> Choice:
+        """Estimate all candidates, or those with a plan, for the loss of the flags."""
         try:
-            return choose_for_target(task, launch, budget_bytes, **options)
+            return choose_for_target(replace(self.task(), run=run, losses=(None,)), launch, budget_bytes, plan=plan)
         except InputError:
             raise
         except Exception as unknown:  # fake tensors cannot run every model

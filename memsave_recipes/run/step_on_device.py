@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.activations.lockstep import parts_of
 from memsave_recipes.distributed import on_main_process
+from memsave_recipes.errors import BUDGET_FLAG
 from memsave_recipes.planner.budget import plans_to_measure, workspaces_of_device
 from memsave_recipes.planner.make_plan import Ranks, measured_together
 from memsave_recipes.planner.search import Candidate, SearchSpace
@@ -102,23 +103,18 @@ class StepOnDevice:
 
 def run_trial_step(
     candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]
-) -> int:
-    """``step_bytes`` of the rank where they are highest.
+) -> int | None:
+    """``step_bytes`` of the rank where they are highest; ``None`` on all ranks, if one ran out of memory.
 
     Args:
         model: without a plan, its gradients cleared.
         forward: from one micro-batch to the loss, without collectives.
-
-    Raises:
-        torch.OutOfMemoryError: on all ranks, if a rank ran out of memory.
     """
     ranks = Ranks.of_world()
     own_bytes = ranks.attempt(
         lambda: step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
     )
-    if own_bytes is None:
-        raise torch.OutOfMemoryError("a rank had no memory left")
-    return ranks.largest(own_bytes)
+    return None if own_bytes is None else ranks.largest(own_bytes)
 
 
 def run_trial_step_in_shards(candidate: Candidate, step: StepOnDevice) -> int:
@@ -137,6 +133,6 @@ def run_trial_step_in_shards(candidate: Candidate, step: StepOnDevice) -> int:
             raise
         raise torch.OutOfMemoryError(
             f"error: no memory left in the trial step, so the prediction of {format_bytes(candidate.peak_bytes)} was "
-            f"wrong: give a smaller --memory_budget_gib ({first_line(error)})"
+            f"wrong: give a smaller {BUDGET_FLAG} ({first_line(error)})"
         ) from error
     return Ranks.of_world().largest(own_bytes)

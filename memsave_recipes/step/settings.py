@@ -3,13 +3,14 @@
 The flags of a recipe are such values (``training/arguments.py``); nothing here reads a command line.
 """
 
-from dataclasses import Field
-from typing import Any, ClassVar, Final
+from dataclasses import Field, replace
+from typing import Any, ClassVar, Final, Self
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.sharding.groups import NONE
 from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
+from memsave_recipes.text import GIB, to_gib
 
 AUTO = "auto"
 PER_MICRO_BATCH: Final = "micro_batch"
@@ -97,6 +98,20 @@ class StepSettings:
     def searches(self) -> bool:
         """Whether a micro-batch or a plan is to be found for a budget."""
         return self.micro_batch_size == AUTO or self.solves
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """``memory_budget_gib`` in bytes."""
+        return None if self.memory_budget_gib is None else int(self.memory_budget_gib * GIB)
+
+    def with_micro_batch(self, size: int, budget_bytes: int | None = None) -> Self:
+        """The same with a micro-batch that has been found; a budget is kept where a plan is still to be found.
+
+        Args:
+            budget_bytes: in place of ``memory_budget_gib``.
+        """
+        gib = self.memory_budget_gib if budget_bytes is None else to_gib(budget_bytes)
+        return replace(self, micro_batch_size=size, memory_budget_gib=gib if self.solves else None)
 
     def layout(self, num_processes: int) -> BatchLayout:
         """How a global batch is computed; undivided with ``auto``, until a size is found, and if blocks cut it up.

@@ -28,7 +28,7 @@ from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.image_classifiers import MODELS
-from memsave_recipes.planner.budget import Forecast, InShards, static_memory_in_shards
+from memsave_recipes.planner.budget import Forecast, InShards, static_memory_of
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES
 from memsave_recipes.plans.shards import Shards
 from memsave_recipes.profiling.block_costs import Workload
@@ -199,7 +199,7 @@ def static_memory(shape, model=None):
     samples = shape.rows * shape.num_micro_batches * shape.num_ranks
     layout = BatchLayout.of(samples, shape.rows, shape.num_ranks)
     model = fake_model(shape.build) if model is None else model
-    return static_memory_in_shards(shape.optim, model, layout, num_ranks=shape.groups.size)
+    return static_memory_of(shape.optim, model, layout, num_shards=shape.groups.size)
 
 
 def measured_update_bytes(shape):
