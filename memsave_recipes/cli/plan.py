@@ -1,4 +1,4 @@
-"""Of runs to come: ``memsave fit``, the ways to train a model; ``plan``, the fastest run that fits; ``frontier``.
+"""Plan runs to come: ``memsave fit``, the ways to train a model; ``plan``, the fastest run that fits; ``frontier``.
 
 They import their dependencies when they run, so that ``--help`` is fast.
 """

@@ -99,7 +99,7 @@ def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
 
 
 def _arguments(pl_module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """Those that its ``training_step`` takes."""
+    """The arguments that its ``training_step`` takes."""
     takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if takes_index else (batch,)
 

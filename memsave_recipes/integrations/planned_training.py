@@ -36,7 +36,6 @@ from memsave_recipes.activations.spans import LayerInSpan, SpannedLayer, Spanned
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import StaticMemory
 from memsave_recipes.planner.make_plan import (
-    Progress,
     Ranks,
     call,
     check_budget,
@@ -113,7 +112,7 @@ class StepPeak:
         return bool(self.num_steps or self.optimizer.state)
 
     def _peak_bytes(self) -> int | None:
-        """Of the window; on a CPU the recorded tensors and those that were there before; ``None`` without one."""
+        """The peak of the window; on a CPU of recorded tensors and those before them; ``None`` without one."""
         if self.device.type != "cpu":
             return torch.accelerator.max_memory_allocated(self.device)
         recording, self._recording = self._recording, None
@@ -132,7 +131,7 @@ def _comparison(step: int, peak_bytes: int, predicted_bytes: int, budget_bytes: 
 
 OURS = (CompiledLayer, LayerInSpan, SpannedLayer, SpannedSequence)
 SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
-WAY_OUT = "a plan decides which activations are recomputed"
+REASON = "a plan decides which activations are recomputed"
 
 
 def check_model(model: nn.Module) -> None:
@@ -153,11 +152,11 @@ def check_model(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False) is True:
             kind = "activation" if hasattr(PreTrainedModel, "activation_checkpointing_disable") else "gradient"
             raise InputError(
-                f"{kind}_checkpointing: {name or type(model).__name__} is checkpointed already, and {WAY_OUT}: call "
+                f"{kind}_checkpointing: {name or type(model).__name__} is checkpointed already, and {REASON}: call "
                 f"model.{kind}_checkpointing_disable()"
             )
         if type(module).__name__ == "CheckpointWrapper":
-            raise InputError(f"model: {name} is a CheckpointWrapper, and {WAY_OUT}: leave the wrapper out")
+            raise InputError(f"model: {name} is a CheckpointWrapper, and {REASON}: leave the wrapper out")
         if isinstance(vars(module).get("forward"), OURS):
             raise InputError(f"model: a plan is applied to {name or 'it'} already: call its handle.remove() first")
 
@@ -217,7 +216,7 @@ class MicroBatch:
 
     @property
     def num_elements(self) -> int:
-        """Of all tensors."""
+        """The sum over all tensors."""
         return sum(tensor.numel() for tensor in self.tensors)
 
 
@@ -360,7 +359,7 @@ class PlannedTraining:
                 static=self._static(),
                 named=bool(self.settings.blocks),
                 predict=predict,
-                progress=Progress(total=bar.reset, step=bar.update),
+                progress=bar,
                 ranks=self.ranks,
             )
 
@@ -444,7 +443,7 @@ def prepare(
     random state stay as they were. On several ranks all call it.
 
     Args:
-        model: on its device, as ``Accelerator.prepare``, ``Fabric.setup`` or DDP returned it, or bare.
+        model: on its device, as ``Accelerator.prepare``, ``Fabric.setup`` or DDP returned it, or not wrapped.
         batch: one micro-batch on that device, as for ``make_plan``; the longest that there will be.
         optimizer: of the training, or a wrapper of it: its state counts.
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
@@ -457,15 +456,15 @@ def prepare(
     Raises:
         InputError: as ``make_plan``, and for a model that checkpoints, shards or compiles by itself.
     """
-    bare, precision = _bare(model), _precision_of(model)
+    unwrapped, precision = _unwrapped(model), _precision_of(model)
 
     def forward() -> Tensor:
         with precision():
-            return (loss_fn or loss_of)(call(bare, batch))
+            return (loss_fn or loss_of)(call(unwrapped, batch))
 
     training = PlannedTraining(
         settings=PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks),
-        model=bare,
+        model=unwrapped,
         optimizer=optimizer,
         gradients_resident=accumulation_steps > 1,
         plans_again=False,
@@ -480,16 +479,16 @@ def prepare(
         if module.training and torch.is_grad_enabled():
             training.before_forward(MicroBatch(forward=forward, tensors=tensors_in((args, kwargs))))
 
-    training.on_remove(bare.register_forward_pre_hook(begin_forward, with_kwargs=True).remove)
+    training.on_remove(unwrapped.register_forward_pre_hook(begin_forward, with_kwargs=True).remove)
     training.on_remove(training.optimizer.register_step_post_hook(lambda one, *_: stepped.append(one)).remove)
     return training
 
 
-def _bare(model: Any) -> nn.Module:
+def _unwrapped(model: Any) -> nn.Module:
     """The module inside the wrappers of DDP and Fabric."""
     wrapped = isinstance(model, DistributedDataParallel) or _is_fabric(model)
-    bare: nn.Module = _bare(model.module) if wrapped else model
-    return bare
+    unwrapped: nn.Module = _unwrapped(model.module) if wrapped else model
+    return unwrapped
 
 
 def _precision_of(model: Any) -> Callable[[], AbstractContextManager[Any]]:

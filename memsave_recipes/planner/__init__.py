@@ -13,6 +13,6 @@ NOTE [ decisions ]
 """
 
 from memsave_recipes.planner.budget import Forecast, StaticMemory
-from memsave_recipes.planner.make_plan import make_plan, plan_workload
+from memsave_recipes.planner.make_plan import make_plan
 
-__all__ = ["Forecast", "StaticMemory", "make_plan", "plan_workload"]
+__all__ = ["Forecast", "StaticMemory", "make_plan"]

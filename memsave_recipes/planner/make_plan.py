@@ -42,7 +42,7 @@ from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import running_blocks
-from memsave_recipes.text import GIB, gib_that_suffice, to_gib
+from memsave_recipes.text import GIB, ProgressBar, gib_that_suffice, to_gib
 
 T = TypeVar("T")
 MAX_GIB = 1e6
@@ -57,7 +57,7 @@ class Ranks:
 
     @classmethod
     def of_world(cls) -> "Ranks":
-        """Those of the default process group, if there is one."""
+        """The ranks of the default process group, if there is one."""
         grouped = dist.is_available() and dist.is_initialized()
         return cls(dist.get_rank(), dist.get_world_size()) if grouped else cls()
 
@@ -111,17 +111,6 @@ class Ranks:
 
 
 ALONE = Ranks()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """For a progress bar: ``total`` is told the number of forwards and backwards to measure, ``step`` one of them."""
-
-    total: Callable[[int], Any] = lambda count: None
-    step: Callable[[], Any] = lambda: None
-
-
-QUIET = Progress()
 
 
 def make_plan(
@@ -198,23 +187,25 @@ def plan_step(
     static: StaticMemory,
     named: bool = False,
     predict: bool = False,
-    progress: Progress = QUIET,
+    progress: ProgressBar | None = None,
     ranks: Ranks = ALONE,
 ) -> Plan:
     """As ``make_plan``, for a forward that ends in a loss.
 
     Args:
         named: whether the workload's stacks are the user's choice, and not those that are found in the model.
+        progress: of the forwards and backwards that measure.
 
     Raises:
         InputError: as ``make_plan``.
     """
+    progress = ProgressBar(shown=False) if progress is None else progress
     if strategy in BUDGET_WORDS:
         refuse_compiled(workload.model)
         check_budget(budget_gib)
         if budget_gib is None:
             raise InputError(f"strategy {strategy}: needs a batch and budget_gib")
-        found = plan_workload(workload, strategy, int(budget_gib * GIB), static, progress=progress, ranks=ranks)
+        found = _planned(workload, strategy, int(budget_gib * GIB), static, progress, ranks)
         return replace(found.plan, prediction=prediction_of(found.chain, found.plan))
     model, stacks = workload.model, workload.stacks
     refuse_compiled(model)
@@ -264,7 +255,7 @@ def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -
 
 
 def _predicted(
-    plan: Plan, workload: Workload, static: StaticMemory, progress: Progress, ranks: Ranks
+    plan: Plan, workload: Workload, static: StaticMemory, progress: ProgressBar, ranks: Ranks
 ) -> Prediction | None:
     """By measured costs; ``None`` for a plan of other blocks than the stacks' (``bottleneck``), and for one that
     compiles, which would take as long as compiling for the training.
@@ -278,35 +269,52 @@ def _predicted(
     return prediction_of(chain, plan) if plan.blocks == chain.decided_names else None
 
 
-def plan_workload(
+def _planned(
     workload: Workload,
     strategy: str,
     budget_bytes: int,
     static: StaticMemory,
-    *,
-    progress: Progress = QUIET,
-    ranks: Ranks = ALONE,
+    progress: ProgressBar,
+    ranks: Ranks,
 ) -> Forecast:
-    """Measure the blocks of a workload and choose the fastest plan that fits, both in prediction and in a trial step.
+    """The fastest plan that fits, both in prediction and in a trial step.
 
     A trial step takes two forwards and backwards, three under accumulation. Most models need one. On several ranks the
-    first one's prediction chooses, and the largest trial step of all of them has to fit.
+    first one's prediction chooses, and the largest trial step of all of them has to fit. NOTE [ trial step ] 4.
 
     Raises:
-        InputError: as ``make_plan``.
+        InputError: the model has no blocks, no plan is predicted to fit, or none of ``MAX_TRIALS`` does.
+        torch.OutOfMemoryError: a rank had no memory for the trial step, or to measure.
     """
+    device, ratios, missed_bytes = workload.device, COMPILED_RATIOS, 0
     if not any(workload.stacks):
         raise InputError(f"strategy {strategy}: {type(workload.model).__name__} has no blocks for it; use none")
+    host_budget_bytes = usable_host_bytes(device)
 
     @cache
     def measured(ratios: tuple[float, ...]) -> Measurement:
-        plans = plans_to_measure(strategy, workload, device_type=workload.device.type, ratios=ratios)
+        plans = plans_to_measure(strategy, workload, device_type=device.type, ratios=ratios)
         return _measured(workload, plans, progress, ranks)
 
-    return _fitting_when_run(workload, measured, budget_bytes, static, ranks)
+    for _ in range(MAX_TRIALS):
+        costs = measured(ratios)
+        choose = partial(forecast, costs, budget_bytes, static, missed_bytes=missed_bytes)
+        found = ranks.of_first(partial(choose, host_budget_bytes=host_budget_bytes))
+        tried = ranks.attempt(partial(step_bytes, found, static, workload.model, workload.forward, device))
+        if tried is None:
+            raise torch.OutOfMemoryError(f"budget_gib {to_gib(budget_bytes):g}: the device has less memory than that")
+        needed = ranks.largest(tried)
+        if needed <= budget_bytes:
+            return found
+        missed_bytes = needed - found.peak.total_bytes  # more than was kept free, or the plan would have fitted
+        ratios = with_smaller_ratio(ratios, found.plan)
+    raise InputError(
+        f"budget_gib {to_gib(budget_bytes):g}: this model needs more than predicted, and none of the {MAX_TRIALS} "
+        f"plans that were tried fits; the last one works with {gib_that_suffice(needed)}"
+    )
 
 
-def _measured(workload: Workload, plans: Sequence[Plan], progress: Progress, ranks: Ranks) -> Measurement:
+def _measured(workload: Workload, plans: Sequence[Plan], progress: ProgressBar, ranks: Ranks) -> Measurement:
     """All blocks at once, or group by group where memory is too small for that.
 
     Raises:
@@ -315,8 +323,10 @@ def _measured(workload: Workload, plans: Sequence[Plan], progress: Progress, ran
     host_budget_bytes = usable_host_bytes(workload.device)
 
     def measure(num_groups: int) -> Measurement:
-        progress.total(num_groups * num_runs(plans))
-        return measure_in_groups(workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.step)
+        progress.reset(num_groups * num_runs(plans))
+        return measure_in_groups(
+            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
+        )
 
     measured = measured_together(measure, sum(map(len, workload.stacks)), workload.device, ranks)
     if measured is None:
@@ -339,48 +349,6 @@ def measured_together(
     return None
 
 
-def _fitting_when_run(
-    workload: Workload,
-    measured: Callable[[tuple[float, ...]], Measurement],
-    budget_bytes: int,
-    static: StaticMemory,
-    ranks: Ranks,
-) -> Forecast:
-    """The fastest plan whose trial step fits the budget.
-
-    Args:
-        measured: the measurement of these ratios of compiled memory. NOTE [ trial step ] 4.
-
-    Raises:
-        InputError: no plan is predicted to fit, or none of ``MAX_TRIALS`` does.
-        torch.OutOfMemoryError: a rank had no memory for the trial step.
-    """
-    ratios, missed_bytes = COMPILED_RATIOS, 0
-    host_budget_bytes = usable_host_bytes(workload.device)
-
-    def choose() -> Forecast:
-        return forecast(costs, budget_bytes, static, missed_bytes=missed_bytes, host_budget_bytes=host_budget_bytes)
-
-    def run() -> int:
-        return step_bytes(found, static, workload.model, workload.forward, workload.device)
-
-    for _ in range(MAX_TRIALS):
-        costs = measured(ratios)
-        found = ranks.of_first(choose)
-        tried = ranks.attempt(run)
-        if tried is None:
-            raise torch.OutOfMemoryError(f"budget_gib {to_gib(budget_bytes):g}: the device has less memory than that")
-        needed = ranks.largest(tried)
-        if needed <= budget_bytes:
-            return found
-        missed_bytes = needed - found.peak.total_bytes  # more than was kept free, or the plan would have fitted
-        ratios = with_smaller_ratio(ratios, found.plan)
-    raise InputError(
-        f"budget_gib {to_gib(budget_bytes):g}: this model needs more than predicted, and none of the {MAX_TRIALS} "
-        f"plans that were tried fits; the last one works with {gib_that_suffice(needed)}"
-    )
-
-
 def call(model: nn.Module, batch: Any) -> Any:
     """The output of ``model`` for a mapping, a sequence, or a single argument."""
     if isinstance(batch, Mapping):
@@ -398,7 +366,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 ASSUMED_COPIES = 2
-"""Of a parameter, in the state of an optimizer that cannot step on the ``meta`` device: those of AdamW."""
+"""Copies of a parameter in the state of an optimizer that cannot step on the ``meta`` device: those of AdamW."""
 PLAIN = {"fused": False, "foreach": False}
 """Options of torch's optimizers that choose a kernel for a device, and change no state."""
 
@@ -456,7 +424,7 @@ def _bytes_to_come(optimizer: Optimizer, group: dict[str, Any], parameter: Tenso
 
 
 def _bytes(values: Iterable[Any], device: torch.device) -> int:
-    """Of those that are tensors, on ``device``: an accelerator has none of the host's."""
+    """Add up the tensors on ``device``: an accelerator has none of the host's."""
     on_cpu = device.type == "cpu"
     tensors = (value for value in values if isinstance(value, Tensor))
     return allocated_bytes((tensor.nbytes for tensor in tensors if on_cpu or not tensor.is_cpu), on_cpu=on_cpu)
