@@ -18,7 +18,7 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments
 
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "densenet121")]
 MODELS = [*LARGE, "resnet50", "vit", "gpt2", "llama"]
-NUM_BUDGETS, NUM_PLANS = 5, 6
+NUM_BUDGETS, NUM_PLANS = 3, 4
 
 
 @dataclass

@@ -23,6 +23,7 @@ from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
 CPU = torch.device("cpu")
 SIZES = (4, 4, 4, 2)
+MODELS = ["vgg_small_bn", pytest.param("densenet_small", marks=pytest.mark.slow)]
 STRATEGIES = ["none", "full", "every:2", "segments:3", "selective"]
 
 
@@ -69,7 +70,7 @@ def measured_peak_bytes(workload, plan):
     return readings[-1].peak_bytes
 
 
-@pytest.fixture(scope="module", params=["vgg_small_bn", "densenet_small"])
+@pytest.fixture(scope="module", params=MODELS)
 def measured(request):
     workload = workload_of(build(request.param), micro_batches())
     plans = plans_to_measure("budget:bitwise", workload, device_type="cpu")
@@ -103,7 +104,7 @@ def test_a_budget_between_the_least_and_plain_is_kept(measured, part):
     assert needed_bytes <= found.peak.total_bytes <= budget_bytes < plain_bytes
 
 
-@pytest.mark.parametrize("name", ["vgg_small_bn", "densenet_small"])
+@pytest.mark.parametrize("name", MODELS)
 def test_on_paper_the_peaks_are_those_of_the_device(name):
     real = workload_of(build(name), micro_batches())
     model = fake_model(partial(build, name))

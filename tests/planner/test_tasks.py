@@ -36,6 +36,8 @@ CASES = {
         ["--model_type", "bert", "--config_overrides", BERT, "--max_length", "64", "--global_batch_size", "16"],
     ),
 }
+SLOW = ("text", "lockstep")
+"""Cases whose kind another test has: adapters train the same model, and a plan for lockstep is trained below."""
 LAUNCH = Launch(target=find_target("cpu"))
 
 
@@ -48,7 +50,7 @@ def recipe_of(name):
 
 
 @pytest.mark.parametrize("strategy", ["none", pytest.param("full", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in CASES])
 def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path):
     name, flags = CASES[case]
     flags = [*flags, "--activation_checkpointing", strategy]

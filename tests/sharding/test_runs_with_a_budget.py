@@ -137,6 +137,7 @@ def test_no_memory_in_the_trial_step_of_one_rank_ends_both(train, needed, tmp_pa
     assert "error: no memory left in the trial step, so the prediction of " in done.stderr
 
 
+@pytest.mark.slow
 def test_its_losses_are_those_of_its_plan_from_a_file(within_a_budget, train, folder):
     _, run, _ = within_a_budget
     done = train("file", "--micro_batch_size", "2", "--activation_checkpointing", run / "plan.json")
@@ -293,14 +294,16 @@ def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, once=0.0, once
 def by_size():
     """The bytes that a rank of two needs under no plan, and under ``full``, by micro-batch."""
 
-    def needs(strategy, *, once):
-        choice = choose_for_target(task_of(GIB, strategy), Launch(target=find_target("cpu"), num_processes=2), GIB)
-        return {one.layout.micro_batch_size: one.needed_bytes for one in choice.candidates if one.reduces_once == once}
-
-    return {
-        **{strategy: needs(strategy, once=False) for strategy in ("none", "full")},
-        "once": needs("none", once=True),
+    choices = {
+        strategy: choose_for_target(task_of(GIB, strategy), Launch(target=find_target("cpu"), num_processes=2), GIB)
+        for strategy in ("none", "full")
     }
+
+    def needs(strategy, *, once):
+        found = choices[strategy].candidates
+        return {one.layout.micro_batch_size: one.needed_bytes for one in found if one.reduces_once == once}
+
+    return {**{strategy: needs(strategy, once=False) for strategy in choices}, "once": needs("none", once=True)}
 
 
 def test_all_ranks_have_the_plan_of_the_first(run_on_ranks, by_size):
@@ -325,16 +328,17 @@ def test_a_trial_step_has_the_gradients_of_earlier_micro_batches(run_on_ranks, b
         assert measured == pytest.approx(predicted, rel=0.05)
 
 
-def test_gradients_are_reduced_once_a_step_where_that_fits_and_is_faster(run_on_ranks, by_size):
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_gradients_are_reduced_once_a_step_where_that_fits_and_is_faster(run_on_ranks, by_size, size):
     assert by_size["once"].keys() == {1, 2}  # nothing accumulates with 4
-    for size, budget in by_size["once"].items():
-        assert budget > by_size["none"][size]
-        for one in run_on_ranks(partial(planned, budget_bytes=budget, size=size, once=0.5), 2):
-            ((predicted, measured),) = one["readings"]
-            assert one["reduces_once"]
-            assert measured <= budget
-            assert measured == pytest.approx(predicted, rel=0.05)
-            assert one["gradients"] == 0
+    budget = by_size["once"][size]
+    assert budget > by_size["none"][size]
+    for one in run_on_ranks(partial(planned, budget_bytes=budget, size=size, once=0.5), 2):
+        ((predicted, measured),) = one["readings"]
+        assert one["reduces_once"]
+        assert measured <= budget
+        assert measured == pytest.approx(predicted, rel=0.05)
+        assert one["gradients"] == 0
 
 
 def test_gradients_are_reduced_for_every_micro_batch_where_whole_ones_do_not_fit(run_on_ranks, by_size):
@@ -365,7 +369,7 @@ def test_a_step_that_takes_more_is_halved_under_the_same_plan(run_on_ranks, by_s
 
 
 def test_a_step_that_can_never_fit_is_refused_on_all_ranks(run_on_ranks, by_size):
-    for one in run_on_ranks(partial(planned, budget_bytes=by_size["none"][4], too_large=1), 2):
+    for one in run_on_ranks(partial(planned, budget_bytes=by_size["none"][1], too_large=1, size=1), 2):
         assert "and the micro-batch cannot be halved: raise --memory_budget_gib above" in one["refused"]
 
 
