@@ -48,7 +48,7 @@ from memsave_recipes.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
 from memsave_recipes.profiling.memory import empty_cache
-from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step, run_trial_step_in_shards
+from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerSettings, StepSettings
 from memsave_recipes.text import ProgressBar, format_bytes, gib_that_suffice, to_gib
@@ -91,14 +91,11 @@ def plan_run(
         return _named(run, step, task)
     asked = accelerator, run, optim, task, show
     if in_shards is not None:
-        candidate = _InShards(*asked).tried(in_shards, lambda one: run_trial_step_in_shards(one, step))
+        candidate = _InShards(*asked).tried(in_shards, step)
     else:
         host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
         measured = _Measured(*asked, step, host_budget_bytes)
-        candidate = measured.tried(
-            measured.choose(measured.open_layouts()),
-            lambda one: run_trial_step(one, accelerator, step.model, step.forward(one.layout)),
-        )
+        candidate = measured.tried(measured.choose(measured.open_layouts()), step)
     empty_cache(accelerator.device)  # of the trial steps
     step.batches.layout = candidate.layout
     reduces_once = candidate.reduces_once or run.reduce_gradients == PER_STEP
@@ -209,18 +206,15 @@ class _Planning:
     task: Callable[[], Task]
     show: Callable[[Choice], None]
 
-    def tried(self, candidate: Candidate, trial: Callable[[Candidate], int | None]) -> Candidate:
+    def tried(self, candidate: Candidate, step: StepOnDevice) -> Candidate:
         """``candidate``, or the first of those that follow on it whose trial step fits the budget.
-
-        Args:
-            trial: the peak bytes of a step, on the rank where they are highest; ``None`` where one had no memory left.
 
         Raises:
             InputError: not even micro-batches of 1 fit.
-            torch.OutOfMemoryError: as ``trial``.
+            torch.OutOfMemoryError: as ``run_trial_step``.
         """
         ratios = COMPILED_RATIOS
-        while not (tried := _Trial(candidate, trial(candidate))).fits:
+        while not (tried := _Trial(candidate, run_trial_step(candidate, step))).fits:
             empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
             ratios = with_smaller_ratio(ratios, candidate.forecast.plan)
             candidate = self.after(tried, ratios)

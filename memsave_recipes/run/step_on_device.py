@@ -101,33 +101,23 @@ class StepOnDevice:
         return forward
 
 
-def run_trial_step(
-    candidate: Candidate, accelerator: Accelerator, model: nn.Module, forward: Callable[[], Tensor]
-) -> int | None:
+def run_trial_step(candidate: Candidate, step: StepOnDevice) -> int | None:
     """``step_bytes`` of the rank where they are highest; ``None`` on all ranks, if one ran out of memory.
 
-    Args:
-        model: without a plan, its gradients cleared.
-        forward: from one micro-batch to the loss, without collectives.
-    """
-    ranks = Ranks.of_world()
-    own_bytes = ranks.attempt(
-        lambda: step_bytes(candidate.forecast, candidate.static, model, forward, accelerator.device)
-    )
-    return None if own_bytes is None else ranks.largest(own_bytes)
-
-
-def run_trial_step_in_shards(candidate: Candidate, step: StepOnDevice) -> int:
-    """As ``run_trial_step``, by rule 5 of NOTE [ trial step ]; gradients are then reduced as the candidate does.
+    In shards gradients are reduced as the candidate does: rule 5 of NOTE [ trial step ].
 
     Raises:
-        torch.OutOfMemoryError: this rank ran out of memory.
+        torch.OutOfMemoryError: in shards, where this rank ran out of memory.
     """
-    accelerator, prepared = step.accelerator, step.prepared
-    forward, no_sync = step.forward(candidate.layout), partial(accelerator.no_sync, prepared)
-    reduce_once_a_step(prepared, candidate.reduces_once)
+    ranks, accelerator = Ranks.of_world(), step.accelerator
+    of_candidate = partial(step_bytes, candidate.forecast, candidate.static, step.model)
+    run = partial(of_candidate, step.forward(candidate.layout), accelerator.device)
+    if candidate.forecast.in_shards is None:
+        own_bytes = ranks.attempt(run)
+        return None if own_bytes is None else ranks.largest(own_bytes)
+    reduce_once_a_step(step.prepared, candidate.reduces_once)
     try:
-        own_bytes = step_bytes(candidate.forecast, candidate.static, step.model, forward, accelerator.device, no_sync)
+        return ranks.largest(run(partial(accelerator.no_sync, step.prepared)))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -135,4 +125,3 @@ def run_trial_step_in_shards(candidate: Candidate, step: StepOnDevice) -> int:
             f"error: no memory left in the trial step, so the prediction of {format_bytes(candidate.peak_bytes)} was "
             f"wrong: give a smaller {BUDGET_FLAG} ({first_line(error)})"
         ) from error
-    return Ranks.of_world().largest(own_bytes)

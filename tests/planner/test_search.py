@@ -261,23 +261,17 @@ def undivided_candidate():
     return replace(candidate(size=1, budget=WEIGHTS), layout=BatchLayout.of(1, 1, 1))
 
 
-def test_stepping_in_the_backward_is_offered_where_nothing_accumulates():
-    words, undivided = "--optimizer_in_backward --max_grad_norm 0", undivided_candidate()
+def test_what_is_needed_then_is_no_less_than_without_gradients():
+    undivided, words = undivided_candidate(), "--optimizer_in_backward --max_grad_norm 0"
     assert words in told(undivided)
-    assert words not in told(candidate(size=1, budget=WEIGHTS))
-    assert words not in told(undivided, optimizer_in_backward=True, max_grad_norm=0)
     fp16 = budget_too_small(undivided, MODEL, OptimizerArguments(), takes_adapters=True, mixed_precision="fp16")
     assert words not in fp16.one_line
-
-
-def test_what_is_needed_then_is_no_less_than_without_gradients():
-    undivided = undivided_candidate()
     setup = setup_of(undivided, optimizer_in_backward=False)
     needed = {saving.flags: needed_with(saving, undivided, setup) for saving in beyond_the_plan(undivided, setup)}
     chain = undivided.forecast.chain
     without = replace(chain, blocks=tuple(replace(block, gradient_bytes=0) for block in chain.blocks))
     least = replace(undivided, forecast=replace(undivided.forecast, chain=without)).needed_bytes
-    assert least <= needed["--optimizer_in_backward --max_grad_norm 0"] < undivided.needed_bytes
+    assert least <= needed[words] < undivided.needed_bytes
 
 
 def test_sharding_is_over_as_few_devices_as_suffice():

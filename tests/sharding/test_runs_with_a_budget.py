@@ -244,14 +244,14 @@ def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, once=0.0, once
     accelerator.print = said.append
     # Larger micro-batches are always faster here, whatever this machine has to do besides.
     Candidate.step_s = property(lambda self: self.layout.accumulation_steps - once * self.reduces_once)
-    measured, readings = run_plan.run_trial_step_in_shards, []
+    measured, readings = run_plan.run_trial_step, []
 
     def with_more(candidate, *args):
         readings.append((candidate.peak_bytes, measured(candidate, *args)))
         seems = candidate.layout.micro_batch_size >= too_large or (candidate.reduces_once and once_is_too_large)
         return readings[-1][1] + (budget_bytes if seems else 0)
 
-    run_plan.run_trial_step_in_shards = with_more
+    run_plan.run_trial_step = with_more
     model, task = build_model(), task_of(budget_bytes, **flags)
     trained = CausalLMLoss(model, "full")
     try:

@@ -147,10 +147,10 @@ def planned(
     if hard_limit:
         tried_out = run_plan.run_trial_step
 
-        def within_limits(*args):  # of one rank alone, the last one
+        def within_limits(candidate, step):  # of one rank alone, the last one
             if accelerator.process_index < accelerator.num_processes - 1:
-                return tried_out(*args)
-            return tried_out(*args[:-1], within(hard_limit, args[-1]))
+                return tried_out(candidate, step)
+            return tried_out(candidate, replace(step, loss_of=within(hard_limit, step.loss_of)))
 
         run_plan.run_trial_step = within_limits
 
