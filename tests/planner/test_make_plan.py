@@ -19,15 +19,14 @@ from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.text import GIB
 
 STRATEGY = "budget:bitwise"
-BUDGET_GIB = 0.06  # below the baseline's peak, above the smallest that works
+BUDGET_GIB = 0.022  # below the baseline's peak, above the smallest that works
 SLOW, STRATEGIES = ("none", "full"), ("segments:2", "selective", STRATEGY)
-NUM_BLOCKS, NARROW_GIB = 3, 0.022
 
 
 @pytest.fixture
 def gpt2():
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=256, n_layer=6, n_head=4, n_embd=128, use_cache=False)
+    config = GPT2Config(vocab_size=256, n_layer=3, n_head=4, n_embd=128, use_cache=False)
     return GPT2LMHeadModel(config)
 
 
@@ -49,7 +48,7 @@ def step_bytes(model, batch):
 
 
 def test_a_model_in_evaluation_mode_is_planned_as_it_will_train(gpt2):
-    tokens = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
     plan = make_plan(gpt2.eval(), batch, strategy=STRATEGY, budget_gib=BUDGET_GIB)
     assert not any(module.training for module in gpt2.modules())
@@ -158,10 +157,9 @@ def test_trying_out_leaves_no_trace(takes_more):
 
 @pytest.mark.parametrize("strategy", [*(pytest.param(one, marks=pytest.mark.slow) for one in SLOW), *STRATEGIES])
 def test_the_prediction_is_the_step_that_follows(gpt2, strategy):
-    gpt2.transformer.h = gpt2.transformer.h[:NUM_BLOCKS]
     tokens = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
-    budget_gib = NARROW_GIB if strategy == STRATEGY else None
+    budget_gib = BUDGET_GIB if strategy == STRATEGY else None
     plan = make_plan(gpt2.train(), batch, strategy=strategy, budget_gib=budget_gib, predict=True)
     baseline_bytes = step_bytes(gpt2, batch)
     with apply_plan(gpt2, plan):
@@ -236,13 +234,13 @@ def test_where_memory_is_short_the_blocks_are_measured_in_groups(gpt2, monkeypat
 
     def short(workload, plans, num_groups, **others):
         numbers.append(num_groups)
-        if num_groups < 4:
+        if num_groups < 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         return measure_in_groups(workload, plans, num_groups, **others)
 
     monkeypatch.setattr(sys.modules[make_plan.__module__], "measure_in_groups", short)
     in_groups = make_plan(gpt2, batch, strategy="full", predict=True).prediction
-    assert numbers == [1, 2, 4]
+    assert numbers == [1, 2, 3]
     assert in_groups.peak_bytes == pytest.approx(at_once.peak_bytes, rel=0.01)
 
 
