@@ -34,11 +34,11 @@ class Costed:
     def chain(self):
         return self.measurement.chain()
 
-    def budgets(self):
+    def budgets(self, count=NUM_BUDGETS):
         """From the smallest that works to what plain needs."""
         smallest = smallest_bytes(self)
         plain = simulate(self.chain, keep_all(self.chain)).peak_bytes
-        return [smallest + (plain - smallest) * step // (NUM_BUDGETS - 1) for step in range(NUM_BUDGETS)]
+        return [smallest + (plain - smallest) * step // (count - 1) for step in range(count)]
 
 
 def smallest_bytes(costed):
@@ -200,7 +200,7 @@ def test_compiled_plans_fit_and_are_predicted_too(build_case):
     costed = Costed(case, workload, measurement, StaticMemory())
     resident = costed.chain.resident_bytes
     compiled = 0
-    for budget in costed.budgets():
+    for budget in costed.budgets(5):
         found = forecast(measurement, budget, StaticMemory())
         compiled += not found.plan.is_bitwise
         with apply_plan(case.model, found.plan):
