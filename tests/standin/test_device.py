@@ -118,6 +118,35 @@ def test_fused_attention_is_that_of_the_host(device, dtype, mask):
         torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("mask", [None, "causal", "bias"])
+def test_no_fused_attention_takes_float64(device, mask):
+    states = [torch.randn(2, 4, 8, 16, dtype=torch.float64) for _ in range(3)]
+    bias = torch.randn(8, 8, dtype=torch.float64) if mask == "bias" else None
+    found, expected = (
+        F.scaled_dot_product_attention(
+            *(tensor.to(place) for tensor in states),
+            attn_mask=bias if bias is None else bias.to(place),
+            is_causal=mask == "causal",
+        ).cpu()
+        for place in (device, "cpu")
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("size", [(12,), (12, 12)])
+def test_convolutions_of_every_channel_by_itself_are_those_of_the_host(device, size, with_bias):
+    convolve = {1: F.conv1d, 2: F.conv2d}[len(size)]
+    given = [torch.randn(2, 8, *size), torch.randn(8, 1, *(3 for _ in size)), *[torch.randn(8)] * with_bias]
+    results = []
+    for place in ("cpu", device):
+        leaves = [tensor.detach().clone().to(place).requires_grad_() for tensor in given]
+        convolve(*leaves, padding=1, groups=8).square().sum().backward()
+        results.append([leaf.grad.cpu() for leaf in leaves])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @needs_poison
 def test_new_memory_and_the_target_of_a_late_copy_are_nan(device):
     assert torch.empty(8, device=device).isnan().all().item()

@@ -22,10 +22,11 @@ int64_t choose(const Tensor& query, const Tensor& key, const Tensor& value, cons
   const auto& context = at::globalContext();
   const bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
   const bool fits = dropout == 0 && query.dim() == 4 && query.size(-1) == value.size(-1) && query.size(-1) % 8 == 0;
+  const bool single = query.scalar_type() == at::kFloat;  // no fused kernel takes float64
   const bool has_mask = mask && mask->defined();
   if (fits && half && !has_mask && is_ampere_or_newer() && context.userEnabledFlashSDP())
     return static_cast<int64_t>(at::SDPBackend::flash_attention);
-  if (fits && !grouped && !(has_mask && mask->requires_grad()) && context.userEnabledMemEfficientSDP())
+  if (fits && (half || single) && !grouped && !(has_mask && mask->requires_grad()) && context.userEnabledMemEfficientSDP())
     return static_cast<int64_t>(at::SDPBackend::efficient_attention);
   TORCH_CHECK(context.userEnabledMathSDP(), "No available kernel. Aborting execution.");
   return static_cast<int64_t>(at::SDPBackend::math);

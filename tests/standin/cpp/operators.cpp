@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/ConvUtils.h>
 #include <torch/library.h>
 
 #include "generator.h"
@@ -238,6 +239,26 @@ Tensor& addmm_dtype_out(const Tensor& self, const Tensor& left, const Tensor& ri
   return out;
 }
 
+// ---- a convolution of every channel by itself, for which CUDA has a kernel of its own ----------------------------------------
+
+Tensor conv_depthwise2d(const Tensor& self, const Tensor& weight, IntArrayRef, const std::optional<Tensor>& bias, IntArrayRef stride,
+                        IntArrayRef padding, IntArrayRef dilation) {
+  const BelowAutograd below;
+  const auto on_it = bias ? std::optional<Tensor>(on_host(*bias)) : std::nullopt;
+  return on_device(at::conv2d(on_host(self), on_host(weight), on_it, stride, padding, dilation, self.size(1)), self.device().index());
+}
+
+std::tuple<Tensor, Tensor> conv_depthwise2d_backward(const Tensor& grad, const Tensor& self, const Tensor& weight, IntArrayRef,
+                                                     IntArrayRef stride, IntArrayRef padding, IntArrayRef dilation,
+                                                     std::array<bool, 2> wanted) {
+  const BelowAutograd below;
+  const auto [of_self, of_weight, of_bias] =
+      at::convolution_backward(on_host(grad), on_host(self), on_host(weight), std::nullopt, stride, padding, dilation, false, {0, 0},
+                               self.size(1), {wanted[0], wanted[1], false});
+  const auto back = [&](const Tensor& gradient) { return gradient.defined() ? on_device(gradient, self.device().index()) : gradient; };
+  return {back(of_self), back(of_weight)};
+}
+
 // ---- everything else: the CPU's kernel -----------------------------------------------------------------------------------
 
 bool is_mask(const std::optional<Tensor>& index) {
@@ -375,6 +396,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_local_scalar_dense", local_scalar_dense);
   library.impl("record_stream", record_tensor);
   library.impl("addmm.dtype_out", addmm_dtype_out);
+  library.impl("_conv_depthwise2d", conv_depthwise2d);
   library.impl("native_dropout", native_dropout);
   library.impl("native_dropout_backward", native_dropout_backward);
 }
@@ -388,3 +410,8 @@ TORCH_LIBRARY(standin, library) {
 
 }  // namespace
 }  // namespace standin
+
+namespace at::native {
+using standin::conv_depthwise2d_backward;
+REGISTER_CUDA_DISPATCH(conv_depthwise2d_backward_stub, &conv_depthwise2d_backward)
+}  // namespace at::native
