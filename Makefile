@@ -69,7 +69,8 @@ test-zoo: install  ## every architecture of transformers, timm and diffusers und
 
 OF_VERSIONS := tests/activations tests/estimation tests/models tests/profiling tests/test_losses.py \
 	tests/test_private_names.py tests/training/test_optimizers.py tests/recipes/test_verify.py
-TRAININGS := tests/integrations $(patsubst %,tests/recipes/test_%.py,ddp_equals_accumulation resume topologies)
+TRAININGS := tests/integrations tests/run/test_wandb_online.py \
+	$(patsubst %,tests/recipes/test_%.py,ddp_equals_accumulation resume topologies)
 
 test-oldest: BIN := $(OLDEST)/bin
 test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (4 minutes on 2 cores)

@@ -4,13 +4,11 @@ import os
 import signal
 import time
 from functools import partial
-from multiprocessing import get_context
 
 import pytest
 import torch
-from nursery import _free_port
+from ends_of_ranks import END_S, ends_of
 from torch import nn
-from torch.distributed import TCPStore
 
 from memsave_recipes.distributed import (
     BEHIND,
@@ -18,16 +16,13 @@ from memsave_recipes.distributed import (
     SILENT,
     Lateness,
     main_process_first,
-    missing_ranks_end_the_run,
     on_main_process,
     report_of,
 )
 from memsave_recipes.processes import LOST
 from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.training.launch import start_accelerator
 
-FORK = get_context("fork")
-LIMIT_S, END_S = 3.0, 60
+LIMIT_S = 3.0
 
 
 class TestLateness:
@@ -69,36 +64,6 @@ class TestLateness:
             return [report_of(tick, 6), DONE if tick > 1 else report_of(tick, 5), report_of(tick, 6)]
 
         assert self.late_after(30, reports) == {}
-
-
-def ends_of(program, folder, num_ranks):
-    """Exit code and words of every rank of ``program(accelerator)``, each with the watch; ``None`` for a hang."""
-    port = _free_port()
-    world = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {name: str(value) for name, value in world.items()}
-    ranks = [FORK.Process(target=_be_rank, args=(program, folder, rank)) for rank in range(num_ranks)]
-    for process in ranks:
-        process.start()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # as the launcher keeps it
-    ranks[0].join(END_S)
-    ranks[-1].join(0 if program is stopped else END_S)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-        process.join()
-    del store
-    return codes, [(folder / f"printed-{rank}").read_text() for rank in range(num_ranks)]
-
-
-def _be_rank(program, folder, rank):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    printed = os.open(folder / f"printed-{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(printed, 2)
-    accelerator = start_accelerator()
-    with missing_ranks_end_the_run(LIMIT_S):
-        program(accelerator)
-    os._exit(0)
 
 
 def asleep(accelerator):
@@ -143,7 +108,7 @@ def killed(accelerator):
 
 
 def test_a_rank_whose_peer_was_killed_says_so_in_a_line(run_trial, tmp_path):
-    codes, printed = run_trial(ends_of, killed, tmp_path, 2)
+    codes, printed = run_trial(ends_of, killed, tmp_path, LIMIT_S)
     assert codes == [LOST, -signal.SIGKILL]
     (line,) = [line for line in printed[0].splitlines() if not line.startswith("[")]
     assert line.startswith("error: another rank is gone (")
@@ -152,7 +117,7 @@ def test_a_rank_whose_peer_was_killed_says_so_in_a_line(run_trial, tmp_path):
 
 @pytest.mark.parametrize(("program", "how"), [(asleep, BEHIND), (stopped, SILENT)])
 def test_a_rank_that_is_waited_for_in_vain_ends_the_run(run_trial, tmp_path, program, how):
-    codes, printed = run_trial(ends_of, program, tmp_path, 2)
+    codes, printed = run_trial(ends_of, program, tmp_path, LIMIT_S, program is not stopped)
     assert codes == [LOST, None if program is stopped else LOST]
     assert printed == [
         f"\nerror: for more than 0.05 minutes (--collective_timeout_minutes) rank 1 of 2 {how}: ended in the "
@@ -163,4 +128,4 @@ def test_a_rank_that_is_waited_for_in_vain_ends_the_run(run_trial, tmp_path, pro
 
 @pytest.mark.parametrize("program", [long_work, alone])
 def test_nobody_is_missing_where_no_collective_waits(run_trial, tmp_path, program):
-    assert run_trial(ends_of, program, tmp_path, 2) == ([0, 0], ["", ""])
+    assert run_trial(ends_of, program, tmp_path, LIMIT_S) == ([0, 0], ["", ""])

@@ -1,9 +1,9 @@
 """A recipe, run in this process: the test module names it by ``RECIPE``, such as ``image_classification``."""
 
 import gc
-import importlib.util
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,21 +14,14 @@ from memsave_recipes.checkpoints import Checkpoints
 from memsave_recipes.run.failures import run_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``lives``
-from lives import Killed
-
-RECIPES = Path(__file__).parents[2] / "recipes"
+from lives import Killed, be_rank, loaded
 
 
 @pytest.fixture(scope="module")
 def recipe(request):
     """The module of the recipe."""
-    name = getattr(request, "param", None) or request.module.RECIPE
-    specification = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules[name]
+    with loaded(getattr(request, "param", None) or request.module.RECIPE) as module:
+        yield module
 
 
 def forget_earlier_runs():
@@ -44,7 +37,19 @@ def train(recipe, tmp_path):
 
     def run(*flags, output="run"):
         forget_earlier_runs()
-        return recipe.main([*flags, "--report_to", "none", "--output_dir", str(tmp_path / output)])
+        return recipe.main([*map(str, flags), "--report_to", "none", "--output_dir", str(tmp_path / output)])
+
+    return run
+
+
+@pytest.fixture
+def train_on_ranks(request, run_on_ranks, tmp_path):
+    """Run the recipe on so many forked ranks; returns the results, and what was printed."""
+
+    def run(num_ranks, *flags, output="run", recipe=request.module.RECIPE):
+        words = [*map(str, flags), "--report_to", "none", "--output_dir", str(tmp_path / output)]
+        ranks = run_on_ranks(partial(be_rank, recipe=recipe, words=words), num_ranks, timeout_s=150)
+        return ranks[0][0], "".join(printed for _, printed in ranks)
 
     return run
 
@@ -55,7 +60,7 @@ def refuse(recipe, tmp_path, capsys):
 
     def run(*flags, output="run"):
         forget_earlier_runs()
-        words = [*flags, *([] if "--report_to" in flags else ["--report_to", "none"])]
+        words = [*map(str, flags), *([] if "--report_to" in flags else ["--report_to", "none"])]
         with pytest.raises(SystemExit) as end:
             run_recipe(lambda: recipe.main([*words, "--output_dir", str(tmp_path / output)]))
         assert end.value.code == 2
@@ -74,7 +79,7 @@ def run_once(recipe, tmp_path_factory):
     def run(*flags, folder=None):
         folder = folder or tmp_path_factory.mktemp("once") / "run"
         forget_earlier_runs()
-        recipe.main([*flags, "--report_to", "none", "--output_dir", str(folder)])
+        recipe.main([*map(str, flags), "--report_to", "none", "--output_dir", str(folder)])
         return folder
 
     return run

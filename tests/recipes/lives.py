@@ -1,10 +1,13 @@
 """A run in several lives: how it is launched, how it is told to end, and whether it is the run that nothing ended."""
 
+import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -25,6 +28,23 @@ LABELLED = ["--model_type", "bert", "--config_overrides", TINY_BERT, "--max_leng
 LABELLED += ["--global_batch_size", "16", *LENGTH]
 FLAGS = {"image_classification": IMAGES, "language_modeling": TEXT, "text_classification": LABELLED}
 MEASURED = ("perf/", "memory/", "result/perf", "result/memory")  # by the clock, or by the life
+
+
+@contextmanager
+def loaded(recipe):
+    """The module of a recipe, for as long."""
+    specification = importlib.util.spec_from_file_location(recipe, ROOT / "recipes" / f"{recipe}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[recipe] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    yield module
+    del sys.modules[recipe]
+
+
+def be_rank(accelerator, *, recipe, words):
+    """The recipe on a rank that ``run_on_ranks`` forks: its results, and what it printed."""
+    with redirect_stdout(io.StringIO()) as printed, loaded(recipe) as module:
+        return module.main(words), printed.getvalue()
 
 
 def environment_of(**variables):
@@ -77,6 +97,11 @@ class Killed(BaseException):
 def rows_of(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in rows]
+
+
+def curve(folder):
+    """The logged losses of a run."""
+    return [row["train/loss"] for row in rows_of(folder) if "train/loss" in row]
 
 
 def results_of(folder):

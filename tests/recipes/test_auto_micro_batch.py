@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from lives import with_context
+from lives import curve, with_context
+from often import often
 
 RECIPE = "image_classification"
-SHORT = ["--augmentation", "none", "--global_batch_size", "16", "--max_steps", "4", "--logging_steps", "1"]
+SHORT = ["--augmentation", "none", "--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 VIT = "hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64,patch_size=8"
 # Dropout and BatchNorm would make the curve depend on the micro-batch.
 FLAGS = ["--model_type", "vit", "--config_overrides", VIT, "--dropout", "0", *SHORT]
@@ -20,11 +21,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def curve(folder):
-    return [row["train/loss"] for row in rows(folder) if "train/loss" in row]
-
-
-@pytest.mark.parametrize("strategy", ["none", pytest.param("full", marks=pytest.mark.slow), "budget:bitwise"])
+@pytest.mark.parametrize("strategy", often(["budget:bitwise"], ["none", "full", "budget:bitwise"]))
 def test_a_tight_budget_makes_micro_batches_smaller_and_keeps_the_curve(train, tmp_path, capsys, strategy):
     plain = train(*FLAGS, output="plain")
     budget = 0.75 * plain["memory"]["peak_allocated_gib"]

@@ -5,10 +5,12 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from lives import TINY_VIT, assert_the_same_weights, end_of, launch, rows_of, with_context
+from lives import FLAGS, TINY_VIT, assert_the_same_weights, rows_of, with_context
+from often import often
 from safetensors.torch import load_file
 
 from memsave_recipes.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
@@ -19,33 +21,6 @@ from memsave_recipes.training.arguments import RecipeArguments
 
 RECIPE = "image_classification"
 BITS = ["--bitwise_topology", "--micro_batch_size"]
-WORKS = {
-    "gpt2": ("language_modeling", ["--dropout", "0.1", "--loss", "full"]),
-    "densenet": ("image_classification", ["--augmentation", "digits"]),
-}
-COMMON = {"densenet": ["--model", "densenet_small", "--batchnorm", "global", "--logging_steps", "1"]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """`accelerate launch` would give fewer threads to more ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-
-
-def start(work, num_ranks, *flags, folder, precision="no"):
-    recipe, own = WORKS[work]
-    config = "cpu" if num_ranks == 1 else "cpu_ddp"
-    words = [*own, "--logging_steps", "1", "--max_grad_norm", "0.5", *flags]
-    options = {"precision": precision, "num_ranks": num_ranks, "common": COMMON.get(work)}
-    return launch(recipe, config, *words, folder=folder, **options)
-
-
-def run(*args, **options):
-    code, output = end_of(start(*args, **options))
-    assert code == 0, output
-    return output
 
 
 def assert_the_same_bits(folder, expected, step):
@@ -61,11 +36,13 @@ def assert_the_same_bits(folder, expected, step):
     assert (ours / "optimizer.json").read_text() == (theirs / "optimizer.json").read_text()
 
 
-def test_two_ranks_and_then_three(tmp_path):
+def test_two_ranks_and_then_three(train_on_ranks, tmp_path):
     """With 7 micro-batches of 10 steps, a run of 2 ranks and one that 3 ranks take over from its checkpoint."""
-    flags = ["--global_batch_size", "14", *BITS, "2", "--save_every", "5"]
+    run = partial(train_on_ranks, recipe="language_modeling")
+    flags = [*FLAGS["language_modeling"], "--dropout", "0.1", "--loss", "full", "--max_grad_norm", "0.5"]
+    flags += ["--logging_steps", "1", "--global_batch_size", "14", *BITS, "2", "--save_every", "5"]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    output = run("gpt2", 2, *flags, folder=straight)
+    _, output = run(2, *flags, output="straight")
     assert "14 samples = 7 micro-batches of 2, on 2 ranks in 4 accumulation steps" in output
     assert "bitwise topology: at most 3 x " in output
     assert " besides DDP's, 1 x the bytes of an all-reduce between the ranks" in output
@@ -73,44 +50,10 @@ def test_two_ranks_and_then_three(tmp_path):
     shutil.rmtree(resumed / "checkpoints" / "step-10")
     shutil.rmtree(resumed / "final")
     (resumed / "results.json").unlink()
-    output = run("gpt2", 3, *flags, "--resume", folder=resumed)
+    _, output = run(3, *flags, "--resume", output="resumed")
     assert "going on as 14 samples = 7 micro-batches of 2, on 3 ranks in 3 accumulation steps: bit-exact" in output
     assert "going on after 5 steps" in output
     assert_the_same_bits(resumed, straight, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_two_ranks_prove_a_plan_and_have_the_bits_of_one(tmp_path, precision):
-    """Of 5 micro-batches, the last one of 2 samples, which BatchNorm joins; ``--verify`` runs a step twice before."""
-    flags = ["--global_batch_size", "14", "--max_steps", "2", "--save_every", "2", "--verify"]
-    for num_ranks in (1, 2):
-        output = run("densenet", num_ranks, *flags, *BITS, "3", folder=tmp_path / str(num_ranks), precision=precision)
-        assert "--verify: one global batch, without the plan and with it" in output
-        assert "full: 17 of 17 blocks recomputed" in output
-    assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
-
-
-@pytest.fixture
-def one_thread_here():
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.slow
-def test_two_ranks_with_a_plan_for_a_budget_have_the_bits_of_one_without(tmp_path, train, one_thread_here):
-    """Of 7 micro-batches they have 4 and 3, in one forward each."""
-    flags = ["--model", "vgg_small_bn", "--global_batch_size", "28", *BITS, "4"]
-    flags += ["--max_steps", "2", "--save_every", "2"]
-    plain = [*COMMON["densenet"], *WORKS["densenet"][1], "--max_grad_norm", "0.5", "--activation_checkpointing", "none"]
-    train(*plain, *flags, output="1")
-    planned = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "0.022"]
-    assert "of 15 blocks recomputed" in run("densenet", 2, *flags, *planned, folder=tmp_path / "2")
-    memory = json.loads((tmp_path / "2" / "results.json").read_text())["memory"]
-    assert memory["peak_allocated_gib"] <= memory["predicted_peak_gib"] <= 0.022
-    assert_the_same_bits(tmp_path / "2", tmp_path / "1", 2)
 
 
 BUDGET = ["--memory_budget_gib", "1"]
@@ -168,40 +111,33 @@ def test_the_memory_is_predicted(train, size, num_sums):
     assert memory["breakdown"]["gradients_gib"] > num_sums * memory["breakdown"]["parameters_gib"]
 
 
-SLOW_BATCHES = [(2, "12"), (3, "16"), (3, "48")]  # of 3 ranks two subtrees each, and three
+BATCHES = [(2, 8), (2, 12), (3, 16), (3, 48)]  # of 3 ranks two subtrees each, and three
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "global_batch_size"), [(2, "8"), *(pytest.param(*of, marks=pytest.mark.slow) for of in SLOW_BATCHES)]
-)
-def test_the_memory_of_ranks_is_predicted(tmp_path, num_ranks, global_batch_size):
+@pytest.mark.parametrize(("num_ranks", "global_batch_size"), often([(2, 8)], BATCHES))
+def test_the_memory_of_ranks_is_predicted(train_on_ranks, num_ranks, global_batch_size):
     """Of 2 to 8 micro-batches a rank: the sums, or the last bucket under way between them, decide.
 
     What a thread of gloo lets go last leaves no event, so a reading may be too high by as much as a small bucket.
     """
     sizes = ["--model_type", "gpt2", "--config_overrides", "n_layer=4,n_head=4,n_embd=192", "--vocab_size", "512"]
     batch = ["--block_size", "32", "--global_batch_size", global_batch_size, "--max_steps", "2", "--loss", "full"]
-    budget = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1"]
-    options = {"num_ranks": num_ranks, "common": sizes}
-    code, output = end_of(
-        launch("language_modeling", "cpu_ddp", *batch, *BITS, "2", *budget, folder=tmp_path, **options)
-    )
-    assert code == 0, output
-    memory = json.loads((tmp_path / "results.json").read_text())["memory"]
+    flags = [*sizes, *batch, *BITS, "2", *BITWISE_BUDGET, "--max_eval_samples", "8"]
+    memory = train_on_ranks(num_ranks, *flags, recipe="language_modeling")[0]["memory"]
     assert abs(memory["prediction_error_pct"]) <= 3
 
 
 def test_in_lockstep_a_plan_for_a_budget_fits_and_has_the_bits_of_plain(train, refuse, tmp_path, capsys):
-    """Of 6 micro-batches, the last one of 2 samples, in one forward."""
-    flags = ["--model", "vgg_small_bn", "--batchnorm", "global", "--global_batch_size", "22", *BITS, "4"]
-    flags += ["--max_steps", "3", "--logging_steps", "1"]
+    """Of 4 micro-batches, the last one of 2 samples, in one forward."""
+    flags = ["--model", "vgg_small_bn", "--batchnorm", "global", "--global_batch_size", "14", *BITS, "4"]
+    flags += ["--max_steps", "2", "--logging_steps", "1"]
     plain = train(*flags, "--activation_checkpointing", "none", output="plain")["memory"]
     budget = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib"]
     of_plain = {share: with_context(share * plain["peak_allocated_gib"]) for share in (0.3, 0.8)}
     memory = train(*flags, *budget, str(of_plain[0.8]), "--verify", output="planned")["memory"]
     printed = capsys.readouterr().out
     assert "the plan and with it: identical" in printed
-    assert "22 samples = 5 micro-batches of 4 + 1 of 2, on 1 rank in lockstep" in printed
+    assert "14 samples = 3 micro-batches of 4 + 1 of 2, on 1 rank in lockstep" in printed
     assert memory["predicted_peak_gib"] <= 0.8 * plain["peak_allocated_gib"]
     assert 0 <= memory["prediction_error_pct"] <= 2
     assert_the_same_weights(tmp_path / "planned" / "final", tmp_path / "plain" / "final")

@@ -4,22 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
 from accelerate.tracking import TensorBoardTracker
+from lives import ROOT, curve
 
 from memsave_recipes.run import trackers
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "image_classification"
 SHORT = ["--model", "vgg_small", "--global_batch_size", "16", "--max_steps", "4", "--logging_steps", "1"]
-
-
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
 def test_a_tracker_that_breaks_after_some_steps_is_one_warning(recipe, train, monkeypatch, tmp_path, caplog):
@@ -35,7 +29,7 @@ def test_a_tracker_that_breaks_after_some_steps_is_one_warning(recipe, train, mo
     trackers._warn_once.cache_clear()
     AcceleratorState._reset_state(reset_partial_state=True)
     recipe.main([*SHORT, "--report_to", "tensorboard", "--output_dir", str(tmp_path / "with")])
-    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    assert curve(tmp_path / "with") == curve(tmp_path / "without")
     assert json.loads((tmp_path / "with" / "results.json").read_text())["eval"] == results["eval"]
     assert [text for text in caplog.messages if "could not log" in text] == [
         "tensorboard could not log, the run goes on without: ConnectionError: gone"
@@ -79,6 +73,6 @@ def test_wandb_without_its_service(train, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    assert curve(tmp_path / "with") == curve(tmp_path / "without")
     assert (tmp_path / "with" / "results.json").exists()
     assert done.stderr.count("wandb could not log, the run goes on without") == 1

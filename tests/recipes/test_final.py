@@ -181,6 +181,7 @@ def adapted(run_once, text_file):
     return base, run_once("--model_name_or_path", str(base / "final"), *flags, "--max_steps", "5")
 
 
+@pytest.mark.slow
 @of_tokens
 def test_adapters_go_on_training_under_any_plan(run_once, adapted, text_file):
     flags = ["--model_name_or_path", str(adapted[1] / "final"), "--train_file", text_file, *ROWS, "--max_steps", "5"]

@@ -1,28 +1,15 @@
 """``--batchnorm global``: one curve for any ranks and micro-batches, predicted memory, one line where it cannot be."""
 
-import json
-import os
-import subprocess
-import sysconfig
-from pathlib import Path
-
 import pytest
 import torch
-from lives import with_context
+from lives import curve, with_context
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "image_classification"
-ACCELERATE = Path(sysconfig.get_path("scripts")) / "accelerate"
 FLAGS = ["--model", "densenet_small", "--batchnorm", "global", "--global_batch_size", "12", "--logging_steps", "1"]
 EXACT = ["--dtype", "float64", "--optimizer", "sgd", "--learning_rate", "1e-3", "--max_steps", "2"]
 WAYS = {"whole": [], "in micro-batches": ["--micro_batch_size", "5"]}
 LOCAL = "BatchNorm layers normalise each of"
-
-
-def curve(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return torch.tensor([row["train/loss"] for row in rows if "train/loss" in row], dtype=torch.float64)
 
 
 def weights(folder):
@@ -39,15 +26,16 @@ def test_micro_batches_have_the_curve_of_the_whole_batch(train, tmp_path, capsys
     assert "full: 17 of 17 blocks recomputed in micro-batches of 5" in printed
     assert LOCAL not in printed
     whole, cut = (tmp_path / way for way in WAYS)
-    assert torch.allclose(curve(whole), curve(cut), rtol=1e-12)
+    assert curve(cut) == pytest.approx(curve(whole), rel=1e-12)
     assert relative_error(weights(cut), weights(whole)) < 1e-11  # of biases that began at 0, two steps ago
     peaks = {way: run["memory"]["peak_allocated_gib"] for way, run in runs.items()}
     assert peaks["in micro-batches"] < peaks["whole"]
 
 
+@pytest.mark.slow
 def test_inputs_go_to_the_host_where_asked(train, tmp_path, capsys):
     """On a CPU they stay, and one warning says so."""
-    flags = [*FLAGS, *EXACT, "--micro_batch_size", "5", "--activation_checkpointing"]
+    flags = [*FLAGS, *EXACT, "--max_steps", "1", "--micro_batch_size", "5", "--activation_checkpointing"]
     train(*flags, "full", output="full")
     train(*flags, "full_offload", output="offloaded")
     printed = capsys.readouterr().out
@@ -90,19 +78,9 @@ def test_a_plan_in_micro_batches_needs_the_flag(train, refuse, tmp_path):
     assert "runs blocks in micro-batches, which takes batchnorm global" in refuse("--model", "densenet_small", *plan)
 
 
-def launched(folder, num_ranks, *flags):
-    config = ["--config_file", "accelerate_configs/cpu_ddp.yaml", "--num_processes", str(num_ranks)]
-    words = [ACCELERATE, "launch", *config, "recipes/image_classification.py", *FLAGS, *EXACT, *flags]
-    words += ["--report_to", "none", "--output_dir", str(folder)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return weights(folder)
-
-
 @pytest.mark.slow
-def test_launched_ranks_have_the_weights_of_one(tmp_path):
-    one = launched(tmp_path / "1", 1)
-    for name, num_ranks, size in (("1x5", 1, "5"), ("2", 2, "6"), ("2x4", 2, "4"), ("3x2", 3, "2")):
-        found = launched(tmp_path / name, num_ranks, "--micro_batch_size", size)
-        assert relative_error(found, one) < 1e-11, name
+@pytest.mark.parametrize(("num_ranks", "size"), [(1, "5"), (2, "6"), (2, "4"), (3, "2")])
+def test_ranks_have_the_weights_of_one(train, train_on_ranks, tmp_path, num_ranks, size):
+    train(*FLAGS, *EXACT, output="one")
+    train_on_ranks(num_ranks, *FLAGS, *EXACT, "--micro_batch_size", size, output="ranks")
+    assert relative_error(weights(tmp_path / "ranks"), weights(tmp_path / "one")) < 1e-11

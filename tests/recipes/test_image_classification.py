@@ -1,14 +1,16 @@
 """The recipe as people run it: same result with less memory, and every mistake in one line with exit code 2."""
 
+import io
 import json
-import os
-import subprocess
+import runpy
 import sys
-from pathlib import Path
+from contextlib import redirect_stderr
+from functools import partial
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from lives import ROOT, TINY_VIT, curve, loaded
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification
@@ -17,20 +19,11 @@ from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import plan_for
 from memsave_recipes.run.failures import run_recipe
 
-ROOT = Path(__file__).parents[2]
 RECIPE = "image_classification"
-SCRIPT = ROOT / "recipes" / "image_classification.py"
-TINY_VIT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,patch_size=8"
 SHORT = ["--global_batch_size", "16", "--micro_batch_size", "6", "--max_steps", "3", "--logging_steps", "1"]
 
 
-def curve(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
-
-
 MODEL_FLAGS = {
-    "vgg_small": ["--model", "vgg_small"],
     "densenet_small": ["--model", "densenet_small"],
     "vit": ["--model_type", "vit", "--config_overrides", TINY_VIT],
 }
@@ -291,58 +284,25 @@ def arguments(recipe, *flags):
     return parsed
 
 
-def launch(config, *flags, timeout=280):
-    command = [
-        Path(sys.executable).with_name("accelerate"),
-        "launch",
-        "--config_file",
-        ROOT / "accelerate_configs" / config,
-    ]
-    return subprocess.run(
-        [str(word) for word in [*command, SCRIPT, *flags]],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def end_of_rank(accelerator, *, words):
+    """The exit code of the recipe on a forked rank, and what it says."""
+    with redirect_stderr(io.StringIO()) as told, loaded(RECIPE) as recipe, pytest.raises(SystemExit) as end:
+        run_recipe(lambda: recipe.main(words))
+    return end.value.code, told.getvalue()
 
 
-@pytest.mark.slow
-def test_two_processes_train_on_the_same_global_batch(tmp_path):
-    flags = [
-        *MODEL_FLAGS["vit"],
-        "--dtype",
-        "float64",
-        "--report_to",
-        "none",
-        *SHORT,
-        "--activation_checkpointing",
-        "full",
-    ]
-    flags[flags.index("--config_overrides") + 1] += ",hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
-    for config, output in (("cpu.yaml", "one"), ("cpu_ddp.yaml", "two")):
-        done = launch(config, *flags, "--output_dir", tmp_path / output)
-        assert done.returncode == 0, done.stderr
-    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two"))
-    assert (one["num_processes"], two["num_processes"]) == (1, 2)
-    assert one["samples_seen"] == two["samples_seen"] == 48
-    assert one["train_loss"] == pytest.approx(two["train_loss"], rel=1e-12)
-    assert one["eval"] == pytest.approx(two["eval"], rel=1e-9)
+def test_a_global_batch_smaller_than_the_ranks_is_told_once(run_on_ranks, tmp_path):
+    words = ["--model", "vgg_small", "--global_batch_size", "1", "--output_dir", str(tmp_path / "x")]
+    codes, told = zip(*run_on_ranks(partial(end_of_rank, words=words), 2), strict=True)
+    assert codes == (2, 2)
+    assert "".join(told).count("error: --global_batch_size 1 is smaller than the 2 ranks") == 1
 
 
-def test_a_global_batch_smaller_than_the_ranks_is_told_once(tmp_path):
-    done = launch("cpu_ddp.yaml", "--model", "vgg_small", "--global_batch_size", "1", "--output_dir", tmp_path / "x")
-    assert done.returncode != 0
-    assert done.stderr.count("error: --global_batch_size 1 is smaller than the 2 ranks") == 1
-
-
-def test_the_exit_code_of_the_process_itself(tmp_path):
-    command = [sys.executable, SCRIPT, "--model", "vgg17", "--output_dir", tmp_path / "x"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("error: --model vgg17 is not known")
-    assert "Traceback" not in done.stderr
+def test_the_exit_code_of_the_program_itself(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["recipe", "--model", "vgg17", "--output_dir", str(tmp_path / "x")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "recipes" / f"{RECIPE}.py"), run_name="__main__")
+    assert end.value.code == 2
+    told = capsys.readouterr().err
+    assert told.strip().splitlines()[-1].startswith("error: --model vgg17 is not known")
+    assert "Traceback" not in told

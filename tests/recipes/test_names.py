@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_keeps_its_names(train, told, monkeypatch, capsys, tm
     assert json.loads(Path(tmp_path, "run", "config.json").read_text())["project"] == "mine"
 
 
-@pytest.mark.parametrize("damage", [{"tags": 5}, {"project": ["x"]}, {"run_name": None, "tags": [1]}])
+@pytest.mark.parametrize("damage", [{"tags": 5}, {"project": ["x"], "run_name": None, "tags": [1]}])
 def test_names_that_were_edited_by_hand_are_left_out(train, told, tmp_path, damage):
     train(*SHORT, *NAMES)
     config = tmp_path / "run" / "config.json"

@@ -7,6 +7,7 @@ from threading import Event
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from often import often
 from safetensors.torch import load_file
 
 from memsave_recipes.checkpoints.saver import Checkpoints, _Writing
@@ -67,8 +68,7 @@ def test_a_save_beside_the_training_ends_first(recipe, spoil, tmp_path, monkeypa
     assert (tmp_path / "written").exists()
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize(("optimizer", "factor"), [("adamw", float("nan")), ("sgd", float("inf"))])
 def test_a_step_that_is_not_finite_stops_the_run(recipe, spoil, loaded, tmp_path, capsys, factor, optimizer):
     spoil(3, factor=factor)
     flags = ["--save_every", "2", "--optimizer", optimizer]
@@ -105,8 +105,7 @@ def test_weights_that_an_update_makes_infinite_are_not_saved(recipe, tmp_path, c
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
-@pytest.mark.parametrize("model", ["vgg_small", "densenet_small"])
+@pytest.mark.parametrize(("model", "optimizer"), [("vgg_small", "adafactor"), ("densenet_small", "sgd")])
 def test_steps_are_left_out_and_counted(train, spoil, tmp_path, capsys, model, optimizer):
     spoil(1, 4)
     flags = [*SHORT, "--model", model, "--optimizer", optimizer, "--skip_nonfinite", "2"]
@@ -130,7 +129,7 @@ def test_one_more_than_allowed_stops_the_run(recipe, spoil, tmp_path, capsys):
     assert "error: step 5 is not finite" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("optimizer", often(["adamw"], ["adamw", "sgd", "adafactor"]))
 def test_a_step_that_is_left_out_changes_nothing(train, spoil, tmp_path, optimizer):
     """Neither weights nor the optimizer's state: a last step that is left out might as well not have been."""
     flags = ["--lr_scheduler_type", "constant", "--optimizer", optimizer, "--skip_nonfinite", "1"]
@@ -142,16 +141,12 @@ def test_a_step_that_is_left_out_changes_nothing(train, spoil, tmp_path, optimiz
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("life", ["straight", "resumed"])
-def test_the_first_step_that_is_left_out_leaves_no_momentum(train, spoil, tmp_path, life):
-    """Torch leaves it uninitialised, which deterministic kernels make NaN."""
+def test_the_first_step_that_is_left_out_leaves_no_momentum(train, spoil, tmp_path):
+    """Torch leaves it uninitialised, which deterministic kernels make NaN; and so it was saved, and is loaded."""
     flags = [*SHORT, "--optimizer", "sgd", "--skip_nonfinite", "1", "--save_every", "1", "--full_determinism"]
     spoil(0)
-    if life == "resumed":
-        train(*flags, "--lr_scheduler_type", "constant", "--max_steps", "1")
-        results = train(*flags, "--lr_scheduler_type", "constant", "--resume")
-    else:
-        results = train(*flags)
+    train(*flags, "--lr_scheduler_type", "constant", "--max_steps", "1")
+    results = train(*flags, "--lr_scheduler_type", "constant", "--resume")
     assert results["skipped_steps"] == 1
     assert results["train_loss"] < 5
     weights = load_file(tmp_path / "run" / "final" / "model.safetensors")

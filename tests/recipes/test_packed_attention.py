@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from lives import curve
 
 from memsave_recipes.checkpoints.resume import LATER, check_same_flags
 from memsave_recipes.errors import InputError
@@ -30,11 +31,6 @@ def flags(tmp_path):
 
 def scratch(model_type):
     return ["--model_type", model_type, "--config_overrides", SHAPES[model_type]]
-
-
-def curve(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 def config(folder):

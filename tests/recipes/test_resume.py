@@ -22,7 +22,7 @@ def straight(run_once):
     return run_once(*IMAGES)
 
 
-@pytest.mark.parametrize(("killed_at", "every"), [(7, 2), (3, 3), (9, 3), (10, 5)])
+@pytest.mark.parametrize(("killed_at", "every"), [(7, 2), (9, 3)])
 def test_killed_and_resumed(train, straight, kill_after, tmp_path, capsys, killed_at, every):
     with kill_after(killed_at):
         train(*IMAGES, "--save_every", str(every))
@@ -33,20 +33,18 @@ def test_killed_and_resumed(train, straight, kill_after, tmp_path, capsys, kille
     assert_the_same_run(tmp_path / "run", straight)
 
 
-@pytest.mark.parametrize("recipe", FLAGS, indirect=True)
-@pytest.mark.parametrize("plan", ["none", "segments:2", "selective"])
-def test_every_recipe(recipe, train, kill_after, tmp_path, plan):
-    flags = [*FLAGS[recipe.__name__], "--activation_checkpointing", plan]
-    train(*flags, output="straight")
-    with kill_after(7):
-        train(*flags, "--save_every", "3")
-    train(*flags, "--resume")
-    assert_the_same_run(tmp_path / "run", tmp_path / "straight")
+OPTIONS = {
+    "none-image_classification": ("image_classification", []),
+    "none-text_classification": ("text_classification", []),
+    "selective": ("language_modeling", ["--activation_checkpointing", "selective"]),
+    "muon": ("language_modeling", ["--optimizer", "muon", "--weight_decay", "0.1"]),
+    "stochastic rounding": ("image_classification", ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
+}
 
 
-@pytest.mark.parametrize("recipe", FLAGS, indirect=True)
-def test_every_recipe_with_muon(recipe, train, kill_after, tmp_path):
-    flags = [*FLAGS[recipe.__name__], "--optimizer", "muon", "--weight_decay", "0.1"]
+@pytest.mark.parametrize(("recipe", "options"), OPTIONS.values(), indirect=["recipe"], ids=OPTIONS)
+def test_every_recipe(recipe, train, kill_after, tmp_path, options):
+    flags = [*FLAGS[recipe.__name__], *options]
     train(*flags, output="straight")
     with kill_after(7):
         train(*flags, "--save_every", "3")
@@ -71,17 +69,7 @@ def test_a_run_of_before_goes_on_with_the_decay_that_it_began_with(train, kill_a
     assert_the_same_run(tmp_path / "run", tmp_path / "straight")
 
 
-def test_with_stochastic_rounding(train, kill_after, tmp_path):
-    flags = [*IMAGES, "--dtype", "bfloat16", "--bf16_stochastic_round"]
-    train(*flags, output="straight")
-    with kill_after(7):
-        train(*flags, "--save_every", "3")
-    train(*flags, "--resume")
-    assert_the_same_run(tmp_path / "run", tmp_path / "straight")
-
-
-@pytest.mark.parametrize("variable", ["MEMSAVE_RESTARTED", "TORCHELASTIC_RESTART_COUNT"])
-def test_ranks_that_their_launcher_starts_again_resume(train, straight, kill_after, tmp_path, monkeypatch, variable):
+def test_ranks_that_their_launcher_starts_again_resume(train, straight, kill_after, tmp_path, monkeypatch):
     """By the same command line, which may overwrite an earlier run."""
     flags = [*IMAGES, "--save_every", "3", "--overwrite"]
     with kill_after(2):
@@ -89,7 +77,7 @@ def test_ranks_that_their_launcher_starts_again_resume(train, straight, kill_aft
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     with kill_after(7):
         train(*flags)
-    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("MEMSAVE_RESTARTED", "1")
     train(*flags)
     assert "going on after 6 steps" in (tmp_path / "run" / "run.log").read_text()
     assert_the_same_run(tmp_path / "run", straight)
@@ -101,14 +89,6 @@ def test_the_last_rank_of_shards_goes_on_with_whole_weights(train, straight, kil
         train(*flags)
     monkeypatch.setenv("MEMSAVE_RESTARTED", "1")
     train(*flags, "--shard", "full", "--reduce_gradients", "step", "--async_save")
-    assert_the_same_run(tmp_path / "run", straight)
-
-
-def test_ended_twice(train, straight, kill_after, tmp_path):
-    for step in (4, 8):
-        with kill_after(step):
-            train(*IMAGES, "--save_every", "1", "--resume")
-    train(*IMAGES, "--save_every", "1", "--resume")
     assert_the_same_run(tmp_path / "run", straight)
 
 
@@ -157,20 +137,15 @@ def test_a_finished_run_goes_on_to_the_same_end(train, straight, tmp_path):
     assert_the_same_run(tmp_path / "run", straight)
 
 
-def test_a_folder_without_a_run_begins_one(train, straight, tmp_path, capsys):
+def test_what_was_killed_before_its_first_save_begins_again(train, straight, kill_after, tmp_path, capsys):
+    with kill_after(5):
+        train(*IMAGES)
     train(*IMAGES, "--resume")
     assert "note: --resume finds no checkpoint in" in capsys.readouterr().out
     assert_the_same_run(tmp_path / "run", straight)
 
 
-def test_what_was_killed_before_its_first_save_begins_again(train, straight, kill_after, tmp_path):
-    with kill_after(5):
-        train(*IMAGES)
-    train(*IMAGES, "--resume")
-    assert_the_same_run(tmp_path / "run", straight)
-
-
-@pytest.mark.parametrize("damage", ["gone", "cut", "moved"])
+@pytest.mark.parametrize("damage", ["gone", "cut"])
 def test_best_weights_that_are_gone_are_missed_and_begun_anew(train, kill_after, tmp_path, capsys, damage):
     flags = [*IMAGES, "--save_best", "--save_every", "2", "--eval_steps", "2"]
     with kill_after(6):
@@ -179,10 +154,8 @@ def test_best_weights_that_are_gone_are_missed_and_begun_anew(train, kill_after,
     if damage == "cut":
         weights = best / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1])
-    elif damage == "gone":
-        shutil.rmtree(best)
     else:
-        best.rename(tmp_path / best.name)
+        shutil.rmtree(best)
     capsys.readouterr()
     train(*flags, "--resume")
     printed = capsys.readouterr().out
@@ -191,14 +164,6 @@ def test_best_weights_that_are_gone_are_missed_and_begun_anew(train, kill_after,
     rows = [row for row in rows_of(tmp_path / "run") if "eval/loss" in row and row["step"] > 6]
     names = [path.name for path in (tmp_path / "run/checkpoints").glob("best-*")]
     assert names == [f"best-{min(rows, key=lambda row: row['eval/loss'])['step']}"]
-
-
-def test_best_weights_that_are_there_stay(train, kill_after, tmp_path, capsys):
-    flags = [*IMAGES, "--save_best", "--save_every", "2", "--eval_steps", "2"]
-    with kill_after(6):
-        train(*flags)
-    train(*flags, "--resume")
-    assert "--save_best begins anew" not in capsys.readouterr().out
 
 
 def test_the_best_weights_are_kept(train, tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from lives import FLAGS, Killed, assert_the_same_run, assert_the_same_weights, rows_of
+from often import often
 
 from memsave_recipes import distributed
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
@@ -77,12 +78,7 @@ def ending(after_step, killed_after):
 
 @pytest.mark.parametrize(
     ("recipe", "num_ranks"),
-    [
-        ("image_classification", 1),
-        ("image_classification", 2),
-        pytest.param("language_modeling", 2, marks=pytest.mark.slow),
-        pytest.param("text_classification", 2, marks=pytest.mark.slow),
-    ],
+    often([("image_classification", 2)], [("image_classification", 1), *((recipe, 2) for recipe in FLAGS)]),
 )
 def test_stopped_and_resumed(run_on_ranks, tmp_path, recipe, num_ranks):
     straight, folder = tmp_path / "straight", tmp_path / "run"

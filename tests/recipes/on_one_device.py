@@ -1,6 +1,7 @@
-"""``python waits_of_a_step.py FOLDER``: what the host waits for in the 4th step of each training recipe, as JSON.
+"""``python on_one_device.py FOLDER``: the training recipes on a stand-in for CUDA, with a proof of an offloading plan.
 
-Run on a stand-in for CUDA with ``STANDIN_WAITS`` set. The step is neither measured nor logged nor saved.
+Run with ``STANDIN_WAITS`` set. Leaves ``waits.json``: what the host waits for in the 4th step of each recipe, which is
+neither measured nor logged nor saved.
 """
 
 import json
@@ -46,6 +47,10 @@ def main(folder: Path) -> None:
         name = recipe.__name__
         recipe.main([*FLAGS[name], *FEW, "--report_to", "none", "--output_dir", str(folder / name)])
     (folder / "waits.json").write_text(json.dumps(found))
+    Run.steps = steps
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plan = ["--activation_checkpointing", "full_offload", "--verify", "--max_steps", "2", "--report_to", "none"]
+    language_modeling.main([*FLAGS["language_modeling"], *plan, "--output_dir", str(folder / "offloaded")])
 
 
 def _describe(kind: str, where: str) -> str:
