@@ -33,7 +33,7 @@ def test_a_rank_that_does_not_see_the_checkpoints_stops_all(run_trial, tmp_path)
     assert all("is not seen by all ranks, so they cannot resume" in end["refused"] for end in outcome["ends"])
 
 
-@pytest.mark.parametrize("worlds", [[1, 2], [2, 1], [1, 3], [3, 4]])
+@pytest.mark.parametrize("worlds", [[1, 2], [3, 1]])
 def test_another_world_trains_the_same_samples_and_says_so(run_trial, tmp_path, worlds):
     straight = run_trial(change_of_world, Run(folder=tmp_path / "straight"), [1])[0]["steps"]
     _, last = run_trial(change_of_world, Run(folder=tmp_path / "changed"), worlds)

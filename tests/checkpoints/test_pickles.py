@@ -6,7 +6,7 @@ from trials.run import Run
 
 def test_crafted_files_are_never_executed(run_trial, tmp_path):
     outcomes = run_trial(pickle_trials, Run(folder=tmp_path))
-    assert len(outcomes) >= 2 * 2 * (8 + len(OF_OTHERS))
+    assert len(outcomes) >= 3 * 8 + 1 + len(OF_OTHERS)
     assert [which for which, (executed, _, _) in outcomes.items() if executed] == []
     assert {which: words for which, (_, right, words) in outcomes.items() if not right} == {}
 

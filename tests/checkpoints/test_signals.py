@@ -1,18 +1,20 @@
 """A signal to one rank, to all or to the group: the step is finished and saved, and the run goes on exactly."""
 
 import signal
+from itertools import product
 
 import pytest
+from often import often
 from trials.run import Run
 from trials.signalling import ALL, GROUP, ONE, signal_trials
 
+TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+FEW = [(TERM, ONE, 2), (INT, ALL, 0), (INT, GROUP, 2)]
 ONCE, OFTEN = range(1), pytest.param(range(1, 11), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
 @pytest.mark.parametrize("seeds", [ONCE, OFTEN], ids=lambda seeds: f"{len(seeds)} trials")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("target", [ONE, ALL, GROUP])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(("number", "target", "workers"), often(FEW, product((TERM, INT), (ONE, ALL, GROUP), (0, 2))))
 def test_a_signal_ends_two_ranks_gracefully(run_trial, tmp_path, number, target, workers, seeds):
     run = Run(folder=tmp_path, world=2, workers=workers)
     outcome = run_trial(signal_trials, run, number, target, seeds, timeout_s=1200)
@@ -21,8 +23,7 @@ def test_a_signal_ends_two_ranks_gracefully(run_trial, tmp_path, number, target,
     assert outcome["graceful"] >= 0.95 * len(seeds), outcome
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(("number", "workers"), [(TERM, 0), (USR1, 2)])
 def test_a_signal_ends_one_rank_gracefully(run_trial, tmp_path, number, workers):
     run = Run(folder=tmp_path, workers=workers)
     outcome = run_trial(signal_trials, run, number, GROUP, range(2))

@@ -91,7 +91,7 @@ def test_two_ranks_under_torchrun(tmp_path, number):
 @pytest.mark.parametrize(
     ("launcher", "number"),
     [
-        (("accelerate.commands.launch", "--cpu"), signal.SIGTERM),
+        pytest.param(("accelerate.commands.launch", "--cpu"), signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param(("accelerate.commands.launch", "--cpu"), signal.SIGKILL, marks=pytest.mark.slow),
         (("torch.distributed.run", "--nproc-per-node", "2"), signal.SIGKILL),
     ],

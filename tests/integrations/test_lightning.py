@@ -64,7 +64,7 @@ def fitted(folder, callbacks, *, module=None, lengths=(48,) * 20, **arguments):
     return module, trainer
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_weights_are_those_without_it(accumulation, tmp_path, capsys):
     plain, bare = fitted(tmp_path, [], accumulate_grad_batches=accumulation)
     for name, settings in PLANS.items():
@@ -144,7 +144,7 @@ def test_a_strategy_that_shards_is_refused(tmp_path, monkeypatch):
         memsave.MemsaveLightningCallback(strategy="full").on_train_start(trainer, Module())
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
 def test_fabric(precision, tmp_path, capsys):
     def trained(**settings):
         fabric = lightning.Fabric(accelerator="cpu", precision=precision)

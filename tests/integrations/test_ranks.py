@@ -1,6 +1,5 @@
 """Two ranks under DDP, with other batches on each: one plan, and the weights of a training without it."""
 
-import pytest
 from integrations.trainings import BASE, chats, llama, own_forwards, padded, rows, tokenizer, weights_of
 from torch.optim import AdamW
 from transformers import Trainer, TrainingArguments
@@ -11,10 +10,10 @@ import memsave_recipes as memsave
 FULL, BUDGET = {"strategy": "full"}, {"budget_gib": 0.0046}
 
 
-def in_the_trainer(accelerator, folder, settings, accumulation):
+def in_the_trainer(accelerator, folder, settings):
     model, callback = llama(), memsave.MemsaveCallback(**settings) if settings else None
     lengths = [40 + index for index in range(16)]
-    arguments = {**BASE, "per_device_train_batch_size": 2, "max_steps": 3, "gradient_accumulation_steps": accumulation}
+    arguments = {**BASE, "per_device_train_batch_size": 2, "max_steps": 3}
     Trainer(
         model=model,
         args=TrainingArguments(folder, **arguments),
@@ -26,7 +25,7 @@ def in_the_trainer(accelerator, folder, settings, accumulation):
     return numpy_of(model), callback.plan if callback else None
 
 
-def in_trl(accelerator, folder, settings, accumulation):
+def in_trl(accelerator, folder, settings):
     """Its loss gathers metrics from all ranks."""
     model, callback = llama(), memsave.MemsaveCallback(**settings) if settings else None
     arguments = {**BASE, "per_device_train_batch_size": 2, "max_steps": 2, "activation_checkpointing": False}
@@ -40,7 +39,7 @@ def in_trl(accelerator, folder, settings, accumulation):
     return numpy_of(model), callback.plan if callback else None
 
 
-def in_a_loop(accelerator, folder, settings, accumulation):
+def in_a_loop(accelerator, folder, settings):
     model = llama().train()
     prepared, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=1e-3))
     batches = [padded(rows([48 - accelerator.process_index] * 2).to_list())] * 3
@@ -68,12 +67,10 @@ class Trained:
         return self.train(accelerator, *self.args)
 
 
-def check(run_on_ranks, train, folder, accumulation, settings):
+def check(run_on_ranks, train, folder, settings):
     """Trains without a plan, and then with ``settings``; both ranks' weights stay the same, and so do their plans."""
     plain, *others = (
-        outcome
-        for chosen in (None, settings)
-        for outcome in run_on_ranks(Trained(train, str(folder), chosen, accumulation), 2)
+        outcome for chosen in (None, settings) for outcome in run_on_ranks(Trained(train, str(folder), chosen), 2)
     )
     for weights, _ in others:
         assert all((weights[name] == plain[0][name]).all() for name in plain[0])
@@ -83,23 +80,13 @@ def check(run_on_ranks, train, folder, accumulation, settings):
     assert plan.recomputed
 
 
-@pytest.mark.slow
-def test_the_trainer_under_full(run_on_ranks, tmp_path):
-    check(run_on_ranks, in_the_trainer, tmp_path, 1, FULL)
-
-
 def test_the_trainer(run_on_ranks, tmp_path):
-    check(run_on_ranks, in_the_trainer, tmp_path, 1, BUDGET)
-
-
-@pytest.mark.slow
-def test_the_trainer_under_accumulation(run_on_ranks, tmp_path):
-    check(run_on_ranks, in_the_trainer, tmp_path, 2, BUDGET)
+    check(run_on_ranks, in_the_trainer, tmp_path, BUDGET)
 
 
 def test_sft(run_on_ranks, tmp_path):
-    check(run_on_ranks, in_trl, tmp_path, 1, FULL)
+    check(run_on_ranks, in_trl, tmp_path, FULL)
 
 
 def test_a_loop(run_on_ranks, tmp_path):
-    check(run_on_ranks, in_a_loop, tmp_path, 1, BUDGET)
+    check(run_on_ranks, in_a_loop, tmp_path, BUDGET)

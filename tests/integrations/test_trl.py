@@ -12,6 +12,7 @@ from integrations.trainings import (
     tokenizer,
     weights_of,
 )
+from often import often
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -76,13 +77,13 @@ def check(train, budget_gib, printed):
             assert max(later.peaks) + others_bytes <= budget_gib * GIB < callback.plan.prediction.baseline_peak_bytes
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(["lora"], CASES))
 def test_sft(case, tmp_path, capsys):
     arguments, adapters, budget_gib = CASES[case]
     check(lambda callbacks: fine_tuned(tmp_path, callbacks, adapters, **arguments), budget_gib, capsys.readouterr)
 
 
-@pytest.mark.parametrize("adapters", [None, LORA], ids=["reference", "lora"])
+@pytest.mark.parametrize("adapters", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["reference", "lora"])
 def test_dpo(adapters, tmp_path, capsys):
     check(lambda callbacks: preferred(tmp_path, callbacks, adapters), 0.034 if adapters else 0.037, capsys.readouterr)
 

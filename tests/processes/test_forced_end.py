@@ -56,7 +56,7 @@ def lives_on(process):
 
 @pytest.mark.parametrize(
     "numbers",
-    [(INT, INT), (TERM, INT), (USR1, INT), (TERM, TERM), (USR1, TERM, TERM), (INT, TERM, TERM)],
+    [(INT, INT), (USR1, TERM, TERM)],
     ids=lambda numbers: " ".join(number.name for number in numbers),
 )
 def test_a_second_signal_ends_a_run_that_hangs(hanging, numbers):

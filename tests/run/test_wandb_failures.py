@@ -30,7 +30,7 @@ LOST_WHILE_TRAINING = {
     "refuses the rows": (403, "file_stream", "the server refused it"),
     "hangs in the uploads": ("hang", "upload", "Timed out finishing run"),
 }
-QUICK = ("hangs", "hangs after the login", "dies", "refuses the rows")
+QUICK = ("hangs after the login", "dies")
 
 
 def cases(failures: dict[str, tuple]) -> pytest.MarkDecorator:
@@ -93,16 +93,15 @@ def test_no_key(launch: Callable, check: Callable, wandb_server: Any) -> None:
     check(ended)
 
 
-@pytest.mark.parametrize("url", ["http://memsave.invalid", None], ids=["no such host", "refused"])
-def test_no_server(url: str | None, launch: Callable, check: Callable) -> None:
+def test_no_server(launch: Callable, check: Callable) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
-        url = url or f"http://127.0.0.1:{closed.getsockname()[1]}"
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     ended = launch("wandb", limits=SHORT, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
     assert f"no login at {url}" in ended.output
     check(ended)
 
 
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
+@pytest.mark.parametrize("mode", ["offline", pytest.param("disabled", marks=pytest.mark.slow)])
 def test_the_mode_that_the_user_chose(mode: str, launch: Callable, wandb_server: Any, tmp_path: Path) -> None:
     ended = launch("wandb", WANDB_MODE=mode, WANDB_BASE_URL=wandb_server.url, WANDB_API_KEY=KEY)
     assert ended.exit_code == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from often import often
 from small_runs import WORLDS, Training, all_equal, checkpoints_of, largest_difference
 
 from memsave_recipes.checkpoints import saver as saver_module
@@ -20,8 +21,6 @@ from memsave_recipes.checkpoints.resume import find_newest
 from memsave_recipes.training.arguments import OptimizerArguments
 
 STEPS, SAVED = 5, 3
-FEW = [("2", "3")]
-MOVES = [pytest.param(*move, marks=[] if move in FEW else [pytest.mark.slow]) for move in product(WORLDS, WORLDS)]
 RECORD = {"tokens": 12, "best": 0.5, "digests": torch.tensor([7, 2**40])}
 
 
@@ -76,7 +75,7 @@ def saved(run_on_ranks, tmp_path_factory):
     return saved_on
 
 
-@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize(("before", "after"), often([("2", "3")], product(WORLDS, WORLDS)))
 def test_loaded_on_another_world(run_on_ranks, saved, before, after):
     """Of GPT-2, which computes in float64 alone: Llama's norms are float32, and round otherwise times 3 ranks."""
     folder, there, weights_at_end = saved(before, "gpt2")
@@ -89,10 +88,10 @@ def test_loaded_on_another_world(run_on_ranks, saved, before, after):
 
 
 MUON = OptimizerArguments(optimizer="muon", learning_rate=1e-2, weight_decay=0.1)
-MOVES_OF_MUON = [("2", "3"), *(pytest.param(*move, marks=pytest.mark.slow) for move in (("1", "2x2"), ("2x2", "1")))]
 
 
-@pytest.mark.parametrize(("before", "after"), MOVES_OF_MUON)
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("2", "3"), ("1", "2x2"), ("2x2", "1")])
 def test_the_momentum_of_muon_moves(run_on_ranks, saved, before, after):
     folder, there, weights_at_end = saved(before, "gpt2", optim=MUON)
     num_ranks, flag = WORLDS[after]

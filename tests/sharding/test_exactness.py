@@ -4,6 +4,7 @@ from functools import cache, partial
 
 import pytest
 import torch.distributed as dist
+from often import often
 from small_runs import Training, all_equal, build_model, largest_difference, trained_weights
 
 from memsave_recipes.training.arguments import OptimizerArguments
@@ -11,9 +12,7 @@ from memsave_recipes.training.arguments import OptimizerArguments
 TOLERANCE = 1e-12
 """Relative to the largest value of each tensor; the ranks add the same numbers in another order."""
 GLOBAL_BATCH = {"resnet": 8}  # whose micro-batches, by which BatchNorm normalises, are the same on 1, 2 and 4 ranks
-FEW = [("llama", 2, "full")]
 ALL = [(kind, *how) for kind in ("llama", "gpt2", "vit", "resnet") for how in ((2, "full"), (4, "full"), (4, "2"))]
-CASES = [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.slow]) for case in ALL]
 
 
 def run(run_on_ranks, kind, num_ranks, flag, **options):
@@ -26,7 +25,7 @@ def on_one_rank(run_on_ranks):
     return cache(lambda kind: run(run_on_ranks, kind, 1, "none")[0])
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "flag"), CASES)
+@pytest.mark.parametrize(("kind", "num_ranks", "flag"), often([("llama", 2, "full")], ALL))
 def test_the_weights_of_one_rank(run_on_ranks, on_one_rank, kind, num_ranks, flag):
     weights, norms, _ = on_one_rank(kind)
     ranks = run(run_on_ranks, kind, num_ranks, flag)
@@ -38,14 +37,10 @@ def test_the_weights_of_one_rank(run_on_ranks, on_one_rank, kind, num_ranks, fla
 
 
 MUON = OptimizerArguments(optimizer="muon", learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5)
-CASES_OF_MUON = [
-    ("gpt2", 2, "full"),
-    *(pytest.param(kind, 4, "2", marks=pytest.mark.slow) for kind in ("gpt2", "vit", "llama")),
-    pytest.param("gpt2", 3, "full", marks=pytest.mark.slow),
-]
+OF_MUON = [("gpt2", 2, "full"), ("gpt2", 3, "full"), *((kind, 4, "2") for kind in ("gpt2", "vit", "llama"))]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "flag"), CASES_OF_MUON)
+@pytest.mark.parametrize(("kind", "num_ranks", "flag"), often(OF_MUON[:1], OF_MUON))
 def test_muon_orthogonalises_the_matrices_of_one_rank(run_on_ranks, on_one_rank, kind, num_ranks, flag):
     """In bfloat16: 20 steps agree to 1e-12 only if the ranks multiply whole matrices of the same bits."""
     weights, norms, _ = run(run_on_ranks, kind, 1, "none", optim=MUON)[0]

@@ -99,22 +99,6 @@ def reduced_once(runs):
 
 
 @pytest.mark.slow
-def test_gradients_that_are_reduced_once_a_step_give_the_same_curve(runs, reduced_once):
-    done = launch("cpu_fsdp2.yaml", *reduced_once, "--output_dir", runs / "each")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "gradients are reduced after every micro-batch (--reduce_gradients micro_batch)" in done.stdout
-    assert losses(runs / "once") == pytest.approx(losses(runs / "each"), rel=1e-9)
-    each, once = (json.loads((runs / name / "results.json").read_text()) for name in ("each", "once"))
-    assert once["equivalence"]["verdict"] == "identical"
-    assert once["eval"]["loss"] == pytest.approx(each["eval"]["loss"], rel=1e-9)
-    configs = [json.loads((runs / name / "config.json").read_text()) for name in ("each", "once")]
-    assert [config["reduce_gradients"] for config in configs] == ["micro_batch", "step"]
-    whole = 8 * once["num_parameters"] / 2**30
-    gradients = [one["memory"]["breakdown"]["gradients_gib"] for one in (each, once)]
-    assert gradients[0] < 0.8 * whole <= gradients[1]
-
-
-@pytest.mark.slow
 def test_it_goes_on_as_it_reduced_gradients(runs, reduced_once, tmp_path):
     """Without the flag; with another one a line says so."""
     for name, flags, way in (("same", [], "step"), ("other", ["--reduce_gradients", "micro_batch"], "micro_batch")):
@@ -133,18 +117,6 @@ def stopped_after_two(run, folder):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["cp", "-r", run / name, target], check=True)
-
-
-@pytest.mark.slow
-def test_it_goes_on_with_whole_weights_on_one_process(runs, tmp_path):
-    """From the checkpoint of its second step, as if it had been stopped there."""
-    stopped = tmp_path / "stopped"
-    stopped_after_two(runs / "two", stopped)
-    flags = [*FLAGS, "--train_file", runs / "text.txt", "--activation_checkpointing", "segments:2", "--save_every", "2"]
-    done = launch("cpu.yaml", *flags, "--resume", "--output_dir", stopped)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "note: --shard was full and is none" in done.stdout
-    assert losses(stopped) == pytest.approx(losses(runs / "one"), rel=1e-9)
 
 
 @pytest.mark.slow
@@ -180,22 +152,6 @@ def test_a_classifier_with_a_new_head_reads_its_slices(runs, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("optimizer", "tolerance", "line"),
-    [("muon", 1e-9, ""), ("adamw_8bit", 1e-3, "8-bit AdamW: the state of 1 of 2 large weights stays in 32 bits")],
-)
-def test_optimizers_that_look_at_more_than_a_number(runs, tmp_path, optimizer, tolerance, line):
-    if optimizer == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
-    flags = [*FLAGS, "--train_file", runs / "text.txt", "--optimizer", optimizer]
-    train_here(*flags, "--output_dir", tmp_path / "one")
-    done = launch("cpu_fsdp2.yaml", *flags, "--output_dir", tmp_path / "two")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert line in done.stdout
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=tolerance)
-
-
-@pytest.mark.slow
 def test_groups_that_replicate_one_another(runs, tmp_path):
     """By the flag, and by the file for two machines, whose launchers run side by side here."""
     flags = [*FLAGS, "--train_file", runs / "text.txt", "--output_dir"]
@@ -224,20 +180,6 @@ def test_a_run_asks_before_it_trains_whole_weights(monkeypatch, tmp_path):
     args = replace(args, shard="2")
     with pytest.raises(InputError, match="--shard 2: the launch file says full"), Run.open(args, recipe="two"):
         pass
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "num_processes", "flags", "line"),
-    [
-        ("cpu_fsdp2.yaml", 1, (), "error: --shard full: there is one rank"),
-        ("cpu_fsdp2.yaml", None, ("--shard", "none"), "error: --shard none: the launch file says full"),
-    ],
-)
-def test_what_a_launch_does_not_allow_is_one_line(tmp_path, config, num_processes, flags, line):
-    done = launch(config, *FLAGS, *flags, "--output_dir", tmp_path / "run", num_processes=num_processes)
-    assert next(found for found in done.stderr.splitlines() if found.startswith("error: ")).startswith(line)
-    assert not (tmp_path / "run").exists()
 
 
 MIXED = f"""

@@ -18,6 +18,7 @@ from fake_ranks import (
     set_aside_bytes,
     static_memory,
 )
+from often import often
 
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 
@@ -123,7 +124,7 @@ SHORT = [Shape(kind=kind, num_ranks=2, strategy="full", rows=1, length=16) for k
 """Whose peak is in the backward of several embeddings, or behind it."""
 ONCE = list(reduced_once())
 ALL = SHAPES + OTHERS + OF_OPTIMIZERS + IN_PARTS + SHORT + ONCE
-OFTEN = [*SHAPES[::5], *OTHERS[8::12], *OF_OPTIMIZERS[::7], *IN_PARTS[::5], *SHORT, *ONCE[::6]]
+OFTEN = [*SHAPES[::18], *OTHERS[8::11], *OF_OPTIMIZERS[::9], *IN_PARTS[::5], *SHORT[:1], *ONCE[::10]]
 
 
 def test_there_are_sixty():
@@ -136,11 +137,7 @@ def test_there_are_sixty():
     assert {shape.optimizer for shape in OFTEN} == {"adamw", "sgd", "muon", "adamw_8bit", "adamw_bf16"}
 
 
-def cases(shapes):
-    return [pytest.param(shape, marks=() if shape in OFTEN else pytest.mark.slow) for shape in shapes]
-
-
-@pytest.mark.parametrize("shape", cases(ALL), ids=str)
+@pytest.mark.parametrize("shape", often(OFTEN, ALL), ids=str)
 def test_a_rank_takes_what_is_predicted(shape):
     if shape.optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
@@ -156,7 +153,7 @@ def test_whole_gradients_are_what_the_other_way_does_without():
     assert 0.5 * whole < added < whole
 
 
-@pytest.mark.parametrize("shape", cases(OF_OPTIMIZERS), ids=str)
+@pytest.mark.parametrize("shape", often(OF_OPTIMIZERS[::9], OF_OPTIMIZERS), ids=str)
 def test_an_update_takes_no_more_than_is_known(shape):
     """Of a real rank 0, to whom the largest matrix of Muon falls; its products on a CPU take at most a scratch."""
     if shape.optimizer == "adamw_8bit":

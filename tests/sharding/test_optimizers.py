@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from often import often
 from small_runs import WORLDS, Training, all_equal, checkpoints_of
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -123,12 +124,7 @@ def saved(run_on_ranks, tmp_path_factory):
     return cache(saved_on)
 
 
-FEW = [("2", "2"), ("2", "3"), ("3", "1")]
-ALL = product(("1", "2", "3", "2x2"), repeat=2)
-MOVES = [pytest.param(*move, marks=[] if move in FEW else [pytest.mark.slow]) for move in ALL]
-
-
-@pytest.mark.parametrize(("before", "after"), MOVES)
+@pytest.mark.parametrize(("before", "after"), often([("2", "3")], product(("1", "2", "3", "2x2"), repeat=2)))
 def test_state_in_8_bits_moves(run_on_ranks, saved, before, after):
     """What is in 8 bits before is the same after, in however many bits; what becomes 8 bits is rounded once."""
     pytest.importorskip("bitsandbytes")

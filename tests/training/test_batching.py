@@ -9,17 +9,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from often import often
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, default_collate
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -330,9 +330,11 @@ def assert_same_run(outcome: Outcome, expected: Outcome, tolerance: float) -> No
     assert largest_difference(outcome.weights, expected.weights) <= tolerance
 
 
-@pytest.mark.parametrize("layout", GEOMETRIES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("work", WORKS)
+OFTEN = [("classifier", "sgd", "2x12"), ("classifier", "adamw", "1x5-uneven"), ("classifier", "sgd", "1x24")]
+OFTEN += [("language_model", "adamw", layout) for layout in ("1x6x4", "2x3x4", "3x8", "4x2x3")]
+
+
+@pytest.mark.parametrize(("work", "optimizer", "layout"), often(OFTEN, product(WORKS, OPTIMIZERS, GEOMETRIES)))
 def test_any_batch_layout_trains_as_the_undivided_global_batch(
     outcome_of: Train, work: str, optimizer: str, layout: str
 ) -> None:
@@ -340,8 +342,7 @@ def test_any_batch_layout_trains_as_the_undivided_global_batch(
     assert_same_run(outcome_of(task, layout), outcome_of(task), 1e-12)
 
 
-@pytest.mark.parametrize("layout", ["1x5-uneven", "2x3x4", "4x2x3"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "layout"), [("sgd", "1x5-uneven"), ("adamw", "2x3x4")])
 def test_in_float32_within_its_rounding(outcome_of: Train, optimizer: str, layout: str) -> None:
     task = Task(optimizer=optimizer, dtype=torch.float32)
     weights, expected = outcome_of(task, layout).weights, outcome_of(task).weights
@@ -363,7 +364,7 @@ def _without_key_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: without(tensor) if name.endswith("c_attn.bias") else tensor for name, tensor in weights.items()}
 
 
-@pytest.mark.parametrize("layout", ["1x5-uneven", "2x3x4", "4x2x3"])
+@pytest.mark.parametrize("layout", ["1x5-uneven", "2x3x4"])
 def test_the_usual_loop_is_far_off_on_the_same_data(outcome_of: Train, layout: str) -> None:
     naive, expected = outcome_of(Task(), layout, loop=train_naively), outcome_of(Task())
     initial = Task().make_model().state_dict()
@@ -372,8 +373,7 @@ def test_the_usual_loop_is_far_off_on_the_same_data(outcome_of: Train, layout: s
     assert error(moved_naively, moved) > 0.1
 
 
-@pytest.mark.parametrize("num_samples", [101, 7])
-@pytest.mark.parametrize("layout", ["1x24", "1x5-uneven", "2x3x4", "4x2x3"])
+@pytest.mark.parametrize(("num_samples", "layout"), [(101, "1x5-uneven"), (101, "2x3x4"), (7, "4x2x3")])
 def test_three_epochs_train_every_sample_three_times(outcome_of: Train, num_samples: int, layout: str) -> None:
     steps_per_epoch = -(-num_samples // GLOBAL_BATCH_SIZE)
     task = Task(optimizer="adamw", num_samples=num_samples, num_steps=3 * steps_per_epoch)
@@ -392,8 +392,7 @@ def test_drop_last_leaves_out_what_it_announces(outcome_of: Train, layout: str) 
     assert_same_run(outcome, outcome_of(task), 1e-12)
 
 
-@pytest.mark.parametrize("layout", ["1x6x4", "1x5-uneven", "2x12", "2x3x4", "4x2x3"])
-@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize(("work", "layout"), [("classifier", "2x12"), ("language_model", "1x5-uneven")])
 def test_labels_that_are_all_ignored(outcome_of: Train, work: str, layout: str) -> None:
     """Those of the first half of step 0, which is whole micro-batches and ranks, and of all of step 1."""
     permutation = Task(work=work).order.permutation(0)
@@ -411,7 +410,7 @@ def test_without_a_count_every_sample_counts_once(outcome_of: Train) -> None:
     assert_same_run(outcome_of(replace(task, tells_what_counts=False), "2x3x4"), outcome_of(task), 1e-12)
 
 
-@pytest.mark.parametrize("layout", ["2x12", "2x3x4", "4x2x3"])
+@pytest.mark.parametrize("layout", ["2x12", "2x3x4"])
 def test_gradients_are_reduced_once_a_step(outcome_of: Train, layout: str) -> None:
     task = Task(work="classifier", num_steps=WINDOW, tells_what_counts=False)
     outcome = outcome_of(task, layout, counts_all_reduces=True)
@@ -446,7 +445,7 @@ def evaluate(accelerator: Accelerator) -> tuple[list[int], list[int]]:
     return ids, labels
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_evaluation_sees_every_sample_once(run_on_ranks: Callable[..., list[Any]], num_ranks: int) -> None:
     expected = {index: Points(frozenset())[SampleKey(index)]["labels"].item() for index in range(11)}
     for ids, labels in run_on_ranks(evaluate, num_ranks):
@@ -508,55 +507,3 @@ def test_the_smallest_micro_batch_is_that_of_the_run(
         for positions in rank
     ]
     assert batches.smallest_micro_batch == min(taken) == smallest
-
-
-# Waiting for the device
-
-
-class NoCopies(TorchDispatchMode):
-    """Refuses what waits for a device: a copy that is not asynchronous, a number read back. Meta tensors stand in."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        tensors = [value for value in (*args, result) if isinstance(value, Tensor)]
-        if len({tensor.device.type for tensor in tensors}) > 1:
-            assert kwargs.get("non_blocking"), f"{func} waits for the device"
-        return result
-
-
-def _on_the_host(value, *, make=torch.tensor, **options):
-    """``torch.tensor``, which makes its tensors on the host and waits to copy them, unseen by any mode."""
-    assert torch.device(options.get("device", "cpu")).type == "cpu", "torch.tensor waits for the device"
-    return make(value, **options)
-
-
-class OfManyRanks(Accelerator):
-    """Takes part in a reduction, whose result is a tensor on the device."""
-
-    device = torch.device("meta")
-
-    def reduce(self, tensor, reduction="mean", scale=1.0):
-        assert (tensor.device.type, tensor.dtype, tensor.shape) == ("meta", torch.int64, ())
-        return tensor.clone()
-
-
-@pytest.mark.parametrize("count_valid", [None, _count_labels])
-def test_the_next_global_batch_is_made_without_waiting_for_the_device(monkeypatch, count_valid):
-    """The steps before it are still queued there, and the host has to be ahead of them."""
-    monkeypatch.setattr(torch, "tensor", _on_the_host)
-    collate_fn = default_collate if count_valid is None else _collate_rows
-    dataset = Points(frozenset()) if count_valid is None else Rows(frozenset())
-    batches = GlobalBatches(
-        OfManyRanks(cpu=True),
-        dataset,
-        order=SampleOrder(num_samples=40, global_batch_size=8, seed=0),
-        layout=BatchLayout.of(8, 2, 1),
-        num_steps=3,
-        seed=0,
-        count_valid=count_valid,
-        collate_fn=collate_fn,
-    )
-    with NoCopies():
-        counts = [batch.num_valid for batch in batches]
-    assert [(count.device.type, count.dtype) for count in counts] == [("meta", torch.int64)] * 3

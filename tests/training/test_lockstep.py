@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from host_copies import LateCopies, moving_everything
+from often import often
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -206,14 +208,10 @@ RUNS = {
 }
 
 
-CELLS = [
-    pytest.param(name, num_ranks, marks=[] if num_ranks == 3 or name == "densenet" else pytest.mark.slow)
-    for name in RUNS
-    for num_ranks in RANKS[1:]
-]
+OFTEN = [("densenet", 2), ("vgg autocast", 3), ("resnet", 3)]
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), CELLS)
+@pytest.mark.parametrize(("name", "num_ranks"), often(OFTEN, product(RUNS, RANKS[1:])))
 def test_the_bits_of_one_rank(trained: Train, name: str, num_ranks: int) -> None:
     """In steps of 6, 4 and 6 micro-batches, the last of 1 sample; of 3 ranks each has one or two."""
     outcome, expected = trained(RUNS[name], num_ranks), trained(RUNS[name], 1)
@@ -228,15 +226,10 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [
-        ("vgg", 1),
-        ("vgg", 3),
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("vgg", 2), ("vgg uneven", 2))),
-        *(pytest.param("densenet", num_ranks, marks=pytest.mark.slow) for num_ranks in (1, 2, 3)),
-    ],
-)
+ON_PLAN = [*product(("vgg", "densenet"), (1, 2, 3)), ("vgg uneven", 2)]
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), often([("vgg", 3)], ON_PLAN))
 def test_a_plan_for_a_budget_has_the_bits_of_one_rank_without_a_plan(trained: Train, name: str, num_ranks: int) -> None:
     """What ranks exchange, and sums that another rank than the first one has, count from the beginning of a step."""
     run, plain = PLAIN[name], trained(PLAIN[name], num_ranks)
@@ -281,7 +274,9 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(("model", "strategy"), [("densenet_small", "full"), ("resnet", "none")])
+@pytest.mark.parametrize(
+    ("model", "strategy"), often([("resnet", "none")], [("densenet_small", "full"), ("resnet", "none")])
+)
 def test_the_numbers_of_one_undivided_batch(trained: Train, model: str, strategy: str) -> None:
     outcome = trained(Run(model=model, strategy=strategy, **EXACT), 1)
     expected = trained(Run(model=model, is_bitwise=False, **EXACT), 1)
@@ -327,5 +322,5 @@ def test_a_step_with_a_rank_of_padding_alone_is_refused() -> None:
 
 
 def test_without_the_flag_they_differ(trained: Train) -> None:
-    usual = Run(model="vgg_small_bn", is_bitwise=False)
+    usual = Run(model="resnet", is_bitwise=False)
     assert "losses" in differences(trained(usual, 3), trained(usual, 1))

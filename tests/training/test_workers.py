@@ -4,12 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from memsave_recipes.processes import lost_worker, num_workers
+from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.training.batching import make_loader
 
 LEFT = """
 import sys
@@ -30,21 +34,20 @@ def test_workers_that_are_left_do_not_keep_a_process_from_its_end():
     assert "Traceback" not in done.stderr
 
 
-KILLED = """
-import os, signal, sys
-from accelerate import Accelerator
-from memsave_recipes.run.failures import run_recipe
-from memsave_recipes.training.batching import make_loader
-
 class Deadly:
+    """A sample costs its worker's life."""
+
+    def __init__(self, number):
+        self.number = number
+
     def __getitem__(self, index):
-        os.kill(os.getpid(), int(sys.argv[1]))
+        os.kill(os.getpid(), self.number)
 
-def main():
-    next(iter(make_loader(Accelerator(cpu=True), Deadly(), [[0]], None, num_workers=1)))
 
-run_recipe(main)
-"""
+def load_one(number, told):
+    """A program that loads it, and says what it has to say in a file."""
+    with told.open("w") as file, redirect_stderr(file):
+        run_recipe(lambda: next(iter(make_loader(Accelerator(cpu=True), Deadly(number), [[0]], None, num_workers=1))))
 
 
 @pytest.mark.parametrize(
@@ -55,13 +58,11 @@ run_recipe(main)
         (signal.SIGSEGV, 6, "was killed (Segmentation fault): --dataloader_num_workers 0 loads in this process"),
     ],
 )
-def test_a_worker_that_is_killed_ends_the_run_in_one_line(number, code, words):
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(int(number))], capture_output=True, text=True, timeout=60, check=False
-    )
-    lines = [line for line in done.stderr.split("\n") if "error: data worker" in line]
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_worker_that_is_killed_ends_the_run_in_one_line(run_program, tmp_path, number, code, words):
+    assert run_program(load_one, number, tmp_path / "told") == code
+    told = (tmp_path / "told").read_text()
+    lines = [line for line in told.split("\n") if "error: data worker" in line]
+    assert "Traceback" not in told
     assert len(lines) == 1
     assert words in lines[0]
     assert lines[0].endswith("; the last checkpoint is as it was, go on with --resume")
