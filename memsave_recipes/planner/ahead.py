@@ -23,13 +23,13 @@ def ahead(items: Iterator[T]) -> Iterator[Iterator[T]]:
     """Inside, ``items`` as another process makes them: the first from now on, any further one when it is asked for.
 
     That process is a fork, as torch's data workers are: it imports nothing again, and knows what this one knows. It
-    writes nothing, and is killed at the end. Where it is lost, and on systems other than Linux, ``items`` are made
-    here, when they are asked for.
+    writes nothing, and is killed at the end. Where it is lost, on systems other than Linux, and where torch has been
+    built for a device, whose threads of autograd no fork has, ``items`` are made here, when they are asked for.
 
     Args:
         items: they, and the exceptions that making them raises, can be pickled.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or torch.backends.cuda.is_built() or torch.accelerator.is_available():
         yield items
         return
     context = get_context("fork")

@@ -6,10 +6,17 @@ import signal
 import time
 
 import pytest
+import torch
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import ahead as module
 from memsave_recipes.planner.ahead import ahead
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 def pids(count):
@@ -83,7 +90,16 @@ def test_its_process_ends_with_the_context():
         os.kill(pid, 0)
 
 
-def test_without_forks_items_are_made_here(monkeypatch):
-    monkeypatch.setattr(module.sys, "platform", "darwin")
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (module.sys, "platform", "darwin"),
+        (torch.backends.cuda, "is_built", lambda: True),
+        (torch.accelerator, "is_available", lambda: True),
+    ],
+    ids=["no Linux", "built for CUDA", "a device"],
+)
+def test_without_forks_items_are_made_here(monkeypatch, place, name, value):
+    monkeypatch.setattr(place, name, value)
     with ahead(pids(2)) as made:
         assert [*made] == [os.getpid()] * 2
