@@ -42,7 +42,7 @@ def all_strategies(case):
 FAST = [("vgg_small", "float32"), ("densenet_small", "bf16"), ("vit", "bf16"), ("gpt2", "float32")]
 
 
-@pytest.mark.parametrize(("name", "precision"), sample(product(SMALL_MODELS, ("float32", "bf16")), FAST))
+@pytest.mark.parametrize(("name", "precision"), sample(FAST, product(SMALL_MODELS, ("float32", "bf16"))))
 def test_every_strategy_with_every_k(make_case, name, precision):
     bf16 = precision == "bf16"
     expected = train_step(make_case(name), bf16=bf16)
@@ -50,8 +50,8 @@ def test_every_strategy_with_every_k(make_case, name, precision):
         assert not different(planned_step(make_case(name), strategy, bf16=bf16), expected)
 
 
-@pytest.mark.parametrize("bf16", sample([False, True], [False]), ids=["float32", "bf16"])
-@pytest.mark.parametrize("name", sample(LARGE_MODELS, LARGE_MODELS[:2]))
+@pytest.mark.parametrize("bf16", sample([False], [False, True]), ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", sample(LARGE_MODELS[:2], LARGE_MODELS))
 def test_models_of_full_size(make_case, name, bf16):
     case = make_case(name)
     original = copy.deepcopy(case.model.state_dict())

@@ -98,7 +98,7 @@ def assert_same_bits(found, expected):
 
 @pytest.mark.parametrize(
     ("model_type", "plan"),
-    sample(product(MODELS, STRATEGIES), {*product(["llama"], STRATEGIES), *product(MODELS, ["full_tiled_offload:16"])}),
+    sample({*product(["llama"], STRATEGIES), *product(MODELS, ["full_tiled_offload:16"])}, product(MODELS, STRATEGIES)),
 )
 def test_two_steps_give_the_same_bits(monkeypatch, model_type, plan):
     monkeypatch.setitem(RUN, Action.OFFLOAD, offloading_engine().run)

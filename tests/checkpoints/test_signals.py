@@ -4,7 +4,7 @@ import signal
 from itertools import product
 
 import pytest
-from often import often
+from samples import sample
 from trials.run import Run
 from trials.signalling import ALL, GROUP, ONE, signal_trials
 
@@ -14,7 +14,7 @@ ONCE, OFTEN = range(1), pytest.param(range(1, 11), marks=[pytest.mark.slow, pyte
 
 
 @pytest.mark.parametrize("seeds", [ONCE, OFTEN], ids=lambda seeds: f"{len(seeds)} trials")
-@pytest.mark.parametrize(("number", "target", "workers"), often(FEW, product((TERM, INT), (ONE, ALL, GROUP), (0, 2))))
+@pytest.mark.parametrize(("number", "target", "workers"), sample(FEW, product((TERM, INT), (ONE, ALL, GROUP), (0, 2))))
 def test_a_signal_ends_two_ranks_gracefully(run_trial, tmp_path, number, target, workers, seeds):
     run = Run(folder=tmp_path, world=2, workers=workers)
     outcome = run_trial(signal_trials, run, number, target, seeds, timeout_s=1200)

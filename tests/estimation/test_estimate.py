@@ -212,7 +212,7 @@ NAMES = ["densenet_small", "gpt2", "mixtral"]
 FAST = [("float32", "densenet_small"), ("bf16", "gpt2")]
 
 
-@pytest.mark.parametrize(("precision", "name"), sample(product(("float32", "bf16"), NAMES), FAST))
+@pytest.mark.parametrize(("precision", "name"), sample(FAST, product(("float32", "bf16"), NAMES)))
 def test_on_this_cpu_the_peaks_are_those_of_the_profiler(make_case, precision, name):
     case, bf16 = make_case(name), precision == "bf16"
     if config := getattr(case.model, "config", None):
@@ -246,7 +246,7 @@ def test_on_this_cpu_the_peaks_are_those_of_the_profiler(make_case, precision, n
         assert 0.99 * (measured - unseen) <= predicted <= 1.01 * measured, strategy
 
 
-@pytest.mark.parametrize("name", sample(["llama", "vit", "densenet_small"], ["llama", "vit"]))
+@pytest.mark.parametrize("name", sample(["llama", "vit"], ["llama", "vit", "densenet_small"]))
 def test_a_model_without_weights_costs_what_the_real_one_does(make_case, name):
     case = make_case(name)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -261,7 +261,7 @@ def test_a_model_without_weights_costs_what_the_real_one_does(make_case, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "word"), sample(product(["llama", "densenet_small"], ["a100", "cpu"]), [("llama", "a100")])
+    ("name", "word"), sample([("llama", "a100")], product(["llama", "densenet_small"], ["a100", "cpu"]))
 )
 def test_known_results_change_no_byte(make_case, name, word, monkeypatch):
     target = find_target(word)  # the rates of a CPU are measured

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from integrations.trainings import differing, llama, own_forwards, padded, rows, weights_of
-from often import often
+from samples import sample
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adafactor, Adam, AdamW
@@ -63,7 +63,7 @@ def trained(settings=None, precision="no", batches=BATCHES, optimizer_of=AdamW, 
     return weights_of(bare), peaks, handle
 
 
-@pytest.mark.parametrize("precision", often(["no"], ["no", "bf16"]))
+@pytest.mark.parametrize("precision", sample(["no"], ["no", "bf16"]))
 def test_accelerate(precision, capsys):
     plain, _, _ = trained(precision=precision)
     for settings in ({"strategy": "none"}, {"strategy": "full"}, {"budget_gib": BUDGET_GIB}):

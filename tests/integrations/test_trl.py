@@ -12,8 +12,8 @@ from integrations.trainings import (
     tokenizer,
     weights_of,
 )
-from often import often
 from peft import LoraConfig
+from samples import sample
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 import memsave_recipes as memsave
@@ -77,7 +77,7 @@ def check(train, budget_gib, printed):
             assert max(later.peaks) + others_bytes <= budget_gib * GIB < callback.plan.prediction.baseline_peak_bytes
 
 
-@pytest.mark.parametrize("case", often(["lora"], CASES))
+@pytest.mark.parametrize("case", sample(["lora"], CASES))
 def test_sft(case, tmp_path, capsys):
     arguments, adapters, budget_gib = CASES[case]
     check(lambda callbacks: fine_tuned(tmp_path, callbacks, adapters, **arguments), budget_gib, capsys.readouterr)

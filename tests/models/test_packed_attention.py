@@ -89,7 +89,7 @@ def peak_of(model, lengths, plan):
         return peak_bytes(lambda: module(**batch).backward())
 
 
-@pytest.mark.parametrize("plan", sample(["none", "full"], ["full"]))
+@pytest.mark.parametrize("plan", sample(["full"], ["none", "full"]))
 def test_packed_rows_take_the_memory_of_one_document_of_their_length(plan):
     model = causal_model("llama", dtype=torch.float32, **SMALL)
     one_document = peak_of(model, (LENGTH,), plan)  # for which transformers makes no mask

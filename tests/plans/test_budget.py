@@ -108,7 +108,7 @@ def all_plans(chain):
 
 
 @pytest.mark.parametrize(
-    "seeds", sample([range(FAST), *(range(start, len(SIZES), 9) for start in range(FAST, FAST + 9))], [range(FAST)])
+    "seeds", sample([range(FAST)], [range(FAST), *(range(start, len(SIZES), 9) for start in range(FAST, FAST + 9))])
 )
 def test_no_plan_is_better_than_the_solvers(seeds):
     for seed in seeds:
@@ -171,7 +171,7 @@ def between(chain, share):
     return smallest + int(share * (simulate(chain, plain_of(chain)).peak_bytes - smallest))
 
 
-@pytest.mark.parametrize("shape", sample([{}, {"dense": True}, {"uniform": True}], [{"dense": True}]))
+@pytest.mark.parametrize("shape", sample([{"dense": True}], [{}, {"dense": True}, {"uniform": True}]))
 def test_200_blocks_are_solved_with_proof(shape):
     chain = deep_chain(200, **shape)
     budget = between(chain, 0.3)

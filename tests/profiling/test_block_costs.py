@@ -80,7 +80,7 @@ FAST_PEAKS = [
 ]
 
 
-@pytest.mark.parametrize(("precision", "name"), sample(product(("float32", "bf16"), MODELS_BY_KIND), FAST_PEAKS))
+@pytest.mark.parametrize(("precision", "name"), sample(FAST_PEAKS, product(("float32", "bf16"), MODELS_BY_KIND)))
 def test_predicted_peaks_are_those_that_are_measured(make_case, precision, name):
     case = make_case(name)
 
@@ -289,7 +289,7 @@ def test_a_model_that_skips_a_block_by_chance_is_refused(skipped_at):
         measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1))
 
 
-@pytest.mark.parametrize("name", sample(["vgg_small", "densenet_small", "vit", "llama"], ["vgg_small", "vit", "llama"]))
+@pytest.mark.parametrize("name", sample(["vgg_small", "vit", "llama"], ["vgg_small", "densenet_small", "vit", "llama"]))
 def test_on_paper_the_peaks_are_those_of_the_device(make_case, name):
     case = make_case(name)
     real = workload_of(without_cache(case.model), case.loss_of, case.batch)
@@ -348,7 +348,7 @@ def test_offloaded_blocks_need_no_more_than_was_predicted(monkeypatch, strategy)
         assert found < 0.9 * plain
 
 
-@pytest.mark.parametrize("name", sample(["vgg_small_bn", "densenet_small"], ["vgg_small_bn"]))
+@pytest.mark.parametrize("name", sample(["vgg_small_bn"], ["vgg_small_bn", "densenet_small"]))
 def test_no_peak_with_inputs_of_micro_batches_on_the_host_is_predicted_low(monkeypatch, name):
     monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, HostCopies(), smallest_bytes=1).run)
     monkeypatch.setattr("memsave_recipes.profiling.step_trace.SMALLEST_BYTES", 1)
@@ -373,7 +373,7 @@ def test_no_peak_with_inputs_of_micro_batches_on_the_host_is_predicted_low(monke
 
 
 @pytest.mark.parametrize(
-    "name", sample(["vgg_small", "densenet_small", "vit", "gpt2", "llama"], ["vgg_small", "llama"])
+    "name", sample(["vgg_small", "llama"], ["vgg_small", "densenet_small", "vit", "gpt2", "llama"])
 )
 def test_no_peak_with_inputs_on_the_host_is_predicted_low(make_case, monkeypatch, name):
     monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, HostCopies(), smallest_bytes=1).run)

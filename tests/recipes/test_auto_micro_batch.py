@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from lives import curve, with_context
-from often import often
+from samples import sample
 
 RECIPE = "image_classification"
 SHORT = ["--augmentation", "none", "--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
@@ -21,7 +21,7 @@ def rows(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("strategy", often(["budget:bitwise"], ["none", "full", "budget:bitwise"]))
+@pytest.mark.parametrize("strategy", sample(["budget:bitwise"], ["none", "full", "budget:bitwise"]))
 def test_a_tight_budget_makes_micro_batches_smaller_and_keeps_the_curve(train, tmp_path, capsys, strategy):
     plain = train(*FLAGS, output="plain")
     budget = 0.75 * plain["memory"]["peak_allocated_gib"]

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 from lives import FLAGS, TINY_VIT, assert_the_same_weights, rows_of, with_context
-from often import often
 from safetensors.torch import load_file
+from samples import sample
 
 from memsave_recipes.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
 from memsave_recipes.errors import InputError
@@ -114,7 +114,7 @@ def test_the_memory_is_predicted(train, size, num_sums):
 BATCHES = [(2, 8), (2, 12), (3, 16), (3, 48)]  # of 3 ranks two subtrees each, and three
 
 
-@pytest.mark.parametrize(("num_ranks", "global_batch_size"), often([(2, 8)], BATCHES))
+@pytest.mark.parametrize(("num_ranks", "global_batch_size"), sample([(2, 8)], BATCHES))
 def test_the_memory_of_ranks_is_predicted(train_on_ranks, num_ranks, global_batch_size):
     """Of 2 to 8 micro-batches a rank: the sums, or the last bucket under way between them, decide.
 

@@ -7,8 +7,8 @@ from threading import Event
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from often import often
 from safetensors.torch import load_file
+from samples import sample
 
 from memsave_recipes.checkpoints.saver import Checkpoints, _Writing
 from memsave_recipes.data.vision.images import ImageDataset
@@ -129,7 +129,7 @@ def test_one_more_than_allowed_stops_the_run(recipe, spoil, tmp_path, capsys):
     assert "error: step 5 is not finite" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("optimizer", often(["adamw"], ["adamw", "sgd", "adafactor"]))
+@pytest.mark.parametrize("optimizer", sample(["adamw"], ["adamw", "sgd", "adafactor"]))
 def test_a_step_that_is_left_out_changes_nothing(train, spoil, tmp_path, optimizer):
     """Neither weights nor the optimizer's state: a last step that is left out might as well not have been."""
     flags = ["--lr_scheduler_type", "constant", "--optimizer", optimizer, "--skip_nonfinite", "1"]

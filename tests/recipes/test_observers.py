@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from lives import FLAGS, assert_the_same_run, assert_the_same_weights, rows_of
-from often import often
+from samples import sample
 from torch.overrides import _len_torch_function_stack
 
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, PeakOfStep
@@ -77,7 +77,7 @@ def assert_the_same_training(folder, bare):
     assert_the_same_weights(folder / "final", bare / "final")
 
 
-@pytest.mark.parametrize("recipe", often(["language_modeling"], FLAGS), indirect=True)
+@pytest.mark.parametrize("recipe", sample(["language_modeling"], FLAGS), indirect=True)
 def test_verify(recipe, train, tmp_path):
     flags = [*FLAGS[recipe.__name__], *SHORT, "--activation_checkpointing", "full"]
     train(*flags, output="bare")
@@ -85,7 +85,7 @@ def test_verify(recipe, train, tmp_path):
     assert_the_same_training(tmp_path / "observed", tmp_path / "bare")
 
 
-@pytest.mark.parametrize("recipe", often(["image_classification"], FLAGS), indirect=True)
+@pytest.mark.parametrize("recipe", sample(["image_classification"], FLAGS), indirect=True)
 def test_the_planners_measuring(recipe, train, tmp_path):
     flags = [*FLAGS[recipe.__name__], *SHORT]
     train(*flags, "--activation_checkpointing", "budget:bitwise", "--memory_budget_gib", "1", output="observed")

@@ -7,9 +7,9 @@ import shlex
 import pytest
 import torch
 from lives import ROOT, curve, launch
-from often import often
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
+from samples import sample
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -95,7 +95,7 @@ def equal(tensors, expected):
     return tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("model", often(["bert", "llama"], MODELS))
+@pytest.mark.parametrize("model", sample(["bert", "llama"], MODELS))
 def test_checkpointing_changes_memory_and_nothing_else(train, files, tmp_path, model):
     plain = train(*MODELS[model], *files, *SHORT, output="plain")
     planned = train(*MODELS[model], *files, *SHORT, "--activation_checkpointing", "full", output="planned")
@@ -106,7 +106,7 @@ def test_checkpointing_changes_memory_and_nothing_else(train, files, tmp_path, m
     assert planned["memory"]["saved_for_backward_gib"] < plain["memory"]["saved_for_backward_gib"]
 
 
-@pytest.mark.parametrize("model", often(["gpt2", "modernbert"], MODELS))
+@pytest.mark.parametrize("model", sample(["gpt2", "modernbert"], MODELS))
 def test_how_a_global_batch_is_cut_changes_nothing(train, files, tmp_path, model):
     """Although every cut pads the texts to other lengths."""
     exact = ["--dtype", "float64", "--dropout", "0", "--num_epochs", "1"]
@@ -327,7 +327,7 @@ def loss_of_final(train, tmp_path, output):
     return train(*final, "--eval_only", "--seed", "7", output=f"{output}-again")["eval"]["loss"]
 
 
-@pytest.mark.parametrize("kind", often(["distilbert", "deberta"], HEADS))
+@pytest.mark.parametrize("kind", sample(["distilbert", "deberta"], HEADS))
 def test_adapters_of_a_base_without_a_head_are_evaluated_alike_under_another_seed(train, base, tmp_path, kind):
     """The figure of the run is that of ``final/`` alone, and of the merged model."""
     flags = [*base(kind), "--lora"]
@@ -340,13 +340,13 @@ def test_adapters_of_a_base_without_a_head_are_evaluated_alike_under_another_see
         assert again == pytest.approx(loss, rel=1e-6 if output == "merged" else 1e-12)
 
 
-@pytest.mark.parametrize("kind", often(["gemma3"], ["gemma3", "modernvbert", "ultravbert"]))
+@pytest.mark.parametrize("kind", sample(["gemma3"], ["gemma3", "modernvbert", "ultravbert"]))
 def test_a_multimodal_classifier_trains_whole(train, base, tmp_path, kind):
     results = train(*base(kind), "--activation_checkpointing", "full", "--verify")
     assert results["num_trained_parameters"] == results["num_parameters"]
     assert loss_of_final(train, tmp_path, "run") == results["eval"]["loss"]
 
 
-@pytest.mark.parametrize("kind", often(["zamba2"], ["jamba", "zamba2"]))
+@pytest.mark.parametrize("kind", sample(["zamba2"], ["jamba", "zamba2"]))
 def test_adapters_that_make_another_model_when_they_are_merged(base, refuse, kind):
     assert "--lora_merge would make another model" in refuse(*base(kind), "--lora", "--lora_merge")

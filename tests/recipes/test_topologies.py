@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from lives import TINY_VIT, be_rank
-from often import often
 from safetensors.torch import load_file
+from samples import sample
 
 NO_DROPOUT = "hidden_dropout_prob=0.0,attention_probs_dropout_prob=0.0"
 FLAGS = [
@@ -39,7 +39,7 @@ def train(run_on_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempP
     return run
 
 
-@pytest.mark.parametrize("layout", often(["2x3x4"], GEOMETRIES))
+@pytest.mark.parametrize("layout", sample(["2x3x4"], GEOMETRIES))
 def test_any_geometry_trains_the_same(train: Train, layout: str) -> None:
     num_ranks, micro_batch_size = GEOMETRIES[layout]
     folder = train(num_ranks, *FLAGS, "--micro_batch_size", str(micro_batch_size))

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from lives import loaded
-from often import often
 from safetensors.torch import load_file
+from samples import sample
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
 
@@ -62,7 +62,7 @@ def fault(monkeypatch):
     monkeypatch.setitem(spans.RUN, Action.RECOMPUTE, badly)
 
 
-@pytest.mark.parametrize("name", often(["image_classification"], RECIPES))
+@pytest.mark.parametrize("name", sample(["image_classification"], RECIPES))
 def test_a_verified_run_trains_bit_for_bit_the_same(main, tmp_path, capsys, name):
     plan = ["--activation_checkpointing", "full"]
     plain = main(name, *plan, output="plain")
@@ -135,7 +135,7 @@ def kernels(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("name", often(["text_classification"], RECIPES))
+@pytest.mark.parametrize("name", sample(["text_classification"], RECIPES))
 def test_full_determinism_trains_with_kernels_that_only_errors_get(main, kernels, tmp_path, capsys, name):
     plain = main(name, output="plain")
     kernels.clear()

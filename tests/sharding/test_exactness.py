@@ -4,7 +4,7 @@ from functools import cache, partial
 
 import pytest
 import torch.distributed as dist
-from often import often
+from samples import sample
 from small_runs import Training, all_equal, build_model, largest_difference, trained_weights
 
 from memsave_recipes.training.arguments import OptimizerArguments
@@ -25,7 +25,7 @@ def on_one_rank(run_on_ranks):
     return cache(lambda kind: run(run_on_ranks, kind, 1, "none")[0])
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "flag"), often([("llama", 2, "full")], ALL))
+@pytest.mark.parametrize(("kind", "num_ranks", "flag"), sample([("llama", 2, "full")], ALL))
 def test_the_weights_of_one_rank(run_on_ranks, on_one_rank, kind, num_ranks, flag):
     weights, norms, _ = on_one_rank(kind)
     ranks = run(run_on_ranks, kind, num_ranks, flag)
@@ -40,7 +40,7 @@ MUON = OptimizerArguments(optimizer="muon", learning_rate=1e-2, weight_decay=0.1
 OF_MUON = [("gpt2", 2, "full"), ("gpt2", 3, "full"), *((kind, 4, "2") for kind in ("gpt2", "vit", "llama"))]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "flag"), often(OF_MUON[:1], OF_MUON))
+@pytest.mark.parametrize(("kind", "num_ranks", "flag"), sample(OF_MUON[:1], OF_MUON))
 def test_muon_orthogonalises_the_matrices_of_one_rank(run_on_ranks, on_one_rank, kind, num_ranks, flag):
     """In bfloat16: 20 steps agree to 1e-12 only if the ranks multiply whole matrices of the same bits."""
     weights, norms, _ = run(run_on_ranks, kind, 1, "none", optim=MUON)[0]

@@ -18,7 +18,7 @@ from fake_ranks import (
     set_aside_bytes,
     static_memory,
 )
-from often import often
+from samples import sample
 
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES
 
@@ -137,7 +137,7 @@ def test_there_are_sixty():
     assert {shape.optimizer for shape in OFTEN} == {"adamw", "sgd", "muon", "adamw_8bit", "adamw_bf16"}
 
 
-@pytest.mark.parametrize("shape", often(OFTEN, ALL), ids=str)
+@pytest.mark.parametrize("shape", sample(OFTEN, ALL), ids=str)
 def test_a_rank_takes_what_is_predicted(shape):
     if shape.optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
@@ -153,7 +153,7 @@ def test_whole_gradients_are_what_the_other_way_does_without():
     assert 0.5 * whole < added < whole
 
 
-@pytest.mark.parametrize("shape", often(OF_OPTIMIZERS[::9], OF_OPTIMIZERS), ids=str)
+@pytest.mark.parametrize("shape", sample(OF_OPTIMIZERS[::9], OF_OPTIMIZERS), ids=str)
 def test_an_update_takes_no_more_than_is_known(shape):
     """Of a real rank 0, to whom the largest matrix of Muon falls; its products on a CPU take at most a scratch."""
     if shape.optimizer == "adamw_8bit":

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from often import often
+from samples import sample
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
@@ -334,7 +334,7 @@ OFTEN = [("classifier", "sgd", "2x12"), ("classifier", "adamw", "1x5-uneven"), (
 OFTEN += [("language_model", "adamw", layout) for layout in ("1x6x4", "2x3x4", "3x8", "4x2x3")]
 
 
-@pytest.mark.parametrize(("work", "optimizer", "layout"), often(OFTEN, product(WORKS, OPTIMIZERS, GEOMETRIES)))
+@pytest.mark.parametrize(("work", "optimizer", "layout"), sample(OFTEN, product(WORKS, OPTIMIZERS, GEOMETRIES)))
 def test_any_batch_layout_trains_as_the_undivided_global_batch(
     outcome_of: Train, work: str, optimizer: str, layout: str
 ) -> None:

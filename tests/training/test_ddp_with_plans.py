@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from often import often
+from samples import sample
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from memsave_recipes.activations import apply_plan, plan_blocks
@@ -76,7 +76,7 @@ def accumulated_step(make_case, name, strategy, accelerator):
 SMALL, LARGE = ("densenet_small", "vit"), ("densenet121", "vgg16", "vgg16_bn", "gpt2_124m")
 
 
-@pytest.mark.parametrize("name", often(SMALL, [*SMALL, *LARGE]))
+@pytest.mark.parametrize("name", sample(SMALL, [*SMALL, *LARGE]))
 def test_plans_under_ddp_with_accumulation(run_on_ranks, make_case, name):
     plain = run_on_ranks(partial(accumulated_step, make_case, name, "none"), 2, timeout_s=120)
     assert plain[0]["gradients"] == plain[1]["gradients"]
@@ -86,7 +86,7 @@ def test_plans_under_ddp_with_accumulation(run_on_ranks, make_case, name):
         assert [rank["synchronisations"] for rank in planned] == [1, 1]
 
 
-@pytest.mark.parametrize("name", often(["vgg_small", "llama"], ["vgg_small", "vit", "gpt2", "llama"]))
+@pytest.mark.parametrize("name", sample(["vgg_small", "llama"], ["vgg_small", "vit", "gpt2", "llama"]))
 def test_inputs_on_the_host_under_ddp_with_accumulation(run_on_ranks, make_case, name):
     plain = run_on_ranks(partial(accumulated_step, make_case, name, "none"), 2, timeout_s=120)
     assert run_on_ranks(partial(step_with_inputs_on_the_host, make_case, name), 2, timeout_s=120) == plain

@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs
-from often import often
+from samples import sample
 from transformers.utils import logging
 
 from memsave_recipes.errors import InputError
@@ -155,7 +155,7 @@ class TestRealLaunches:
         assert code == 1  # accelerate's own, whatever the ranks returned
 
     @pytest.mark.parametrize(
-        ("rendezvous", "num_ranks"), often([("static", 2)], [("static", 2), ("static", 4), ("c10d", 4)])
+        ("rendezvous", "num_ranks"), sample([("static", 2)], [("static", 2), ("static", 4), ("c10d", 4)])
     )
     def test_multi_node_file_gives_its_ranks_on_loopback(
         self, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, rendezvous: str, num_ranks: int

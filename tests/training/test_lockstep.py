@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from host_copies import LateCopies, moving_everything
-from often import often
+from samples import sample
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import ResNetConfig, ResNetForImageClassification
@@ -211,7 +211,7 @@ RUNS = {
 OFTEN = [("densenet", 2), ("vgg autocast", 3), ("resnet", 3)]
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), often(OFTEN, product(RUNS, RANKS[1:])))
+@pytest.mark.parametrize(("name", "num_ranks"), sample(OFTEN, product(RUNS, RANKS[1:])))
 def test_the_bits_of_one_rank(trained: Train, name: str, num_ranks: int) -> None:
     """In steps of 6, 4 and 6 micro-batches, the last of 1 sample; of 3 ranks each has one or two."""
     outcome, expected = trained(RUNS[name], num_ranks), trained(RUNS[name], 1)
@@ -229,7 +229,7 @@ PLAIN = {
 ON_PLAN = [*product(("vgg", "densenet"), (1, 2, 3)), ("vgg uneven", 2)]
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), often([("vgg", 3)], ON_PLAN))
+@pytest.mark.parametrize(("name", "num_ranks"), sample([("vgg", 3)], ON_PLAN))
 def test_a_plan_for_a_budget_has_the_bits_of_one_rank_without_a_plan(trained: Train, name: str, num_ranks: int) -> None:
     """What ranks exchange, and sums that another rank than the first one has, count from the beginning of a step."""
     run, plain = PLAIN[name], trained(PLAIN[name], num_ranks)
@@ -275,7 +275,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize(
-    ("model", "strategy"), often([("resnet", "none")], [("densenet_small", "full"), ("resnet", "none")])
+    ("model", "strategy"), sample([("resnet", "none")], [("densenet_small", "full"), ("resnet", "none")])
 )
 def test_the_numbers_of_one_undivided_batch(trained: Train, model: str, strategy: str) -> None:
     outcome = trained(Run(model=model, strategy=strategy, **EXACT), 1)

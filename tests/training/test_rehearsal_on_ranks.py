@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from often import often
+from samples import sample
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -203,7 +203,7 @@ def test_a_prediction_that_holds_is_kept(run_on_ranks, num_ranks):
     assert not any("falling back" in line for line in results[0]["said"])
 
 
-@pytest.mark.parametrize("num_ranks", often([2], [1, 2]))
+@pytest.mark.parametrize("num_ranks", sample([2], [1, 2]))
 def test_a_planted_wrong_prediction_falls_back_to_what_fits(run_on_ranks, num_ranks):
     budget = 4 * NEEDED_A_SAMPLE + ROOM
     honest = run_on_ranks(partial(planned, budget_bytes=budget), num_ranks)
@@ -249,7 +249,7 @@ def test_one_rank_that_cannot_measure_makes_all_plan_on_paper(run_on_ranks, num_
 UNIT = ROWS * WIDTH * 4  # of a sample; plain keeps two of them for a layer, one that recomputes keeps one
 
 
-@pytest.mark.parametrize("num_ranks", often([1], [1, 2]))
+@pytest.mark.parametrize("num_ranks", sample([1], [1, 2]))
 def test_where_plain_does_not_fit_larger_micro_batches_are_measured_in_groups(run_on_ranks, num_ranks):
     """Eight samples: 12 units plain, 9 where every other layer recomputes. Sixteen do not fit in any way."""
     limit = int(8 * 11.5 * UNIT)
@@ -261,7 +261,7 @@ def test_where_plain_does_not_fit_larger_micro_batches_are_measured_in_groups(ru
     assert not any("planning by estimates" in line for line in results[0]["said"])
 
 
-@pytest.mark.parametrize("num_ranks", often([2], [1, 2]))
+@pytest.mark.parametrize("num_ranks", sample([2], [1, 2]))
 def test_workspaces_are_part_of_the_budget_and_of_the_predicted_peak(run_on_ranks, num_ranks):
     """Those of the rank with the most."""
     without = run_on_ranks(partial(planned, budget_bytes=EIGHT), num_ranks)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from often import often
+from samples import sample
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -331,7 +331,7 @@ RUNS = {
 OFTEN = [("adamw", 4), ("adamw_8bit", 2), ("sgd", 3), ("single samples", 3), ("muon", 2), ("bfloat16", 2)]
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), often(OFTEN, product(RUNS, RANKS[1:])))
+@pytest.mark.parametrize(("name", "num_ranks"), sample(OFTEN, product(RUNS, RANKS[1:])))
 def test_the_bits_of_one_rank(trained: Train, name: str, num_ranks: int) -> None:
     if name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")

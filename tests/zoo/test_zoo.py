@@ -17,7 +17,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("name", sample(ARCHITECTURES, SAMPLE))
+@pytest.mark.parametrize("name", sample(SAMPLE, ARCHITECTURES))
 def test_plain_or_refused_by_name(name):
     architecture = ARCHITECTURES[name]
     plain = plain_steps(architecture)
