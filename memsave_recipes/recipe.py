@@ -3,7 +3,9 @@
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.planner.task import Task
 from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.run import Run
+from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, IndexedLayout, LockstepLayout, seed_for
 from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
@@ -19,9 +21,11 @@ __all__ = [
     "IndexedLayout",
     "InputError",
     "LockstepLayout",
+    "PreparedRun",
     "RecipeArguments",
     "Run",
     "Task",
+    "TrainingRun",
     "evaluate_classifier",
     "make_optimizer",
     "make_scheduler",

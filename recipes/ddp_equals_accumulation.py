@@ -125,36 +125,36 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "Grad strides do not match")  # DDP's, of micro-batches of 1; only slower
     with run.main_process_first():
         images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=args.seed)
-    batches = run.train_on(images.train, count_valid=count_labels, collate_fn=collate_and_hide_labels)
+    batches = run.global_batches(images.train, count_valid=count_labels, collate_fn=collate_and_hide_labels)
     run.chose(dataset="digits")
 
     bare, task = build_vit().to(args.torch_dtype), describe(args)
-    model, optimizer, scheduler = run.prepare(task, bare)
-    run.apply_plan()
+    prepared = run.prepare(task, batches, bare)
+    model, optimizer, scheduler = prepared.model, prepared.optimizer, prepared.scheduler
     vit = Learner(run, bare, model, task.loss_of)
-    run.begin(data=images.fingerprint, work=f"vit-gbs{args.global_batch_size}-16px")
+    training = run.begin(prepared, data=images.fingerprint, work=f"vit-gbs{args.global_batch_size}-16px")
     begun = deepcopy(bare.state_dict())
-    with run.paused():
+    with training.paused():
         expected = vit.train(batches.anew(batches.layout, drop_last=args.drop_last), exact)
         cuts = list(train_cuts(vit, batches, expected))
     bare.load_state_dict(begun)
 
-    for batch in run.steps():
-        with run.measured(batch):
+    for batch in training.steps():
+        with training.measured(batch):
             exact(task.loss_of, model, batch)
-            grad_norm = run.clip_gradients()
-            if run.should_step(batch, grad_norm):
+            grad_norm = training.clip_gradients()
+            if training.should_step(batch, grad_norm):
                 optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        run.log_step(batch, grad_norm)
+        training.log_step(batch, grad_norm)
         named = ((f"{loop}/micro_batch_{cut['micro_batch_size']}", cut.get(loop)) for cut in cuts for loop in COLUMNS)
-        run.log({name.replace(" ", "_"): of[batch.step] for name, of in named if of})
-        run.save_if_due()
+        training.log({name.replace(" ", "_"): of[batch.step] for name, of in named if of})
+        training.save_if_due()
 
     equivalence = equivalence_of(batches.layout, cuts, expected[-1], args.compare_with)
     show(equivalence, args.max_steps, run.accelerator.print)
-    return run.finish(bare, model="vit", equivalence=equivalence)
+    return training.finish(bare, model="vit", equivalence=equivalence)
 
 
 def describe(args: Arguments) -> Task:

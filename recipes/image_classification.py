@@ -35,7 +35,6 @@ from memsave_recipes.models.image_classifiers import (
     pretrained_image_size,
 )
 from memsave_recipes.models.saved import save_image_classifier
-from memsave_recipes.models.slices import slices_of
 from memsave_recipes.recipe import Batch, RecipeArguments, Run, Task, evaluate_classifier, parse_arguments, run_recipe
 from memsave_recipes.training.launch import synchronize_batchnorm
 
@@ -66,38 +65,37 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     with run.main_process_first():
         labels, grey_bits = args.model_labels if args.eval_only else None, pretrained_grey_bits(args)
         images = load_images(args, seed=args.seed, model_labels=labels, grey_bits=grey_bits)
-    run.train_on(images.train)
+    batches = run.global_batches(images.train)
 
     # Model and optimizer
     task = describe(args, images.label_names)
-    bare = task.build_model(with_weights=True, slices_on=run.slices_on)
-    weights = slices_of(bare)
+    bare = run.build(task)
     if args.sync_batchnorm:
         bare = synchronize_batchnorm(bare, run.accelerator.device)
     elif args.batchnorm == "local":
-        check_image_size(bare, args.image_size, run.smallest_micro_batch)
-    model, optimizer, scheduler = run.prepare(task, bare, unread=weights.unread)
+        check_image_size(bare, args.image_size, run.smallest_micro_batch(batches))
 
-    # The activation plan: the one that the flags name, or the fastest that fits the memory
-    run.apply_plan()
+    # With the activation plan that the flags name, or the fastest that fits the memory
+    prepared = run.prepare(task, batches, bare)
+    model, optimizer, scheduler = prepared.model, prepared.optimizer, prepared.scheduler
     work = f"{args.name}-gbs{args.global_batch_size}-{args.image_size}px"
-    run.begin(data=images.fingerprint, work=work, notices=(*images.notices, weights.line))
+    training = run.begin(prepared, data=images.fingerprint, work=work, notices=images.notices)
 
     logits_of = partial(logits_of_images, pixels=pixels_for(args))
     validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of, exact=args.bitwise_topology)
-    run.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
-    for batch in run.steps():
-        with run.measured(batch):
+    training.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
+    for batch in training.steps():
+        with training.measured(batch):
             for micro_batch in batch.forwards(model):
                 batch.backward(task.loss_of(model, micro_batch))
-            grad_norm = run.clip_gradients()
-            if run.should_step(batch, grad_norm):
+            grad_norm = training.clip_gradients()
+            if training.should_step(batch, grad_norm):
                 optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        run.log_step(batch, grad_norm)
-        run.evaluate_if_due(validate, images.validation)
-        run.save_if_due()
+        training.log_step(batch, grad_norm)
+        training.evaluate_if_due(validate, images.validation)
+        training.save_if_due()
 
     save_others = partial(  # the files of final/ beside the weights
         save_image_classifier,
@@ -109,7 +107,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         grey_bits=images.grey_bits,
         **normalization(args),
     )
-    return run.finish(bare, save_others, model=args.name)
+    return training.finish(bare, save_others, model=args.name)
 
 
 def task(argv: list[str] | None = None) -> Task:

@@ -39,7 +39,6 @@ from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
-from memsave_recipes.models.slices import slices_of
 from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
 from memsave_recipes.training.evaluation import sum_over_ranks
 from memsave_recipes.training.launch import deterministic_kernels
@@ -98,12 +97,12 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
             seed=args.seed,
             eval_only=args.eval_only,
         )
-    run.train_on(rows.train, count_valid=count_valid, collate_fn=rows.train.collate)
+    batches = run.global_batches(rows.train, count_valid=count_valid, collate_fn=rows.train.collate)
 
     # Model with its loss, and optimizer
     tokenizer = rows.tokenizer
     task = describe(args, len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
-    bare = task.build_model(with_weights=True, slices_on=run.slices_on)
+    bare = run.build(task)
     saved = task.adapt(bare)
     place(bare, accelerator.device, stream_frozen=task.stream_frozen)
     with accelerator.autocast():  # flash attention refuses float32
@@ -112,34 +111,33 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     run.chose(packed_attention=packed_attention)
     stop_at(bare, rows.end_of_turn)
     with accelerator.autocast():
-        model = CausalLMLoss(bare, args.loss)
-    weights = slices_of(bare)
-    model, optimizer, scheduler = run.prepare(task, bare, model, unread=weights.unread)
+        trained = CausalLMLoss(bare, args.loss)
 
-    # The activation plan: the one that the flags name, or the fastest that fits the memory
-    run.apply_plan()
+    # With the activation plan that the flags name, or the fastest that fits the memory
+    prepared = run.prepare(task, batches, bare, trained)
+    model, optimizer, scheduler = prepared.model, prepared.optimizer, prepared.scheduler
     work = f"{args.name}-gbs{args.global_batch_size}-{args.block_size}tok"
-    run.begin(saved=saved, data=rows.fingerprint, work=work, notices=(rows.notice, line, weights.line))
+    training = run.begin(prepared, data=rows.fingerprint, work=work, saved=saved, notices=(rows.notice, line))
 
     evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
     validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, exact=args.bitwise_topology)
-    run.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
-    for batch in run.steps():
-        with run.measured(batch):
+    training.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
+    for batch in training.steps():
+        with training.measured(batch):
             for micro_batch in batch.forwards(model):
                 batch.backward(task.loss_of(model, micro_batch))
-            grad_norm = run.clip_gradients()
-            if run.should_step(batch, grad_norm):
+            grad_norm = training.clip_gradients()
+            if training.should_step(batch, grad_norm):
                 optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        run.log_step(batch, grad_norm)
-        run.evaluate_if_due(validate, rows.validation, **evaluation)
-        run.save_if_due()
+        training.log_step(batch, grad_norm)
+        training.evaluate_if_due(validate, rows.validation, **evaluation)
+        training.save_if_due()
 
-    figures = {"model": args.name, "num_trained_parameters": run.num_trained}
-    results = run.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
-    with run.drawing_samples() as on_this_rank:
+    figures = {"model": args.name, "num_trained_parameters": training.num_trained}
+    results = training.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
+    with training.drawing_samples() as on_this_rank:
         if on_this_rank:
             with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough
                 accelerator.print("sample:", continue_text(bare, tokenizer, rows.prompt(args.prompt)))

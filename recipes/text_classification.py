@@ -38,7 +38,6 @@ from memsave_recipes.data.text.tokenizers import (
 from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier, configuration_of
 from memsave_recipes.models.saved import save_text_processor
-from memsave_recipes.models.slices import slices_of
 from memsave_recipes.recipe import (
     Batch,
     InputError,
@@ -92,46 +91,45 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
         tokenizer = load_text_tokenizer(source, texts, vocab_size=args.vocab_size, flag=flag, **code)
         tokens = tokenize(texts, tokenizer, max_length=args.max_length)
-    run.train_on(tokens.train, collate_fn=tokens.train.collate)
+    batches = run.global_batches(tokens.train, collate_fn=tokens.train.collate)
 
     # Model, adapters and optimizer
     names = [f"{kind}_token_id" for kind in ("pad", "bos", "eos", "cls", "sep")]
     special = {name: getattr(tokenizer, name) for name in names}
     task = describe(args, texts.label_names, vocab_size=len(tokenizer), **special)
-    bare = task.build_model(with_weights=True, slices_on=run.slices_on)
+    bare = run.build(task)
     check_vocabulary(tokenizer, bare.config.get_text_config().vocab_size)
     check_inputs(bare, tokens.train)
     check_length(args.max_length, bare.config, bare, tokenizer)
     saved = task.adapt(bare)
     place(bare, run.accelerator.device, stream_frozen=task.stream_frozen)
-    weights = slices_of(bare)
-    model, optimizer, scheduler = run.prepare(task, bare, unread=weights.unread)
 
-    # The activation plan: the one that the flags name, or the fastest that fits the memory
-    run.apply_plan()
-    work = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok"
-    run.begin(saved=saved, data=tokens.fingerprint, work=work, notices=(texts.notice, tokens.notice, weights.line))
+    # With the activation plan that the flags name, or the fastest that fits the memory
+    prepared = run.prepare(task, batches, bare)
+    model, optimizer, scheduler = prepared.model, prepared.optimizer, prepared.scheduler
+    work, notices = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok", (texts.notice, tokens.notice)
+    training = run.begin(prepared, data=tokens.fingerprint, work=work, saved=saved, notices=notices)
 
     options = {"logits_of": logits_of_texts, "with_f1": True, "exact": args.bitwise_topology}
     validate = partial(evaluate_classifier, model, run.accelerator, **options)
-    run.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
-    for batch in run.steps():
-        with run.measured(batch):
+    training.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
+    for batch in training.steps():
+        with training.measured(batch):
             for micro_batch in batch.forwards(model):
                 batch.backward(task.loss_of(model, micro_batch))
-            grad_norm = run.clip_gradients()
-            if run.should_step(batch, grad_norm):
+            grad_norm = training.clip_gradients()
+            if training.should_step(batch, grad_norm):
                 optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        run.log_step(batch, grad_norm)
-        run.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
-        run.save_if_due()
+        training.log_step(batch, grad_norm)
+        training.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
+        training.save_if_due()
 
     trained, majority = merged(saved) if args.lora_merge else saved, {"majority_share": texts.majority_share}
-    figures = {"model": args.name, "num_trained_parameters": run.num_trained}
+    figures = {"model": args.name, "num_trained_parameters": training.num_trained}
     of_tokens = {"tokenizer": tokenizer, "max_length": args.max_length, "label_names": texts.label_names}
-    return run.finish(trained, partial(save_text_processor, **of_tokens), evaluated=majority, **figures)
+    return training.finish(trained, partial(save_text_processor, **of_tokens), evaluated=majority, **figures)
 
 
 def task(argv: list[str] | None = None) -> Task:

@@ -21,7 +21,7 @@ import language_modeling  # noqa: E402
 import text_classification  # noqa: E402
 from lives import FLAGS  # noqa: E402
 
-from memsave_recipes.run.run import Run  # noqa: E402
+from memsave_recipes.run.training_run import TrainingRun  # noqa: E402
 
 RECIPES = (image_classification, language_modeling, text_classification)
 STEP = 4
@@ -30,24 +30,24 @@ found: dict[str, dict[str, int]] = {}
 
 
 def main(folder: Path) -> None:
-    steps = Run.steps
+    steps = TrainingRun.steps
     for recipe in RECIPES:
         before: Counter[tuple[str, str]] = Counter()
 
-        def counted(run, before=before, name=recipe.__name__):
-            for number, batch in enumerate(steps(run), 1):
+        def counted(training, before=before, name=recipe.__name__):
+            for number, batch in enumerate(steps(training), 1):
                 yield batch
                 if number == STEP - 1:
                     before.update(waits)
                 if number == STEP:
                     found[name] = {_describe(*wait): count for wait, count in (waits - before).items()}
 
-        Run.steps = counted
+        TrainingRun.steps = counted
         AcceleratorState._reset_state(reset_partial_state=True)
         name = recipe.__name__
         recipe.main([*FLAGS[name], *FEW, "--report_to", "none", "--output_dir", str(folder / name)])
     (folder / "waits.json").write_text(json.dumps(found))
-    Run.steps = steps
+    TrainingRun.steps = steps
     AcceleratorState._reset_state(reset_partial_state=True)
     plan = ["--activation_checkpointing", "full_offload", "--verify", "--max_steps", "2", "--report_to", "none"]
     language_modeling.main([*FLAGS["language_modeling"], *plan, "--output_dir", str(folder / "offloaded")])

@@ -112,7 +112,7 @@ def by_name(*names):
 
 def end_of(recipe, monkeypatch, *flags, capsys):
     """Exit code and the line of a run that may come to its first step and no further."""
-    monkeypatch.setattr("memsave_recipes.run.run.begin_run", lambda *args, **options: pytest.fail("the run began"))
+    monkeypatch.setattr("memsave_recipes.run.run.TrainingRun", lambda *args, **options: pytest.fail("the run began"))
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(SystemExit) as end:
         run_recipe(lambda: recipe.main([*FLAGS[recipe.__name__], *flags, "--report_to", "none"]))

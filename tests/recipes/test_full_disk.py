@@ -13,7 +13,7 @@ from lives import FLAGS, IMAGES, assert_the_same_run
 from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.checkpoints.resume import find_newest
 from memsave_recipes.run import folder as folder_module
-from memsave_recipes.run import run as run_module
+from memsave_recipes.run import training_run
 from memsave_recipes.run.failures import run_recipe
 
 RECIPES = list(FLAGS)
@@ -77,7 +77,7 @@ def before(monkeypatch, module, name, action):
     ("recipe", "module", "writer", "named"),
     [
         ("language_modeling", folder_module, "save_model", "final/"),
-        ("image_classification", run_module, "write_results", "results.json"),
+        ("image_classification", training_run, "write_results", "results.json"),
     ],
     indirect=["recipe"],
 )
@@ -129,7 +129,7 @@ def test_an_evaluation_that_fails_at_the_end_costs_nothing(recipe, train, straig
 @pytest.mark.parametrize("recipe", RECIPES[:1], indirect=True)
 @pytest.mark.parametrize("flags", [[], ["--resume"]])
 def test_a_disk_that_is_full_at_the_beginning(recipe, line_of, full_disk, monkeypatch, tmp_path, flags):
-    before(monkeypatch, run_module, "begin_run", full_disk)
+    before(monkeypatch, training_run, "begin_run", full_disk)
     line = line_of(*flags)
     assert "plan.json or config.json cannot be written or deleted, a file would be larger than" in line
 
@@ -137,12 +137,12 @@ def test_a_disk_that_is_full_at_the_beginning(recipe, line_of, full_disk, monkey
 @pytest.mark.parametrize("recipe", RECIPES[:1], indirect=True)
 def test_room_for_what_a_run_leaves_is_looked_for_before_it_begins(recipe, line_of, straight, monkeypatch, tmp_path):
     weights = (straight / "final" / "model.safetensors").stat().st_size
-    monkeypatch.setattr(run_module, "begin_run", lambda *args, **options: pytest.fail("it began"))
+    monkeypatch.setattr(training_run, "begin_run", lambda *args, **options: pytest.fail("it began"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 3.8 * weights + 2**20))  # with AdamW's state
     line = line_of()
     assert "left and final/ and the checkpoint before it take" in line
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(run_module, "begin_run", begin)
+    monkeypatch.setattr(training_run, "begin_run", begin)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 4.2 * weights + 2**20))
     with pytest.raises(BeganError):
         line_of()
@@ -151,7 +151,7 @@ def test_room_for_what_a_run_leaves_is_looked_for_before_it_begins(recipe, line_
 @pytest.mark.parametrize("recipe", RECIPES[:1], indirect=True)
 def test_room_that_an_overwritten_run_takes_is_free(recipe, line_of, train, monkeypatch, tmp_path):
     train(*IMAGES, "--save_every", "5")
-    monkeypatch.setattr(run_module, "begin_run", begin)
+    monkeypatch.setattr(training_run, "begin_run", begin)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, 2**20))
     with pytest.raises(BeganError):
         line_of("--overwrite")
@@ -167,7 +167,7 @@ def test_a_real_disk_that_fills_up(recipe, train, line_of, straight, monkeypatch
     try:
         fill = disk / "of_another_run"
         with monkeypatch.context() as patch:
-            before(patch, run_module, "save_final", lambda: fill_up(fill))
+            before(patch, training_run, "save_final", lambda: fill_up(fill))
             assert "final/ cannot be written or deleted, the disk is full" in line_of(folder=disk / "run")
         fill.unlink()
         train(*IMAGES, "--resume", output="disk/run")

@@ -18,6 +18,7 @@ from transformers import ViTConfig, ViTForImageClassification
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import plan_for
 from memsave_recipes.run.failures import run_recipe
+from memsave_recipes.run.training_run import TrainingRun
 
 RECIPE = "image_classification"
 SHORT = ["--global_batch_size", "16", "--micro_batch_size", "6", "--max_steps", "3", "--logging_steps", "1"]
@@ -75,16 +76,16 @@ def test_what_a_run_leaves_behind(train, tmp_path):
 
 def test_channels_last_and_the_precision_of_products_are_those_of_training(recipe, train, tmp_path, monkeypatch):
     """Also of a run that goes on, whose optimizer's state lies as the weights do."""
-    seen, clip = [], recipe.Run.clip_gradients
+    seen, clip = [], TrainingRun.clip_gradients
 
-    def watched(run):
-        for parameter in run._model.parameters():
+    def watched(training):
+        for parameter in training.prepared.model.parameters():
             if parameter.ndim == 4:
                 layout = parameter.is_contiguous(memory_format=torch.channels_last)
                 seen.append((layout, torch.get_float32_matmul_precision()))
-        return clip(run)
+        return clip(training)
 
-    monkeypatch.setattr(recipe.Run, "clip_gradients", watched)
+    monkeypatch.setattr(TrainingRun, "clip_gradients", watched)
     flags = ["--model", "vgg_small", *SHORT, "--channels_last", "--matmul_precision", "high"]
     flags += ["--lr_scheduler_type", "constant", "--save_every", "2"]
     straight = train(*flags, output="straight")

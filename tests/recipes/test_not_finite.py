@@ -13,6 +13,7 @@ from samples import sample
 from memsave_recipes.checkpoints.saver import Checkpoints, _Writing
 from memsave_recipes.data.vision.images import ImageDataset
 from memsave_recipes.run.failures import NOT_FINITE, run_recipe
+from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.training.batching import GlobalBatch
 
 RECIPE = "image_classification"
@@ -83,14 +84,14 @@ def test_a_step_that_is_not_finite_stops_the_run(recipe, spoil, loaded, tmp_path
 
 def test_a_gradient_that_is_not_finite_stops_the_run(recipe, monkeypatch, tmp_path, capsys):
     """The loss is fine: only the norm shows it."""
-    clip, calls = recipe.Run.clip_gradients, count()
+    clip, calls = TrainingRun.clip_gradients, count()
 
-    def infinite(run):
+    def infinite(training):
         if next(calls) == 2:
-            next(run._model.parameters()).grad[0] = float("inf")
-        return clip(run)
+            next(training.prepared.model.parameters()).grad[0] = float("inf")
+        return clip(training)
 
-    monkeypatch.setattr(recipe.Run, "clip_gradients", infinite)
+    monkeypatch.setattr(TrainingRun, "clip_gradients", infinite)
     assert end_of(recipe, tmp_path / "run") == NOT_FINITE
     assert "error: step 3 is not finite (loss 2.3" in capsys.readouterr().err
 

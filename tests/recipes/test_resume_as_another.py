@@ -10,7 +10,7 @@ from filelock import FileLock
 from lives import IMAGES, assert_the_same_run, rows_of
 
 from memsave_recipes.checkpoints.commit import write_manifest
-from memsave_recipes.run import run as run_module
+from memsave_recipes.run import prepared_run
 from memsave_recipes.run.failures import run_recipe
 
 RECIPE = "image_classification"
@@ -163,13 +163,13 @@ def test_what_was_searched_is_kept(recipe, train, stopped_at_6, monkeypatch, tmp
     stopped_at_6(*search)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    plan_run = run_module.plan_run
+    plan_run = prepared_run.plan_run
 
     def plan_without_a_search(run, *args, **options):
         assert not run.searches
         return plan_run(run, *args, **options)
 
-    monkeypatch.setattr(run_module, "plan_run", plan_without_a_search)
+    monkeypatch.setattr(prepared_run, "plan_run", plan_without_a_search)
     results = train(*IMAGES, "--save_every", "3", *search, "--resume")
     assert json.loads((tmp_path / "run" / "plan.json").read_text()) == plan
     assert results["micro_batch_size"] == config["geometry"]["micro_batch_size"]

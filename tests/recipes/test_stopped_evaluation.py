@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from lives import FLAGS, Killed, assert_the_same_run, assert_the_same_weights, rows_of
-from often import often
+from samples import sample
 
 from memsave_recipes import distributed
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
 from memsave_recipes.checkpoints.resume import committed
-from memsave_recipes.run import run
+from memsave_recipes.run import training_run
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 for name in FLAGS:
@@ -38,7 +38,9 @@ def live(accelerator, *, recipe, folder, signal_in=None, killed_after=None):
     distributed.POLL_EVERY_S = 0  # these evaluations take a moment
     batches_of = []
     gets_it = accelerator.process_index == accelerator.num_processes - 1
-    run.evaluation_batches = counted(run.evaluation_batches, batches_of, signal_in if gets_it else None)
+    training_run.evaluation_batches = counted(
+        training_run.evaluation_batches, batches_of, signal_in if gets_it else None
+    )
     Checkpoints.after_step = ending(Checkpoints.after_step, killed_after)
     words = [*FLAGS[recipe], "--learning_rate", "0.01", "--save_best", "--resume", "--report_to", "none"]
     try:
@@ -78,7 +80,7 @@ def ending(after_step, killed_after):
 
 @pytest.mark.parametrize(
     ("recipe", "num_ranks"),
-    often([("image_classification", 2)], [("image_classification", 1), *((recipe, 2) for recipe in FLAGS)]),
+    sample([("image_classification", 2)], [("image_classification", 1), *((recipe, 2) for recipe in FLAGS)]),
 )
 def test_stopped_and_resumed(run_on_ranks, tmp_path, recipe, num_ranks):
     straight, folder = tmp_path / "straight", tmp_path / "run"

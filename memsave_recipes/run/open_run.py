@@ -1,0 +1,111 @@
+"""What all phases of a run share: flags, Accelerator and folder, and what needs no model yet."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from torch import nn
+
+from memsave_recipes.checkpoints import RunLock
+from memsave_recipes.checkpoints.resume import with_previous_plan
+from memsave_recipes.distributed import main_process_first
+from memsave_recipes.planner.task import Task
+from memsave_recipes.processes import StopSignals, num_workers
+from memsave_recipes.run.folder import PLAN, earlier_names, print_lines
+from memsave_recipes.sharding import ShardGroups
+from memsave_recipes.sharding.groups import check_precision
+from memsave_recipes.step.batch_layout import SampleOrder
+from memsave_recipes.step.settings import AUTO
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.launch import check_share_of_every_rank
+from memsave_recipes.training.optimizers import check_in_backward
+from memsave_recipes.training.parsing import flag_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """The folder that an open run has to itself.
+
+    Args:
+        earlier: ``config.json`` of the run that is resumed; ``None`` where none is.
+        signals: those that ask the run to stop.
+    """
+
+    path: Path
+    earlier: dict[str, Any] | None
+    signals: StopSignals
+    lock: RunLock
+
+
+class OpenRun:
+    """A run whose folder and ranks are there. All methods are for all ranks.
+
+    Attributes:
+        args: the recipe's flags; on a resumed run with the plan and micro-batch size that were found before.
+        accelerator: Accelerate's.
+        flags: those of ``config.json``.
+        groups: of the ranks that share the weights; ``None`` where each has them whole.
+    """
+
+    def __init__(self, args: Any, recipe: str, accelerator: Accelerator, folder: RunFolder) -> None:
+        self.recipe = recipe
+        self.accelerator = accelerator
+        self.folder = folder
+        self.flags = flag_values((args,))
+        self.args = args
+        if folder.earlier is not None:
+            names, notices = earlier_names(folder.earlier, self.flags)
+            print_lines(accelerator, *notices)
+            self.flags |= names
+            plan, num_processes = folder.path / PLAN, accelerator.num_processes
+            self.args = with_previous_plan(args, folder.earlier, plan=plan, num_processes=num_processes)
+        self.num_workers = num_workers(args.dataloader_num_workers, accelerator)
+        self.groups = ShardGroups.of(args.shard, accelerator.num_processes)
+        if self.groups is not None:
+            check_precision(args.shard, accelerator.mixed_precision)
+        layout = self.args.layout(accelerator.num_processes)
+        check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
+
+    def chose(self, **flags: Any) -> None:
+        """Write to ``config.json`` what an ``auto`` has become; a resumed run takes it from there."""
+        self.flags |= flags
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """What stands inside runs on the main process first, so that the others find what it keeps in caches."""
+        return main_process_first(self.accelerator)
+
+    def global_batches(self, dataset: Any, **options: Any) -> GlobalBatches:
+        """The global batches of the samples to train on, one for each optimizer step.
+
+        Args:
+            options: ``count_valid`` and ``collate_fn`` of ``GlobalBatches``.
+        """
+        args = self.args
+        order = SampleOrder(
+            num_samples=len(dataset), global_batch_size=args.global_batch_size, seed=args.seed, drop_last=args.drop_last
+        )
+        layout = args.layout(self.accelerator.num_processes)
+        if args.batchnorm == "global":
+            check_share_of_every_rank(order, layout)
+        return GlobalBatches(
+            self.accelerator,
+            dataset,
+            order=order,
+            layout=layout,
+            num_steps=0 if args.eval_only else args.max_steps or ceil(args.num_epochs * order.steps_per_epoch),
+            seed=args.seed,
+            num_workers=self.num_workers,
+            **options,
+        )
+
+    def build(self, task: Task) -> nn.Module:
+        """The model of the task with its weights; with ``--shard`` without those that other ranks are to have."""
+        slices_on = None if self.groups is None else self.accelerator.device
+        return task.build_model(with_weights=True, slices_on=slices_on)
+
+    def smallest_micro_batch(self, batches: GlobalBatches) -> int:
+        """The fewest samples that a forward of the run is given: one, where the planner is to choose the size."""
+        return 1 if self.args.micro_batch_size == AUTO else batches.smallest_micro_batch

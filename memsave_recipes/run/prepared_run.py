@@ -1,0 +1,144 @@
+"""The second phase of a run: Accelerate has prepared the model, and its plan is applied and proven."""
+
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations.global_batchnorm import global_batchnorm
+from memsave_recipes.activations.streaming import leave_to_this_rank, stream_of
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.adapters import check_merging
+from memsave_recipes.models.slices import slices_of
+from memsave_recipes.planner.search import Candidate, reduction_line
+from memsave_recipes.planner.task import Task
+from memsave_recipes.profiling.preserve_state import preserve_state
+from memsave_recipes.render.choice import show_choice
+from memsave_recipes.run.first_steps import settle_kernels, verify_plan
+from memsave_recipes.run.folder import print_lines
+from memsave_recipes.run.open_run import OpenRun
+from memsave_recipes.run.run_plan import choose_in_shards, plan_run
+from memsave_recipes.run.step_on_device import StepOnDevice
+from memsave_recipes.sharding import ShardGroups, shard
+from memsave_recipes.sharding.shards import reduce_once_a_step
+from memsave_recipes.sharding.units import joint_blocks
+from memsave_recipes.step.settings import PER_MICRO_BATCH, PER_STEP
+from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.training.launch import check_no_batchnorm
+from memsave_recipes.training.optimizers import (
+    describe_lost_updates,
+    describe_state_in_shards,
+    make_optimizer,
+    make_scheduler,
+)
+
+
+class PreparedRun:
+    """A model that Accelerate has prepared, under its plan. All methods are for all ranks.
+
+    Attributes:
+        model: what is trained, as Accelerate prepares it.
+        optimizer: as Accelerate prepares it, over the parameters that require gradients.
+        scheduler: as torch has it: Accelerate's would move it once for every rank.
+        bare: inside ``model``, with the blocks.
+        loss_of: the loss of a micro-batch, summed.
+        planned: the plan and how it was found; ``handle`` takes it off.
+        equivalence: what ``--verify`` found, for ``results.json``.
+    """
+
+    def __init__(self, run: OpenRun, task: Task, batches: GlobalBatches, model: nn.Module, trained: nn.Module) -> None:
+        """Prepare, plan and prove; ``Run.prepare`` says what it raises."""
+        self.run, self.batches, self.bare = run, batches, model
+        args, accelerator, groups = run.args, run.accelerator, run.groups
+        if args.batchnorm == "global":
+            global_batchnorm(model)
+        elif args.bitwise_topology:
+            check_no_batchnorm(model)
+        in_shards = None if groups is None else self._shard(task, trained, groups)
+        self.optimizer, self.scheduler = self._make_optimizer()
+        self.model = self._prepare(trained)
+        loss_of = self.loss_of = partial(task.loss_of, self.model)
+        if run.flags.get("lora_merge"):
+            with preserve_state(self.model, accelerator.device):
+                check_merging(model, lambda: loss_of(batches.largest_forward(batches.layout)()))
+        self.planned = plan_run(
+            args,
+            args,
+            StepOnDevice(accelerator, model, batches, self.model, loss_of),
+            task=lambda: task,
+            show=show_choice,
+            in_shards=in_shards,
+        )
+        self._check_plan()
+        self.handle = apply_plan(model, self.planned.plan)
+        self.equivalence = verify_plan(args.verify, accelerator, self.model, self.handle, batches, loss_of)
+        settle_kernels(args.full_determinism, accelerator, self.model, batches, loss_of)
+
+    def _shard(self, task: Task, trained: nn.Module, groups: ShardGroups) -> Candidate | None:
+        """Cut the weights up, in units of the plan that the flags name or that is found for a budget, and return that.
+
+        Raises:
+            InputError: as ``shard`` and ``choose_in_shards``, or ``--verify`` and a plan that rounds otherwise.
+        """
+        args, accelerator = self.run.args, self.run.accelerator
+        found = choose_in_shards(accelerator, task, show_choice) if args.searches else None
+        plan = plan_blocks(self.bare, args.activation_checkpointing) if found is None else found.forecast.plan
+        if args.verify == "stop" and not plan.is_bitwise:
+            raise InputError(
+                f"--verify: plan {plan.strategy} rounds in another order, so it is compared with a step in float64, "
+                f"which weights under --shard {args.shard} do not take: leave --verify out, or take a plan that keeps "
+                "every bit, such as full or budget:bitwise"
+            )
+        shard(trained, self.bare, plan, groups, accelerator.device, args.shard, slices_of(self.bare).unread)
+        self._joint_blocks = joint_blocks(plan)
+        accelerator.print(groups.describe())
+        return found
+
+    def _make_optimizer(self) -> tuple[Optimizer, LRScheduler]:
+        args, model = self.run.args, self.bare
+        optimizer = make_optimizer(args, model, seed=args.seed)
+        notices = [describe_state_in_shards(args, model), describe_lost_updates(args, model)]
+        print_lines(self.run.accelerator, *filter(None, notices))
+        return optimizer, make_scheduler(args, optimizer, self.batches.steps.stop)
+
+    def _prepare(self, trained: nn.Module) -> nn.Module:
+        accelerator = self.run.accelerator
+        if self.run.groups is not None:  # as for evaluation: with autocast, and without a DDP around the shards
+            self.optimizer = accelerator.prepare_optimizer(self.optimizer)
+            model: nn.Module = accelerator.prepare_model(trained, device_placement=False, evaluation_mode=True)
+            return model
+        is_streamed = stream_of(self.bare) is not None
+        if is_streamed:
+            leave_to_this_rank(trained)
+        placement = [not is_streamed, True]
+        model, self.optimizer = accelerator.prepare(trained, self.optimizer, device_placement=placement)
+        return model
+
+    def _check_plan(self) -> None:
+        """Refuse a plan that breaks what other flags promise."""
+        args, plan = self.run.args, self.planned.plan
+        if args.bitwise_topology and not plan.is_bitwise:
+            does = "compiles, and rounds by the shapes that a rank has seen"
+            if plan.micro_batch_size is not None:
+                does = "runs blocks in micro-batches by themselves, and adds their gradients in the order of a rank"
+            raise InputError(
+                f"--bitwise_topology: the plan of --activation_checkpointing {args.activation_checkpointing} {does}: "
+                "take a plan that does not"
+            )
+        if self.run.groups is not None:
+            self._settle_shards()
+
+    def _settle_shards(self) -> None:
+        """Reduce gradients as it was planned (``--reduce_gradients``), in the units that the weights are cut in."""
+        args, plan, once = self.run.args, self.planned.plan, self.planned.reduces_once
+        if joint_blocks(plan) != self._joint_blocks:
+            raise InputError(
+                f"--shard {args.shard}: not all blocks of --activation_checkpointing {args.activation_checkpointing} "
+                "run, so its spans are others than the units of the weights: take full"
+            )
+        reduce_once_a_step(self.model, once)
+        self.run.chose(reduce_gradients=PER_STEP if once else PER_MICRO_BATCH)
+        if self.batches.layout.accumulation_steps > 1:
+            self.run.accelerator.print(reduction_line(once=once))

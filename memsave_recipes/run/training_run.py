@@ -1,0 +1,267 @@
+"""The last phase of a run: its steps, what is logged, evaluated and saved after each, and how it is finished."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
+from memsave_recipes.distributed import on_main_process
+from memsave_recipes.fingerprint import Fingerprint
+from memsave_recipes.models.slices import slices_of
+from memsave_recipes.run.folder import CHECKPOINTS, begin_run, check_room, save_final, weight_writers, write_results
+from memsave_recipes.run.prepared_run import PreparedRun
+from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
+from memsave_recipes.run.trackers import log_metrics
+from memsave_recipes.sharding.shards import callable_in_parts
+from memsave_recipes.step.batch_layout import Batch, IndexedLayout
+from memsave_recipes.text import ProgressBar
+from memsave_recipes.training.batching import GlobalBatch
+from memsave_recipes.training.evaluation import evaluation_batches
+from memsave_recipes.training.launch import batchnorm_notice, describe_environment
+from memsave_recipes.training.optimizers import NonFiniteGuard, clip_gradients
+from memsave_recipes.training.tree_sum import describe_cost
+
+
+class TrainingRun:
+    """A run that trains. All methods are for all ranks.
+
+    A step is finished with ``log_step``, ``evaluate_if_due``, ``save_if_due``, in that order. The last step is saved
+    before its evaluation: a failure from then on costs nothing, ``--resume`` writes the rest.
+
+    Attributes:
+        step: how many are done.
+        num_trained: parameters that train.
+        results: the content of ``results.json``; ``None`` before ``finish``.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        *,
+        data: Fingerprint,
+        work: str,
+        saved: nn.Module | None,
+        notices: tuple[str | None, ...],
+    ) -> None:
+        """Restore the newest checkpoint or clear the folder, and start the trackers: ``Run.begin``."""
+        self.prepared, self.run, self.batches = prepared, prepared.run, prepared.batches
+        self.args, self.accelerator = self.run.args, self.run.accelerator
+        self.step = 0
+        self.results: dict[str, Any] | None = None
+        self.num_trained = sum(p.numel() for p in prepared.bare.parameters() if p.requires_grad)
+        self.num_parameters = sum(parameter.numel() for parameter in prepared.bare.parameters())
+        self._saved = prepared.bare if saved is None else saved
+        self._checkpoints = self._make_checkpoints(data)
+        resumed = self._checkpoints.resume_into(self.batches) if self.args.resume else None
+        settings = begin_run(
+            self.accelerator,
+            self.run.folder.path,
+            project=f"memsave-{self.run.recipe.replace('_', '-')}",
+            work=work,
+            flags=self.run.flags,
+            planned=prepared.planned,
+            layout=self.batches.layout,
+            resumed=resumed,
+        )
+        self.accelerator.print(*filter(None, self._lines(notices)), sep="\n")
+        model, optimizer = prepared.model, prepared.optimizer
+        self._guard = NonFiniteGuard(self.accelerator, model, optimizer, skips=self.args.skip_nonfinite)
+        self._report = RunReport(self.accelerator, self.batches, model, optimizer, settings)
+        if resumed is not None:
+            self._go_on(resumed)
+
+    def steps(self) -> Iterator[GlobalBatch]:
+        """The global batches that are left, with a progress bar on a terminal. FLOPs are counted beside the first."""
+        if self.args.eval_only:
+            return
+        first = self.accelerator.is_main_process
+        self._progress = ProgressBar(self.batches, shown=first, unit="step", delay=0, leave=True)
+        for batch in self._report.clock.loading(self._progress):
+            self._learning_rate = float(self.prepared.scheduler.get_last_lr()[0])
+            self._report.count_flops(batch, self.prepared.loss_of)
+            yield batch
+
+    def paused(self) -> AbstractContextManager[None]:
+        """What stands inside takes no time of the run's."""
+        return self._report.clock.paused(synchronize=True)
+
+    def measured(self, batch: GlobalBatch) -> AbstractContextManager[None]:
+        """The training step goes inside; its memory is measured.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
+        """
+        return self._report.measured(batch.step)
+
+    def clip_gradients(self) -> Tensor | None:
+        """The norm of the global batch's gradient, now clipped; ``None`` where the backward has used them up."""
+        return clip_gradients(self.args, self.accelerator, self.prepared.model)
+
+    def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
+        """Whether the optimizer may step: ``False`` where loss or gradient is not finite and ``--skip_nonfinite``."""
+        return self._guard.should_step(batch, grad_norm)
+
+    def log_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
+        """Count a finished step, log the window that it ends, and save the last step of the run.
+
+        Raises:
+            NotFinite: more steps of the window than allowed are not finite.
+        """
+        self._report.count(batch, grad_norm)
+        self.prepared.handle.check_first_step(self.accelerator.print)
+        self.step = batch.step + 1
+        is_last = self.step == self.batches.steps.stop
+        if self.step % self.args.logging_steps == 0 or is_last:
+            figures = self._report.log_window(self.step, learning_rate=self._learning_rate)
+            self._progress.set_postfix_str(figures)
+            if self._progress.disable:
+                self.accelerator.print(f"step {self.step}/{self.batches.steps.stop}: {figures}", flush=True)
+        if is_last:
+            with self._report.clock.paused():
+                self._checkpoints.save(self.step, self._report.state_dict())
+
+    def log(self, figures: dict[str, Any]) -> None:
+        """Log a row of the recipe's own after a finished step, into ``metrics.jsonl`` and the trackers."""
+        log_metrics(self.accelerator, figures, self.step)
+
+    def evaluate_if_due(
+        self, evaluate: Callable[[Iterator[Batch]], dict[str, float]], dataset: Any, **options: Any
+    ) -> None:
+        """Log ``evaluate(batches)`` after ``--eval_steps`` or an epoch, and keep the best weights with ``--save_best``.
+
+        Before the first step it is due with ``--eval_only``, and where a signal has ended the evaluation of the run
+        that is resumed.
+
+        Args:
+            evaluate: figures of this rank's batches, with a ``loss``.
+            options: ``num_samples`` and ``collate_fn`` of ``evaluation_batches``.
+        """
+        if not (self.step or self.args.eval_only):
+            return
+        if not self._report.evaluation_is_due(self.step, every=self.args.eval_steps):
+            return
+        with self._report.clock.paused(synchronize=True):
+            layout = self.batches.layout
+            batches = evaluation_batches(
+                self.accelerator,
+                dataset,
+                self.prepared.planned.plan.micro_batch_size or layout.micro_batch_size,
+                layout=type(layout),
+                num_workers=self.run.num_workers,
+                **options,
+            )
+            figures = evaluate(self._checkpoints.until_signal(batches, self.step, self._report.state_dict))
+            if self._report.log_evaluation(self.step, figures) and self.args.save_best:
+                self._checkpoints.save_best(self.step, weight_writers(self.accelerator, self._saved))
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint if it is time, or a signal asks for it.
+
+        Raises:
+            StoppedBySignal: a rank received a signal; the checkpoint has been saved.
+        """
+        with self._report.clock.paused():
+            self._checkpoints.after_step(self.step, self._report.state_dict)
+
+    @contextmanager
+    def drawing_samples(self) -> Iterator[bool]:
+        """Inside, this rank may run the model outside of a step, if it is told so; in shards all ranks have to."""
+        with callable_in_parts(self.prepared.model):
+            yield self.accelerator.is_main_process or self.run.groups is not None
+
+    def finish(
+        self,
+        trained: nn.Module,
+        *writers: Callable[[Path], Any],
+        evaluated: dict[str, Any] | None = None,
+        **figures: Any,
+    ) -> dict[str, Any]:
+        """Take the plan off, write ``final/`` and ``results.json``, and return the content of the latter.
+
+        With ``--eval_only`` there is no ``final/``, as the model is as it was; unless adapters were merged into it.
+
+        Args:
+            trained: the model whose weights are written.
+            writers: write other files of ``final/``, such as a tokenizer's, into the folder that they are given.
+            evaluated: figures beside those of the last evaluation.
+            figures: entries of ``results.json``.
+
+        Raises:
+            InputError: the disk does not take them; ``--resume`` writes them later.
+        """
+        self.prepared.handle.remove()
+        known = {
+            "recipe": self.run.recipe,
+            **figures,
+            "num_parameters": self.num_parameters,
+            "plan": self.prepared.planned.plan.strategy,
+            "eval": {**self._report.evaluated, **(evaluated or {})},
+        }
+        if not self.args.eval_only or self.run.flags.get("lora_merge"):
+            card = partial(write_model_card, facts=self._card(trained, known))
+            save_final(self.accelerator, self.run.folder.path, trained, *writers, card)
+        self.results = {**known, **self.prepared.equivalence, **self._report.results()}
+        write_results(self.accelerator, self.run.folder.path, self.results, self._checkpoints)
+        return self.results
+
+    def finish_writing(self) -> None:
+        """Wait for a save beside the training."""
+        self._checkpoints.finish_writing()
+
+    def _lines(self, notices: tuple[str | None, ...]) -> Iterator[str | None]:
+        """What is said before the first step."""
+        layout, bare = self.batches.layout, self.prepared.bare
+        if self.num_trained < self.num_parameters:
+            yield f"{self.num_trained:,} of {self.num_parameters:,} parameters train"
+        yield layout.describe()
+        yield describe_cost(bare, layout) if isinstance(layout, IndexedLayout) else None
+        yield self.prepared.planned.plan.describe()
+        yield from (*notices, slices_of(bare).line, self.batches.order.notice)
+        if self.args.batchnorm == "local":
+            yield batchnorm_notice(bare, layout, in_shards=self.run.groups is not None)
+
+    def _make_checkpoints(self, data: Fingerprint) -> Checkpoints:
+        prepared, folder = self.prepared, self.run.folder
+        train_state = TrainState(self.accelerator, prepared.model, prepared.optimizer, prepared.scheduler)
+        if not self.args.eval_only:
+            on_main_process(self.accelerator, lambda: check_room(folder.path, train_state, self.run.flags))
+        return Checkpoints.from_args(
+            self.args,
+            self.accelerator,
+            folder.path / CHECKPOINTS,
+            train_state,
+            self.batches,
+            data,
+            signals=folder.signals,
+            lock=folder.lock,
+        )
+
+    def _card(self, trained: nn.Module, results: dict[str, Any]) -> CardFacts:
+        return CardFacts(
+            model=trained,
+            flags=self.run.flags,
+            results=results,
+            steps=self.step,
+            batch=self.batches.layout.describe(),
+            versions=describe_environment(self.accelerator)["versions"],
+            mixed_precision=self.accelerator.mixed_precision,
+        )
+
+    def _go_on(self, resumed: Resumed) -> None:
+        self.step = resumed.step
+        self._report.load_state_dict(resumed.state)
+        if self.args.save_best and not on_main_process(self.accelerator, self._checkpoints.has_best):
+            self._forget_best()
+
+    def _forget_best(self) -> None:
+        """The next evaluation is the best then: the remembered loss would keep every later one from being saved."""
+        if self._report.best_loss < float("inf"):
+            self.accelerator.print(
+                f"note: the weights of the lowest evaluation loss so far ({self._report.best_loss:.4f}) are not in "
+                "checkpoints/: --save_best begins anew"
+            )
+        self._report.best_loss = float("inf")
