@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -287,7 +288,7 @@ def test_mixtures_of_experts_in_float32_are_estimated(tmp_path, kind, name, entr
         ({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "num_experts": 4}, "k not in range"),
         ({"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "kv_channels": 16}, "_local_scalar_dense"),
         ({"num_key_value_heads": 3}, "query heads to be a multiple"),
-        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, "size of tensor a (4) must match"),
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, "must match|to be a multiple"),
     ],
 )
 def test_a_forward_that_fails_is_one_line(tmp_path, capfd, config, why):
@@ -295,7 +296,7 @@ def test_a_forward_that_fails_is_one_line(tmp_path, capfd, config, why):
     assert main(["fit", folder, "--card", "rtx4090", "--length", "32"]) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("[transformers]")]
     assert "cannot be estimated (" in line
-    assert why in line
+    assert re.search(why, line)
 
 
 def test_a_configuration_that_is_nested_without_end(tmp_path, capsys):
