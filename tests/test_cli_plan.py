@@ -11,6 +11,7 @@ import pytest
 import torch
 from samples import sample
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils.logging import enable_progress_bar
 
 from memsave_recipes.cli import main
 from memsave_recipes.estimation.targets import find_target
@@ -550,3 +551,26 @@ def test_a_largest_value_that_there_is_not(capsys: pytest.CaptureFixture[str]) -
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1
         assert message in lines[0]
+
+
+def test_adapters_of_a_folder_are_planned_without_a_bar_for_its_weights(tmp_path, capfd):
+    folder = str(tmp_path / "gpt2")
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=300)).save_pretrained(folder)
+    enable_progress_bar()
+    capfd.readouterr()
+    flags = ["--model_name_or_path", folder, "--lora", "--block_size", "16", "--global_batch_size", "2"]
+    assert (
+        main(
+            [
+                "plan",
+                str(ROOT / "recipes" / "language_modeling.py"),
+                *flags,
+                "--target",
+                "a100",
+                "--memory_budget_gib",
+                "20",
+            ]
+        )
+        == 0
+    )
+    assert capfd.readouterr().err == ""

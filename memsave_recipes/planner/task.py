@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
 from memsave_recipes.activations.global_batchnorm import global_batchnorm
@@ -140,6 +141,7 @@ def read_task(recipe: Path, args: Sequence[str]) -> Task:
     if task is None:
         raise InputError(f"{recipe} has no function task(args): docs/planner.md has an example")
     named = any(word.partition("=")[0] == FOLDER_FLAG for word in args)
+    disable_progress_bar()  # of transformers, which has one for weights that it does not read either
     return task([*args] if named else [*args, FOLDER_FLAG, "out"])
 
 
