@@ -144,7 +144,8 @@ def test_hooks_around_it_see_its_inputs_alone():
         saved_tensors_hooks(lambda tensor: seen.add(tensor.untyped_storage().data_ptr()) or tensor, lambda one: one),
     ):
         output = select_ops(lambda x: linear(x).exp(), inputs, modules=[linear])
-    assert seen == {inputs.untyped_storage().data_ptr()}
+    empty = 0  # torch 2.11's checkpoint saves a tensor without memory, too
+    assert seen - {empty} == {inputs.untyped_storage().data_ptr()}
     assert list(kept.values()) == [4 * 16 * 4]
     output.sum().backward()
     assert linear.weight.grad is not None
