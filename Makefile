@@ -54,7 +54,7 @@ export OMP_NUM_THREADS ?= 1
 PROCESSES := $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 4 --dist worksteal
 
-test: install  ## the tests (25 to 50 minutes on 2 cores, by the processor)
+test: install  ## the tests (half an hour on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
 test-faults: install  ## 400 kills, 200 damages, 120 signals, crafted files, 2,000 command lines (10 minutes on 2 cores)
@@ -73,7 +73,7 @@ TRAININGS := tests/integrations tests/planner/test_ahead.py tests/test_cli_fit.p
 	$(patsubst %,tests/recipes/test_%.py,ddp_equals_accumulation resume topologies)
 
 test-oldest: BIN := $(OLDEST)/bin
-test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (4 minutes on 2 cores)
+test-oldest: $(OLDEST)/.installed  ## what depends on versions, with the lowest that setup.cfg allows (6 minutes on 2 cores)
 	$(PYTEST) -m 'not slow' $(OF_VERSIONS)
 
 # Its pytest, and every process that the tests start, see CUDA devices: tests/standin/README.md, "Which tests".
@@ -91,7 +91,7 @@ test-standin: install  ## what goes other ways on a GPU, on a stand-in for CUDA;
 	STANDIN_GIB=0.02 $(ON_STANDIN) tests/recipes/test_on_a_full_device.py
 
 test-newest: BIN := $(NEWEST)/bin
-test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB)
+test-newest: $(NEWEST)/.installed  ## the same, the trainers and every recipe, with the newest that pip finds (7 GB, 8 minutes)
 	$(PYTEST) -m 'not slow' $(OF_VERSIONS) $(TRAININGS)
 
 test-all: install  ## the slow ones too, and those of the oldest and the newest versions

@@ -24,7 +24,7 @@ with packages_of("vision,text", "the recipes' data"):
 
 UNNAMED = re.compile(r"LABEL_\d+")
 """The name that transformers gives to a class without one."""
-MAX_NAMED = 12
+MAX_NAMED = 12  # columns, splits or classes in a message
 
 
 def in_classes_of_model(names: Sequence[str], model_labels: Sequence[str], source: str) -> tuple[list[str], list[int]]:

@@ -35,6 +35,7 @@ from typing import Any
 import datasets
 import numpy as np
 
+from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.errors import InputError, check_file, is_text
 from memsave_recipes.hub import reason
 from memsave_recipes.text import join_names
@@ -45,7 +46,6 @@ NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "ve
 HELD_OUT = 0.05  # of texts without a validation split
 ROWS_AT_ONCE, MANY_ROWS = 256, 1000
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
-MAX_NAMED = 12  # columns, splits or classes in a message
 VALIDATION_NAMES = ("validation", "validation_matched", "valid", "val", "dev", "test")
 SPLIT_NAMES = {"train": ("train",), "validation": VALIDATION_NAMES}
 

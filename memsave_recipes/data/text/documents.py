@@ -43,10 +43,10 @@ import datasets
 import numpy as np
 from datasets import Features, Value
 
+from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.data.sources import (
     HELD_OUT,
     LONG_BYTES,
-    MAX_NAMED,
     FoundFiles,
     Splits,
     choose_splits,

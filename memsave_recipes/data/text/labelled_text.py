@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 import datasets
 import numpy as np
 
-from memsave_recipes.data import in_classes_of_model
+from memsave_recipes.data import MAX_NAMED, in_classes_of_model
 from memsave_recipes.data.sources import (
     LOADING_ERRORS,
-    MAX_NAMED,
     SPLIT_NAMES,
     Splits,
     choose_splits,
