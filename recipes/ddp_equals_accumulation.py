@@ -125,6 +125,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "Grad strides do not match")  # DDP's, of micro-batches of 1; only slower
     with run.main_process_first():
         images = load_images(ImageDataArguments(image_size=16, augmentation="none"), seed=args.seed)
+    size, num_images = args.global_batch_size, len(images.train)
+    require(size <= num_images, "--global_batch_size", size, f"at most {num_images:,}, the images of the proof")
     batches = run.global_batches(images.train, count_valid=count_labels, collate_fn=collate_and_hide_labels)
     run.chose(dataset="digits")
 

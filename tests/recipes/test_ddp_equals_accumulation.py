@@ -90,6 +90,12 @@ def test_a_run_without_weights_cannot_be_compared(run: Callable[..., dict[str, A
         run("run", "--compare_with", str(tmp_path))
 
 
+def test_a_global_batch_that_no_data_fill_is_refused(run: Callable[..., dict[str, Any]]) -> None:
+    """The proof would cut it up in every way, also into parts without a sample."""
+    with pytest.raises(InputError, match="--global_batch_size 1000000000: must be at most 1,437"):
+        run("run", "--global_batch_size", "1000000000")
+
+
 def test_a_folder_in_use_is_refused(run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / "run.lock"), pytest.raises(InputError, match="has not ended"):
