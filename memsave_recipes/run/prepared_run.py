@@ -57,8 +57,8 @@ class PreparedRun:
         elif args.bitwise_topology:
             check_no_batchnorm(model)
         in_shards = None if groups is None else self._shard(task, trained, groups)
-        self.optimizer, self.scheduler = self._make_optimizer()
-        self.model = self._prepare(trained)
+        optimizer, self.scheduler = self._make_optimizer()
+        self.model, self.optimizer = self._prepare(trained, optimizer)
         loss_of = self.loss_of = partial(task.loss_of, self.model)
         if run.flags.get("lora_merge"):
             with preserve_state(self.model, accelerator.device):
@@ -71,7 +71,9 @@ class PreparedRun:
             show=show_choice,
             in_shards=in_shards,
         )
-        self._check_plan()
+        self._check_bits()
+        if groups is not None:
+            self._settle_shards()
         self.handle = apply_plan(model, self.planned.plan)
         self.equivalence = verify_plan(args.verify, accelerator, self.model, self.handle, batches, loss_of)
         settle_kernels(args.full_determinism, accelerator, self.model, batches, loss_of)
@@ -103,21 +105,19 @@ class PreparedRun:
         print_lines(self.run.accelerator, *filter(None, notices))
         return optimizer, make_scheduler(args, optimizer, self.batches.steps.stop)
 
-    def _prepare(self, trained: nn.Module) -> nn.Module:
+    def _prepare(self, trained: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         accelerator = self.run.accelerator
         if self.run.groups is not None:  # as for evaluation: with autocast, and without a DDP around the shards
-            self.optimizer = accelerator.prepare_optimizer(self.optimizer)
-            model: nn.Module = accelerator.prepare_model(trained, device_placement=False, evaluation_mode=True)
-            return model
+            model = accelerator.prepare_model(trained, device_placement=False, evaluation_mode=True)
+            return model, accelerator.prepare_optimizer(optimizer)
         is_streamed = stream_of(self.bare) is not None
         if is_streamed:
             leave_to_this_rank(trained)
-        placement = [not is_streamed, True]
-        model, self.optimizer = accelerator.prepare(trained, self.optimizer, device_placement=placement)
-        return model
+        model, optimizer = accelerator.prepare(trained, optimizer, device_placement=[not is_streamed, True])
+        return model, optimizer
 
-    def _check_plan(self) -> None:
-        """Refuse a plan that breaks what other flags promise."""
+    def _check_bits(self) -> None:
+        """Refuse a plan that rounds otherwise than ``--bitwise_topology`` promises."""
         args, plan = self.run.args, self.planned.plan
         if args.bitwise_topology and not plan.is_bitwise:
             does = "compiles, and rounds by the shapes that a rank has seen"
@@ -127,8 +127,6 @@ class PreparedRun:
                 f"--bitwise_topology: the plan of --activation_checkpointing {args.activation_checkpointing} {does}: "
                 "take a plan that does not"
             )
-        if self.run.groups is not None:
-            self._settle_shards()
 
     def _settle_shards(self) -> None:
         """Reduce gradients as it was planned (``--reduce_gradients``), in the units that the weights are cut in."""
