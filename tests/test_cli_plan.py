@@ -367,6 +367,7 @@ def test_other_commands_take_no_flags_of_recipes(capsys: pytest.CaptureFixture[s
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_frontier_in_shards_has_what_a_rank_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["frontier", *LANGUAGE, "--config_overrides", "n_layer=6,n_embd=64,n_head=2", "--block_size", "1024"]
     words += ["--target", "a100", "--num_processes", "2", "--loss", "full", "--micro_batch_size", "1"]
@@ -470,6 +471,7 @@ def test_a_sequence_is_no_longer_than_the_model_has_positions(tmp_path: Path) ->
     assert found["largest"]["value"] == 2048
 
 
+@pytest.mark.slow
 def test_the_longest_sequence_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*LLAMA, "--global_batch_size", "2"]
     flags[flags.index("--config_overrides") + 1] += ",max_position_embeddings=1000000"

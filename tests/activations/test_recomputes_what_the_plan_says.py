@@ -72,7 +72,7 @@ MODELS = [
     *(("densenet_small", dense_tail), ("densenet121", dense_tail)),
     ("resnet50", linear_tail),
 ]
-SLOW = ("vgg16", "vgg16_bn", "densenet121")
+SLOW = ("vgg16", "vgg16_bn", "densenet121", "resnet50")
 
 
 @pytest.mark.parametrize(("name", "tail"), sample([model for model in MODELS if model[0] not in SLOW], MODELS))

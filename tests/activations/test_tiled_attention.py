@@ -145,9 +145,12 @@ def test_shared_keys_of_a_tile_are_those_of_the_whole_row():
     torch.testing.assert_close(torch.cat(found, 1).transpose(1, 2), expected)
 
 
+ON_A100 = [("a100", torch.bfloat16, True)]
+
+
 @pytest.mark.parametrize(
     ("card", "precision", "has_tiles"),
-    [("a100", torch.bfloat16, True), ("t4", torch.float16, False), ("a100", None, False)],
+    sample(ON_A100, [*ON_A100, ("t4", torch.float16, False), ("a100", None, False)]),
 )
 def test_an_estimate_has_tiles_where_the_device_has_the_kernel(card, precision, has_tiles, calls):
     model = fake_model(lambda: by_document("llama", max_position_embeddings=2048))

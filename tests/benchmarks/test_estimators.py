@@ -28,6 +28,7 @@ def stand_ins(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark, "OTHERS", others)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stand_ins")
 def test_each_answers_for_the_same_steps_or_not_at_all(benchmark, tmp_path, capsys):
     results = benchmark.main(["--quick", "--output_dir", str(tmp_path)])

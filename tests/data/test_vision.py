@@ -491,7 +491,7 @@ def test_a_turned_photograph_stands_upright(tmp_path):
     assert np.array_equal(upright, np.rot90(np.asarray(picture(size=(20, 14))), k=-1))
 
 
-@pytest.mark.parametrize("side", [9_500, 13_000])
+@pytest.mark.parametrize("side", [pytest.param(9_500, marks=pytest.mark.slow), 13_000])
 def test_a_large_image_is_read_without_a_warning(tmp_path, side):
     Image.new("1", (side, side)).save(tmp_path / "large.png")
     program = "import sys; from memsave_recipes.data.vision.decoding import defect_of_header as look"

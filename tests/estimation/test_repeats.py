@@ -129,7 +129,8 @@ def test_no_byte_changes(case, monkeypatch):
             assert simulate(found, plan).peak == simulate(expected, plan).peak
 
 
-@pytest.mark.parametrize("word", ["rtx4090", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["rtx4090", "cpu"])
 def test_an_estimator_that_knows_other_micro_batches_finds_the_same(word):
     target = find_target(word)
 

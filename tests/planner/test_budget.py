@@ -17,7 +17,7 @@ from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "densenet121")]
-MODELS = [*LARGE, "resnet50", "vit", "gpt2", "llama"]
+MODELS = [*LARGE, pytest.param("resnet50", marks=pytest.mark.slow), "vit", "gpt2", "llama"]
 NUM_BUDGETS, NUM_PLANS = 3, 4
 
 

@@ -36,7 +36,7 @@ CASES = {
         ["--model_type", "bert", "--config_overrides", BERT, "--max_length", "64", "--global_batch_size", "16"],
     ),
 }
-SLOW = ("text", "lockstep")
+SLOW = ("text", "lockstep", "adapters")
 """Cases whose kind another test has: adapters train the same model, and a plan for lockstep is trained below."""
 LAUNCH = Launch(target=find_target("cpu"))
 
@@ -63,6 +63,7 @@ def test_the_peak_that_is_predicted_is_that_of_the_run(case, strategy, tmp_path)
     assert candidate.peak_bytes == pytest.approx(peak_bytes, rel=0.04 if case == "adapters" else 0.03)
 
 
+@pytest.mark.slow
 def test_a_plan_on_paper_for_micro_batches_in_lockstep_is_that_of_the_run(tmp_path):
     """One forward of 6 micro-batches, the last one of 2 samples."""
     name, flags = CASES["lockstep"]

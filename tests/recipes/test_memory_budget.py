@@ -22,7 +22,10 @@ def within(gib):
     return ["--activation_checkpointing", "budget", "--memory_budget_gib", str(with_context(gib))]
 
 
-@pytest.mark.parametrize(("layout", "optimizer"), [("accumulating", "adamw"), ("undivided", "sgd")])
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [("accumulating", "adamw"), pytest.param("undivided", "sgd", marks=pytest.mark.slow)],
+)
 def test_a_run_stays_below_its_budget_and_keeps_its_curve(train, tmp_path, capsys, layout, optimizer):
     flags = ["--model", "densenet_small", *SHORT, *GEOMETRIES[layout], "--optimizer", optimizer]
     plain = train(*flags, output="plain")

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from lives import FLAGS, IMAGES, assert_the_same_run, rows_of
+from samples import sample
 
 from memsave_recipes.checkpoints import Checkpoints, StoppedBySignal
 from memsave_recipes.checkpoints.resume import find_newest
@@ -40,9 +41,10 @@ OPTIONS = {
     "muon": ("language_modeling", ["--optimizer", "muon", "--weight_decay", "0.1"]),
     "stochastic rounding": ("image_classification", ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
 }
+OFTEN = [OPTIONS[name] for name in ("none-image_classification", "none-text_classification", "stochastic rounding")]
 
 
-@pytest.mark.parametrize(("recipe", "options"), OPTIONS.values(), indirect=["recipe"], ids=OPTIONS)
+@pytest.mark.parametrize(("recipe", "options"), sample(OFTEN, OPTIONS.values()), indirect=["recipe"], ids=OPTIONS)
 def test_every_recipe(recipe, train, kill_after, tmp_path, options):
     flags = [*FLAGS[recipe.__name__], *options]
     train(*flags, output="straight")

@@ -9,10 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 KEY = "k" * 40
 
 
+@pytest.mark.slow
 def test_two_runs_are_told_apart(launch: Callable, three_steps: ModuleType, wandb_server: Any) -> None:
     names = ["none-mbs64x1", "full-mbs64x1"]
     for name in names:

@@ -124,7 +124,7 @@ SHORT = [Shape(kind=kind, num_ranks=2, strategy="full", rows=1, length=16) for k
 """Whose peak is in the backward of several embeddings, or behind it."""
 ONCE = list(reduced_once())
 ALL = SHAPES + OTHERS + OF_OPTIMIZERS + IN_PARTS + SHORT + ONCE
-OFTEN = [*SHAPES[::18], *OTHERS[8::11], *OF_OPTIMIZERS[::9], *IN_PARTS[::5], *SHORT[:1], *ONCE[::10]]
+OFTEN = [*SHAPES[::36], *OTHERS[8::11], *OF_OPTIMIZERS[::9], *IN_PARTS[::5], *ONCE[::20]]
 
 
 def test_there_are_sixty():
