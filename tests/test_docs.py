@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from memsave_recipes import cli
 
@@ -16,6 +18,7 @@ MAX_README_LINES = 120
 PAGES = [ROOT / "README.md", *DOCS.glob("*.md")]
 OF_TEXT = {"recipes/language_modeling.py", "recipes/text_classification.py"}
 NAMES_A_MODEL = {"--model_type", "--model_name_or_path", "--config"}
+TRAINED = "checkpoints/step-4/model-0.safetensors"
 TESTED_ELSEWHERE = ("own_loop.md", "trainers.md")  # test_own_loop.py, integrations/test_page.py
 EXAMPLES = [
     (page.name, code)
@@ -54,6 +57,23 @@ def test_examples_run(page, code):
     if page == "activation_plans.md":
         assert 0 < len(names["plan"].recomputed) < len(names["plan"].blocks)
         assert "forward" not in vars(names["model"])
+
+
+def test_the_recipe_of_the_page_resumes_both_models_and_both_optimizers(tmp_path):
+    names = {}
+    exec(next(code for page, code in EXAMPLES if page == "recipes.md"), names)
+
+    def train(folder, *flags):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        flags = [*flags, "--save_every", "2", "--lr_scheduler_type", "constant", "--report_to", "none"]
+        names["main"]([*flags, "--micro_batch_size", "24", "--output_dir", str(tmp_path / folder)])
+
+    train("straight", "--max_steps", "4")
+    train("again", "--max_steps", "2")
+    train("again", "--max_steps", "4", "--resume")
+    straight, again = (load_file(tmp_path / folder / TRAINED) for folder in ("straight", "again"))
+    assert any("momentum_buffer" in name for name in straight)
+    assert {name for name in straight if not straight[name].equal(again[name])} == set()
 
 
 def test_the_readme_is_short():
