@@ -108,8 +108,8 @@ def packages_of(extra: str, needed_by: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         sys.excepthook = _end_in_one_line
-        package, way_out = str(error.name).partition(".")[0], f"pip install 'memsave-recipes[{extra}]'"
-        raise InputError(f"{needed_by} need {package}, which is not installed: {way_out}") from error
+        package, hint = str(error.name).partition(".")[0], f"pip install 'memsave-recipes[{extra}]'"
+        raise InputError(f"{needed_by} need {package}, which is not installed: {hint}") from error
 
 
 def _end_in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

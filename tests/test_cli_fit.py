@@ -199,7 +199,7 @@ def test_an_interrupt_keeps_the_rungs_that_are_known(
         yield next(rungs)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ladder, "ladder", interrupted)
+    monkeypatch.setattr("memsave_recipes.cli.fit.ladder", interrupted)
     file = tmp_path / "fit.json"
     with pytest.raises(SystemExit) as end:
         main(["fit", llama, *LENGTHS, "--memory", "1GiB", "--json", str(file)])

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memsave_recipes.cli.plan import add_fit, add_frontier, add_plan, add_recipes
+from memsave_recipes.cli.flags import add_fit, add_frontier, add_plan, add_recipes
 from memsave_recipes.cli.runs import add_compare, add_dashboard, add_predict, add_workspace
 from memsave_recipes.errors import InputError, check_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 2 for an ``InputError``, 1 where nobody reads on (``| head``)."""
+    """Run one command and returns its exit code: 0, 2 for an ``InputError``, 1 where nobody reads on (``| head``)."""
     parser, words = _parser(), list(sys.argv[1:] if argv is None else argv)
     try:
         check_words(words)
@@ -40,7 +40,7 @@ RESULTS_MOVED = (
 
 
 class _OneLineParser(argparse.ArgumentParser):
-    """Reports errors without the usage page; the commands' parsers are of this class, too."""
+    """Report errors without the usage page; the parsers of the commands are of this class, too."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} ({self.prog} --help lists the flags)")
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    """Declares none: all words go to the parser of ``accelerate launch``."""
+    """Declare no flags: all words go to the parser of ``accelerate launch``."""
     parser.prefix_chars = ""
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(command=_launch)

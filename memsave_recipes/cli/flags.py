@@ -1,4 +1,7 @@
-"""Flags that commands share, the writing of files that flags name, and where the recipes are."""
+"""Flags of the commands that plan, the writing of files that flags name, and where the recipes are.
+
+The commands import their dependencies when they run, so that ``--help`` is fast.
+"""
 
 import argparse
 import re
@@ -11,14 +14,16 @@ from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.text import GIB, MIB
 
 STDOUT = "-"
+FILES = {
+    "png": "file for the chart; no table is printed",
+    "html": "file for a page with table and chart",
+    "json": "file for all data; - prints it in place of the table",
+}
 UNITS = {"": GIB, "gib": GIB, "gb": 10**9, "mib": MIB}
 
 
 def recipes_folder() -> Path:
-    """The recipes, with their presets in ``configs``; beside it is ``accelerate_configs``.
-
-    A tree that Python imports this package from has them at its root, an installed wheel below ``sys.prefix``.
-    """
+    """Return the folder of the recipes, next to ``accelerate_configs``; a wheel installs both below ``sys.prefix``."""
     tree = Path(__file__).parents[2]
     if (tree / "setup.cfg").is_file():
         return tree / "recipes"
@@ -26,13 +31,100 @@ def recipes_folder() -> Path:
 
 
 def recipe_path(word: str) -> Path:
-    """The file of a recipe: a path, or the name of one of ours, such as ``language_modeling``."""
+    """Return the file of a recipe: a path, or the name of one of ours, such as ``language_modeling``."""
     path, ours = Path(word), recipes_folder() / f"{word}.py"
     return ours if path.name == word and not path.exists() and ours.is_file() else path
 
 
-def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares a recipe and a target device; all other flags are the recipe's."""
+def add_recipes(parser: argparse.ArgumentParser) -> None:
+    """Declare ``memsave recipes``, which has no flags."""
+    parser.set_defaults(command=_recipes)
+
+
+def _recipes(arguments: argparse.Namespace) -> None:
+    folder = recipes_folder()
+    print(folder)
+    for path in sorted([*folder.glob("*.py"), *folder.glob("configs/*.yaml")]):
+        print(f"  {path.relative_to(folder)}")
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``memsave plan``."""
+    _add_recipe_flags(parser)
+    parser.add_argument("--all", action="store_true", help="every candidate, not only the best of each micro-batch")
+    parser.add_argument(
+        "--largest",
+        choices=["block_size", "micro_batch_size", "global_batch_size"],
+        help="the largest value of this flag of the recipe with which the run fits",
+    )
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="file for the chosen plan; the launch line names it")
+    _add_files(parser, "json", "html")
+    parser.set_defaults(command=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.cli.plan import plan
+
+    plan(arguments)
+
+
+def add_frontier(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``memsave frontier``."""
+    _add_recipe_flags(parser)
+    parser.add_argument("--all", action="store_true", help="every point, not only the Pareto-optimal")
+    parser.add_argument("--measure", action="store_true", help="measurements of the points on this machine's device")
+    parser.add_argument("--over", choices=["block_size"], help="memory against the length of rows, up to what fits")
+    _add_files(parser, "png", "html", "json")
+    parser.set_defaults(command=_frontier)
+
+
+def _frontier(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.cli.plan import frontier
+
+    frontier(arguments)
+
+
+def add_fit(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of ``memsave fit``."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder with a config.json, type of transformers (llama, vit), one of ours (vgg16), or a Hub id",
+    )
+    device = parser.add_mutually_exclusive_group()
+    device.add_argument("--card", metavar="DEVICE", help="such as rtx4090; default: this machine's device")
+    device.add_argument(
+        "--memory", type=memory_gib, metavar="GIB", help="of any GPU, such as 24GiB, at the rates of an A100"
+    )
+    parser.add_argument(
+        "--length", type=int, metavar="N", help="tokens of a sample; default: 2048, for classifiers 512"
+    )
+    parser.add_argument("--image_size", type=int, metavar="N", help="pixels a side; default: the model's, or 224")
+    parser.add_argument("--global_batch_size", type=int, default=16, metavar="N", help="samples of a step; default: 16")
+    parser.add_argument("--micro_batch_size", type=int, metavar="N", help="samples of a forward; default: searched")
+    parser.add_argument("--optimizer", default="adamw", metavar="NAME", help="as of the recipes; default: adamw")
+    parser.add_argument(
+        "--mixed_precision",
+        choices=["no", "bf16", "fp16"],
+        help="precision of autocast; default: bf16 on a GPU, fp16 on one without bf16",
+    )
+    _add_files(parser, "json")
+    parser.set_defaults(command=_fit)
+
+
+def _fit(arguments: argparse.Namespace) -> None:
+    from memsave_recipes.cli.fit import fit
+
+    fit(arguments)
+
+
+def _add_files(parser: argparse.ArgumentParser, *formats: str) -> None:
+    for name in formats:
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=FILES[name])
+
+
+def _add_recipe_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare a recipe and a target device; all other flags are the recipe's."""
     parser.usage = "%(prog)s RECIPE [flags of the recipe] [options]"
     parser.add_argument(
         "recipe",
@@ -72,7 +164,7 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def memory_gib(word: str) -> float:
-    """GiB of ``12``, ``12GiB``, ``12GB`` (10^9 bytes each) or ``512MiB``.
+    """Return the GiB of ``12``, ``12GiB``, ``12GB`` (10^9 bytes each) or ``512MiB``.
 
     Raises:
         ArgumentTypeError: none of these.
@@ -84,7 +176,7 @@ def memory_gib(word: str) -> float:
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
-    """Writes ``text`` into the file that ``flag`` names; ``-`` prints it.
+    """Write ``text`` into the file that ``flag`` names; ``-`` prints it.
 
     Raises:
         InputError: the file cannot be written.

@@ -1,7 +1,6 @@
 """The largest value of a flag with which a run still fits, and memory against the length of rows.
 
-NOTE [ largest values ]
-``memsave plan --largest FLAG`` finds the largest value of a flag with which a run still fits.
+NOTE [ largest values ] of ``memsave plan --largest FLAG``
 1. ``block_size``: in multiples of 64, up to the positions that the model has. What fits is asked for the micro-batch
    size of the flags, else for one sample: the longest rows come one at a time.
 2. ``micro_batch_size``: up to a rank's share of the global batch.
@@ -33,7 +32,7 @@ NO_LIMIT = 2**20
 
 
 def with_largest(arguments: argparse.Namespace) -> tuple[tuple[str, ...], int]:
-    """The recipe's flags with the largest value of ``--largest`` that fits, and this value.
+    """Return the recipe's flags with the largest value of ``--largest`` that fits, and this value.
 
     Raises:
         InputError: the recipe has no such flag, another one rules it out, or not even the smallest value fits.
@@ -64,7 +63,7 @@ def with_largest(arguments: argparse.Namespace) -> tuple[tuple[str, ...], int]:
 
 
 def curves_over_lengths(arguments: argparse.Namespace) -> list[Curve]:
-    """What the request needs under each strategy, by ``--block_size``; of several losses with the last one, in chunks.
+    """Return the need of the request under each strategy, by ``--block_size``; with the last of several losses.
 
     Raises:
         InputError: the recipe has no such flag, or refuses another one.
@@ -84,7 +83,7 @@ def curves_over_lengths(arguments: argparse.Namespace) -> list[Curve]:
 
 
 def record_of_curves(found: Sequence[Curve], budget_bytes: int) -> dict[str, Any]:
-    """The curves as data."""
+    """Return the curves as data."""
     return {
         "over": BLOCK,
         "curves": [
@@ -99,11 +98,7 @@ def record_of_curves(found: Sequence[Curve], budget_bytes: int) -> dict[str, Any
 
 
 def _begin(request: PlanRequest, name: str, flag: str = "--largest") -> int:
-    """The value to begin with: that of the flags, or their default.
-
-    Raises:
-        InputError: as ``with_largest``.
-    """
+    """Return the value to begin with: that of the flags, or their default."""
     value = getattr(request.task.run, name, None)
     if value is None and name != MICRO:
         raise InputError(
@@ -116,7 +111,7 @@ def _begin(request: PlanRequest, name: str, flag: str = "--largest") -> int:
 
 
 def _most(request: PlanRequest, name: str) -> int:
-    """The largest value that makes sense: NOTE [ largest values ]."""
+    """Return the largest value that makes sense: NOTE [ largest values ]."""
     if name == MICRO:
         return ceil(request.task.run.global_batch_size / request.launch.num_processes)
     if name == GLOBAL:
@@ -127,7 +122,7 @@ def _most(request: PlanRequest, name: str) -> int:
 
 
 def _flags(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:
-    """The flags of the request with ``value``."""
+    """Return the flags of the request with ``value``."""
     changed = {name: str(value)}
     if name == GLOBAL:
         changed[MICRO] = str(ceil(value / request.launch.num_processes))
@@ -135,7 +130,7 @@ def _flags(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:
 
 
 def _probe(request: PlanRequest, name: str, value: int) -> tuple[str, ...]:
-    """The flags by which to ask whether ``value`` fits; in shards as they need least."""
+    """Return the flags by which to ask whether ``value`` fits; in shards those that need least."""
     flags, run = _flags(request, name, value), request.task.run
     if run.in_shards and run.reduce_gradients == AUTO:
         flags = (*flags, "--reduce_gradients", PER_MICRO_BATCH)

@@ -1,13 +1,9 @@
-"""The request of ``memsave plan`` and ``memsave frontier``: a recipe, its flags and a target device; and its results.
-
-The results are the command line that launches the chosen candidate, the measured points of ``--measure``, and the JSON
-of ``--json``.
-"""
+"""The request of ``memsave plan`` and ``frontier``: a recipe, its flags and a target device; and its results."""
 
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +20,7 @@ from memsave_recipes.planner.task import (
     FrontierPoint,
     Launch,
     Task,
+    choose_for_target,
     fake_planned_model,
     read_task,
     run_points,
@@ -64,11 +61,9 @@ class PlanRequest:
     """A recipe with its flags, to be planned for a device.
 
     Args:
-        recipe: its file.
         flags: the recipe's, as they were typed.
         named: the flags given there or in their preset, with the values.
-        task: the recipe's; with micro-batch size ``auto`` and strategy ``budget`` unless the flags name others.
-        launch: the devices.
+        task: with micro-batch size ``auto`` and strategy ``budget`` unless the flags name others.
         budget_gib: memory of a device, for everything on it.
     """
 
@@ -81,7 +76,7 @@ class PlanRequest:
 
     @property
     def budget_bytes(self) -> int:
-        """The budget in bytes."""
+        """The budget of a device."""
         return int(self.budget_gib * GIB)
 
     @property
@@ -99,7 +94,7 @@ class PlanRequest:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on the sources of the figures."""
+        """The sources of the figures, in sentences."""
         target = self.launch.target
         takes_images = any(isinstance(part, Tensor) and part.ndim == 4 for part in self.task.micro_batch(1).values())
         no_figure = (NO_FIGURE_OF_CONVOLUTIONS if takes_images else NO_FIGURE) + DEFAULT_LEAVES
@@ -111,7 +106,7 @@ class PlanRequest:
         ]
 
     def remarks_on(self, candidate: Candidate) -> list[str]:
-        """``remarks``, and what a step of ``candidate`` holds and sends for the sums of ``--bitwise_topology``."""
+        """Return ``remarks``, and the cost of the sums of ``--bitwise_topology`` in a step of ``candidate``."""
         if not isinstance(candidate.layout, IndexedLayout):
             return self.remarks
         model = fake_planned_model(self.task, self.launch.target)
@@ -127,7 +122,7 @@ class PlanRequest:
         return [groups.describe(), IN_SHARDS, TRAFFIC.format(rate=rate, source=source)]
 
     def no_fit(self, choice: Choice) -> InputError:
-        """The error where no candidate fits."""
+        """Return the error where no candidate fits."""
         model = fake_planned_model(self.task, self.launch.target)
         return budget_too_small(
             choice.smallest,
@@ -140,7 +135,7 @@ class PlanRequest:
 
 
 def read_request(arguments: argparse.Namespace) -> PlanRequest:
-    """The request of a command line; micro-batch size and strategy are searched unless the flags name them.
+    """Read a command line; micro-batch size and strategy are searched unless the flags name them.
 
     Raises:
         InputError: an invalid value, an unknown target, or flags that the recipe refuses.
@@ -148,9 +143,11 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     flags = underscored(arguments.flags)
     named = named_flags(flags)
     target = target_of(arguments.target, arguments.target_memory)
-    _check(arguments, target)
     usable_gib = to_gib(usable_bytes(target.memory_bytes, target.device_type))
-    gib = arguments.memory_budget_gib
+    gib, count = arguments.memory_budget_gib, arguments.num_processes
+    require(gib is None or 0 < gib <= MAX_GIB, "--memory_budget_gib", gib, "from above 0 to a million")
+    require(count >= 1, "--num_processes", count, "at least 1")
+    check_precision(arguments.mixed_precision, target)
     if gib is None and "memory_budget_gib" not in named:
         gib = usable_gib
     task = read_task(arguments.recipe, [*flags, *open_flags(named, gib)])
@@ -180,22 +177,21 @@ def _link_bytes_per_s(arguments: argparse.Namespace, task: Task) -> float | None
     return rate * 1e9
 
 
-def with_progress(request: PlanRequest, work: Callable[[Callable[[BatchLayout], None]], Choice]) -> Choice:
-    """Runs ``work`` with a progress bar; ``work`` is given a function to call with each batch layout."""
-    task = request.task
-    sizes = open_layouts(task.run, task.optim, request.launch.num_processes)
-    total = len(sizes) * len(task.losses)
+def choose(request: PlanRequest, **options: Any) -> Choice:
+    """Choose with a progress bar; ``options`` are those of ``choose_for_target``."""
+    task, launch = request.task, request.launch
+    total = len(open_layouts(task.run, task.optim, launch.num_processes)) * len(task.losses)
     with ProgressBar(desc="planning", total=total, unit="size") as bar:
 
         def on_size(layout: BatchLayout) -> None:
             bar.set_postfix_str(f"micro-batch {layout.micro_batch_size}", refresh=False)
             bar.update()
 
-        return work(on_size)
+        return choose_for_target(task, launch, request.budget_bytes, on_size=on_size, **options)
 
 
 def open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
-    """The flags to add to the recipe's so that the planner searches everything that these do not name."""
+    """Return the flags to add to the recipe's, so that the planner searches everything that these do not name."""
     added = []
     strategy = named.get("activation_checkpointing", "full" if "gradient_checkpointing" in named else None)
     if strategy is None:
@@ -207,16 +203,14 @@ def open_flags(named: dict[str, str], gib: float | None) -> Sequence[str]:
     return [*added, "--memory_budget_gib", repr(gib)] if is_searched and gib is not None else added
 
 
-def _check(arguments: argparse.Namespace, target: Target) -> None:
-    gib, count = arguments.memory_budget_gib, arguments.num_processes
-    require(gib is None or 0 < gib <= MAX_GIB, "--memory_budget_gib", gib, "from above 0 to a million")
-    require(count >= 1, "--num_processes", count, "at least 1")
-    if target.device_type == "cpu" and arguments.mixed_precision == "fp16":
+def check_precision(precision: str | None, target: Target) -> None:
+    """Raise ``InputError`` for fp16 on a CPU."""
+    if target.device_type == "cpu" and precision == "fp16":
         raise InputError("--mixed_precision fp16 does not work on the CPU: take bf16 or no")
 
 
 def launch_line(request: PlanRequest, chosen: Candidate, plan_file: Path | None = None) -> str:
-    """``accelerate launch ...`` with the flags as they were typed and those that were chosen, quoted for a shell.
+    """Return ``accelerate launch ...`` with the typed and the chosen flags, quoted for a shell.
 
     Args:
         plan_file: with the chosen plan, for a run without a search.
@@ -238,17 +232,13 @@ def launch_line(request: PlanRequest, chosen: Candidate, plan_file: Path | None 
 
 
 def check_plan_file(request: PlanRequest) -> None:
-    """Refuse ``--plan`` for a run that would not read a plan from a file.
-
-    Raises:
-        InputError: its preset has a budget, which goes with ``budget`` alone.
-    """
+    """Raise ``InputError`` for ``--plan`` with a budget in the preset, with which a run reads no plan from a file."""
     if "memory_budget_gib" in request.named:
         raise InputError("--plan does not go with a preset that has memory_budget_gib: give the budget as a flag")
 
 
 def _quoted(word: str) -> str:
-    """``word`` quoted for a shell; characters that are not printable in the form ``$'\\x1b'``."""
+    """Quote ``word`` for a shell; characters that are not printable in the form ``$'\\x1b'``."""
     if word.isprintable():
         return shlex.quote(word)
     letters = (letter if letter.isprintable() and letter not in "\\'" else _as_bytes(letter) for letter in word)
@@ -271,10 +261,9 @@ def _config_file(request: PlanRequest) -> Path:
 
 
 def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
-    """The values of the flags that were searched, by name.
+    """Return the values of the flags that were searched, by name.
 
-    ``--memory_budget_gib`` goes with ``budget`` and ``auto`` alone. A budget in a preset cannot be removed, so the flag
-    that it goes with is left to the run, which comes to the same choice.
+    A budget in a preset cannot be removed, and needs ``budget`` or ``auto``: that flag is left to the run.
     """
     run, strategy = request.task.run, str(request.task.run.activation_checkpointing)
     by_preset = "memory_budget_gib" in request.named
@@ -295,7 +284,7 @@ def _chosen_flags(request: PlanRequest, chosen: Candidate) -> dict[str, str]:
 
 
 def without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
-    """``flags`` without those of ``names`` and their values."""
+    """Return ``flags`` without those of ``names`` and their values."""
     kept: list[str] = []
     words = iter(flags)
     for word in words:
@@ -308,11 +297,7 @@ def without(flags: Sequence[str], names: dict[str, str]) -> list[str]:
 
 
 def check_device(request: PlanRequest) -> None:
-    """Refuse ``--measure`` for another device than this machine's.
-
-    Raises:
-        InputError: it is another one, or there are several.
-    """
+    """Raise ``InputError`` for ``--measure`` on several devices or on another one than this machine's."""
     target = request.launch.target
     if target.word != "cpu" and not (torch.cuda.is_available() and target.name == torch.cuda.get_device_name()):
         raise InputError(f"--measure runs on this machine's device, which is not {target.name}: leave out --target")
@@ -321,7 +306,7 @@ def check_device(request: PlanRequest) -> None:
 
 
 def measured_points(request: PlanRequest, points: Sequence[FrontierPoint], *, all_points: bool) -> list[FrontierPoint]:
-    """``points`` after a run of the Pareto-optimal ones, or of all."""
+    """Run the Pareto-optimal points, or all; return ``points`` with what was measured."""
     chosen = [number for number, point in enumerate(points) if all_points or point.is_optimal]
     with ProgressBar(desc="measuring", total=len(chosen), unit="point") as bar:
         runs = run_points(request.task, request.launch, [points[number] for number in chosen], on_run=bar.update)
@@ -332,7 +317,7 @@ def measured_points(request: PlanRequest, points: Sequence[FrontierPoint], *, al
 
 
 def record_of(request: PlanRequest, points: Sequence[FrontierPoint], **others: Any) -> dict[str, Any]:
-    """The request, its candidates and ``others`` as data, in bytes and seconds."""
+    """Return the request, its candidates and ``others`` as data, in bytes and seconds."""
     launch = request.launch
     return {
         "version": FORMAT_VERSION,
@@ -351,12 +336,12 @@ def record_of(request: PlanRequest, points: Sequence[FrontierPoint], **others: A
 
 
 def record_of_target(target: Target) -> dict[str, Any]:
-    """A device as data."""
+    """Return a device as data."""
     return {"word": target.word, "name": target.name, "memory_bytes": target.memory_bytes}
 
 
 def record_of_candidate(candidate: Candidate) -> dict[str, Any]:
-    """A candidate as data; ``parts`` add up to ``needed_bytes``."""
+    """Return a candidate as data; ``parts`` add up to ``needed_bytes``."""
     peak = candidate.forecast.peak
     return {
         "micro_batch_size": candidate.layout.micro_batch_size,
@@ -389,5 +374,5 @@ def _of_point(point: FrontierPoint) -> dict[str, Any]:
 
 
 def to_json(record: Mapping[str, Any]) -> str:
-    """The record as text."""
+    """Return the record as text."""
     return json.dumps(record, indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Of finished runs: ``memsave compare``, ``dashboard``, ``wandb-workspace``, and ``predict``.
+"""The commands on finished runs: ``memsave compare``, ``dashboard``, ``wandb-workspace`` and ``predict``.
 
 Commands import their dependencies when they run, so that comparing run folders starts in a tenth of a second.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
+    """Declare the flags."""
     add_folders(parser)
     parser.add_argument("--wandb", metavar="ENTITY/PROJECT", help="W&B project whose runs are compared, too")
     parser.add_argument("--baseline", metavar="RUN", help="folder or name of the baseline; default: plan none")
@@ -34,7 +34,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dashboard(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
+    """Declare the flags."""
     add_folders(parser)
     parser.add_argument("--port", type=int, help="port of the server; default: the first free one from 7860")
     parser.add_argument("--no-browser", action="store_true", help="print the address only")
@@ -42,13 +42,13 @@ def add_dashboard(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workspace(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
+    """Declare the flags."""
     parser.add_argument("project", metavar="ENTITY/PROJECT")
     parser.set_defaults(command=_workspace)
 
 
 def add_folders(parser: argparse.ArgumentParser) -> None:
-    """Declares the folders of runs."""
+    """Declare the folders of runs."""
     parser.add_argument(
         "folders",
         nargs="*",
@@ -96,7 +96,7 @@ def _workspace(arguments: argparse.Namespace) -> None:
 
 
 def read_all(folders: Sequence[Path], project: str | None = None) -> list[Run]:
-    """Every run at or below the folders and of the W&B project, once; a run that cannot be read is named and left out.
+    """Read every run at or below the folders and of the W&B project, once; name those that cannot be read.
 
     Raises:
         InputError: no run is left.
@@ -131,7 +131,7 @@ def _read(path: Path) -> Run:
 
 
 def _attempt_all(read: Callable[[Path], T], paths: Sequence[Path]) -> tuple[list[T], list[str]]:
-    """The results of ``read``, and a line for each path that it refuses; in threads, since wandb is slow."""
+    """Return the results of ``read``, and a line for each path that it refuses; in threads, since wandb is slow."""
 
     def attempt(path: Path) -> T | InputError:
         try:
@@ -146,7 +146,7 @@ def _attempt_all(read: Callable[[Path], T], paths: Sequence[Path]) -> tuple[list
 
 
 def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
-    """The run whose folder or name is given."""
+    """Return the run whose folder or name is given."""
     if named is None:
         return None
     if not os.path.exists(named):  # unlike pathlib, without an error for a text that cannot be a path
@@ -161,7 +161,7 @@ def _baseline(named: str | None, runs: Sequence[Run]) -> Run | None:
 
 
 def add_predict(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
+    """Declare the flags."""
     parser.add_argument("folder", metavar="FOLDER", help="a run's --output_dir, its final/, or a folder of a model")
     parser.add_argument(
         "inputs",
