@@ -88,11 +88,11 @@ def on_all_processes(accelerator: Accelerator, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def require_same(accelerator: Accelerator, values: Mapping[str, Any], way_out: str) -> None:
+def require_same(accelerator: Accelerator, values: Mapping[str, Any], hint: str) -> None:
     """Refuse ``values`` that are not those of rank 0, by name, on every rank.
 
     Raises:
-        InputError: on every rank, where they are not; it names the first one, and ends with ``way_out``.
+        InputError: on every rank, where they are not; it names the first one, and ends with ``hint``.
     """
     of_rank_0 = on_main_process(accelerator, lambda: dict(values))
 
@@ -100,7 +100,7 @@ def require_same(accelerator: Accelerator, values: Mapping[str, Any], way_out: s
         rank = accelerator.process_index
         for name, value in values.items():
             if value != of_rank_0[name]:
-                raise InputError(f"rank {rank} has {name} {value}, rank 0 has {of_rank_0[name]}: {way_out}")
+                raise InputError(f"rank {rank} has {name} {value}, rank 0 has {of_rank_0[name]}: {hint}")
 
     on_all_processes(accelerator, compare)
 

@@ -1,26 +1,13 @@
 """Write a folder so that it is whole or not there, whatever happens to the process or the disk meanwhile.
 
-Its manifest is written last and holds the size and SHA-256 of every file. A digest of these entries is in it too, and
-its text must be the canonical one, so that a changed byte in the manifest is found as well. This tells damage, not
-malice: who can write the folder can write a manifest that fits.
-
-NOTE [ the commit ]
+NOTE [ the commit ]: OLMo-core's protocol (``train/checkpoint.py``), with digests.
 1. Everything is written into a sibling, ``.tmp-NAME``. A killed save leaves such a folder, which is cleared later.
-2. Every file goes to the disk, then the manifest with their sizes and digests, then the sibling's own names. Who may
-   read the folder may read its files: safetensors lets only the owner.
-3. Renaming the sibling to ``NAME`` is the commit: before it the folder is not there, after it it is whole. Then the
-   parent's names go to the disk, so that the rename outlives a loss of power.
-4. Only now are older folders given up: each is renamed to ``.trash-NAME`` first, so that one half deleted is never
-   taken for a checkpoint, and then deleted.
+2. Every file is synced, then the manifest with their sizes and digests and a digest of these, then the sibling.
+3. Renaming the sibling to ``NAME`` is the commit. Then the parent is synced.
+4. Only now are older folders given up: each is renamed to ``.trash-NAME``, and then deleted.
 5. A save that fails clears its sibling and touches nothing else.
-6. Of weights in shards every rank writes its own file into the sibling, brings it to the disk and makes its digest.
-   Rank 0 begins before the first of them and finishes after the last one, with their digests in the manifest. Where a
-   rank fails, all do, and rule 5 holds. Each does so in a thread, beside which the training can go on.
-7. What rank 0 writes of weights that all ranks gather, part by part, it gathers and writes in turn. All ranks hear of
-   each part when it is on the disk, so where it is not, none is left in a gather, and rule 5 holds.
-
-The protocol is OLMo-core's (``train/checkpoint.py``), with digests. Not covered: a disk that lies about fsync, and file
-systems on which a rename is not atomic.
+6. Every rank writes and syncs its own shards, in a thread. Rank 0 begins before all and finishes after all.
+7. Weights that all ranks gather, file by file, are on rank 0's disk before the next file is gathered.
 """
 
 import errno
@@ -84,7 +71,7 @@ class Entry(TypedDict):
 
 
 def commit(folder: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Let ``write(temporary)`` fill a folder and make it ``folder/name``: rules 1 to 3 and 5 of NOTE [ the commit ].
+    """Let ``write(temporary)`` fill a folder, and make it ``folder/name``: rules 1 to 3 and 5 of NOTE [ the commit ].
 
     Raises:
         InputError: the disk is full, read-only or failing.
@@ -106,14 +93,14 @@ def commit_together(
     writers: Iterable[Writer],
     telling: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """``commit`` of what ``writers`` write on rank 0: rule 7 of NOTE [ the commit ]. For all ranks.
+    """Commit what ``writers`` write on rank 0: rule 7 of NOTE [ the commit ]. For all ranks.
 
     Args:
         writers: all ranks take one after the other, and may gather for the next one as they do.
         telling: inside, errors of the disk become the line that the user is told.
 
     Raises:
-        InputError: on all ranks, as ``telling`` raises it; what was there is as it was.
+        InputError: on all ranks, as ``telling`` raises it.
     """
 
     def on_rank_0(action: Callable[[], T]) -> T:
@@ -135,7 +122,7 @@ def commit_together(
 
 
 def _write(writer: Writer, folder: Path) -> None:
-    """What it returns is not for other ranks."""
+    """Write, and return nothing, which other ranks would be sent."""
     writer(folder)
 
 
@@ -158,7 +145,8 @@ def finish(temporary: Path, target: Path, of_others: Sequence[Entry] = ()) -> Pa
     Raises:
         InputError: one of these is not there.
     """
-    _let_others_read(temporary)
+    for path in filter(Path.is_file, temporary.rglob("*")):  # safetensors lets only the owner read
+        path.chmod(temporary.stat().st_mode & 0o666)
     write_manifest(temporary, of_others)
     if target.exists():  # it was damaged, or it would not be written again
         discard(target)
@@ -194,12 +182,6 @@ def _trash_of(path: Path) -> Path:
     return path.with_name(f"{TRASH}{path.name}")
 
 
-def _let_others_read(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(folder.stat().st_mode & 0o666)
-
-
 def check_space(output_dir: Path, num_bytes: int, what: str = "a checkpoint takes", *, freed_bytes: int = 0) -> None:
     """Refuse to begin a save of ``num_bytes`` that the disk cannot take.
 
@@ -221,7 +203,7 @@ def check_space(output_dir: Path, num_bytes: int, what: str = "a checkpoint take
 
 @contextmanager
 def disk_errors_as_input_error(
-    folder: Path, name: str, *, way_out: str = "then go on with --resume from the checkpoint before"
+    folder: Path, name: str, *, hint: str = "then go on with --resume from the checkpoint before"
 ) -> Iterator[None]:
     """Turn errors of the disk into one line that names the flag; others pass."""
     try:
@@ -231,12 +213,12 @@ def disk_errors_as_input_error(
         if reason is None:
             raise
         raise InputError(
-            f"--output_dir {folder.parent}: {name} cannot be written or deleted, {reason}: see to that, {way_out}"
+            f"--output_dir {folder.parent}: {name} cannot be written or deleted, {reason}: see to that, {hint}"
         ) from error
 
 
 def _number_of(error: Exception) -> int:
-    """The errno; safetensors has an exception of its own, whose text ends in ``(os error 28)``."""
+    """Return the errno; safetensors has an exception of its own, whose text ends in ``(os error 28)``."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     in_text = re.search(r"\(os error (\d+)\)", str(error))
@@ -244,12 +226,10 @@ def _number_of(error: Exception) -> int:
 
 
 def write_manifest(folder: Path, of_others: Sequence[Entry] = ()) -> None:
-    """Bring every file of ``folder`` to the disk, then write its manifest and bring that to the disk.
-
-    The digests are computed while the disk is writing, several at a time: none of that holds Python's lock.
+    """Sync every file of ``folder``, then write its manifest and sync that; digests are computed meanwhile.
 
     Args:
-        of_others: the entries of files that other ranks have brought to the disk.
+        of_others: the entries of files that other ranks have synced.
 
     Raises:
         InputError: one of these is not there.
@@ -261,8 +241,8 @@ def write_manifest(folder: Path, of_others: Sequence[Entry] = ()) -> None:
                 f"--output_dir {folder.parent.parent}: rank 0 does not see {path.name}, which another rank has written "
                 "there: put it on a disk that all machines share"
             )
-    with ThreadPoolExecutor(max_workers=HASHING_THREADS) as beside:
-        digests = {path: beside.submit(sha256_of_file, path) for path in _files(folder) if path not in known}
+    with ThreadPoolExecutor(max_workers=HASHING_THREADS) as threads:
+        digests = {path: threads.submit(sha256_of_file, path) for path in _files(folder) if path not in known}
         for path in digests:
             sync(path)
         entries = [*of_others, *(_entry(folder, path, digest.result()) for path, digest in digests.items())]
@@ -275,13 +255,13 @@ def write_manifest(folder: Path, of_others: Sequence[Entry] = ()) -> None:
 
 
 def settle(folder: Path, path: Path) -> Entry:
-    """Bring a file of ``folder`` to the disk; returns its entry in the manifest."""
+    """Sync a file of ``folder``; return its entry in the manifest."""
     sync(path)
     return _entry(folder, path, sha256_of_file(path))
 
 
 def verify_manifest(folder: Path) -> None:
-    """Read every byte of ``folder`` and compare.
+    """Compare every byte of ``folder`` with its manifest.
 
     Raises:
         Damaged: a file is missing, unknown, of another size or content, or cannot be read.
@@ -299,7 +279,8 @@ def verify_manifest(folder: Path) -> None:
         with ThreadPoolExecutor(max_workers=HASHING_THREADS) as threads:
             digests = threads.map(sha256_of_file, [folder / entry["path"] for entry in entries])
             for entry, digest in zip(entries, digests, strict=True):
-                _check_digest(entry, digest)
+                if digest != entry["sha256"]:
+                    raise Damaged(f"{entry['path']} has other bytes than were written")
     except OSError as error:
         raise Damaged(f"{Path(error.filename or folder).name} cannot be read: {error.strerror}") from error
 
@@ -314,7 +295,7 @@ def sync(path: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Everything but folders and the manifest."""
+    """List everything but folders and the manifest."""
     return sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
 
 
@@ -360,8 +341,3 @@ def _check_sizes(expected: dict[str, int], found: dict[str, int]) -> None:
             raise Damaged(f"{name} is missing")
         if found[name] != expected[name]:
             raise Damaged(f"{name} has {found[name]} of {expected[name]} bytes")
-
-
-def _check_digest(entry: Entry, digest: str) -> None:
-    if digest != entry["sha256"]:
-        raise Damaged(f"{entry['path']} has other bytes than were written")

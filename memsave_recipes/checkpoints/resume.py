@@ -78,7 +78,7 @@ OF_A_CPU = {"processor", "num_threads"}
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A whole checkpoint, and the newer ones that are damaged, each with the defect."""
+    """A whole checkpoint, and the newer ones that are damaged, with the defect of each."""
 
     path: Path
     step: int
@@ -86,12 +86,12 @@ class Found:
 
     @property
     def notices(self) -> list[str]:
-        """A line for each damaged checkpoint that was skipped."""
+        """One line for each damaged checkpoint that was skipped."""
         return [f"note: skipped the damaged checkpoint {path}: {reason}" for path, reason in self.damaged.items()]
 
 
 def find_newest(folder: Path, kind: str = STEP) -> Found | None:
-    """The newest whole checkpoint; ``None`` where none was ever committed.
+    """Find the newest whole checkpoint; ``None`` where none was ever committed.
 
     Raises:
         InputError: there are checkpoints and all of them are damaged.
@@ -114,16 +114,13 @@ def find_newest(folder: Path, kind: str = STEP) -> Found | None:
 
 
 def committed(folder: Path, kind: str = STEP) -> list[tuple[int, Path]]:
-    """The checkpoints in ``folder``, whole or damaged, newest first; each with its step."""
+    """List the checkpoints in ``folder``, whole or damaged, newest first; each with its step."""
     matches = ((re.fullmatch(rf"{kind}-(\d+)", path.name), path) for path in folder.glob(f"{kind}-*"))
     return sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
 
 
 def prune(folder: Path, kind: str, *, newest: int, keep: int, damaged: Iterable[Path] = ()) -> None:
-    """Keep ``keep`` checkpoints up to step ``newest``, which has just been committed; give up all others.
-
-    Those of later steps belong to a run that was not gone on with, because they are damaged.
-    """
+    """Keep ``keep`` checkpoints up to step ``newest``, which has just been committed; give up others and later ones."""
     known = set(damaged)
     candidates = [path for step, path in committed(folder, kind) if step <= newest and path not in known]
     kept = set(candidates[:keep])
@@ -133,25 +130,25 @@ def prune(folder: Path, kind: str, *, newest: int, keep: int, damaged: Iterable[
 
 
 def read_earlier(config: Path, checkpoints: Path) -> dict[str, Any] | None:
-    """The ``config`` of the run that left ``checkpoints``; ``None`` if there are no checkpoints.
+    """Read the ``config`` of the run that left ``checkpoints``; ``None`` if there are no checkpoints.
 
     Raises:
         InputError: it cannot be read.
     """
     if not committed(checkpoints):
         return None
-    way_out = "put it back, or begin anew with --overwrite"
+    hint = "put it back, or begin anew with --overwrite"
     try:
         content: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"--resume: {config} cannot be read: {way_out}") from error
+        raise InputError(f"--resume: {config} cannot be read: {hint}") from error
     if not _is_whole(content):
-        raise InputError(f"--resume: {config} is not what a run writes: {way_out}")
+        raise InputError(f"--resume: {config} is not what a run writes: {hint}")
     return content
 
 
 def _is_whole(config: Any) -> bool:
-    """Whether it has the required entries; a flag may be missing, because an earlier version did not know it."""
+    """Return whether all required entries are there; an earlier version may not have known a flag."""
     match config:
         case {
             "environment": {"versions": dict(), "mixed_precision": str()},
@@ -163,11 +160,10 @@ def _is_whole(config: Any) -> bool:
 
 
 def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path, num_processes: int) -> RunArguments:
-    """``run`` with the ``plan`` and the micro-batch that the ``earlier`` one was given by a search for the same.
+    """Return ``run`` with the plan and micro-batch that the same search gave the ``earlier`` run.
 
-    A search depends on measured times, and another plan would round in another way. With ``--bitwise_topology`` another
-    number of ranks takes the micro-batch alone. With another ``--shard`` a rank has room for other plans. In shards the
-    way in which the earlier run reduced gradients is kept with its plan.
+    A search depends on measured times, and another plan rounds in another way. With ``--bitwise_topology`` another
+    number of ranks takes the micro-batch alone. With another ``--shard`` a rank has room for other plans.
     """
     layout, reduction = earlier["geometry"], earlier.get("reduce_gradients", PER_MICRO_BATCH)
     same_search = all(earlier.get(flag) == getattr(run, flag) for flag in SEARCHED)
@@ -191,17 +187,17 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
 
 
 def with_previous_choices(run: Any, earlier: dict[str, Any]) -> Any:
-    """The flags ``run`` with ``auto`` as the ``earlier`` one resolved it, and ``KEPT``."""
+    """Return the flags ``run`` with ``auto`` as the ``earlier`` run resolved it, and ``KEPT``."""
     kept = [name for name in CHOSEN if getattr(run, name, None) == AUTO]
     kept += [name for name, default in KEPT.items() if getattr(run, name, None) == default]
     return replace(run, **{name: (LATER | earlier)[name] for name in kept})
 
 
 def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    """Refuse to go on with flags that would have made another run; a line for each that has to be trusted.
+    """Refuse to go on with flags that would have made another run; return a line for each that has to be trusted.
 
     Args:
-        saved: by name, as JSON gives them back; others than flags may be among them.
+        saved: ``config.json``; others than flags may be among its entries.
         present: by name.
 
     Raises:
@@ -216,16 +212,16 @@ def check_same_flags(saved: dict[str, Any], present: dict[str, Any]) -> list[str
     for name in saved.keys() & now.keys() - free:
         if saved[name] == now[name] or (name in (*CHOSEN, "reduce_gradients") and now[name] == AUTO):
             continue
+        change = f"--{name} was {saved[name]} and is {now[name]}"
         if name in ROUNDS:
-            notices.append(f"note: --{name} was {saved[name]} and is {now[name]}: ranks add gradients in another order")
-            continue
-        if name not in PLACES:
+            notices.append(f"note: {change}: ranks add gradients in another order")
+        elif name in PLACES:
+            notices.append(f"note: {change}, which is taken to be the same")
+        else:
             why = f", and a {now['lr_scheduler_type']} schedule depends on the end" if name in LENGTH else ""
             raise InputError(
-                f"--resume: --{name} was {saved[name]} and is {now[name]}{why}: give what the run was started with, or "
-                "name another --output_dir"
+                f"--resume: {change}{why}: give what the run was started with, or name another --output_dir"
             )
-        notices.append(f"note: --{name} was {saved[name]} and is {now[name]}, which is taken to be the same")
     return sorted(notices)
 
 
@@ -239,11 +235,7 @@ def _check_same_micro_batch(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> list[str]:
-    """A line for everything that may round in another way now; another precision is refused, as another ``--dtype`` is.
-
-    Args:
-        saved: the result of ``describe_environment``, after JSON.
-        accelerator: as it is now.
+    """Return a line for everything that may round in another way than in the ``saved`` environment.
 
     Raises:
         InputError: the mixed precision has changed.
@@ -263,19 +255,15 @@ def check_same_environment(saved: dict[str, Any], accelerator: Accelerator) -> l
 
 
 def describe_run(order: SampleOrder, layout: BatchLayout, data: Fingerprint | None) -> dict[str, Any]:
-    """The part of a checkpoint that is compared with the run that resumes it."""
+    """Return what a checkpoint keeps for the comparison with the run that resumes it."""
     return {"order": asdict(order), "geometry": asdict(layout), "data": data.record() if data else None}
 
 
 def check_same_data(saved: dict[str, Any], data: Fingerprint | None, *, changed_ok: bool) -> list[str]:
-    """Refuse to go on with other data; returns a line for each thing that is trusted.
-
-    Args:
-        saved: the result of ``describe_run``; that of an earlier version has no data.
-        changed_ok: go on with other data, and say so.
+    """Refuse to go on with other data, unless ``changed_ok``; return a line on what is trusted.
 
     Raises:
-        InputError: the data has changed.
+        InputError: the data is not that of ``saved``, the result of ``describe_run``.
     """
     if data is None:
         return []
@@ -309,7 +297,7 @@ def check_same_samples(saved: dict[str, Any], order: SampleOrder, *, changed_ok:
 
 
 def describe_change(saved: dict[str, Any], layout: BatchLayout) -> str | None:
-    """One line on another batch layout; ``None`` where it is the same."""
+    """Return a line on another batch layout; ``None`` where it is the same."""
     if saved["geometry"] == asdict(layout):
         return None
     before = type(layout)(**saved["geometry"])

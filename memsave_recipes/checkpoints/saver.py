@@ -1,13 +1,11 @@
 """The checkpoints of a run, as its loop sees them: resume once, call after every step. One run a folder, by a lock.
 
 checkpoints = Checkpoints(accelerator, folder / "checkpoints", TrainState(...), order=..., layout=..., ...)
-resumed = checkpoints.resume_into(batches)     # before the first one is loaded
+resumed = checkpoints.resume_into(batches)  # before the first one is loaded
 for batch in batches:
     ...
-    for held_out in checkpoints.until_signal(evaluation_batches(...), batch.step + 1, state):
-        ...
     checkpoints.after_step(batch.step + 1, state)  # state() gives {"clock": ..., "best": ...}
-checkpoints.delete_last_step()                      # deletes that of the last step, when the results are written
+checkpoints.delete_last_step()  # when the results are written
 """
 
 import itertools
@@ -51,20 +49,13 @@ from memsave_recipes.checkpoints.resume import (
     find_newest,
     prune,
 )
-from memsave_recipes.checkpoints.state import PartOfState, Record, TrainState, fitting, read_record
-from memsave_recipes.distributed import (
-    RankPoll,
-    on_all_after_rank_0,
-    on_all_processes,
-    on_main_process,
-    told_to_rank_0,
-)
+from memsave_recipes.checkpoints.state import RankState, Record, TrainState, fitting, read_record
+from memsave_recipes.distributed import RankPoll, on_all_after_rank_0, on_all_processes, on_main_process, told_to_rank_0
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.text import say
-from memsave_recipes.training.arguments import CheckpointArguments
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.optimizers import NotFinite
 
@@ -83,14 +74,12 @@ class RunLock:
         self._file: os.stat_result | None = None
 
     def acquire(self) -> list[Path]:
-        """Returns the folders that had to be made, the innermost first.
-
-        Ranks that come after others of their launch wait ``GIVEN_BACK_S`` for it.
+        """Take the lock, for which restarted ranks wait ``GIVEN_BACK_S``; return the folders made, innermost first.
 
         Raises:
             InputError: another run holds it, or it cannot be written.
         """
-        with disk_errors_as_input_error(self.path, LOCK, way_out="or name another folder"):
+        with disk_errors_as_input_error(self.path, LOCK, hint="or name another folder"):
             made = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +97,7 @@ class RunLock:
         return made
 
     def keep(self) -> None:
-        """Take it again where its file has been deleted, as cleaners of old files do, and say so.
+        """Take the lock again, and say so, where its file has been deleted, as cleaners of old files do.
 
         Raises:
             InputError: another run has taken it meanwhile.
@@ -126,7 +115,7 @@ class RunLock:
         say(f"note: {self.path} had been deleted, and is held again: keep cleaners of old files away from it")
 
     def release(self, made: list[Path]) -> None:
-        """Give it back, and remove the folders that were ``made`` for it, if they are empty."""
+        """Give the lock back, and remove the folders that were ``made`` for it, if they are empty."""
         if self._lock.is_locked and self._is_whole():
             self.path.unlink()  # before others can have it; who opened it earlier is refused, or opens it again
             with suppress(OSError):  # it holds a run
@@ -135,7 +124,7 @@ class RunLock:
         self._lock.release()
 
     def _is_whole(self) -> bool:
-        """Whether the file that is locked is the one that others would lock."""
+        """Return whether the locked file is the one that others would lock."""
         try:
             return self._file is not None and os.path.samestat(self._file, self.path.stat())
         except FileNotFoundError:
@@ -144,9 +133,7 @@ class RunLock:
 
 @contextmanager
 def locked_run_folder(accelerator: Accelerator, folder: Path) -> Iterator[RunLock]:
-    """Hold ``folder`` until the block or the process ends. Rank 0 holds it for all.
-
-    Folders made for it are removed again if they are empty, since such a run never began.
+    """Hold ``folder`` until the block or the process ends; rank 0 does for all. Empty folders made for it go again.
 
     Raises:
         InputError: on all ranks, where another run holds it, or it cannot be written.
@@ -164,7 +151,7 @@ T = TypeVar("T")
 SAVE_ONLY = 1
 """A request to save, smaller than the number of any signal that stops a run."""
 HAS_FAILED = 1000
-"""A request to end the run, larger than the number of any signal: a save beside the training has failed."""
+"""A request to end the run, larger than the number of any signal: a save in the background has failed."""
 _topics = (f"save-{number}" for number in itertools.count())
 
 
@@ -173,9 +160,9 @@ class Resumed:
     """Where a run goes on.
 
     Args:
-        step: optimizer steps that are done, so also the next one's number, from 0.
-        state: the loop's own, as given to ``after_step``.
-        notices: lines to be printed: damaged checkpoints that were skipped, and differences from the saved run.
+        step: optimizer steps that are done.
+        state: of the loop, as given to ``after_step``.
+        notices: lines on damaged checkpoints that were skipped, and on differences from the saved run.
     """
 
     step: int
@@ -184,10 +171,7 @@ class Resumed:
 
 
 class _Writing:
-    """A save in shards, in a thread of each rank.
-
-    A daemon, as a run that ends by a failure waits for no save: it is whole or not there.
-    """
+    """A save in shards, in a daemon thread of each rank: a run that fails does not wait for it."""
 
     def __init__(self, step: int, write: Callable[[], None]) -> None:
         self.step = step
@@ -197,7 +181,7 @@ class _Writing:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until it is done; raises what it has raised."""
+        """Wait until the save is done; raise what it has raised."""
         self._thread.join()
         if self.error is not None:
             raise self.error
@@ -216,13 +200,12 @@ class Checkpoints:
         folder: of the checkpoints alone, seen by all ranks.
         training: the state that is saved.
         order, layout: the samples of each step, and their split over ranks and micro-batches.
-        keep: so many of the newest are kept.
-        every_steps, every_minutes: when to save beside a stop by a signal; either, both or none.
-        signals: those that stop the run; none by default.
-        data: fingerprint of the training data; without it, a resumed run does not check its data.
+        keep: how many of the newest are kept.
+        every_steps, every_minutes: when to save, besides a stop by a signal.
+        data: of the training; without it, a resumed run does not check its data.
         data_changed_ok: go on with other data.
-        lock: of the run's folder, looked after at every save.
-        beside: of a state in shards, whether the training goes on while a save that ``after_step`` began is written.
+        lock: of the run's folder, checked at every save.
+        async_save: train on while a save in shards that ``after_step`` began is written.
     """
 
     def __init__(
@@ -240,7 +223,7 @@ class Checkpoints:
         data: Fingerprint | None = None,
         data_changed_ok: bool = False,
         lock: RunLock | None = None,
-        beside: bool = False,
+        async_save: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.folder = folder
@@ -254,58 +237,27 @@ class Checkpoints:
         self.data = data
         self.data_changed_ok = data_changed_ok
         self.lock = lock
-        self.beside = beside
+        self.async_save = async_save
         self.damaged: list[Path] = []
         self.last_saved: int | None = None
         self._writing: _Writing | None = None
         self._last_time = time.monotonic()
         self._poll = RankPoll(accelerator)
 
-    @classmethod
-    def from_args(
-        cls,
-        checkpointing: CheckpointArguments,
-        accelerator: Accelerator,
-        folder: Path,
-        training: TrainState,
-        batches: GlobalBatches,
-        data: Fingerprint,
-        *,
-        signals: StopSignals,
-        lock: RunLock,
-    ) -> "Checkpoints":
-        """Those of a run that trains ``batches``, saved as its flags say."""
-        return cls(
-            accelerator,
-            folder,
-            training,
-            order=batches.order,
-            layout=batches.layout,
-            keep=checkpointing.keep_checkpoints,
-            every_steps=checkpointing.save_every,
-            every_minutes=checkpointing.save_every_minutes,
-            signals=signals,
-            data=data,
-            data_changed_ok=checkpointing.data_changed_ok,
-            lock=lock,
-            beside=checkpointing.async_save,
-        )
-
     def resume_into(self, batches: GlobalBatches) -> Resumed | None:
-        """``resume()``, with ``batches`` beginning where it is.
+        """Resume, and have ``batches`` begin there.
 
         Raises:
-            InputError: as ``resume()``, or the run would end before it.
+            InputError: as ``resume``, or the run would end before that.
         """
         resumed = self.resume()
-        if resumed is None:
-            return None
-        if resumed.step > batches.steps.stop:
-            raise InputError(
-                f"--resume: {self.folder} has {resumed.step} steps and this run ends after {batches.steps.stop}: raise "
-                "--max_steps or --num_epochs"
-            )
-        batches.begin_after(resumed.step)
+        if resumed is not None:
+            if resumed.step > batches.steps.stop:
+                raise InputError(
+                    f"--resume: {self.folder} has {resumed.step} steps and this run ends after {batches.steps.stop}: "
+                    "raise --max_steps or --num_epochs"
+                )
+            batches.begin_after(resumed.step)
         return resumed
 
     def resume(self) -> Resumed | None:
@@ -322,28 +274,27 @@ class Checkpoints:
         return Resumed(step=found.step, state=record["state"], notices=found.notices + notices)
 
     def after_step(self, step: int, state: Callable[[], Record]) -> None:
-        """Save if it is time or a signal asks for it, after so many steps; ``state()`` is called only then.
+        """Save after ``step`` steps if it is time or a signal asks for it; ``state()`` is called only then.
 
         Raises:
             StoppedBySignal: a rank received a signal; the checkpoint has been saved.
-            InputError, NotFinite: as ``save``; or a save beside the training has failed meanwhile.
+            InputError, NotFinite: as ``save``; or a save in the background has failed meanwhile.
         """
         request = self._poll.max(step, self._request())
         if request == HAS_FAILED:
             self.finish_writing()
         if request or (self.every_steps and step % self.every_steps == 0):
-            self.save(step, state(), beside=self.beside and request <= SAVE_ONLY)
+            self.save(step, state(), in_background=self.async_save and request <= SAVE_ONLY)
         if request > SAVE_ONLY:
             raise StoppedBySignal(request, step, self.folder)
 
     def until_signal(self, batches: Iterable[T], step: int, state: Callable[[], Record]) -> Iterator[T]:
-        """``batches`` of an evaluation after so many steps, equally many on all ranks; a signal ends it before one.
+        """Yield the ``batches`` of an evaluation after ``step`` steps, equally many on all ranks, until a signal.
 
-        The checkpoint saved then is that of before the evaluation, with which the resumed run begins.
+        The resumed run begins with the evaluation.
 
         Raises:
-            StoppedBySignal: as ``after_step``.
-            InputError, NotFinite: as ``save``.
+            StoppedBySignal, InputError, NotFinite: as ``after_step``.
         """
         poll = RankPoll(self.accelerator)
         for number, batch in enumerate(batches):
@@ -352,18 +303,18 @@ class Checkpoints:
                 raise StoppedBySignal(signal, step, self.folder)
             yield batch
 
-    def save(self, step: int, state: Record, *, beside: bool = False) -> None:
-        """Save after ``step`` steps, unless that has been done, when a save beside the training is done.
+    def save(self, step: int, state: Record, *, in_background: bool = False) -> None:
+        """Save after ``step`` steps, unless that has been done; first wait for a save in the background.
 
         Args:
-            beside: return as soon as a state in shards has been copied on the host; ``finish_writing`` waits for it.
+            in_background: return as soon as a state in shards has been copied to the host.
 
         Raises:
             InputError: it could not be saved, or the one before; what was there is as it was.
             NotFinite: the weights are not; the one before is as it was.
         """
         self.finish_writing()
-        if step != self.last_saved and not self._written(step, state, beside=beside):
+        if step != self.last_saved and not self._written(step, state, in_background=in_background):
             last = f"the last checkpoint is of step {self.last_saved}" if self.last_saved else "there is no checkpoint"
             raise NotFinite(
                 f"the weights are not finite after step {step}, although its loss was: they are not saved, {last}; "
@@ -372,7 +323,7 @@ class Checkpoints:
         self._last_time = time.monotonic()
 
     def finish_writing(self) -> None:
-        """Wait for a save beside the training, if there is one.
+        """Wait for a save in the background, if there is one.
 
         Raises:
             InputError: on all ranks, where it could not be saved; the one before is as it was.
@@ -383,7 +334,7 @@ class Checkpoints:
             self.last_saved = writing.step
 
     def save_best(self, step: int, writers: Iterable[Writer]) -> None:
-        """Save the files that ``writers`` write on rank 0, such as the weights, as the only ``best-STEP``.
+        """Save what ``writers`` write on rank 0, such as the weights, as the only ``best-STEP``.
 
         Raises:
             InputError: it could not be saved; the one before is as it was.
@@ -394,15 +345,14 @@ class Checkpoints:
         on_main_process(self.accelerator, lambda: prune(self.folder, BEST, newest=step, keep=1))
 
     def has_best(self) -> bool:
-        """Whether a whole ``best-STEP`` is there."""
+        """Return whether a whole ``best-STEP`` is there."""
         try:
             return find_newest(self.folder, BEST) is not None
         except InputError:  # all are damaged
             return False
 
     def delete_last_step(self) -> None:
-        """Delete the checkpoint of the last step, now that the run is done, where it is the only one and none was asked
-        for."""
+        """Delete the checkpoint of the last step of a finished run, if it is the only one and none was asked for."""
         if self.every_steps is None:
             on_main_process(self.accelerator, self._delete_the_only_one)
 
@@ -416,7 +366,7 @@ class Checkpoints:
             self.folder.rmdir()
 
     def _request(self) -> int:
-        """The number of this rank's signal, ``SAVE_ONLY`` or 0. Only rank 0's clock decides when it is time."""
+        """Return the number of this rank's signal, ``SAVE_ONLY`` or 0. Only rank 0's clock tells when it is time."""
         if self._writing is not None and self._writing.error is not None:
             return HAS_FAILED
         if signal := self._signal():
@@ -425,19 +375,18 @@ class Checkpoints:
         return SAVE_ONLY if is_time else 0
 
     def _signal(self) -> int:
-        """The number of the signal that this rank has received, 0 for none."""
         return self.signals.received if self.signals is not None else 0
 
-    def _written(self, step: int, state: Record, *, beside: bool) -> bool:
-        """Whether it was saved, or is being saved ``beside`` the training: the weights must be finite."""
+    def _written(self, step: int, state: Record, *, in_background: bool) -> bool:
+        """Return whether the weights are finite, so that they were saved, or are being saved."""
         if self.training.is_sharded:
-            return self._write_by_all(step, state, beside=beside)
+            return self._write_by_all(step, state, in_background=in_background)
         written = on_main_process(self.accelerator, lambda: self._write(step, state))
         self.last_saved = step if written else self.last_saved
         return written
 
     def _write(self, step: int, state: Record) -> bool:
-        """By rank 0, which has all of it."""
+        """Write on rank 0, which has all of the state."""
         if self.lock is not None:
             self.lock.keep()
         if not self.training.is_finite():
@@ -448,26 +397,26 @@ class Checkpoints:
         prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         return True
 
-    def _write_by_all(self, step: int, state: Record, *, beside: bool) -> bool:
-        """By every rank its parts: rule 6 of NOTE [ the commit ]."""
+    def _write_by_all(self, step: int, state: Record, *, in_background: bool) -> bool:
+        """Write the shards of every rank: rule 6 of NOTE [ the commit ]."""
         if not all(gather_object([self.training.is_finite()])):
             return False
         name, rank, topic = f"{STEP}-{step}", self.accelerator.process_index, next(_topics)
         temporary = on_main_process(self.accelerator, lambda: self._begin(name))
         record = self._record(step, state)
-        part = on_all_processes(self.accelerator, lambda: self.training.part(rank, record, copied=beside))
-        self._writing = _Writing(step, lambda: self._write_part(step, temporary, part, topic))
-        if not beside:
+        mine = on_all_processes(self.accelerator, lambda: self.training.rank_state(rank, record, copied=in_background))
+        self._writing = _Writing(step, lambda: self._write_shards(step, temporary, mine, topic))
+        if not in_background:
             self.finish_writing()
         return True
 
-    def _write_part(self, step: int, temporary: Path, part: PartOfState, topic: str) -> None:
-        """This rank's; rank 0 waits for those of all, and commits. In a thread, so without a collective."""
+    def _write_shards(self, step: int, temporary: Path, mine: RankState, topic: str) -> None:
+        """Write this rank's shards; rank 0 waits for all and commits. In a thread, so without a collective."""
         name = f"{STEP}-{step}"
 
         def write_mine() -> Entry | None:
             with disk_errors_as_input_error(self.folder, name):
-                path = part.write_tensors(temporary)
+                path = mine.write_tensors(temporary)
                 return None if path is None else settle(temporary, path)
 
         try:
@@ -475,16 +424,16 @@ class Checkpoints:
             if entries is None:
                 return
             with disk_errors_as_input_error(self.folder, name):
-                part.write_others(temporary)
+                mine.write_others(temporary)
                 finish(temporary, self.folder / name, [entry for entry in entries if entry is not None])
             prune(self.folder, STEP, newest=step, keep=self.keep, damaged=self.damaged)
         except BaseException:
-            if part.parts.rank == 0:
+            if mine.shards.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
 
     def _begin(self, name: str) -> Path:
-        """The folder that all ranks fill."""
+        """Make the folder that all ranks fill."""
         if self.lock is not None:
             self.lock.keep()
         self._make_room()
@@ -503,7 +452,7 @@ class Checkpoints:
         return find_newest(self.folder)
 
     def _restore(self, found: Found) -> tuple[Record, list[str]]:
-        """The record, and notices of differences from the saved run."""
+        """Return the record, and lines on differences from the saved run."""
         if not found.path.is_dir():
             raise InputError(
                 f"--output_dir {self.folder.parent} is not seen by all ranks, so they cannot resume: put it on a disk "

@@ -1,10 +1,9 @@
 """The tensors of a checkpoint whose weights are in shards: a safetensors file for each rank that holds any.
 
-The format is that of torch's distributed checkpoints in safetensors (``HuggingFaceStorageWriter`` with
-``save_distributed``): a part of a tensor under the tensor's name, and where it begins in ``DCP_SHARDING_INFO`` of the
-file's header. Torch's writer has the ranks agree on a plan in collectives, which can take longer than the writing
-(https://github.com/huggingface/accelerate/issues/4099); a rank knows its parts by itself. Torch's reader loads them
-onto any number of ranks, cut up in any way or whole. Neither uses pickle.
+The format is that of torch's distributed checkpoints (``HuggingFaceStorageWriter`` with ``save_distributed``): a shard
+under the tensor's name, and where it begins in ``DCP_SHARDING_INFO`` of the file's header. Torch's reader loads them
+onto any number of ranks. Its writer has the ranks agree on a plan in collectives, which can take longer than the
+writing (https://github.com/huggingface/accelerate/issues/4099); a rank knows its shards by itself.
 """
 
 import json
@@ -27,50 +26,50 @@ OFFSETS = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
-    """A rank's parts of tensors, on the host, by the tensor's name, with the header of their file."""
+class RankShards:
+    """The shards of a rank, on the host, by the tensor's name, with the header of their file."""
 
     rank: int
     tensors: dict[str, Tensor]
     header: dict[str, str]
 
 
-def parts_of(rank: int, tensors: dict[str, Tensor], *, copied: bool = False) -> Parts:
-    """Those of ``tensors`` that ``rank``, which calls this, has to write. No collective.
+def shards_of(rank: int, tensors: dict[str, Tensor], *, copied: bool = False) -> RankShards:
+    """Return the shards of ``tensors`` that ``rank``, which calls this, has to write. No collective.
 
-    Of replicas the first writes; tensors that are not in shards are written by rank 0.
+    The first of replicas is written, and by rank 0 what is not in shards.
 
     Args:
-        copied: also where they are on the host, so that they stay what they are while the training goes on.
+        copied: also where they are on the host, so that training does not change them.
     """
     mine: dict[str, Tensor] = {}
     offsets: dict[str, dict[str, list[int]]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            part, begins = tensor.to_local(), [first_row(tensor), *[0] * (tensor.ndim - 1)]
+            shard, begins = tensor.to_local(), [first_row(tensor), *[0] * (tensor.ndim - 1)]
             is_mine = is_first_replica(tensor)
         else:
-            part, begins, is_mine = tensor, [0] * tensor.ndim, rank == 0
-        if is_mine and part.numel():
-            mine[name] = part.detach().to("cpu", copy=copied).contiguous()
+            shard, begins, is_mine = tensor, [0] * tensor.ndim, rank == 0
+        if is_mine and shard.numel():
+            mine[name] = shard.detach().to("cpu", copy=copied).contiguous()
             offsets[name] = {"saved_offsets": begins}
-    return Parts(rank, mine, {OFFSETS: json.dumps(offsets), "format": "pt"})
+    return RankShards(rank, mine, {OFFSETS: json.dumps(offsets), "format": "pt"})
 
 
-def write_parts(folder: Path, parts: Parts) -> Path | None:
-    """Write the file of a rank; ``None``, and no file, where it has no part. No collective."""
-    if not parts.tensors:
+def write_shards(folder: Path, shards: RankShards) -> Path | None:
+    """Write the file of a rank; ``None``, and no file, where it has no shard. No collective."""
+    if not shards.tensors:
         return None
-    path = folder / NAME.format(parts.rank + 1)
-    save_file(parts.tensors, path, metadata=parts.header)
+    path = folder / NAME.format(shards.rank + 1)
+    save_file(shards.tensors, path, metadata=shards.header)
     return path
 
 
-def read_parts(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
-    """The tensors in ``folder``, on whichever ranks they were written; each rank reads its own parts. No collective.
+def read_shards(folder: Path, like: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+    """Read the tensors in ``folder``, on each rank its own shards; on any number of ranks. No collective.
 
     Args:
-        like: the tensor in whose shards one of this name and size is wanted; without one it is read whole, to the host.
+        like: returns by name the tensor in whose shards one is wanted; ``None``: whole, on the host.
 
     Raises:
         ValueError, RuntimeError, OSError: the files cannot be read.

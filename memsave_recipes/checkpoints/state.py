@@ -1,19 +1,11 @@
 """The train state of a checkpoint: weights, optimizer, schedule, loss scaler and a record, exactly and without pickle.
 
-Each of them is a pytree of tensors and plain values. Tensors go to ``STEM-K.safetensors`` under the path of their keys,
-everything else to ``STEM.json``. Tensors that are the same memory (tied weights, a table that all of an optimizer's
-parameters share) are written once. Floats keep every bit: JSON's text of a float is the shortest one that reads back
-the same.
+Each is a pytree of tensors and plain values. Tensors go to ``STEM-K.safetensors`` under the path of their keys, those
+of the same memory once; everything else goes to ``STEM.json``, where floats keep every bit. Of weights in shards every
+rank writes one file (``shard_files.py``). Frozen parameters are known by their digest alone.
 
-Not Accelerate's ``save_state``: it writes every rank's random state as a pickle, names the weights of a model after the
-DDP around it (so that they fit one kind of world), leaves out a schedule that it has not prepared, and keeps the
-optimizer in a pickle. Randomness needs no saving, see NOTE [ the exact global batch ].
-
-Where weights are in shards, every rank writes its parts of all tensors to one file (``shard_files.py``), and rank 0 the
-JSON. Both kinds are read by whole weights and by shards on any number of ranks.
-
-Frozen parameters are those that the run began with, so their digest is kept instead of their bytes: the checkpoint of
-an adapter is as small as the adapter.
+Accelerate's ``save_state`` pickles the optimizer and every rank's random state, names weights after the DDP around
+them, and leaves out a schedule that it has not prepared. Randomness needs no saving: NOTE [ the exact global batch ].
 """
 
 import hashlib
@@ -33,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from memsave_recipes.checkpoints.shard_files import NAME, Parts, parts_of, read_parts, write_parts
+from memsave_recipes.checkpoints.shard_files import NAME, RankShards, read_shards, shards_of, write_shards
 from memsave_recipes.errors import InputError
 from memsave_recipes.sharding.tensors import cut_like, is_sharded, local, locals_of, whole
 from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
@@ -52,16 +44,16 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class PartOfState:
-    """What a rank writes of a state in shards: its parts of the tensors; and, if it is rank 0, all other files."""
+class RankState:
+    """The share of a rank in a state in shards: its shards of the tensors; of rank 0 all other files as well."""
 
-    parts: Parts
+    shards: RankShards
     texts: dict[str, str]
     trees: dict[str, PyTree]
 
     def write_tensors(self, folder: Path) -> Path | None:
-        """Write its file, if it has any parts; returns the file."""
-        return write_parts(folder, self.parts)
+        """Write the file of the rank, if it has any shards; return its path."""
+        return write_shards(folder, self.shards)
 
     def write_others(self, folder: Path) -> None:
         """Write the other files."""
@@ -75,9 +67,8 @@ class TrainState:
     """The state that changes while a model is trained.
 
     Args:
-        accelerator: its loss scaler, if it has one, is part of it.
-        model: bare or prepared.
-        optimizer: bare or prepared; one that steps in the backward is like any other between two steps.
+        accelerator: with the loss scaler, if there is one.
+        model, optimizer: prepared or not.
         scheduler: any whose ``state_dict`` holds plain values, such as a ``LambdaLR``.
     """
 
@@ -85,9 +76,9 @@ class TrainState:
         self, accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler
     ) -> None:
         self.model = accelerator.unwrap_model(model)
-        self.parts: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
+        self.stateful: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
         if accelerator.scaler is not None:
-            self.parts["scaler"] = accelerator.scaler
+            self.stateful["scaler"] = accelerator.scaler
         self._on_cpu = accelerator.device.type == "cpu"  # where an optimizer keeps the tensors that it loads
         self.is_sharded = is_sharded(self.model)
         self._frozen_digest: str | None = None
@@ -95,51 +86,44 @@ class TrainState:
             self._digest_of_frozen()  # here, where all ranks are
 
     def num_bytes(self) -> int:
-        """Of the tensors of a checkpoint."""
+        """Return the bytes of the tensors of a checkpoint."""
         return sum(num_bytes(tree) for tree in self._trees().values())
 
     def num_bytes_in_the_end(self, optimizer: str, momentum: float) -> int:
-        """``num_bytes()`` after a step: before the first one, ``--optimizer`` has not made its state yet."""
+        """Return ``num_bytes()`` after a step, when ``--optimizer`` has made its state."""
         shares = parameters_by_optimizer(optimizer, self.model)
         state = sum(state_bytes(name, share, momentum=momentum) for name, share in shares.items())
-        return self.num_bytes_of_weights() + max(state, num_bytes(self.parts["optimizer"].state_dict()))
+        return self.num_bytes_of_weights() + max(state, num_bytes(self.stateful["optimizer"].state_dict()))
 
     def num_bytes_of_weights(self, *, merged: bool = False) -> int:
-        """Of those that are trained, or of all, into which adapters are ``merged``."""
+        """Return the bytes of the weights that are trained, or of all, into which adapters are ``merged``."""
         weights = self.model.state_dict() if merged else self._trees()["model"]
         return num_bytes(weights)
 
     @torch.no_grad()
     def is_finite(self) -> bool:
-        """Whether all weights that are trained are finite; makes no copy of any, and waits for the device once.
-
-        In shards, those of this rank.
-        """
+        """Return whether all weights that train (of this rank) are finite; copy none, wait for the device once."""
         trained = locals_of(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         found = [part.aminmax() for part in trained if part.numel()]
         extremes = [extreme.isfinite() for pair in found for extreme in pair]  # NaN is extreme
         return not extremes or bool(torch.stack(extremes).all())
 
     def write(self, folder: Path, record: Record) -> None:
-        """Write everything to ``folder``, with ``record`` beside it. For one rank, which has all of it."""
+        """Write everything and ``record`` to ``folder``. For one rank, which has all of it."""
         for stem, tree in self._trees().items():
             write_pytree(folder, stem, tree)
         write_pytree(folder, FROZEN, self._digest_of_frozen())
         write_pytree(folder, RECORD, record)
 
-    def part(self, rank: int, record: Record, *, copied: bool = False) -> PartOfState:
-        """What ``rank``, which calls this, writes of a state in shards, with ``record`` beside it, as both are now.
-
-        Args:
-            copied: as ``parts_of``.
-        """
+    def rank_state(self, rank: int, record: Record, *, copied: bool = False) -> RankState:
+        """Return what ``rank``, which calls this, writes of a state in shards now; ``copied`` as of ``shards_of``."""
         tensors: dict[str, Tensor] = {}
         texts = {stem: _text(_pack(tree, stem, tensors, {}), None) for stem, tree in self._trees().items()}
         trees = {FROZEN: self._digest_of_frozen(), RECORD: deepcopy(record)}
-        return PartOfState(parts_of(rank, tensors, copied=copied), texts, trees)
+        return RankState(shards_of(rank, tensors, copied=copied), texts, trees)
 
     def read(self, folder: Path) -> None:
-        """Restore everything from ``folder``. For every rank.
+        """Restore everything from ``folder``, on every rank.
 
         Raises:
             InputError: a file cannot be read, or does not fit this model, optimizer or schedule.
@@ -147,22 +131,22 @@ class TrainState:
         try:
             if read_pytree(folder, FROZEN) != self._digest_of_frozen():
                 raise ValueError("the frozen weights are others than those it was trained with")
-            parts = read_parts(folder, self._owners()) if is_in_parts(folder) else None
-            trees = {stem: read_pytree(folder, stem, mapped=not self._on_cpu, parts=parts) for stem in self.parts}
+            shards = read_shards(folder, self._owners()) if is_in_shards(folder) else None
+            trees = {stem: read_pytree(folder, stem, mapped=not self._on_cpu, shards=shards) for stem in self.stateful}
             self._cut_up_state(trees["optimizer"])
-            self._load_model(read_pytree(folder, "model", mapped=True, parts=parts))
-            _check_groups(trees["optimizer"], self.parts["optimizer"].state_dict())
+            self._load_model(read_pytree(folder, "model", mapped=True, shards=shards))
+            _check_groups(trees["optimizer"], self.stateful["optimizer"].state_dict())
             for stem, tree in trees.items():
-                _check_numbers(tree, self.parts[stem].state_dict(), stem)
+                _check_numbers(tree, self.stateful[stem].state_dict(), stem)
             for stem, tree in trees.items():
-                self.parts[stem].load_state_dict(tree)
+                self.stateful[stem].load_state_dict(tree)
         except torch.OutOfMemoryError:  # a RuntimeError, but nothing that another flag of the model would mend
             raise
         except (Unreadable, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise InputError(_misfit(folder, error)) from error
 
     def _owners(self) -> Callable[[str], Tensor | None]:
-        """The weight that a tensor of a checkpoint belongs to, and whose shards it has, by the tensor's name."""
+        """Return a function from a tensor's name in a checkpoint to the weight in whose shards it is wanted."""
         weights, stepped = self.model.state_dict(), self._stepped
 
         def owner(name: str) -> Tensor | None:
@@ -177,10 +161,10 @@ class TrainState:
     @property
     def _stepped(self) -> list[Tensor]:
         """The parameters of the optimizer, in the order in which it numbers them."""
-        return [parameter for group in self.parts["optimizer"].param_groups for parameter in group["params"]]
+        return [parameter for group in self.stateful["optimizer"].param_groups for parameter in group["params"]]
 
     def _cut_up_state(self, saved: PyTree) -> None:
-        """Whole state of an optimizer becomes shards, where its parameters are."""
+        """Cut whole state of an optimizer into shards, where its parameters are in shards."""
         stepped = self._stepped
         for number, entry in saved["state"].items() if self.is_sharded else ():
             parameter = stepped[number]
@@ -191,7 +175,7 @@ class TrainState:
     def _trees(self) -> dict[str, PyTree]:
         frozen = self._frozen()
         weights = {name: tensor for name, tensor in self.model.state_dict().items() if name not in frozen}
-        return {"model": weights, **{stem: part.state_dict() for stem, part in self.parts.items()}}
+        return {"model": weights, **{stem: one.state_dict() for stem, one in self.stateful.items()}}
 
     def _frozen(self) -> dict[str, Tensor]:
         """The entries of ``state_dict`` that belong to frozen parameters, such as the scales of quantized ones."""
@@ -221,7 +205,7 @@ def _belongs(key: str, name: str) -> bool:
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
-    """Of whole tensors, so a collective where they are in shards."""
+    """Digest whole tensors: a collective where they are in shards."""
     digest = hashlib.sha256()
     for name, tensor in ((name, whole(tensor)) for name, tensor in tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -230,13 +214,13 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 
 def _check_groups(saved: PyTree, present: PyTree) -> None:
-    """An optimizer loads the state of another kind without an error, and fails at its next step."""
+    """Refuse the state of another optimizer, which torch loads without an error, to fail at the next step."""
     if [group.keys() for group in saved["param_groups"]] != [group.keys() for group in present["param_groups"]]:
         raise ValueError("it holds the state of another optimizer")
 
 
 def _check_numbers(saved: PyTree, present: PyTree, path: str) -> None:
-    """A schedule and an optimizer load text in place of a number, and fail at their next step."""
+    """Refuse text in place of a number, which torch loads without an error, to fail at the next step."""
     match present:
         case bool():
             return
@@ -252,7 +236,7 @@ def _check_numbers(saved: PyTree, present: PyTree, path: str) -> None:
 
 
 def read_record(folder: Path, keys: set[str]) -> Record:
-    """The record that ``TrainState.write`` saved beside the state.
+    """Read the record that ``TrainState.write`` saved.
 
     Raises:
         InputError: it cannot be read, or has other keys.
@@ -294,24 +278,24 @@ def write_pytree(folder: Path, stem: str, tree: PyTree) -> None:
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _pack(tree, stem, tensors, {})
-    parts = _parts(tensors)
-    (folder / f"{stem}.json").write_text(_text(skeleton, len(parts)), encoding="utf-8")
-    for index, part in enumerate(parts):
+    files = _split(tensors)
+    (folder / f"{stem}.json").write_text(_text(skeleton, len(files)), encoding="utf-8")
+    for index, part in enumerate(files):
         path = folder / _name(stem, index)
         save_file({name: tensor.cpu().contiguous() for name, tensor in part.items()}, path)
 
 
-def is_in_parts(folder: Path) -> bool:
-    """Whether the tensors of a checkpoint were written in shards."""
+def is_in_shards(folder: Path) -> bool:
+    """Return whether the tensors of a checkpoint were written in shards."""
     return any(folder.glob(NAME.format(1)))
 
 
-def read_pytree(folder: Path, stem: str, *, mapped: bool = False, parts: dict[str, Tensor] | None = None) -> PyTree:
+def read_pytree(folder: Path, stem: str, *, mapped: bool = False, shards: dict[str, Tensor] | None = None) -> PyTree:
     """Read the pytree that ``write_pytree`` wrote, with every tensor on the CPU.
 
     Args:
-        parts: the tensors of a checkpoint in shards, which have been read.
-        mapped: leave the tensors in the file, for a reader who copies them: they take no memory, on however many ranks.
+        mapped: leave the tensors in the file, without memory, for a reader who copies them.
+        shards: the tensors of a checkpoint in shards, which have been read.
 
     Raises:
         Unreadable: a file is missing or holds something else.
@@ -324,7 +308,7 @@ def read_pytree(folder: Path, stem: str, *, mapped: bool = False, parts: dict[st
             path = folder / _name(stem, index)
             tensors |= load_file(path)
         if content["parts"] is None:
-            tensors = parts or {}
+            tensors = shards or {}
         elif not mapped:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return _unpack(content["tree"], tensors)
@@ -333,36 +317,36 @@ def read_pytree(folder: Path, stem: str, *, mapped: bool = False, parts: dict[st
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Of the tensors that ``write_pytree`` would write."""
+    """Return the bytes of the tensors that ``write_pytree`` would write."""
     tensors: dict[str, Tensor] = {}
     _pack(tree, "", tensors, {})
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _text(skeleton: Any, num_parts: int | None) -> str:
-    """Of a pytree, whose tensors are in so many files; ``None``: in those of all ranks."""
-    return json.dumps({"parts": num_parts, "tree": skeleton})
+def _text(skeleton: Any, num_files: int | None) -> str:
+    """Return the JSON of a pytree whose tensors are in ``num_files`` files; ``None``: in those of all ranks."""
+    return json.dumps({"parts": num_files, "tree": skeleton})
 
 
 def _name(stem: str, index: int) -> str:
     return f"{stem}-{index}.safetensors"
 
 
-def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """``tensors`` in their order, in parts of about ``PART_BYTES``."""
-    parts: list[dict[str, Tensor]] = []
+def _split(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Split ``tensors``, in their order, into files of about ``PART_BYTES``."""
+    files: list[dict[str, Tensor]] = []
     free_bytes = 0
     for name, tensor in tensors.items():
-        if not parts or tensor.nbytes > free_bytes:
-            parts.append({})
+        if not files or tensor.nbytes > free_bytes:
+            files.append({})
             free_bytes = PART_BYTES
-        parts[-1][name] = tensor
+        files[-1][name] = tensor
         free_bytes -= tensor.nbytes
-    return parts
+    return files
 
 
 def _pack(tree: PyTree, path: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
-    """The JSON of ``tree``; its tensors are put into ``tensors``, and ``seen`` knows them by their memory."""
+    """Return the JSON of ``tree``; put its tensors into ``tensors``, and into ``seen`` by their memory."""
     match tree:
         case None | bool() | int() | float() | str():
             return tree
@@ -396,10 +380,9 @@ def _unpack(packed: Any, tensors: dict[str, Tensor]) -> PyTree:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Of a tensor like this one, such as one in ``channels_last``.
+    """Return the strides of a dense tensor like this one, such as one in ``channels_last``.
 
-    An optimizer's state has to keep those of its parameter: fused kernels run through the memory of both, and are
-    silently wrong where it is arranged otherwise (AdamW on the CPU, torch 2.13).
+    Fused kernels are silently wrong where those of state and parameter differ (AdamW on the CPU, torch 2.13).
     """
     return list(torch.empty_like(tensor, device="meta").stride())
 
@@ -411,10 +394,8 @@ def _key(key: Any) -> str | int:
 
 
 def _identity(tensor: Tensor, path: str) -> Any:
-    """The same for tensors that are the same memory; empty ones have none, nor a part that is empty on this rank."""
-    if not tensor.numel() or tensor.device.type == "meta":
-        return path
+    """Return the same for tensors of the same memory; one without elements on this rank has none."""
     part = local(tensor)
-    if not part.numel():
+    if not part.numel() or tensor.device.type == "meta":
         return path
     return part.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()

@@ -2,13 +2,6 @@
 
 ``final/`` and ``results.json`` are each whole or not there. A checkpoint of the last step comes before them, so that a
 full disk costs nothing: ``--resume`` writes the rest.
-
-NOTE [ weights in files ]
-1. Weights are in files of at most ``MAX_FILE_BYTES``, as ``save_pretrained`` lays them out, with an index where there
-   are several.
-2. Weights in shards are gathered file by file: the host of rank 0 has those of one file at a time.
-3. Where ``save_pretrained`` joins or splits tensors, all are gathered before it does; so are those of adapters, and of
-   models that are not transformers'.
 """
 
 import json
@@ -26,11 +19,7 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from memsave_recipes.checkpoints import (
-    Checkpoints,
-    Resumed,
-    TrainState,
-)
+from memsave_recipes.checkpoints import Checkpoints, Resumed, TrainState
 from memsave_recipes.checkpoints.commit import (
     TEMPORARY,
     TRASH,
@@ -40,9 +29,7 @@ from memsave_recipes.checkpoints.commit import (
     delete,
     disk_errors_as_input_error,
 )
-from memsave_recipes.checkpoints.resume import (
-    committed,
-)
+from memsave_recipes.checkpoints.resume import committed
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.saved import Layout, layout_of
@@ -54,9 +41,7 @@ from memsave_recipes.run.trackers import METRICS, RunLabels, cut_back, start_tra
 from memsave_recipes.sharding import gathered, is_sharded
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import printable
-from memsave_recipes.training.launch import (
-    describe_environment,
-)
+from memsave_recipes.training.launch import describe_environment
 
 CONFIG, PLAN, RESULTS, FINAL, CHECKPOINTS = "config.json", "plan.json", "results.json", "final", "checkpoints"
 OURS = (CONFIG, PLAN, METRICS, LOG, RESULTS, FINAL, "tensorboard", "wandb", CHECKPOINTS)
@@ -67,11 +52,7 @@ OUR_SNAPSHOTS = "memory_snapshot*.pickle"
 
 
 def check_room(folder: Path, train_state: TrainState, flags: dict[str, Any]) -> None:
-    """Whether the disk has room for ``final/`` and the checkpoint before it, before anything is trained.
-
-    Raises:
-        InputError: it has not.
-    """
+    """Raise ``InputError`` where the disk has no room for ``final/`` and the checkpoint before it."""
     check_space(
         folder,
         train_state.num_bytes_in_the_end(flags["optimizer"], flags["momentum"])
@@ -94,16 +75,14 @@ def begin_run(
 ) -> RunSettings:
     """Claim the run's folder, write its configuration and start its trackers; the last thing before training.
 
-    One that has ``resumed`` takes up its folder and its trackers where the checkpoint left them.
-
     Args:
         project: where dashboards keep the run, unless ``--project`` names another one.
         work: names model and data, such as ``vgg16-gbs64-224px``; runs of the same work are meant to be compared.
         flags: of the command line; those of ``NAMES`` as the run was begun with.
-        planned: the memory plan; its strategy and the batch layout name the run, unless ``--run_name`` does.
+        planned: its strategy and the batch layout name the run, unless ``--run_name`` does.
 
     Returns:
-        What ``RunReport`` wants to know of it.
+        The settings for ``RunReport``.
 
     Raises:
         InputError: the folder cannot be written, or this device cannot do what a flag asks for.
@@ -117,18 +96,20 @@ def begin_run(
     elif flags.get("resume"):
         print_lines(accelerator, f"note: --resume finds no checkpoint in {folder}, so the run begins")
     earlier = resumed.state["trackers"] if resumed else None
-    name = earlier["name"] if earlier else flags["run_name"] or _name_of(accelerator, planned, layout)
+    device = "gpu" if accelerator.device.type == "cuda" else accelerator.device.type
+    batches = f"mbs{layout.micro_batch_size}x{layout.accumulation_steps}"
+    default_name = f"{plan.strategy}-{batches}-{layout.num_processes}{device}"
+    name = earlier["name"] if earlier else flags["run_name"] or default_name
     sizes = {**asdict(layout), "accumulation_steps": layout.accumulation_steps}
     about = {"plan": json.loads(plan.to_json()), "geometry": sizes, "environment": describe_environment(accelerator)}
     config = {**flags, **about}
-    print_lines(
-        accelerator, *on_main_process(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed))
-    )
+    lines = on_main_process(accelerator, lambda: _take_run_folder(folder, config, plan.to_json(), resumed))
+    print_lines(accelerator, *lines)
     labels = RunLabels(
         project=flags["project"] or project,
         group=work,
         name=name,
-        tags=list(dict.fromkeys([plan.strategy, flags["dtype"], _device_word(accelerator), *flags["tags"]])),
+        tags=list(dict.fromkeys([plan.strategy, flags["dtype"], device, *flags["tags"]])),
         config=config,
         output_dir=folder,
         earlier=earlier,
@@ -146,37 +127,23 @@ def begin_run(
 
 
 def earlier_names(earlier: dict[str, Any], flags: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The names of a run that goes on, which are those that it was begun with, and a line for each flag that asks for
-    others.
+    """Return the names of a resumed run, those that it was begun with, and a line for each flag that asks for others.
 
     Args:
         earlier: ``config.json`` of the run; one of an earlier version, or edited by hand, may have no names.
         flags: of the command line.
     """
+    names = {}
     match earlier:
-        case {"project": str() | None, "run_name": str() | None, "tags": list(tags)} if all(map(_is_text, tags)):
-            names = {flag: earlier[flag] for flag in NAMES}
-        case _:
-            names = {}
+        case {"project": str() | None, "run_name": str() | None, "tags": list(tags)}:
+            if all(isinstance(tag, str) for tag in tags):
+                names = {flag: earlier[flag] for flag in NAMES}
     other = [flag for flag in names if flags[flag] and flags[flag] != names[flag]]
     return names, [f"note: the run goes on under its own names, so another --{flag} is left out" for flag in other]
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _name_of(accelerator: Accelerator, planned: RunPlan, layout: BatchLayout) -> str:
-    batches = f"mbs{layout.micro_batch_size}x{layout.accumulation_steps}"
-    return f"{planned.plan.strategy}-{batches}-{layout.num_processes}{_device_word(accelerator)}"
-
-
-def _device_word(accelerator: Accelerator) -> str:
-    return "gpu" if accelerator.device.type == "cuda" else accelerator.device.type
-
-
 def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) -> Path:
-    """Refuse a folder that holds another run. Changes nothing, so that a mistake found later costs no earlier run.
+    """Refuse a folder that holds another run. Change nothing, so that a mistake found later costs no earlier run.
 
     Raises:
         InputError: ``output_dir`` holds a run and may neither be cleared nor be gone on with, or is no folder.
@@ -200,7 +167,7 @@ def check_run_folder(output_dir: str, *, overwrite: bool, resume: bool = False) 
 
 
 def _refuse_links(folder: Path, *, overwrite: bool) -> None:
-    """Those that lead nowhere, and those to folders that would have to be deleted."""
+    """Refuse links that lead nowhere, and those to folders that would have to be deleted."""
     for path in (folder, *folder.parents):
         if path.is_symlink() and not os.path.lexists(os.path.realpath(path)):
             raise InputError(
@@ -222,7 +189,7 @@ def _exists(folder: Path) -> bool:
 
 
 def print_lines(accelerator: Accelerator, *lines: str) -> None:
-    """Print them on the main process, printable: they may hold names of files, and text of a checkpoint."""
+    """Print lines, which may hold foreign text, on the main process."""
     for line in lines:
         accelerator.print(printable(line))
 
@@ -230,15 +197,11 @@ def print_lines(accelerator: Accelerator, *lines: str) -> None:
 def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: Resumed | None) -> list[str]:
     """Clear ``folder`` of an earlier run, or of the later steps of the resumed one, and describe this run in it.
 
-    Returns:
-        A line on the rows that are missing, where any are.
-
-    Raises:
-        InputError: it cannot be written, or its rows cannot be read.
+    Return a line on the rows that are missing, where any are.
     """
     notices = []
-    way_out = "then start it again" if resumed is None else "then go on with --resume"
-    with disk_errors_as_input_error(folder / CONFIG, f"{PLAN} or {CONFIG}", way_out=way_out):
+    hint = "then start it again" if resumed is None else "then go on with --resume"
+    with disk_errors_as_input_error(folder / CONFIG, f"{PLAN} or {CONFIG}", hint=hint):
         folder.mkdir(parents=True, exist_ok=True)
         if resumed is None:
             for path in (*(folder / name for name in (*OURS, *LEFTOVERS)), *folder.glob(OUR_SNAPSHOTS)):
@@ -254,7 +217,7 @@ def _take_run_folder(folder: Path, config: dict[str, Any], plan: str, resumed: R
 
 
 def _num_bytes(path: Path) -> int:
-    """Of a file, or of all files in a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.lstat().st_size for file in files if file.is_file())
 
@@ -276,40 +239,42 @@ def _write_whole(path: Path, text: str) -> None:
 
 GO_ON = "then go on with --resume"
 MAX_FILE_BYTES = 5 * 1000**3
-"""Of weights; a tensor that is larger has a file of its own."""
+"""The limit of a file of weights, as ``save_pretrained`` has one; a larger tensor has a file to itself."""
 
 
 def weight_writers(accelerator: Accelerator, model: nn.Module) -> Iterator[Writer]:
-    """What writes the weights of ``model`` as ``save_model`` does, on rank 0: NOTE [ weights in files ].
+    """Yield what writes the weights of ``model`` on rank 0, as ``save_model`` does; all ranks take one after the other.
 
-    For all ranks, which take one writer after the other.
+    Weights in shards are gathered file by file: rank 0 has those of one at a time. All are gathered at once where
+    ``save_pretrained`` joins or splits tensors, for adapters, and for models that are not transformers'.
     """
-    bare, wanted = accelerator.unwrap_model(model), accelerator.is_main_process
-    if not is_sharded(bare):
+    unwrapped, wanted = accelerator.unwrap_model(model), accelerator.is_main_process
+    if not is_sharded(unwrapped):
         yield partial(save_model, accelerator, model)
-    elif (layout := layout_of(bare, MAX_FILE_BYTES)) is None:
-        yield partial(save_model, accelerator, model, weights=gathered(bare, _saved(bare), wanted=wanted))
+    elif (layout := layout_of(unwrapped, MAX_FILE_BYTES)) is None:
+        weights = gathered(unwrapped, _saved(unwrapped), wanted=wanted)
+        yield partial(save_model, accelerator, model, weights=weights)
     else:
         yield partial(save_model, accelerator, model, weights={})
         for file, names in layout.files.items():
-            yield partial(_write_and_free, _named(names, gathered(bare, names.values(), wanted=wanted)), file)
+            yield partial(_write_and_free, _named(names, gathered(unwrapped, names.values(), wanted=wanted)), file)
         yield partial(_write_index, layout)
 
 
 def _saved(model: nn.Module) -> set[str]:
-    """The names of the tensors that are saved; of adapters those that are trained."""
+    """Return the names of the tensors that are saved; of adapters those that are trained."""
     if hasattr(model, "peft_config"):
         return {name for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad}
     return set(model.state_dict())
 
 
 def _named(names: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are here, by their ``names`` in a file."""
+    """Return the tensors that are here, by their ``names`` in a file."""
     return {name: tensors[own].contiguous() for name, own in names.items() if own in tensors}
 
 
 def _write_and_free(tensors: dict[str, Tensor], file: str, folder: Path) -> None:
-    """Before the next ones are gathered."""
+    """Write, and free before the next ones are gathered."""
     save_file(tensors, folder / file, metadata={"format": "pt"})
     tensors.clear()
 
@@ -328,37 +293,27 @@ def save_model(
     Args:
         weights: in place of the model's own, where these are in shards; empty for the other files alone.
     """
-    bare = accelerator.unwrap_model(model)
-    if hasattr(bare, "save_pretrained"):
+    unwrapped = accelerator.unwrap_model(model)
+    if hasattr(unwrapped, "save_pretrained"):
         options = {"is_main_process": accelerator.is_main_process, "max_shard_size": MAX_FILE_BYTES}
-        bare.save_pretrained(folder, state_dict=weights, **options)
+        unwrapped.save_pretrained(folder, state_dict=weights, **options)
     elif weights is None:
-        accelerator.save_model(bare, folder, MAX_FILE_BYTES)
+        accelerator.save_model(unwrapped, folder, MAX_FILE_BYTES)
     else:
         save_torch_state_dict(weights, folder, max_shard_size=MAX_FILE_BYTES)
 
 
-def save_final(
-    accelerator: Accelerator, folder: Path, model: nn.Module, *writers: Writer, way_out: str = GO_ON
-) -> None:
-    """Write ``final/``, the weights of ``model`` and what ``writers`` write; it replaces that of an earlier life.
+def save_final(accelerator: Accelerator, folder: Path, model: nn.Module, *writers: Writer) -> None:
+    """Write ``final/``, the weights of ``model`` and what ``writers`` write; replace an earlier one.
 
     Raises:
         InputError: on all ranks, where the disk does not take it; an earlier ``final/`` is left as it was.
     """
-    telling = partial(disk_errors_as_input_error, folder / FINAL, f"{FINAL}/", way_out=way_out)
-    of_weights = weight_writers(accelerator, model)
-    commit_together(accelerator, folder, FINAL, chain(of_weights, writers), telling)
+    telling = partial(disk_errors_as_input_error, folder / FINAL, f"{FINAL}/", hint=GO_ON)
+    commit_together(accelerator, folder, FINAL, chain(weight_writers(accelerator, model), writers), telling)
 
 
-def write_results(
-    accelerator: Accelerator,
-    folder: Path,
-    results: dict[str, Any],
-    checkpoints: Checkpoints | None = None,
-    *,
-    way_out: str = GO_ON,
-) -> None:
+def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], checkpoints: Checkpoints) -> None:
     """Write ``results.json`` on rank 0; then the checkpoint of the last step may go.
 
     Raises:
@@ -366,9 +321,8 @@ def write_results(
     """
 
     def write() -> None:
-        with disk_errors_as_input_error(folder / RESULTS, RESULTS, way_out=way_out):
+        with disk_errors_as_input_error(folder / RESULTS, RESULTS, hint=GO_ON):
             write_json(folder / RESULTS, results)
 
     on_main_process(accelerator, write)
-    if checkpoints is not None:
-        checkpoints.delete_last_step()
+    checkpoints.delete_last_step()

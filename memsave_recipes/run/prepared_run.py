@@ -42,7 +42,7 @@ class PreparedRun:
         model: what is trained, as Accelerate prepares it.
         optimizer: as Accelerate prepares it, over the parameters that require gradients.
         scheduler: as torch has it: Accelerate's would move it once for every rank.
-        bare: inside ``model``, with the blocks.
+        unwrapped: the module with the blocks, inside ``model``.
         loss_of: the loss of a micro-batch, summed.
         planned: the plan and how it was found; ``handle`` takes it off.
         equivalence: what ``--verify`` found, for ``results.json``.
@@ -50,7 +50,7 @@ class PreparedRun:
 
     def __init__(self, run: OpenRun, task: Task, batches: GlobalBatches, model: nn.Module, trained: nn.Module) -> None:
         """Prepare, plan and prove; ``Run.prepare`` says what it raises."""
-        self.run, self.batches, self.bare = run, batches, model
+        self.run, self.batches, self.unwrapped = run, batches, model
         args, accelerator, groups = run.args, run.accelerator, run.groups
         if args.batchnorm == "global":
             global_batchnorm(model)
@@ -79,27 +79,23 @@ class PreparedRun:
         settle_kernels(args.full_determinism, accelerator, self.model, batches, loss_of)
 
     def _shard(self, task: Task, trained: nn.Module, groups: ShardGroups) -> Candidate | None:
-        """Cut the weights up, in units of the plan that the flags name or that is found for a budget, and return that.
-
-        Raises:
-            InputError: as ``shard`` and ``choose_in_shards``, or ``--verify`` and a plan that rounds otherwise.
-        """
+        """Cut the weights up, in units of the plan that the flags name or that is found for a budget; return that."""
         args, accelerator = self.run.args, self.run.accelerator
         found = choose_in_shards(accelerator, task, show_choice) if args.searches else None
-        plan = plan_blocks(self.bare, args.activation_checkpointing) if found is None else found.forecast.plan
+        plan = plan_blocks(self.unwrapped, args.activation_checkpointing) if found is None else found.forecast.plan
         if args.verify == "stop" and not plan.is_bitwise:
             raise InputError(
                 f"--verify: plan {plan.strategy} rounds in another order, so it is compared with a step in float64, "
                 f"which weights under --shard {args.shard} do not take: leave --verify out, or take a plan that keeps "
                 "every bit, such as full or budget:bitwise"
             )
-        shard(trained, self.bare, plan, groups, accelerator.device, args.shard, slices_of(self.bare).unread)
+        shard(trained, self.unwrapped, plan, groups, accelerator.device, args.shard, slices_of(self.unwrapped).unread)
         self._joint_blocks = joint_blocks(plan)
         accelerator.print(groups.describe())
         return found
 
     def _make_optimizer(self) -> tuple[Optimizer, LRScheduler]:
-        args, model = self.run.args, self.bare
+        args, model = self.run.args, self.unwrapped
         optimizer = make_optimizer(args, model, seed=args.seed)
         notices = [describe_state_in_shards(args, model), describe_lost_updates(args, model)]
         print_lines(self.run.accelerator, *filter(None, notices))
@@ -110,7 +106,7 @@ class PreparedRun:
         if self.run.groups is not None:  # as for evaluation: with autocast, and without a DDP around the shards
             model = accelerator.prepare_model(trained, device_placement=False, evaluation_mode=True)
             return model, accelerator.prepare_optimizer(optimizer)
-        is_streamed = stream_of(self.bare) is not None
+        is_streamed = stream_of(self.unwrapped) is not None
         if is_streamed:
             leave_to_this_rank(trained)
         model, optimizer = accelerator.prepare(trained, optimizer, device_placement=[not is_streamed, True])
@@ -129,7 +125,7 @@ class PreparedRun:
             )
 
     def _settle_shards(self) -> None:
-        """Reduce gradients as it was planned (``--reduce_gradients``), in the units that the weights are cut in."""
+        """Reduce gradients as planned (``--reduce_gradients``), in the units that the weights are cut in."""
         args, plan, once = self.run.args, self.planned.plan, self.planned.reduces_once
         if joint_blocks(plan) != self._joint_blocks:
             raise InputError(

@@ -30,7 +30,7 @@ class TrainingRun:
     """A run that trains. All methods are for all ranks.
 
     A step is finished with ``log_step``, ``evaluate_if_due``, ``save_if_due``, in that order. The last step is saved
-    before its evaluation: a failure from then on costs nothing, ``--resume`` writes the rest.
+    before its evaluation, so that a failure from then on costs nothing.
 
     Attributes:
         step: how many are done.
@@ -52,9 +52,9 @@ class TrainingRun:
         self.args, self.accelerator = self.run.args, self.run.accelerator
         self.step = 0
         self.results: dict[str, Any] | None = None
-        self.num_trained = sum(p.numel() for p in prepared.bare.parameters() if p.requires_grad)
-        self.num_parameters = sum(parameter.numel() for parameter in prepared.bare.parameters())
-        self._saved = prepared.bare if saved is None else saved
+        self.num_trained = sum(p.numel() for p in prepared.unwrapped.parameters() if p.requires_grad)
+        self.num_parameters = sum(parameter.numel() for parameter in prepared.unwrapped.parameters())
+        self._saved = prepared.unwrapped if saved is None else saved
         self._checkpoints = self._make_checkpoints(data)
         resumed = self._checkpoints.resume_into(self.batches) if self.args.resume else None
         settings = begin_run(
@@ -75,7 +75,7 @@ class TrainingRun:
             self._go_on(resumed)
 
     def steps(self) -> Iterator[GlobalBatch]:
-        """The global batches that are left, with a progress bar on a terminal. FLOPs are counted beside the first."""
+        """Yield the global batches that are left, with a progress bar. Count FLOPs before the first is trained on."""
         if self.args.eval_only:
             return
         first = self.accelerator.is_main_process
@@ -86,11 +86,11 @@ class TrainingRun:
             yield batch
 
     def paused(self) -> AbstractContextManager[None]:
-        """What stands inside takes no time of the run's."""
+        """Stop the run's clock inside."""
         return self._report.clock.paused(synchronize=True)
 
     def measured(self, batch: GlobalBatch) -> AbstractContextManager[None]:
-        """The training step goes inside; its memory is measured.
+        """Measure the memory of the training step inside.
 
         Raises:
             torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
@@ -98,11 +98,11 @@ class TrainingRun:
         return self._report.measured(batch.step)
 
     def clip_gradients(self) -> Tensor | None:
-        """The norm of the global batch's gradient, now clipped; ``None`` where the backward has used them up."""
+        """Clip the global batch's gradient; return its norm, or ``None`` where the backward has used it up."""
         return clip_gradients(self.args, self.accelerator, self.prepared.model)
 
     def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
-        """Whether the optimizer may step: ``False`` where loss or gradient is not finite and ``--skip_nonfinite``."""
+        """Return whether the optimizer may step: not where ``--skip_nonfinite`` skips a loss or gradient."""
         return self._guard.should_step(batch, grad_norm)
 
     def log_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> None:
@@ -125,7 +125,7 @@ class TrainingRun:
                 self._checkpoints.save(self.step, self._report.state_dict())
 
     def log(self, figures: dict[str, Any]) -> None:
-        """Log a row of the recipe's own after a finished step, into ``metrics.jsonl`` and the trackers."""
+        """Log a row of the recipe after a finished step, into ``metrics.jsonl`` and the trackers."""
         log_metrics(self.accelerator, figures, self.step)
 
     def evaluate_if_due(
@@ -133,8 +133,7 @@ class TrainingRun:
     ) -> None:
         """Log ``evaluate(batches)`` after ``--eval_steps`` or an epoch, and keep the best weights with ``--save_best``.
 
-        Before the first step it is due with ``--eval_only``, and where a signal has ended the evaluation of the run
-        that is resumed.
+        It is due before the first step, too, with ``--eval_only``, and where a signal ended the resumed run's.
 
         Args:
             evaluate: figures of this rank's batches, with a ``loss``.
@@ -169,7 +168,7 @@ class TrainingRun:
 
     @contextmanager
     def drawing_samples(self) -> Iterator[bool]:
-        """Inside, this rank may run the model outside of a step, if it is told so; in shards all ranks have to."""
+        """Yield whether this rank runs the model outside of a step: the first; in shards all ranks have to."""
         with callable_in_parts(self.prepared.model):
             yield self.accelerator.is_main_process or self.run.groups is not None
 
@@ -187,7 +186,7 @@ class TrainingRun:
         Args:
             trained: the model whose weights are written.
             writers: write other files of ``final/``, such as a tokenizer's, into the folder that they are given.
-            evaluated: figures beside those of the last evaluation.
+            evaluated: more figures for the entry of the last evaluation.
             figures: entries of ``results.json``.
 
         Raises:
@@ -202,66 +201,68 @@ class TrainingRun:
             "eval": {**self._report.evaluated, **(evaluated or {})},
         }
         if not self.args.eval_only or self.run.flags.get("lora_merge"):
-            card = partial(write_model_card, facts=self._card(trained, known))
+            facts = CardFacts(
+                model=trained,
+                flags=self.run.flags,
+                results=known,
+                steps=self.step,
+                batch=self.batches.layout.describe(),
+                versions=describe_environment(self.accelerator)["versions"],
+                mixed_precision=self.accelerator.mixed_precision,
+            )
+            card = partial(write_model_card, facts=facts)
             save_final(self.accelerator, self.run.folder.path, trained, *writers, card)
         self.results = {**known, **self.prepared.equivalence, **self._report.results()}
         write_results(self.accelerator, self.run.folder.path, self.results, self._checkpoints)
         return self.results
 
     def finish_writing(self) -> None:
-        """Wait for a save beside the training."""
+        """Wait for a save in the background."""
         self._checkpoints.finish_writing()
 
     def _lines(self, notices: tuple[str | None, ...]) -> Iterator[str | None]:
-        """What is said before the first step."""
-        layout, bare = self.batches.layout, self.prepared.bare
+        """Yield what is printed before the first step."""
+        layout, model = self.batches.layout, self.prepared.unwrapped
         if self.num_trained < self.num_parameters:
             yield f"{self.num_trained:,} of {self.num_parameters:,} parameters train"
         yield layout.describe()
-        yield describe_cost(bare, layout) if isinstance(layout, IndexedLayout) else None
+        yield describe_cost(model, layout) if isinstance(layout, IndexedLayout) else None
         yield self.prepared.planned.plan.describe()
-        yield from (*notices, slices_of(bare).line, self.batches.order.notice)
+        yield from (*notices, slices_of(model).line, self.batches.order.notice)
         if self.args.batchnorm == "local":
-            yield batchnorm_notice(bare, layout, in_shards=self.run.groups is not None)
+            yield batchnorm_notice(model, layout, in_shards=self.run.groups is not None)
 
     def _make_checkpoints(self, data: Fingerprint) -> Checkpoints:
         prepared, folder = self.prepared, self.run.folder
         train_state = TrainState(self.accelerator, prepared.model, prepared.optimizer, prepared.scheduler)
         if not self.args.eval_only:
             on_main_process(self.accelerator, lambda: check_room(folder.path, train_state, self.run.flags))
-        return Checkpoints.from_args(
-            self.args,
+        return Checkpoints(
             self.accelerator,
             folder.path / CHECKPOINTS,
             train_state,
-            self.batches,
-            data,
+            order=self.batches.order,
+            layout=self.batches.layout,
+            keep=self.args.keep_checkpoints,
+            every_steps=self.args.save_every,
+            every_minutes=self.args.save_every_minutes,
             signals=folder.signals,
+            data=data,
+            data_changed_ok=self.args.data_changed_ok,
             lock=folder.lock,
-        )
-
-    def _card(self, trained: nn.Module, results: dict[str, Any]) -> CardFacts:
-        return CardFacts(
-            model=trained,
-            flags=self.run.flags,
-            results=results,
-            steps=self.step,
-            batch=self.batches.layout.describe(),
-            versions=describe_environment(self.accelerator)["versions"],
-            mixed_precision=self.accelerator.mixed_precision,
+            async_save=self.args.async_save,
         )
 
     def _go_on(self, resumed: Resumed) -> None:
+        """Restore the counts; where the best weights are lost, forget their loss, so that later ones are saved."""
         self.step = resumed.step
         self._report.load_state_dict(resumed.state)
-        if self.args.save_best and not on_main_process(self.accelerator, self._checkpoints.has_best):
-            self._forget_best()
-
-    def _forget_best(self) -> None:
-        """The next evaluation is the best then: the remembered loss would keep every later one from being saved."""
-        if self._report.best_loss < float("inf"):
+        best_loss = self._report.best_loss
+        if not self.args.save_best or on_main_process(self.accelerator, self._checkpoints.has_best):
+            return
+        if best_loss < float("inf"):
             self.accelerator.print(
-                f"note: the weights of the lowest evaluation loss so far ({self._report.best_loss:.4f}) are not in "
-                "checkpoints/: --save_best begins anew"
+                f"note: the weights of the lowest evaluation loss so far ({best_loss:.4f}) are not in checkpoints/: "
+                "--save_best begins anew"
             )
         self._report.best_loss = float("inf")

@@ -73,7 +73,7 @@ def make_training(model_name="convolutional", optimizer_name="adamw", *, seed=0,
 
 
 def train(training, steps, *, first=0):
-    model, optimizer, scheduler = training.model, training.parts["optimizer"], training.parts["scheduler"]
+    model, optimizer, scheduler = training.model, training.stateful["optimizer"], training.stateful["scheduler"]
     losses = []
     for step in range(first, first + steps):
         torch.manual_seed(step)
@@ -92,7 +92,7 @@ def train(training, steps, *, first=0):
 
 
 def state_of(training):
-    return digest([training.model.state_dict(), *(part.state_dict() for part in training.parts.values())])
+    return digest([training.model.state_dict(), *(part.state_dict() for part in training.stateful.values())])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -141,8 +141,8 @@ def test_an_optimizer_with_its_state_in_8_bits(tmp_path):
 
     def train_linear(training):
         training.model(torch.ones(2, 128)).square().mean().backward()
-        training.parts["optimizer"].step()
-        training.parts["optimizer"].zero_grad()
+        training.stateful["optimizer"].step()
+        training.stateful["optimizer"].zero_grad()
 
     straight, other = make(), make()
     train_linear(straight)
@@ -156,11 +156,11 @@ def test_an_optimizer_with_its_state_in_8_bits(tmp_path):
 def test_a_loss_scaler_comes_back(tmp_path):
     one, other = make_training(), make_training()
     for training, scale in ((one, 128.0), (other, 64.0)):
-        training.parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=scale)
-        training.parts["scaler"].scale(torch.ones(()))
+        training.stateful["scaler"] = torch.amp.GradScaler("cpu", init_scale=scale)
+        training.stateful["scaler"].scale(torch.ones(()))
     one.write(tmp_path, {})
     other.read(tmp_path)
-    assert other.parts["scaler"].get_scale() == 128.0
+    assert other.stateful["scaler"].get_scale() == 128.0
 
 
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path):

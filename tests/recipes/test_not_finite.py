@@ -59,7 +59,7 @@ def end_of(recipe, folder, *flags):
 def test_a_save_beside_the_training_ends_first(recipe, spoil, tmp_path, monkeypatch):
     waited_for, finish_writing = Event(), Checkpoints.finish_writing
 
-    def save(self, step, state, *, beside=False):
+    def save(self, step, state, *, in_background=False):
         self._writing = _Writing(step, lambda: waited_for.wait() and (tmp_path / "written").touch())
 
     monkeypatch.setattr(Checkpoints, "save", save)

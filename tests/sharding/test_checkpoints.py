@@ -154,7 +154,7 @@ def save_where_a_rank_fails(folder, phase, accelerator):
         raise OSError(28, "No space left on device")
 
     if phase == "part" and accelerator.process_index == 1:
-        state_module.write_parts = fail
+        state_module.write_shards = fail
     if phase == "rest":
         saver_module.finish = fail
     try:
@@ -178,7 +178,7 @@ def save_where_a_rank_dies(folder, accelerator):
     checkpoints = checkpoints_of(training, folder)
     checkpoints.save(SAVED, RECORD)
     if accelerator.process_index == 1:
-        state_module.write_parts = lambda *_: os._exit(9)
+        state_module.write_shards = lambda *_: os._exit(9)
     checkpoints.save(SAVED + 1, RECORD)
 
 
@@ -219,7 +219,7 @@ def save_beside(folder, accelerator):
 
     saver_module.settle = settle_later
     there = everything(training)
-    checkpoints.save(SAVED, RECORD, beside=True)
+    checkpoints.save(SAVED, RECORD, in_background=True)
     training.train(1)
     before = (folder / f"step-{SAVED}").exists()
     may_settle.set()
@@ -246,8 +246,8 @@ def save_beside_where_a_rank_fails(folder, accelerator):
         raise OSError(28, "No space left on device")
 
     if accelerator.process_index == 1:
-        state_module.write_parts = fail
-    checkpoints.save(SAVED + 1, RECORD, beside=True)
+        state_module.write_shards = fail
+    checkpoints.save(SAVED + 1, RECORD, in_background=True)
     try:
         for step in range(SAVED + 2, 1000):
             checkpoints.after_step(step, dict)

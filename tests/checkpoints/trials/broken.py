@@ -155,9 +155,9 @@ def _not_restored(name: str) -> None:
     original = state.TrainState.read
 
     def read(self: Any, folder: Path) -> None:
-        before = copy.deepcopy(self.parts[name].state_dict())
+        before = copy.deepcopy(self.stateful[name].state_dict())
         original(self, folder)
-        self.parts[name].load_state_dict(before)
+        self.stateful[name].load_state_dict(before)
 
     state.TrainState.read = read
 

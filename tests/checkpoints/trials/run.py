@@ -133,7 +133,7 @@ def train(run: Run, accelerator: Accelerator, log: Log) -> dict[str, Any]:
         keep=run.keep,
         every_steps=run.every_steps,
         signals=StopSignals() if run.with_signals else None,
-        beside=run.beside,
+        async_save=run.beside,
     )
     resumed = checkpoints.resume()
     first_step = resumed.step if resumed else 0
