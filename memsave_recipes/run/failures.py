@@ -1,8 +1,4 @@
-"""Exit codes and last messages of a recipe: expected failures end in one line, or on one page, with their own code.
-
-The codes are those of ``docs/failures.md``; an unexpected error keeps its traceback and ends with 1. Out of memory ends
-with 3 and the page of ``out_of_memory.py``.
-"""
+"""Exit codes and last messages of a recipe (``docs/failures.md``): expected failures end in one line or on one page."""
 
 import os
 import signal
@@ -47,25 +43,19 @@ class VerificationFailed(Exception):
 def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) -> None:
     """Call ``main()`` and turn its exception into a message on stderr and an exit code. ``--debug`` adds the traceback.
 
-    What all ranks know is told once: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
-    signal. What one rank finds is told by that rank: a data worker that died, another rank that is gone, or no memory
-    left, on the page that ``RunReport.run`` makes or, for an error outside the training steps, in torch's own words.
+    Rank 0 tells what all ranks know: a user's mistake, a failed ``--verify``, numbers that are not finite, a stop by a
+    signal. One rank tells what it alone has found: a lost data worker or rank, or no memory left.
     """
     try:
         main()
     except InputError as error:
-        if not error.found_by_one_rank:
-            _exit_unless_main(USER_INPUT)
-        _say_and_exit(f"error: {error.one_line}", USER_INPUT)
+        _say_and_exit(f"error: {error.one_line}", USER_INPUT, on_all_ranks=not error.found_by_one_rank)
     except NotFinite as error:
-        _exit_unless_main(NOT_FINITE)
-        _say_and_exit(f"error: {error}", NOT_FINITE)
+        _say_and_exit(f"error: {error}", NOT_FINITE, on_all_ranks=True)
     except VerificationFailed as error:
-        _exit_unless_main(FAILED_VERIFICATION)
-        _say_and_exit(str(error), FAILED_VERIFICATION)
+        _say_and_exit(str(error), FAILED_VERIFICATION, on_all_ranks=True)
     except StoppedBySignal as stop:
-        _exit_unless_main(stop.exit_code)
-        _say_and_exit(stop.message, stop.exit_code)
+        _say_and_exit(stop.message, stop.exit_code, on_all_ranks=True)
     except (RuntimeError, MemoryError, OSError) as error:
         if worker := lost_worker(error):
             _end_without_worker(worker)
@@ -81,7 +71,7 @@ def run_recipe(main: Callable[[], Any], task: Callable[[], Task] | None = None) 
 
 
 def _is_of_a_lost_rank(error: Exception) -> bool:
-    """Connections of other things, such as a tracker's, end in an ``OSError``."""
+    """Tell a lost rank from a lost connection of something else, such as a tracker's, which is an ``OSError``."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in PEER_IS_GONE)
 
 
@@ -110,18 +100,14 @@ def _advice(task: Callable[[], Task]) -> str:
 
 
 def _is_rank_0() -> bool:
-    # Rank 0 reports the errors that all ranks find; those of one rank alone, such as a broken image in its share, are
-    # told by that rank. The launcher ends all ranks when one exits, so the silent ones let rank 0 finish.
     return os.environ.get("RANK", "0") == "0"
 
 
-def _exit_unless_main(code: int) -> None:
-    if not _is_rank_0():
+def _say_and_exit(message: str, code: int, *, on_all_ranks: bool = False) -> NoReturn:
+    """Exit with a message; what is so on all ranks rank 0 says alone, before the launcher ends it with the others."""
+    if on_all_ranks and not _is_rank_0():
         time.sleep(REPORT_DELAY_S)
         sys.exit(code)
-
-
-def _say_and_exit(message: str, code: int) -> NoReturn:
     if wants_traceback(sys.argv[1:]):
         say(traceback.format_exc(), file=sys.stderr)
     say(message, file=sys.stderr)

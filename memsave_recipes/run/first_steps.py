@@ -1,17 +1,9 @@
 """The first steps of a run: its plan is proven before them, its memory measured in them, on every rank.
 
-``--verify`` proves that the plan changes nothing, or ends the run with exit code 5; ``--full_determinism`` finds out
-whether every operator has a deterministic kernel.
-
-The first step of training counts the bytes that the first micro-batch's forward saves for backward. The second one is
-recorded, allocation by allocation: from then on the optimizer's state is there, so its peak is that of every later
-step. It gives the breakdown, and on a CPU, which has no allocator statistics, the exact peak. A step with fewer samples
-than others, the last one of an epoch, is not taken. The steps up to the second one are the clock's warm-up. A run with
-one step of the full size has only that.
-
-Under a plan that compiles the first step also compiles; the memory of that counts in no figure.
-
-A step that finds no memory left ends with a page that explains it (``run/out_of_memory.py``).
+The first full step counts the bytes that the forward of its first micro-batch saves for backward; under a plan that
+compiles, the memory of compiling counts in no figure. The second one is recorded, allocation by allocation: the
+optimizer's state is there, so its peak is that of every later step. On a CPU, which has no allocator statistics, that
+is the peak of the run. The clock starts after it. ``docs/measuring.md`` says more.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +31,7 @@ from memsave_recipes.profiling.memory import (
 )
 from memsave_recipes.run.failures import VerificationFailed
 from memsave_recipes.run.out_of_memory import Failure, RunSettings
-from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleOrder
+from memsave_recipes.step.batch_layout import Batch, SampleOrder
 from memsave_recipes.text import to_gib
 from memsave_recipes.training.batching import GlobalBatches
 
@@ -77,9 +69,7 @@ def verify_plan(
 
     Args:
         mode: ``off``, ``stop`` or ``warn``.
-        model: as prepared.
-        handle: of the plan in force on it.
-        batches: of the run.
+        model: as prepared, with the plan of ``handle`` applied.
         loss_of: the summed loss of a micro-batch, as in training.
 
     Returns:
@@ -116,11 +106,7 @@ def settle_kernels(
     batches: GlobalBatches,
     loss_of: Callable[[Batch], Tensor],
 ) -> None:
-    """Where ``wanted``, take NOTE [ a fixed order ] for training, and say where there is none; costs a forward.
-
-    Args:
-        model, batches, loss_of: as in ``verify_plan``.
-    """
+    """Where ``wanted``, train by NOTE [ a fixed order ], and say where there is none; it costs a forward."""
     if not wanted:
         return
 
@@ -137,13 +123,13 @@ def settle_kernels(
 
 
 def _objection(verdict: Verdict, handle: PlanHandle) -> str:
-    found, way_out = OBJECTIONS[verdict.status]
-    return f"--verify, plan {handle.plan.strategy}: {found} ({verdict.describe()}): {way_out}"
+    found, hint = OBJECTIONS[verdict.status]
+    return f"--verify, plan {handle.plan.strategy}: {found} ({verdict.describe()}): {hint}"
 
 
 @contextmanager
 def _without_loss_scaling(accelerator: Accelerator) -> Iterator[None]:
-    """The scaler of fp16 begins with a scale that overflows and is made to come down: here that would be no result."""
+    """Take the loss scaler of fp16 away: its first scales overflow, which would be no result."""
     scaler, accelerator.scaler = accelerator.scaler, None
     try:
         yield
@@ -172,13 +158,8 @@ class MemoryWatch:
     """Measures the memory of this rank.
 
     Args:
-        accelerator: for the device and the rank.
-        model: as prepared; the model whose forward keeps tensors.
-        optimizer: as prepared.
-        steps: of the run.
-        order: of its samples.
-        layout: of its global batches.
-        settings: of the run; without them the out-of-memory page names no flags and nothing is recorded.
+        model, optimizer: as prepared.
+        settings: without them the out-of-memory page names no flags and nothing is recorded.
     """
 
     def __init__(
@@ -186,24 +167,20 @@ class MemoryWatch:
         accelerator: Accelerator,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        *,
-        steps: range,
-        order: SampleOrder,
-        layout: BatchLayout,
-        settings: RunSettings | None = None,
+        batches: GlobalBatches,
+        settings: RunSettings | None,
     ) -> None:
         self.accelerator = accelerator
         self.model = model
         self.optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks
-        self.steps = steps
-        self.metered_step, self.instrumented_step = full_steps(steps, order)
-        self.layout = layout
+        self.steps, self.layout = batches.steps, batches.layout
+        self.metered_step, self.instrumented_step = full_steps(batches.steps, batches.order)
         self.settings = settings or RunSettings(folder=Path(), flags={}, blocks=())
         self.on_cpu = accelerator.device.type == "cpu"
         self.forward_meter = ForwardMeter(model, find_blocks(model, self.settings.blocks))
         self.breakdown: MemoryBreakdown | None = None
         self.figures: dict[str, int] = {}  # the largest so far, in bytes
-        recorded_steps = steps[: self.settings.flags.get("memory_snapshot") or 0]
+        recorded_steps = self.steps[: self.settings.flags.get("memory_snapshot") or 0]
         self.last_recorded_step = recorded_steps[-1] if recorded_steps else None
         if recorded_steps:
             record_history()
@@ -212,12 +189,12 @@ class MemoryWatch:
 
     @property
     def num_slow_steps(self) -> int:
-        """Of the steps at the start that do not show the speed of the run."""
+        """The number of steps at the start that do not show the speed of the run."""
         return max(2, self.instrumented_step + 1 - self.steps.start)
 
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
-        """The training step ``step`` goes inside; it is instrumented if it is one of ``full_steps``.
+        """Measure the training step ``step`` inside, if it is one of ``full_steps``.
 
         Raises:
             torch.OutOfMemoryError: there is no memory left; its message is the page that explains it.
@@ -231,7 +208,18 @@ class MemoryWatch:
                 yield
         except RuntimeError as error:
             if is_out_of_memory(error):
-                raise torch.OutOfMemoryError(self._failure(step, error).page()) from error
+                failure = Failure(
+                    accelerator=self.accelerator,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    layout=self.layout,
+                    settings=self.settings,
+                    step=step,
+                    error=error,
+                    breakdown=self.breakdown,
+                    forward_meter=self.forward_meter,
+                )
+                raise torch.OutOfMemoryError(failure.page()) from error
             raise
 
     def end_step(self, step: int) -> None:
@@ -242,7 +230,7 @@ class MemoryWatch:
             write_snapshot(self.settings.snapshot_path(self.accelerator.process_index))
 
     def end_window(self) -> dict[str, int]:
-        """Bytes and counts of this rank for a logging window that ends now."""
+        """Return bytes and counts of this rank for a logging window that ends now."""
         window = {"host_rss": rss_bytes()}
         if not self.on_cpu:
             return window | self._read_device()
@@ -251,7 +239,7 @@ class MemoryWatch:
         return window
 
     def end_run(self) -> dict[str, int]:
-        """Bytes of this rank for the whole run."""
+        """Return the bytes of this rank for the whole run."""
         if not self.on_cpu:
             self._read_device()
         parts = {} if self.breakdown is None else vars(self.breakdown)
@@ -263,7 +251,7 @@ class MemoryWatch:
         }
 
     def results(self, of_ranks: dict[str, list[float]]) -> dict[str, Any]:
-        """The ``memory`` entry of ``results.json`` from the figures of ``end_run`` on every rank."""
+        """Return the ``memory`` entry of ``results.json`` from the figures of ``end_run`` on every rank."""
         figures = {name: ranks for name, ranks in of_ranks.items() if not name.startswith(BREAKDOWN)}
         peaks = of_ranks.get("peak_allocated", [0])
         hungriest = peaks.index(max(peaks))
@@ -278,7 +266,7 @@ class MemoryWatch:
         }
 
     def prediction(self, peak_bytes: float) -> dict[str, float]:
-        """What was predicted, and by how much it differs from the peak of a step; empty where either is unknown."""
+        """Return the predicted peak and its error against that of a step; nothing where either is unknown."""
         predicted = self.settings.predicted_peak_bytes
         if predicted is None or not peak_bytes:
             return {}
@@ -305,29 +293,16 @@ class MemoryWatch:
     def _keep_largest(self, name: str, num_bytes: int) -> None:
         self.figures[name] = max(self.figures.get(name, 0), num_bytes)
 
-    def _failure(self, step: int, error: RuntimeError) -> Failure:
-        return Failure(
-            accelerator=self.accelerator,
-            model=self.model,
-            optimizer=self.optimizer,
-            layout=self.layout,
-            settings=self.settings,
-            step=step,
-            error=error,
-            breakdown=self.breakdown,
-            forward_meter=self.forward_meter,
-        )
-
 
 def full_steps(steps: range, order: SampleOrder) -> tuple[int, int]:
-    """The first step of ``steps`` with as many samples as any, and the next one, or the same where there is none."""
+    """Return the first step with as many samples as any, and the next one, or the same where there is none."""
     first = max(steps[: order.steps_per_epoch], key=order.num_samples_in, default=steps.start)
     later = (step for step in steps if step > first and order.num_samples_in(step) == order.num_samples_in(first))
     return first, next(later, first)
 
 
 def largest_in_gib(of_ranks: dict[str, list[float]]) -> dict[str, float]:
-    """The largest of every figure over the ranks: bytes in GiB, counts as they are."""
+    """Return the largest of every figure over the ranks: bytes in GiB, counts as they are."""
     largest = {name: int(max(ranks)) for name, ranks in of_ranks.items()}
     counts = {name: largest.pop(name) for name in COUNTS if name in largest}
     return {**{f"{name}_gib": to_gib(num_bytes) for name, num_bytes in largest.items()}, **counts}

@@ -1,4 +1,4 @@
-"""What all phases of a run share: flags, Accelerator and folder, and what needs no model yet."""
+"""The first phase of a run, which the others share: flags, Accelerator and folder."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,15 +70,15 @@ class OpenRun:
         check_in_backward(args, layout, accelerator.mixed_precision, skip_nonfinite=args.skip_nonfinite)
 
     def chose(self, **flags: Any) -> None:
-        """Write to ``config.json`` what an ``auto`` has become; a resumed run takes it from there."""
+        """Set in ``config.json`` what an ``auto`` has become; a resumed run takes it from there."""
         self.flags |= flags
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """What stands inside runs on the main process first, so that the others find what it keeps in caches."""
+        """Run the block on the main process first, so that the others find its results in caches."""
         return main_process_first(self.accelerator)
 
     def global_batches(self, dataset: Any, **options: Any) -> GlobalBatches:
-        """The global batches of the samples to train on, one for each optimizer step.
+        """Make the global batches of the samples to train on, one for each optimizer step.
 
         Args:
             options: ``count_valid`` and ``collate_fn`` of ``GlobalBatches``.
@@ -102,10 +102,10 @@ class OpenRun:
         )
 
     def build(self, task: Task) -> nn.Module:
-        """The model of the task with its weights; with ``--shard`` without those that other ranks are to have."""
+        """Build the model of the task with its weights; with ``--shard`` without those of other ranks."""
         slices_on = None if self.groups is None else self.accelerator.device
         return task.build_model(with_weights=True, slices_on=slices_on)
 
     def smallest_micro_batch(self, batches: GlobalBatches) -> int:
-        """The fewest samples that a forward of the run is given: one, where the planner is to choose the size."""
+        """Return the fewest samples of a forward: one, where the planner is to choose the size."""
         return 1 if self.args.micro_batch_size == AUTO else batches.smallest_micro_batch

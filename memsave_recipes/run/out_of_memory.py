@@ -33,12 +33,11 @@ class RunSettings:
     """The settings of a run.
 
     Args:
-        folder: the run's.
         flags: all flags of the recipe, with their values.
-        blocks: names of the blocks of its activation checkpointing plan.
+        blocks: those of its plan.
         compiles: whether the plan compiles some of them.
         predicted_peak_bytes: of a plan for a budget.
-        name: of the run in dashboards.
+        name: in dashboards.
     """
 
     folder: Path
@@ -49,7 +48,7 @@ class RunSettings:
     name: str = ""
 
     def snapshot_path(self, rank: int) -> Path:
-        """The file for the allocator snapshot of a rank."""
+        """Return the file for the allocator snapshot of a rank."""
         return self.folder / (f"memory_snapshot-rank{rank}.pickle" if rank else "memory_snapshot.pickle")
 
 
@@ -74,10 +73,13 @@ class Failure:
     forward_meter: ForwardMeter
 
     def page(self) -> str:
-        """The page."""
+        """Return the page as text."""
         rows = [(name, format_bytes(size), "") for name, size in self.parts.items()]
         rows.append(("together", format_bytes(sum(self.parts.values())), ""))
-        advice = [(saving.flags, _freed(saving), saving.curve) for saving in self.savings]
+        advice = [
+            (one.flags, "not known" if one.freed_bytes is None else format_bytes(one.freed_bytes), one.curve)
+            for one in self.savings
+        ]
         width = max(len(name) for name, _, _ in [*rows, *advice])
         when = "as far as it had come" if self.breakdown is None else "at the peak of an earlier step, measured"
         return "\n".join(
@@ -100,7 +102,7 @@ class Failure:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by kind: as measured, or computed now."""
+        """The bytes by kind: as measured, or computed now."""
         if self.breakdown is not None:
             return {spaced(name.removesuffix("_bytes")): size for name, size in vars(self.breakdown).items()}
         stays = persistent_tensors(self.model, self.optimizer)
@@ -122,12 +124,12 @@ class Failure:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold parts of the weights."""
+        """Whether the weights are in shards."""
         return is_sharded(self.model)
 
     @property
     def savings(self) -> list[Saving]:
-        """Flags that would help, where that can be computed."""
+        """The flags that would help, where that can be computed."""
         if self.is_sharded:
             return []
         measured, meter = self.breakdown, self.forward_meter
@@ -145,7 +147,7 @@ class Failure:
         )
 
     def write_snapshot(self) -> str:
-        """Write the allocator snapshot of a CUDA device; returns a sentence with its path, or why there is none."""
+        """Write the allocator snapshot of a CUDA device; return a sentence with its path, or why there is none."""
         if self.accelerator.device.type != "cuda":
             return "no allocator snapshot: only CUDA devices have one"
         path = self.settings.snapshot_path(self.accelerator.process_index)
@@ -157,9 +159,7 @@ class Failure:
 
 
 def planned_advice(task: Callable[[], Task]) -> str:
-    """A line with the flags of the fastest configuration that is predicted to fit.
-
-    Only candidates count that are predicted to need less than the configuration that failed.
+    """Return a line with the flags of the fastest configuration that is predicted to fit, and in less than the failed.
 
     Args:
         task: the recipe's, under the flags of the run that failed.
@@ -182,7 +182,7 @@ def planned_advice(task: Callable[[], Task]) -> str:
 
 
 def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:
-    """The flags with micro-batch size and strategy left to the planner."""
+    """Leave micro-batch size and strategy to the planner."""
     return replace(
         run,
         micro_batch_size=AUTO if run.batchnorm == "local" else run.micro_batch_size,
@@ -193,7 +193,7 @@ def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:
 
 
 def _needing_less(choice: Choice, run: StepSettings, launch: Launch) -> Choice:
-    """The candidates that are predicted to need less than the configuration that failed, if that is among them."""
+    """Keep the candidates that need less than the configuration that failed, if that is among them."""
     size = run.layout(launch.num_processes).micro_batch_size
     same = [
         candidate.needed_bytes
@@ -205,7 +205,7 @@ def _needing_less(choice: Choice, run: StepSettings, launch: Launch) -> Choice:
 
 
 def _flags(candidate: Candidate) -> str:
-    """The candidate as flags; a plan of the solver is made again, on the device."""
+    """Return the candidate as flags; a plan of the solver is made again, on the device."""
     flags = [f"--micro_batch_size {candidate.layout.micro_batch_size}"]
     flags.append(f"--activation_checkpointing {candidate.strategy}")
     if candidate.strategy == "budget":
@@ -213,10 +213,6 @@ def _flags(candidate: Candidate) -> str:
     if candidate.loss is not None:
         flags.append(f"--loss {candidate.loss}")
     return " ".join(flags)
-
-
-def _freed(saving: Saving) -> str:
-    return "not known" if saving.freed_bytes is None else format_bytes(saving.freed_bytes)
 
 
 def _table(rows: list[tuple[str, str, str]], width: int) -> list[str]:

@@ -1,9 +1,7 @@
 """A run's figures: a row a logging window while it trains, ``results.json`` and the model card when it is done.
 
-Keys are those of ``docs/files.md``; the part before the ``/`` becomes a section of a dashboard.
-
-The model card is ``final/README.md`` in the Hub's format, with data, settings, versions and figures. Local folders and
-files are named by their last part alone: a card is made to be shared.
+Keys are those of ``docs/files.md``. The card is ``final/README.md`` in the Hub's format; as it is made to be shared, it
+has the last names of local paths alone.
 """
 
 import os
@@ -33,7 +31,7 @@ from memsave_recipes.training.launch import device_name
 from memsave_recipes.training.optimizers import NotFinite, StepLosses, gather_figures
 
 COUNTED = ("samples_seen", "train_loss", "evaluated", "evaluated_at", "best_loss")
-"""What a ``RunReport`` counts and a checkpoint keeps, by its name."""
+"""The attributes of a ``RunReport`` that a checkpoint keeps as they are."""
 
 
 def check_state(state: Any) -> None:
@@ -64,8 +62,6 @@ class RunReport:
     """Counts what the loop does and logs it; all methods are for all ranks.
 
     Args:
-        accelerator: for the ranks and the trackers.
-        batches: the steps of the run.
         model, optimizer: as prepared.
         settings: those of ``begin_run``; without them the out-of-memory page names no flags.
     """
@@ -82,15 +78,7 @@ class RunReport:
         self.model = model
         self.batches = batches
         self.device = device_name(accelerator.device)
-        self.memory = MemoryWatch(
-            accelerator,
-            model,
-            optimizer,
-            steps=batches.steps,
-            order=batches.order,
-            layout=batches.layout,
-            settings=settings,
-        )
+        self.memory = MemoryWatch(accelerator, model, optimizer, batches, settings)
         self.clock = StepClock(warmup_steps=self.memory.num_slow_steps, device=accelerator.device)
         self.flops_per_sample: dict[str, float] = {}  # by precision
         self.losses = StepLosses(
@@ -109,10 +97,8 @@ class RunReport:
     def count_flops(self, batch: GlobalBatch, loss_of: Callable[[Batch], Tensor]) -> None:
         """Count the model's FLOPs once, on the first micro-batch of the run, before it is trained on.
 
-        The counter is a ``TorchDispatchMode``, and under any of these torch takes other kernels, with other last bits
-        (``matmul`` folds what it would broadcast). So it stands around a forward and a backward of its own, of which
-        nothing stays, and never around a training step. Nothing is counted where there is no memory for it, nor in a
-        run of one step, which has no figure that needs it.
+        Under a ``TorchDispatchMode``, as the counter is, torch takes other kernels, with other last bits. So it counts
+        a forward and a backward of its own, of which nothing stays. A run of one step has no figure that needs it.
 
         Args:
             loss_of: the summed loss of a micro-batch, as in training.
@@ -131,7 +117,7 @@ class RunReport:
 
     @contextmanager
     def measured(self, step: int) -> Iterator[None]:
-        """The training step ``step`` (from 0) goes inside; its memory is measured.
+        """Measure the memory of the training step ``step`` (from 0) inside.
 
         Raises:
             torch.OutOfMemoryError: there is no memory left; its message is a page that explains it.
@@ -150,7 +136,7 @@ class RunReport:
         self.tokens_seen = self.tokens_seen + tokens
 
     def log_window(self, step: int, *, learning_rate: float) -> str:
-        """Log the window that ends with ``step`` (from 1); returns its figures in a few words.
+        """Log the window that ends with ``step`` (from 1); return its figures in a few words.
 
         Raises:
             NotFinite: more of its steps than allowed are not finite.
@@ -173,15 +159,15 @@ class RunReport:
         return _in_words(self.train_loss, perf, memory)
 
     def evaluation_is_due(self, step: int, *, every: int | None) -> bool:
-        """Whether one is to follow ``step``: after ``every`` steps or each epoch, and the last; never twice."""
+        """Return whether one is to follow ``step``: after ``every`` steps or each epoch, and the last; never twice."""
         is_time = step % (every or self.batches.order.steps_per_epoch) == 0 or step == self.batches.steps.stop
         return is_time and step != self.evaluated_at
 
     def log_evaluation(self, step: int, figures: dict[str, float]) -> bool:
-        """Log an evaluation after ``step``; returns whether its loss is the lowest so far.
+        """Log an evaluation after ``step``; return whether its loss is the lowest so far.
 
         Raises:
-            NotFinite: its loss is not, so the weights that the last steps left are of no use.
+            NotFinite: its loss is not finite.
         """
         log_metrics(self.accelerator, {f"eval/{key}": value for key, value in figures.items()}, step)
         if not isfinite(figures["loss"]):
@@ -196,7 +182,7 @@ class RunReport:
         return is_best
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on has to know, in plain values; the rows so far are then on the disk.
+        """Bring the rows so far to the disk, and return what a resumed run has to know, in plain values.
 
         Raises:
             NotFinite: more steps than allowed are not finite.
@@ -212,14 +198,14 @@ class RunReport:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the counts of ``state_dict``."""
+        """Restore the counts of ``state_dict``."""
         for name in (*COUNTED, "tokens_seen"):
             setattr(self, name, state[name])
         self.losses.load_state_dict(state["losses"])
         self.clock.load_state_dict(state["clock"])
 
     def results(self) -> dict[str, Any]:
-        """The part of ``results.json`` that every recipe fills alike; of a training, its figures as well."""
+        """Return what ``results.json`` has of every recipe; of a training, its figures as well."""
         layout = self.batches.layout
         results = {
             "global_batch_size": layout.global_batch_size,
@@ -234,27 +220,25 @@ class RunReport:
         if not self.batches.steps.stop:
             return results
         perf = self.clock.figures()
-        perf |= self._utilization(perf) | self._model_flops() | {"train_time_s": self.clock.train_time_s}
+        perf |= self._utilization(perf) | {"train_time_s": self.clock.train_time_s}
+        if model_flops := sum(self.flops_per_sample.values()):
+            perf["model_gflops_per_sample"] = model_flops / 1e9
         memory = self.memory.results(gather_figures(self.accelerator, self.memory.end_run()))
         return results | {**self.losses.skipped(), "train_loss": self.train_loss, "memory": memory, "perf": perf}
 
     def _forward_and_backward(self, micro_batch: Batch, loss_of: Callable[[Batch], Tensor]) -> None:
-        """DDP goes by the forward, and does not reduce. Shards go by the backward, and leave no gradients unreduced."""
+        """Run both; DDP does not reduce, by its forward, and shards leave no gradient unreduced, by their backward."""
         with self.accelerator.no_sync(self.model):
             loss = loss_of(self.batches.outside_of_steps(micro_batch))
         loss.backward()
 
-    def _model_flops(self) -> dict[str, float]:
-        total = sum(self.flops_per_sample.values())
-        return {"model_gflops_per_sample": total / 1e9} if total else {}
-
     def _samples_in_first_micro_batch(self, step: int) -> int:
-        """Of this rank; where its share has run out, a padding sample stands in."""
+        """Return the samples of this rank; at least one, as a padding sample fills an empty micro-batch."""
         shares = self.batches.layout.micro_batches(self.batches.order.num_samples_in(step))
         return max(1, len(shares[self.accelerator.process_index][0]))
 
     def _utilization(self, perf: dict[str, float]) -> dict[str, float]:
-        """The model FLOPs utilisation, where the samples per second and the device's peak are known."""
+        """Return the model FLOPs utilisation, where the samples per second and the device's peak are known."""
         samples_per_sec = perf.get("samples_per_sec", 0) / self.accelerator.num_processes
         flops_per_sec = {precision: flops * samples_per_sec for precision, flops in self.flops_per_sample.items()}
         percentage = utilization_pct(flops_per_sec, self.device)
@@ -284,18 +268,17 @@ PIPELINES = {
     "text_classification": "text-classification",
 }
 """Tasks of the Hub, by recipe."""
-INPUTS = {"image-classification": "photo.jpg", "text-generation": '"A prompt"', "text-classification": '"A text"'}
+INPUTS = {"image_classification": "photo.jpg", "language_modeling": '"A prompt"', "text_classification": '"A text"'}
 METRICS = ("accuracy", "f1", "f1_macro", "loss", "perplexity", "bits_per_byte")
 OPTIMIZER = ("optimizer", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CardFacts:
-    """What a card tells of a run.
+    """The facts of a run for its card.
 
     Args:
-        model: that is saved, of transformers, peft or torch.
-        flags: of the command line.
+        model: of transformers, peft or torch.
         results: ``results.json`` as far as it is known before ``final/`` is written.
         steps: optimizer steps that were trained; none with ``--eval_only``.
         batch: the layout of a global batch, in words.
@@ -312,13 +295,13 @@ class CardFacts:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The name of the model."""
         base = self.flags.get("model_name_or_path")
         return shown(base) if base and os.path.exists(base) else self.results["model"]
 
     @property
     def library(self) -> str:
-        """That opens the folder."""
+        """The library that opens the folder."""
         if hasattr(self.model, "peft_config"):
             return "peft"
         return "transformers" if hasattr(self.model, "save_pretrained") else LIBRARY
@@ -328,12 +311,11 @@ class CardFacts:
         """The data sets, folders or files."""
         named = self.flags.get("dataset") or self.flags.get("data_dir") or self.flags.get("train_file") or "own data"
         names = [shown(name) for name in ([named] if isinstance(named, str) else named)]
-        part = self.flags.get("dataset_config_name")
-        return ", ".join([*names, *([part] if part else [])])
+        return ", ".join(filter(None, [*names, self.flags.get("dataset_config_name")]))
 
 
 def shown(name_or_path: str) -> str:
-    """A Hub id as it is; of a local path the last part, and the folder of the run before ``final``."""
+    """Return a Hub id as it is, and of a local path the last name, with the folder of the run before ``final``."""
     path = Path(name_or_path)
     if not os.path.exists(path):
         return printable(name_or_path)
@@ -343,14 +325,18 @@ def shown(name_or_path: str) -> str:
 
 def write_model_card(folder: Path, facts: CardFacts) -> None:
     """Write ``README.md`` into ``folder``, in place of peft's empty one."""
-    ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n{_text(facts)}", ignore_metadata_errors=True).save(
-        folder / FILE
-    )
+    content = f"---\n{_metadata(facts).to_yaml()}\n---\n\n{_text(facts)}"
+    ModelCard(content, ignore_metadata_errors=True).save(folder / FILE)
 
 
 def _metadata(facts: CardFacts) -> ModelCardData:
     base, dataset = facts.flags.get("model_name_or_path"), facts.flags.get("dataset") or ""
-    pipeline = PIPELINES.get(facts.results["recipe"])
+    pipeline, data = PIPELINES.get(facts.results["recipe"]), facts.data
+    evaluated = [
+        EvalResult(pipeline or "other", dataset_type=data, dataset_name=data, metric_type=name, metric_value=value)
+        for name, value in facts.results["eval"].items()
+        if name in METRICS
+    ]
     return ModelCardData(
         model_name=facts.name,
         library_name=facts.library,
@@ -358,18 +344,7 @@ def _metadata(facts: CardFacts) -> ModelCardData:
         base_model=base if base and not os.path.exists(base) else None,
         datasets=[dataset] if "/" in dataset else None,
         tags=[LIBRARY],
-        eval_results=[
-            EvalResult(
-                task_type=pipeline or "other",
-                dataset_type=facts.data,
-                dataset_name=facts.data,
-                metric_type=name,
-                metric_value=value,
-            )
-            for name, value in facts.results["eval"].items()
-            if name in METRICS
-        ]
-        or None,
+        eval_results=evaluated or None,
     )
 
 
@@ -379,7 +354,7 @@ def _text(facts: CardFacts) -> str:
     sections = [
         f"# {facts.name}, {facts.data}",
         f"{_origin(facts)} with the recipe `{recipe}` of {LIBRARY}.",
-        _usage(PIPELINES.get(recipe)),
+        f"## Use\n\n```bash\nmemsave predict FOLDER {INPUTS[recipe]}\n```" if recipe in INPUTS else "",
         "## Evaluation\n\n" + ("\n".join(figures) if figures else "Not evaluated."),
         "## Training\n\n" + "\n".join(f"- {name}: {value}" for name, value in _settings(facts)) if facts.steps else "",
         "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version),
@@ -388,18 +363,12 @@ def _text(facts: CardFacts) -> str:
 
 
 def _origin(facts: CardFacts) -> str:
-    """Where the weights come from."""
+    """Say where the weights come from."""
     before = facts.flags.get("model_name_or_path") or facts.flags.get("weights")
     origin = f"`{shown(before)}`" if before else "random weights"
     if facts.steps:
         return f"Trained on {facts.data}, from {origin},"
     return f"Merged from the adapters {origin} and their base model, and evaluated on {facts.data},"
-
-
-def _usage(pipeline: str | None) -> str:
-    if pipeline is None:
-        return ""
-    return f"## Use\n\n```bash\nmemsave predict FOLDER {INPUTS[pipeline]}\n```"
 
 
 def _settings(facts: CardFacts) -> Iterator[tuple[str, Any]]:

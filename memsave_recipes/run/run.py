@@ -1,14 +1,9 @@
 """A run of a recipe: Accelerator, folder, plan, checkpoints, trackers and figures. The training step is the recipe's.
 
-It has three phases, each an object that the one before it makes:
-
-1. ``Run.open`` checks flags and folder, starts Accelerate and locks the folder. Nothing is written or deleted yet, so a
-   mistake beside ``--overwrite`` costs nothing. It gives a ``Run``.
-2. ``Run.prepare`` makes a ``PreparedRun``: the optimizer, what Accelerate makes of the model, and the plan, which is
-   measured on the model as prepared; in shards it is found before, and tried then. ``--verify`` proves it here.
-3. ``Run.begin`` restores the newest checkpoint or clears the folder, and makes a ``TrainingRun``. From here on files
-   are written. Its ``finish`` writes ``final/`` and ``results.json``; the end of ``open`` prints the summary and closes
-   the trackers.
+1. ``Run.open`` checks flags and folder, starts Accelerate and locks the folder; it writes and deletes nothing.
+2. ``Run.prepare`` makes a ``PreparedRun``: Accelerate's model and optimizer, and the plan, which ``--verify`` proves.
+3. ``Run.begin`` restores the newest checkpoint or clears the folder, and makes a ``TrainingRun``. Its ``finish`` writes
+   ``final/`` and ``results.json``; the end of ``open`` prints the summary and closes the trackers.
 """
 
 import os
@@ -66,7 +61,7 @@ class Run(OpenRun):
     def open(cls, args: RecipeArguments, *, recipe: str) -> Iterator["Run"]:
         """Start Accelerate, seed, and keep the run's folder and the signals that ask to stop until the block ends.
 
-        Where the launcher has lost ranks of this run and started these in their place, ``--resume`` is implied.
+        Ranks that the launcher has started in place of lost ones resume.
 
         Args:
             recipe: its name, such as ``image_classification``.
@@ -114,7 +109,7 @@ class Run(OpenRun):
     def prepare(
         self, task: Task, batches: GlobalBatches, model: nn.Module, trained: nn.Module | None = None
     ) -> PreparedRun:
-        """Prepare model, optimizer and schedule of the flags, and apply the plan: named, or the fastest that fits.
+        """Prepare model, optimizer and schedule of the flags, and apply the plan.
 
         Args:
             task: with the loss of a micro-batch by the prepared model.
@@ -123,9 +118,8 @@ class Run(OpenRun):
             trained: the module around it that is trained, where that is another one.
 
         Raises:
-            InputError: ``--bitwise_topology`` and a model with BatchNorm that is local, or a plan that rounds
-                otherwise; ``--batchnorm global`` and a model without; no such strategy, or nothing fits; or, with
-                ``--shard``, as ``shard`` and ``choose_in_shards``; or as ``check_merging``.
+            InputError: the model does not take ``--bitwise_topology``, ``--batchnorm global``, ``--shard`` or
+                ``--lora_merge``; no such strategy, or nothing fits.
             VerificationFailed: ``--verify`` found that the plan changes the step.
         """
         return PreparedRun(self, task, batches, model, model if trained is None else trained)
@@ -144,7 +138,7 @@ class Run(OpenRun):
         Args:
             data: the digest of the data.
             work: a name such as ``vgg16-gbs64-224px``; runs of the same work are compared with one another.
-            saved: writes the weights with ``--save_best``, where that is not the model; such as peft's.
+            saved: the model whose weights ``--save_best`` writes, where that is another one, such as peft's.
             notices: lines to print, about the data or the model.
 
         Raises:
@@ -166,16 +160,12 @@ class Run(OpenRun):
 
 
 def _with_resume(args: Any) -> Any:
-    """The flags of ranks that come after others of their launch: they go on, also where those began by overwriting."""
+    """Return the flags of this life: restarted ranks resume, also where the first ones began by overwriting."""
     return replace(args, resume=True, overwrite=False) if is_restarted() and not args.eval_only else args
 
 
 def _with_shard(args: Any, launched: str | None) -> Any:
-    """The flags with the ``--shard`` that the launch file implies; the last rank of a launch has whole weights.
-
-    Raises:
-        InputError: the flag says another one.
-    """
+    """Return the flags with the ``--shard`` of the launch file; the last rank of a launch has whole weights."""
     if launched is not None and args.shard not in (None, launched):
         raise InputError(f"--shard {args.shard}: the launch file says {launched}: leave one of them out")
     if is_restarted() and os.environ.get("WORLD_SIZE", "1") == "1":

@@ -1,16 +1,14 @@
 """The plan of a run: the one that its flags name, or the best by measurements of the run's own step.
 
-A plan for a budget is run in a trial step before training. The first rank's choice holds for all ranks. Where the
-device has too little memory to measure even the smallest micro-batch, the choice is made by estimates instead.
+A plan for a budget is run in a trial step before training. The first rank's choice holds for all ranks. Where even the
+smallest micro-batch finds no memory to be measured, the choice is made by estimates.
 
 NOTE [ a plan for shards ]
-1. Units follow the plan, so it is chosen before the weights are cut up (``choose_in_shards``), by estimates on fake
-   tensors as ``memsave plan`` makes them: also for a model that no rank has room for. Bytes are predicted for the first
-   rank, which has most; seconds follow from the rates of the device and are not measured.
+1. Units follow the plan, so it is chosen before the weights are cut up, by estimates as ``memsave plan`` makes them.
+   Bytes are those of the first rank, which has most.
 2. The budget is that of the flags, or what the rank with the least memory can use.
-3. The trial step runs in shards. Where it needs more than the budget, micro-batches are halved under the same plan:
-   another one would have other units. Gradients that a search would reduce once a step are first reduced for every
-   micro-batch.
+3. The trial step runs in shards. Where it needs more than the budget, gradients are reduced for every micro-batch, and
+   then micro-batches are halved, under the same plan: another one would have other units.
 """
 
 from collections.abc import Callable
@@ -25,12 +23,7 @@ from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.targets import find_target, target_of
-from memsave_recipes.planner.budget import (
-    COMPILED_RATIOS,
-    overheads_of_device,
-    usable_bytes,
-    usable_host_bytes,
-)
+from memsave_recipes.planner.budget import COMPILED_RATIOS, overheads_of_device, usable_bytes, usable_host_bytes
 from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import (
     Candidate,
@@ -56,10 +49,7 @@ from memsave_recipes.text import ProgressBar, format_bytes, gib_that_suffice, to
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A plan; with the predicted peak of a step if it was made for a budget.
-
-    ``reduces_once`` says whether gradients in shards are reduced once a step.
-    """
+    """A plan; for a budget with its predicted peak; in shards with whether gradients are reduced once a step."""
 
     plan: Plan
     predicted_peak_bytes: int | None = None
@@ -74,14 +64,14 @@ def plan_run(
     show: Callable[[Choice], None],
     in_shards: Candidate | None = None,
 ) -> RunPlan:
-    """The plan that the flags ask for; one for a budget is shown, and run in a trial step.
+    """Find the plan that the flags ask for; show one for a budget, and run it in a trial step.
 
     Sets ``step.batches.layout`` where the micro-batch size is left to the planner, or turns out to be too large.
 
     Args:
         task: the recipe's task under this run's flags.
         show: prints a choice; called on the first rank.
-        in_shards: what ``choose_in_shards`` has found, in whose units the weights have been cut up since.
+        in_shards: the result of ``choose_in_shards``, in whose units the weights have been cut up.
 
     Raises:
         InputError: no such strategy, or nothing fits in the budget.
@@ -103,7 +93,7 @@ def plan_run(
 
 
 def _named(run: StepSettings, step: StepOnDevice, task: Callable[[], Task]) -> RunPlan:
-    """The plan that the flags name; of one that offloads the host's memory is told."""
+    """Return the plan that the flags name; of one that offloads, print the host's memory."""
     accelerator, strategy = step.accelerator, run.activation_checkpointing or "none"
     if offloads(strategy) and accelerator.device.type != "cpu":
         here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
@@ -115,7 +105,7 @@ def _named(run: StepSettings, step: StepOnDevice, task: Callable[[], Task]) -> R
 
 
 def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choice], None]) -> Candidate:
-    """The fastest plan and micro-batch for weights in shards, before they are cut up: NOTE [ a plan for shards ].
+    """Find the fastest plan and micro-batch for weights in shards, before they are cut up: NOTE [ a plan for shards ].
 
     Args:
         task: the recipe's task under this run's flags.
@@ -131,7 +121,7 @@ def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choic
 
 
 def budget_of(run: StepSettings, device: torch.device) -> int:
-    """The budget of the flags, or ``usable_bytes`` of an accelerator.
+    """Return the budget of the flags, or ``usable_bytes`` of an accelerator.
 
     Raises:
         InputError: there is neither.
@@ -144,7 +134,7 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
 
 
 def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
-    """A line on the host's memory that offloading takes: an estimate, as nothing is measured for a named strategy.
+    """Return a line on the host's memory that offloading takes: an estimate, as a named strategy is not measured.
 
     Raises:
         InputError: the host has less.
@@ -162,14 +152,14 @@ def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) 
 
 @dataclass(frozen=True)
 class _Trial:
-    """A trial step with its peak, on the rank where it is highest; ``None`` where one had no memory left."""
+    """A trial step with the highest peak of all ranks; ``None`` where one had no memory left."""
 
     candidate: Candidate
     peak_bytes: int | None
 
     @property
     def needed_bytes(self) -> int:
-        """With the overheads."""
+        """The peak with the overheads."""
         return (self.peak_bytes or 0) + sum(self.candidate.overheads.values())
 
     @property
@@ -195,10 +185,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Planning:
-    """The planning of a run: choose by the costs of each micro-batch, try the choice, and take less where it misses.
-
-    Every method is called on all ranks, unless it says so.
-    """
+    """Chooses by the costs of each micro-batch, tries the choice, and takes less where it misses; on all ranks."""
 
     accelerator: Accelerator
     run: StepSettings
@@ -207,12 +194,7 @@ class _Planning:
     show: Callable[[Choice], None]
 
     def tried(self, candidate: Candidate, step: StepOnDevice) -> Candidate:
-        """``candidate``, or the first of those that follow on it whose trial step fits the budget.
-
-        Raises:
-            InputError: not even micro-batches of 1 fit.
-            torch.OutOfMemoryError: as ``run_trial_step``.
-        """
+        """Return ``candidate``, or the first of those after it whose trial step fits the budget."""
         ratios = COMPILED_RATIOS
         while not (tried := _Trial(candidate, run_trial_step(candidate, step))).fits:
             empty_cache(self.accelerator.device)  # here, where no frame of the failed step holds its tensors any more
@@ -221,18 +203,11 @@ class _Planning:
         return candidate
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
-        """The candidate to try next; ``ratios`` of compiled memory may be measured for it."""
+        """Return the candidate to try next; ``ratios`` of compiled memory may be measured for it."""
         raise NotImplementedError
 
     def chosen(self, choice: Choice, model: Callable[[], nn.Module]) -> Candidate:
-        """The fastest candidate that fits; the first rank shows it with the others.
-
-        Args:
-            model: the one that trains.
-
-        Raises:
-            InputError: nothing fits.
-        """
+        """Return the fastest candidate that fits, which the first rank shows with the others; refuse if none does."""
         if choice.chosen is None:
             raise budget_too_small(
                 choice.smallest,
@@ -247,11 +222,7 @@ class _Planning:
         return choice.chosen
 
     def _smaller_layout(self, trial: _Trial) -> BatchLayout:
-        """Micro-batches of half the size; the same where reducing each of their gradients takes less.
-
-        Raises:
-            InputError: they cannot be smaller.
-        """
+        """Halve the micro-batches, unless reducing each of their gradients takes less; refuse if they cannot shrink."""
         candidate, layout, size = trial.candidate, trial.candidate.layout, trial.candidate.layout.micro_batch_size
         in_shards = candidate.forecast.in_shards is not None
         if candidate.reduces_once and self.run.reduce_gradients == AUTO:
@@ -271,17 +242,13 @@ class _Planning:
 
 @dataclass(frozen=True)
 class _Measured(_Planning):
-    """By costs that are measured on the ranks of the run; where memory is too small to measure, by estimates."""
+    """Plans by costs that are measured on the ranks; where memory is too small to measure, by estimates."""
 
     step: StepOnDevice
     host_budget_bytes: int | None
 
     def open_layouts(self) -> list[BatchLayout]:
-        """The batch layouts to search; where plans may compile, the best without compiling, as compiling takes long.
-
-        Raises:
-            InputError: as ``search``.
-        """
+        """Return the batch layouts to search: where plans may compile, which takes long, the best one without."""
         layouts = open_layouts(self.run, self.optim, self.accelerator.num_processes)
         if self._space.strategy != "budget" or len(layouts) == 1:
             return layouts
@@ -289,18 +256,11 @@ class _Measured(_Planning):
         return [(choice.chosen or choice.smallest).layout]
 
     def choose(self, layouts: list[BatchLayout]) -> Candidate:
-        """The fastest candidate that fits; the first rank shows it with the others.
-
-        Raises:
-            InputError: nothing fits.
-        """
+        """Measure and return the fastest candidate that fits."""
         return self.chosen(self._search(layouts, self._space), lambda: self.step.model)
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
-        """After a plan that compiles, one of the same micro-batches with more memory kept free (NOTE [ trial step ] 4).
-
-        Else, and where there is none, one of smaller micro-batches.
-        """
+        """Keep more memory free under a plan that compiles (NOTE [ trial step ] 4); else shrink the micro-batches."""
         compiles = self.run.activation_checkpointing == "budget" and trial.candidate.forecast.plan.compiled_memory_ratio
         if not compiles or not trial.missed_bytes or len(ratios) - len(COMPILED_RATIOS) >= MAX_TRIALS:
             return self.choose([self._smaller_layout(trial)])
@@ -331,11 +291,7 @@ class _Measured(_Planning):
         return choice if choice.candidates else self._search_by_estimates(layouts, space)
 
     def _search_by_estimates(self, layouts: list[BatchLayout], space: SearchSpace) -> Choice:
-        """The choice where not even the smallest micro-batch can be measured.
-
-        Raises:
-            InputError: the recipe cannot be estimated either.
-        """
+        """Choose where not even the smallest micro-batch can be measured."""
         size = layouts[0].micro_batch_size
         no_memory = f"there is no memory to measure a micro-batch of {size}"
         self.accelerator.print(f"{no_memory}: planning by estimates")
@@ -359,11 +315,11 @@ class _Measured(_Planning):
 
 @dataclass(frozen=True)
 class _InShards(_Planning):
-    """By estimates, before and after weights are cut up: NOTE [ a plan for shards ]."""
+    """Plans by estimates, before and after weights are cut up: NOTE [ a plan for shards ]."""
 
     @property
     def launch(self) -> Launch:
-        """The devices of the run; where the rates of one are not known, with those of an A100."""
+        """The devices of the run; one of unknown rates has those of an A100."""
         device = self.accelerator.device
         try:
             target = find_target("cpu" if device.type == "cpu" else "cuda")
@@ -378,11 +334,7 @@ class _InShards(_Planning):
         )
 
     def choose(self, budget_bytes: int) -> Candidate:
-        """The fastest of all candidates that fits; on the first rank.
-
-        Raises:
-            InputError: as ``choose_in_shards``.
-        """
+        """Return the fastest of all candidates that fits; on the first rank."""
         launch = self.launch
         self.accelerator.print(
             f"--shard {self.run.shard}: planning by estimates for {launch.target.name}, before the weights are "
@@ -392,7 +344,7 @@ class _InShards(_Planning):
         return _sendable(self.chosen(choice, partial(fake_planned_model, self.task(), launch.target)))
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
-        """The same plan with what is left of layout and reduction: another one would have other units."""
+        """Keep the plan, and with it the units; shrink layout or reduction."""
         smaller = self._smaller_layout(trial)
 
         def find() -> Candidate:
@@ -419,7 +371,7 @@ class _InShards(_Planning):
 
 
 def _sendable(candidate: Candidate) -> Candidate:
-    """``candidate`` with the shards of its own plan alone: what finds those of others has the model in it."""
+    """Return ``candidate`` with the shards of its own plan alone: a function that finds others holds the model."""
     found, in_shards = candidate.forecast, candidate.forecast.in_shards
     assert in_shards is not None
     known = {found.plan: in_shards.of_plan(found.plan)}

@@ -43,21 +43,18 @@ class StepOnDevice:
     loss_of: Callable[[Batch], Tensor]
 
     def forward(self, layout: BatchLayout) -> Callable[[], Tensor]:
-        """The largest forward of a step."""
+        """Return the largest forward of a step."""
         return self._forward(self.batches.largest_forward(layout))
 
     def running_blocks(self) -> list[str] | None:
-        """The blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""
+        """List the blocks that a forward runs, in order; ``None``, without a run, for a single stack of blocks."""
         stacks = block_names(find_stacks(self.model))
         if len(stacks) < 2:
             return None
         return running_blocks(self.model, stacks, self.forward(self.batches.layout), self.accelerator.device)
 
     def candidates(self, space: SearchSpace, layout: BatchLayout, progress: ProgressBar) -> list[Candidate]:
-        """The first rank's candidates, on all ranks; none if a rank has too little memory to measure.
-
-        All blocks are measured at once, or group by group where memory is too small for that and plans may recompute.
-        """
+        """Measure the blocks; return the first rank's candidates on all ranks, none if a rank has too little memory."""
         ranks, measure = Ranks.of_world(), partial(self._measure, space, layout, progress)
         num_blocks = sum(map(len, block_names(find_stacks(self.model)))) if space.strategy != "none" else 1
         gc.collect()  # else the batch of the size before may be freed while bytes are read
@@ -102,7 +99,7 @@ class StepOnDevice:
 
 
 def run_trial_step(candidate: Candidate, step: StepOnDevice) -> int | None:
-    """``step_bytes`` of the rank where they are highest; ``None`` on all ranks, if one ran out of memory.
+    """Return the highest ``step_bytes`` of all ranks; ``None`` if one ran out of memory.
 
     In shards gradients are reduced as the candidate does: rule 5 of NOTE [ trial step ].
 

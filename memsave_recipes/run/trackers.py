@@ -1,19 +1,13 @@
-"""Trackers of a run: ``metrics.jsonl``, which every run writes, and dashboards, which never prompt, hang or stop it.
-
-All are Accelerate's trackers, on the main process only. W&B is online if the server takes the run in time, else offline
-in a folder that ``wandb sync`` uploads later. Trackio is a local database and dashboard without account or network.
+"""Trackers of a run: ``metrics.jsonl``, which every run writes, and dashboards; Accelerate's, on the main process.
 
 NOTE [ trackers never stop a run ]
-
 1. Trackers start, log and finish one by one: one that fails is one warning, and the others and the run go on.
 2. Accelerate drops a tracker whose package is missing without a word (1.15), so the packages are checked here first.
 3. ``wandb.init`` prompts on a terminal, raises without one, waits minutes for a server that is not there, and never
    falls back to offline by itself (0.31). So the mode is chosen before it: ``WANDB_MODE`` or ``wandb offline`` win;
    then online if there is a key, and the server takes it within 5 s and the run within another 8 s; else offline.
-   Training starts 1 to 2 s later where all is well, 7 s where nobody answers, 11 s where the login is taken and the
-   run is not (measured on 2 busy cores, imports included).
-4. ``wandb.finish`` waits for a lost server without end, so it gets 15 s; the process then ends within 16 to 19 s of
-   its last step (measured). What has not arrived is on the disk, and the terminal is told the ``wandb sync`` for it.
+4. ``wandb.finish`` waits for a lost server without end, so it gets 15 s. What has not arrived is on the disk, and the
+   terminal is told the ``wandb sync`` for it.
 """
 
 import difflib
@@ -48,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RunLabels:
-    """What dashboards know a run by.
+    """The labels of a run in dashboards.
 
     Args:
         group: the work; runs of one group are meant to be compared.
@@ -74,7 +68,7 @@ Start = Callable[[dict[str, Any] | None, dict[str, Any]], None]
 
 
 def resolve_trackers(report_to: list[str], output_dir: Path) -> list[str | GeneralTracker]:
-    """The trackers for ``Accelerator(log_with=...)``: the metrics file, then those of ``--report_to``.
+    """Return the trackers for ``Accelerator(log_with=...)``: the metrics file, then those of ``--report_to``.
 
     TensorBoard is an object, so that its files lie in the run's folder whatever Accelerate's project folder is.
 
@@ -91,14 +85,14 @@ def resolve_trackers(report_to: list[str], output_dir: Path) -> list[str | Gener
     asked = [name for name in names if name != "none"]
     for name in asked:
         if name not in map(str, get_available_trackers()):
-            way_out = "pip install 'memsave-recipes[trackers]', or --report_to none"
-            raise InputError(f"--report_to {name} needs {name}, which is not installed: {way_out}")
+            hint = "pip install 'memsave-recipes[trackers]', or --report_to none"
+            raise InputError(f"--report_to {name} needs {name}, which is not installed: {hint}")
     board = TensorBoardTracker("tensorboard", output_dir)
     return [MetricsFile(output_dir), *(board if name == board.name else name for name in asked)]
 
 
 def start_trackers(accelerator: Accelerator, run: RunLabels) -> None:
-    """Starts each tracker of the accelerator; one that cannot start is left out with a warning."""
+    """Start each tracker of the accelerator; leave one that cannot start out with a warning."""
     if not accelerator.is_main_process:
         return
     asked, started = accelerator.log_with, []
@@ -121,16 +115,16 @@ def _start(
 
 
 def _start_plain(start: Start, run: RunLabels) -> None:
-    """The metrics file, which keeps no configuration, and TensorBoard, which takes a flat one of numbers and text."""
+    """Start the metrics file, which keeps no configuration, or TensorBoard, whose is flat, of numbers and text."""
     config = flat({"group": run.group, "name": run.name, "tags": run.tags, **run.config}, "/")
     start({key: v if isinstance(v, bool | int | float | str) else str(v) for key, v in config.items()}, {})
 
 
 def _start_trackio(start: Start, run: RunLabels) -> None:
-    """Trackio knows no tags, so they join the configuration; its threads that sample the machine stay off.
+    """Start trackio, with tags in the configuration, as it knows none, and without threads that sample the machine.
 
-    It knows a run by its name. Rows of steps that are done again are there twice, since it takes none back (0.43). It
-    asks the Hub for the name of whoever has a token there, without a time limit, even for a local store.
+    It knows a run by its name, and takes no rows back (0.43). It asks the Hub without a time limit for the owner of a
+    token, even for a local store.
     """
     from huggingface_hub import constants
 
@@ -147,7 +141,7 @@ def _start_trackio(start: Start, run: RunLabels) -> None:
 
 
 def _start_wandb(start: Start, run: RunLabels) -> None:
-    """Online if the server takes the login and the run, else offline with a warning that says why."""
+    """Start W&B online if the server takes the login and the run, else offline with a warning that says why."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reporting an outage would delay the exit by 12 s
     run.output_dir.mkdir(parents=True, exist_ok=True)
     mode, problem = _wandb_mode()
@@ -162,7 +156,7 @@ def _start_wandb(start: Start, run: RunLabels) -> None:
 
 
 def _wandb_mode() -> tuple[str, str | None]:
-    """The mode for ``wandb.init`` and, where it is offline against the user's expectation, the reason."""
+    """Return the mode for ``wandb.init`` and, where it is offline against the user's expectation, the reason."""
     import wandb
 
     # Who the user is would be asked for up to 5 s before and after the login, only to be greeted by name.
@@ -179,7 +173,7 @@ def _wandb_mode() -> tuple[str, str | None]:
 
 
 def _wandb_options(mode: str, run: RunLabels) -> dict[str, Any]:
-    """Silent offline, where the one line that counts is printed by ``finish_trackers``."""
+    """Return the arguments of ``wandb.init``; offline it is silent, as ``finish_trackers`` prints the line."""
     import wandb
 
     settings = wandb.Settings(
@@ -195,12 +189,12 @@ def _wandb_options(mode: str, run: RunLabels) -> dict[str, Any]:
 
 
 def tracker_ids(accelerator: Accelerator) -> dict[str, str]:
-    """By which the trackers that are running find this run again."""
+    """Return the ids by which running trackers find this run again."""
     return {tracker.name: tracker.tracker.id for tracker in accelerator.trackers if tracker.name == "wandb"}
 
 
 def sync_rows(accelerator: Accelerator) -> int | None:
-    """Brings the rows of ``metrics.jsonl`` to the disk; how many they are, or ``None`` where that fails."""
+    """Sync ``metrics.jsonl``; return the number of its rows, or ``None`` where that fails."""
     for tracker in accelerator.trackers:
         if isinstance(tracker, MetricsFile):
             with _nonfatal(tracker.name, "reach the disk"):
@@ -209,21 +203,17 @@ def sync_rows(accelerator: Accelerator) -> int | None:
 
 
 def log_metrics(accelerator: Accelerator, values: dict[str, Any], step: int) -> None:
-    """Logs one row to every tracker, on the main process; a tracker that fails is one warning, never an exception.
-
-    Call it outside the timed region: a row costs 0.01 to 3 ms.
-    """
+    """Log a row to every tracker, on the main process; one that fails is one warning. A row costs 0.01 to 3 ms."""
     for tracker in accelerator.trackers:
         with _nonfatal(tracker.name, "log"):
             tracker.log(values, step=step)
 
 
 def finish_trackers(accelerator: Accelerator, results: dict[str, Any]) -> None:
-    """Writes ``results`` as flat ``result/*`` keys into every tracker and closes them, then ends the training on every
-    process (Accelerate destroys the process group).
+    """Write ``results`` as flat ``result/*`` keys into every tracker, close them, and end the process group.
 
     They belong to the last step, ``results["steps"]``; a run that stops before it has none. The summary of W&B takes
-    figures and words, the curves of the others figures alone. The terminal is told where the runs are to be seen.
+    figures and words, the curves of the others figures alone. Print where the runs are to be seen.
     """
     named = {f"result/{key}": value for key, value in flat(results, "/").items()}
     figures = {key: value for key, value in named.items() if isinstance(value, int | float)}
@@ -248,7 +238,7 @@ def _finish_plain(tracker: GeneralTracker) -> str | None:
 
 
 def _finish_trackio(tracker: GeneralTracker) -> str:
-    """Trackio's own ``finish``, since it finishes, and reports, a second time at exit after the run's."""
+    """Call trackio's own ``finish``: after the run's it would finish, and report, once more at exit."""
     import trackio
 
     with redirect_stdout(io.StringIO()):
@@ -257,7 +247,7 @@ def _finish_trackio(tracker: GeneralTracker) -> str:
 
 
 def _finish_wandb(tracker: GeneralTracker) -> str | None:
-    """Close the run; returns the command that uploads the rows that the server lacks, if any."""
+    """Close the run; return the command that uploads the rows that the server lacks, if any."""
     run = tracker.tracker
     folder, log, offline = shlex.quote(run.sync_dir), Path(run.settings.log_internal), run.offline
     try:
@@ -273,7 +263,7 @@ def _finish_wandb(tracker: GeneralTracker) -> str | None:
 
 
 def _was_refused(log: Path) -> bool:
-    """Whether the client gave up on rows that the server refused, which only its log tells (0.31)."""
+    """Return whether the server refused rows, which only the client's log tells (0.31)."""
     return log.exists() and "filestream: fatal error" in log.read_text(encoding="utf-8", errors="replace")
 
 
@@ -296,10 +286,9 @@ def _warn_once(message: str) -> None:
 
 
 class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no types
-    """Appends one JSON object a line to ``metrics.jsonl``: ``{"step": n, **values}``, on disk as soon as it is logged.
+    """Appends a line ``{"step": n, **values}`` to ``metrics.jsonl`` for each row.
 
-    Floats keep every digit. JSON has no word for the ones that are not finite, so they are the strings ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``, which ``float()`` reads back.
+    Floats keep every digit; those that are not finite are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
     """
 
     name = "metrics_file"
@@ -317,14 +306,14 @@ class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no ty
         return self.path
 
     def start(self) -> None:
-        """Opens the file at its end, so that a resumed run continues it."""
+        """Open the file at its end, so that a resumed run continues it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
         with self.path.open("rb") as written:
             self.num_rows = sum(1 for _ in written)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Writes one row; values are ``int``, ``float``, ``str``, ``bool`` or ``None``."""
+        """Write one row; values are ``int``, ``float``, ``str``, ``bool`` or ``None``."""
         if self._file is None:
             raise RuntimeError(f"{self.path} is not open")
         row = {"step": step, **{key: _as_json(value) for key, value in values.items()}}
@@ -334,13 +323,13 @@ class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no ty
             raise FileNotFoundError(f"{self.path} has been deleted, its rows are lost and checkpoints may be as well")
 
     def sync(self) -> int:
-        """Brings all rows to the disk; returns how many they are, with those of earlier lives."""
+        """Bring all rows to the disk; return how many they are, with those of earlier lives."""
         if self._file is not None:
             os.fsync(self._file.fileno())
         return self.num_rows
 
     def finish(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -348,8 +337,8 @@ class MetricsFile(GeneralTracker):  # type: ignore[misc]  # accelerate has no ty
 def cut_back(folder: Path, step: int, *, evaluated_at: int | None, num_rows: int | None) -> list[str]:
     """Remove the rows after ``step``, a half-written row of a killed run, and the final figures.
 
-    A run that goes on from ``step`` writes them again. So it does with the evaluation of ``step`` itself where the
-    checkpoint does not know of it: the last one that it knows is ``evaluated_at``.
+    A run that goes on from ``step`` writes them again, as it does with an evaluation after ``evaluated_at``, the last
+    one that the checkpoint knows.
 
     Returns:
         A line where there are fewer rows left than the ``num_rows`` of the checkpoint, if it knows them.
