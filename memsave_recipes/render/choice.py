@@ -3,10 +3,10 @@
 The baseline, in tables and texts, is the same micro-batch without checkpointing (``none``).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 from rich.text import Text
@@ -53,13 +53,16 @@ def show_choice(choice: Choice, *, all_rows: bool = False, remarks: Sequence[str
     rows = list(choice.candidates) if all_rows else best_rows(choice)
     if len(choice.candidates) > 1:
         show_all(render(choice, rows), legend(rows))
-    show_all(*omitted(choice, rows), *overhead_lines(choice.chosen or choice.smallest), *remarks, *rival_lines(choice))
+    if len(rows) < len(choice.candidates):
+        show_all(f"the best of each micro-batch: {len(rows)} of {len(choice.candidates)} candidates")
+    show_all(*overhead_lines(choice.chosen or choice.smallest), *remarks, *rival_lines(choice))
     if choice.chosen is not None:
-        show_forecast(choice.chosen.forecast, choice.chosen.budget_bytes)
+        forecast = choice.chosen.forecast
+        show_all(draw(forecast), summarize(forecast, choice.chosen.budget_bytes))
 
 
 def best_rows(choice: Choice) -> list[Candidate]:
-    """Of each layout and loss the fastest that fits, or the one that needs least; all of the chosen layout."""
+    """Keep the fastest that fits of each layout and loss, or the one that needs least; and all of the chosen layout."""
     if len(choice.candidates) <= MAX_ROWS:
         return list(choice.candidates)
     groups: dict[tuple[BatchLayout, str | None], list[Candidate]] = {}
@@ -72,44 +75,53 @@ def best_rows(choice: Choice) -> list[Candidate]:
     return shown
 
 
-def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
-    """The table: one row for each candidate, the chosen one marked."""
-    has_losses = len({candidate.loss for candidate in choice.candidates}) > 1
-    reduces_once = any(candidate.reduces_once for candidate in choice.candidates)
-    table = new_table()
-    for heading in ("", "micro x acc.", *(["loss"] if has_losses else []), "plan", *(["reduced"] * reduces_once)):
-        table.add_column(heading, no_wrap=True)
-    offloads = any(candidate.host_bytes for candidate in rows)
-    for heading in ("peak", "needed", *(["host"] if offloads else [])):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column(f"of {format_bytes(choice.candidates[0].budget_bytes)}", no_wrap=True)
-    for heading in ("step", "samples/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
+@dataclass(frozen=True)
+class CandidateColumn:
+    """A column of a table of candidates."""
+
+    heading: str
+    cell: Callable[[Candidate], str | Text]
+    justify: Literal["left", "right"] = "left"
+
+
+def plan_columns(candidates: Sequence[Candidate]) -> list[CandidateColumn]:
+    """Return the columns of layout, loss, plan and reduction; those in which no candidates differ are left out."""
+    columns = [CandidateColumn("micro x acc.", lambda one: layout_text(one.layout))]
+    if len({one.loss for one in candidates}) > 1:
+        columns.append(CandidateColumn("loss", lambda one: one.loss or ""))
+    columns.append(CandidateColumn("plan", lambda one: one.strategy))
+    if any(one.reduces_once for one in candidates):
+        columns.append(CandidateColumn("reduced", reduction_text))
+    return columns
+
+
+def _candidate_columns(choice: Choice, rows: Sequence[Candidate]) -> Iterator[CandidateColumn]:
     scale_bytes = scale_of(rows)
+    yield CandidateColumn("", lambda one: "→" if one is choice.chosen else "")
+    yield from plan_columns(choice.candidates)
+    yield CandidateColumn("peak", lambda one: format_bytes(one.peak_bytes), "right")
+    yield CandidateColumn("needed", lambda one: format_bytes(one.needed_bytes), "right")
+    if any(candidate.host_bytes for candidate in rows):
+        yield CandidateColumn("host", lambda one: format_bytes(one.host_bytes) if one.host_bytes else "", "right")
+    yield CandidateColumn(f"of {format_bytes(rows[0].budget_bytes)}", lambda one: bar(one, scale_bytes))
+    yield CandidateColumn("step", lambda one: format_seconds(one.step_s), "right")
+    yield CandidateColumn("samples/s", lambda one: format_rate(one.samples_per_s), "right")
+    yield CandidateColumn("fits", fits_text)
+
+
+def render(choice: Choice, rows: Sequence[Candidate]) -> Table:
+    """Return the table: one row for each candidate, the chosen one marked."""
+    table, columns = new_table(), list(_candidate_columns(choice, rows))
+    for column in columns:
+        table.add_column(column.heading, justify=column.justify, no_wrap=True)
     for candidate in rows:
-        is_chosen = candidate is choice.chosen
-        style = "bold" if is_chosen else "" if candidate.fits else "dim"
-        table.add_row(
-            "→" if is_chosen else "",
-            layout_text(candidate.layout),
-            *([candidate.loss or ""] if has_losses else []),
-            candidate.strategy,
-            *([reduction_text(candidate)] * reduces_once),
-            format_bytes(candidate.peak_bytes),
-            format_bytes(candidate.needed_bytes),
-            *([format_bytes(candidate.host_bytes) if candidate.host_bytes else ""] if offloads else []),
-            bar(candidate, scale_bytes),
-            format_seconds(candidate.step_s),
-            format_rate(candidate.samples_per_s),
-            fits_text(candidate),
-            style=style,
-        )
+        style = "bold" if candidate is choice.chosen else "" if candidate.fits else "dim"
+        table.add_row(*(column.cell(candidate) for column in columns), style=style)
     return table
 
 
 def legend(rows: Sequence[Candidate]) -> Text:
-    """The meaning of the letters that occur in the bars."""
+    """Explain the letters that occur in the bars."""
     text = Text()
     for name in used_parts(rows):
         letter, color = PARTS[name]
@@ -118,13 +130,13 @@ def legend(rows: Sequence[Candidate]) -> Text:
 
 
 def used_parts(rows: Sequence[Candidate]) -> list[str]:
-    """The kinds of memory that a candidate has."""
+    """List the kinds of memory that a candidate has."""
     used = {name for candidate in rows for name, num_bytes in grouped_parts(candidate).items() if num_bytes}
     return [name for name in PARTS if name in used]
 
 
 def bar(candidate: Candidate, scale_bytes: int) -> Text:
-    """The letter of each part as often as its share of ``scale_bytes``; ``>`` where the bar is cut off there."""
+    """Repeat the letter of each kind by its share of ``scale_bytes``; ``>`` where the bar is cut off there."""
     text, end_bytes = Text(), 0
     for name, num_bytes in grouped_parts(candidate).items():
         letter, color = PARTS[name]
@@ -139,13 +151,13 @@ def _columns(share: float) -> int:
 
 
 def grouped_parts(candidate: Candidate) -> dict[str, int]:
-    """``candidate.parts`` with the overheads and the reserve as one part."""
+    """Return ``candidate.parts`` with the overheads and the reserve as one."""
     parts = {name: num_bytes for name, num_bytes in candidate.parts.items() if name in PARTS}
     return parts | {OVERHEADS: candidate.needed_bytes - sum(parts.values())}
 
 
 def overhead_lines(candidate: Candidate) -> list[str]:
-    """The parts of ``needed`` that are not in ``peak``, each with its source; traffic in shards; the host's memory."""
+    """Return a line on each overhead, with its source, on traffic in shards, and on the host's memory."""
     overheads = {**candidate.overheads, "reserve": candidate.forecast.reserve_bytes}
     lines = [f"+ {name} {format_bytes(size)}: {OVERHEAD_SOURCES.get(name, '')}" for name, size in overheads.items()]
     sent_s, exposed_s = candidate.communication_s
@@ -157,7 +169,7 @@ def overhead_lines(candidate: Candidate) -> list[str]:
 
 
 def rival_lines(choice: Choice) -> list[str]:
-    """A line on the candidate that is nearest to the chosen one, where their times are within the noise."""
+    """Return a line on the candidate nearest to the chosen one, where their times are within the noise."""
     chosen, rivals = choice.chosen, choice.rivals
     if chosen is None or not rivals:
         return []
@@ -171,25 +183,18 @@ def _name(candidate: Candidate) -> str:
     return " ".join(filter(None, (candidate.strategy, "at", layout_text(candidate.layout), candidate.loss)))
 
 
-def omitted(choice: Choice, rows: Sequence[Candidate]) -> list[str]:
-    """A line that says how many candidates are not in the table, if any are."""
-    if len(rows) == len(choice.candidates):
-        return []
-    return [f"the best of each micro-batch: {len(rows)} of {len(choice.candidates)} candidates"]
-
-
 def layout_text(layout: BatchLayout) -> str:
-    """Micro-batch and accumulation steps: ``8 x 4``."""
+    """Return micro-batch and accumulation steps: ``8 x 4``."""
     return f"{layout.micro_batch_size} x {layout.accumulation_steps}"
 
 
 def reduction_text(candidate: Candidate) -> str:
-    """``once``, where gradients in shards are reduced once a step, or ``each``, where every micro-batch's are."""
+    """Return ``once``, where gradients in shards are reduced once a step, or ``each``: for every micro-batch."""
     return "once" if candidate.reduces_once else "each"
 
 
 def fits_text(candidate: Candidate) -> str:
-    """``yes``, or by how much it is too large."""
+    """Return ``yes``, or by how much the candidate is too large."""
     over_bytes = candidate.needed_bytes - candidate.budget_bytes
     if not candidate.fits and over_bytes <= 0:
         return f"no, host +{format_bytes(candidate.host_bytes - (candidate.host_budget_bytes or 0))}"
@@ -204,17 +209,12 @@ def _best(group: Sequence[Candidate]) -> Candidate:
 
 
 def scale_of(rows: Sequence[Candidate]) -> int:
-    """The bytes of a whole bar: the budget, or the need of the largest row if that is less."""
+    """Return the bytes of a whole bar: the budget, or the need of the largest row if that is less."""
     return min(rows[0].budget_bytes, max(candidate.needed_bytes for candidate in rows))
 
 
-def show_forecast(forecast: Forecast, budget_bytes: int) -> None:
-    """Print ``draw`` and ``summarize``."""
-    show_all(draw(forecast), summarize(forecast, budget_bytes))
-
-
 def draw(forecast: Forecast) -> Table:
-    """The blocks with their actions, the bytes that they save for backward, and the time that the plan adds."""
+    """Return the blocks with their actions, the bytes that they save for backward, and the time that the plan adds."""
     table = new_table()
     table.add_column("blocks", overflow="fold")
     table.add_column("action")
@@ -231,7 +231,7 @@ def draw(forecast: Forecast) -> Table:
 
 
 def summarize(forecast: Forecast, budget_bytes: int) -> str:
-    """The predicted peak and the time of a forward and backward, with its noise and the baseline's."""
+    """Return the predicted peak and the time of a forward and backward, with its noise and the baseline's."""
     peak, baseline_s = forecast.peak, forecast.baseline_s
     where = "the optimizer's update" if peak.phase == "optimizer" else f"the {peak.phase} of {peak.block}"
     noise = f" ± {1000 * forecast.noise_s:.1f} ms" if forecast.noise_s else ""
@@ -253,7 +253,7 @@ class _Row:
 
 
 def _rows(forecast: Forecast) -> Iterator[_Row]:
-    """A row for consecutive spans of the same action, length and costs."""
+    """Yield a row for consecutive spans of the same action, length and costs."""
     chain, plan = forecast.chain, forecast.plan
     baseline = [costs.held_bytes for costs in span_costs(chain, keep_all(chain))]
     spans = [
@@ -296,27 +296,26 @@ def _action_name(span: Span, count: int) -> str:
 
 
 def _block_bar(saved: float, baseline: float) -> str:
-    """Full characters for saved bytes, dots for those that only the baseline saves."""
+    """Draw full characters for saved bytes, dots for those that only the baseline saves."""
     filled, dotted = round(BLOCK_BAR_COLUMNS * saved), round(BLOCK_BAR_COLUMNS * baseline)
     return "█" * filled + "·" * max(0, dotted - filled)
 
 
-HEADINGS = ("", "micro x acc.", "loss", "plan", "needed", "step", "time", "fits", "changes")
-WIDTHS = (25, 12, 8, 10, 9, 9, 6, 15, 0)
-RIGHT = {"needed", "step", "time"}
+LINE = " {:<25}  {:<12}  {:<8}  {:<10}  {:>9}  {:>9}  {:>6}  {:<15}  {}"
+LINE_COLUMNS = 112
 
 
 def heading() -> str:
-    """The names of the columns, above a line."""
-    names = _line(HEADINGS)
-    return f"{names}\n {'─' * (sum(WIDTHS) + 2 * len(WIDTHS))}"
+    """Return the names of the columns of ``row``, above a line."""
+    names = LINE.format("", "micro x acc.", "loss", "plan", "needed", "step", "time", "fits", "changes")
+    return f"{names}\n {'─' * LINE_COLUMNS}"
 
 
 def row(rung: "Rung", first: "Rung") -> str:
-    """A rung; its time as a multiple of the first one's."""
+    """Return a rung as a line; its time is a multiple of the first one's."""
     candidate = rung.candidate
     on_host = f"{format_bytes(candidate.host_bytes)} on the host" if candidate.host_bytes else ""
-    cells = (
+    line = LINE.format(
         rung.name,
         layout_text(candidate.layout),
         candidate.loss or "",
@@ -327,13 +326,4 @@ def row(rung: "Rung", first: "Rung") -> str:
         fits_text(candidate),
         ", ".join(filter(None, (rung.changes, on_host))),
     )
-    return _line(cells)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return " " + "  ".join(_aligned(cells)).rstrip()
-
-
-def _aligned(cells: Sequence[str]) -> Iterator[str]:
-    for name, width, cell in zip(HEADINGS, WIDTHS, cells, strict=True):
-        yield cell.rjust(width) if name in RIGHT else cell.ljust(width)
+    return line.rstrip()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from html import escape
 
 from rich.table import Table
+from rich.text import Text
 
 from memsave_recipes.planner.lengths import Curve, lengths_of
 from memsave_recipes.planner.search import Candidate
@@ -30,11 +31,12 @@ from memsave_recipes.render.charts import (
     widened,
 )
 from memsave_recipes.render.choice import (
+    CandidateColumn,
     fits_text,
     grouped_parts,
     layout_text,
     overhead_lines,
-    reduction_text,
+    plan_columns,
     scale_of,
     used_parts,
 )
@@ -56,30 +58,23 @@ def show_points(points: Sequence[FrontierPoint], remarks: Sequence[str], *, all_
 
 def _table(points: Sequence[FrontierPoint]) -> Table:
     fastest = max(point.candidate.samples_per_s for point in points)
-    has_losses = len({point.candidate.loss for point in points}) > 1
     has_measured = any(point.measured for point in points)
-    reduces_once = any(point.candidate.reduces_once for point in points)
+    columns = [
+        CandidateColumn("needed", lambda one: format_bytes(one.needed_bytes), "right"),
+        *plan_columns([point.candidate for point in points]),
+        CandidateColumn("samples/s", lambda one: format_rate(one.samples_per_s), "right"),
+    ]
     table = new_table()
-    table.add_column("needed", justify="right", no_wrap=True)
-    for heading in ("micro x acc.", *(["loss"] if has_losses else []), "plan", *(["reduced"] * reduces_once)):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("samples/s", *(["measured", "needed"] if has_measured else [])):
+    for column in columns:
+        table.add_column(column.heading, justify=column.justify, no_wrap=True)
+    for heading in ("measured", "needed") if has_measured else ():
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("samples/s, dots beyond the Pareto front", no_wrap=True)
     for point in points:
         one = point.candidate
-        letter = "█" if point.is_optimal else "·"
-        table.add_row(
-            format_bytes(one.needed_bytes),
-            layout_text(one.layout),
-            *([one.loss or ""] if has_losses else []),
-            one.strategy,
-            *([reduction_text(one)] * reduces_once),
-            format_rate(one.samples_per_s),
-            *(_measured_cells(point) if has_measured else []),
-            letter * max(1, round(BAR_COLUMNS * one.samples_per_s / fastest)),
-            style="" if one.fits else "dim",
-        )
+        cells = [*(column.cell(one) for column in columns), *(_measured_cells(point) if has_measured else [])]
+        letters = ("█" if point.is_optimal else "·") * max(1, round(BAR_COLUMNS * one.samples_per_s / fastest))
+        table.add_row(*cells, letters, style="" if one.fits else "dim")
     return table
 
 
@@ -91,17 +86,13 @@ def show_curves(found: Sequence[Curve], remarks: Sequence[str], budget_bytes: in
         table.add_column(curve.strategy, justify="right", no_wrap=True)
     for length in lengths_of(found):
         of_length = [dict(curve.points).get(length) for curve in found]
-        cells = ["" if one is None else _need(one) for one in of_length]
+        cells = [Text(format_bytes(one.needed_bytes), "" if one.fits else "dim") if one else "" for one in of_length]
         table.add_row(f"{length:,}", *cells)
     longest = [curve.longest(budget_bytes) for curve in found]
     table.add_section()
     table.add_row("about", *("-" if length is None else f"{length:,}" for length in longest))
     ending = f"about: the longest rows that fit in {format_bytes(budget_bytes)}, between two lengths in proportion"
     show_all(table, ending, *remarks)
-
-
-def _need(one: Candidate) -> str:
-    return format_bytes(one.needed_bytes) if one.fits else f"[dim]{format_bytes(one.needed_bytes)}[/dim]"
 
 
 def _measured_cells(point: FrontierPoint) -> list[str]:
@@ -111,22 +102,21 @@ def _measured_cells(point: FrontierPoint) -> list[str]:
 
 
 def plan_page(title: str, remarks: Sequence[str], points: Sequence[FrontierPoint], chosen: Candidate, line: str) -> str:
-    """The candidates of a choice, with the command line that launches the chosen one."""
+    """Return the page of a choice: its candidates, and the command line that launches the chosen one."""
     title = f"{title}: {layout_text(chosen.layout)}, {chosen.strategy}"
     launch = f'<h3>Launch</h3><div class="card"><pre>{escape(line)}</pre></div><h3>Candidates</h3>'
     lines = [*remarks, *overhead_lines(chosen)]
     content = _content(points, chosen.budget_bytes, chosen)
-    return fill_page(title, _subtitle(chosen.budget_bytes), lines, f"<section>{launch}{content}</section>")
+    return fill_page(
+        title, f"budget {format_bytes(chosen.budget_bytes)}", lines, f"<section>{launch}{content}</section>"
+    )
 
 
 def frontier_page(title: str, remarks: Sequence[str], points: Sequence[FrontierPoint], budget_bytes: int) -> str:
-    """Every strategy at every micro-batch size."""
+    """Return the page of every strategy at every micro-batch size."""
     content = f"<section>{_content(points, budget_bytes)}</section>"
-    return fill_page(f"{title}: memory against throughput", _subtitle(budget_bytes), list(remarks), content)
-
-
-def _subtitle(budget_bytes: int) -> str:
-    return f"budget {format_bytes(budget_bytes)}"
+    budget = f"budget {format_bytes(budget_bytes)}"
+    return fill_page(f"{title}: memory against throughput", budget, list(remarks), content)
 
 
 def _content(points: Sequence[FrontierPoint], budget_bytes: int, chosen: Candidate | None = None) -> str:
@@ -159,10 +149,12 @@ def _row(number: int, points: Sequence[FrontierPoint], scale_bytes: int, *, is_c
         (one.needed_bytes - one.budget_bytes, fits_text(one)),
     )
     cells = "".join(f'<td class="number" data-value="{value}">{escape(text)}</td>' for value, text in figures)
+    loss = f"<small>{escape(one.loss)} loss</small>" if one.loss else ""
+    reduction = "<small>reduced once a step</small>" if one.reduces_once else ""
     return (
         f'<tr data-run="{number}"{"" if one.fits else " class=over"}><th data-value="{number}"><div>{badge}'
         f'<span>{name}</span></div></th><td data-value="{one.layout.micro_batch_size}">'
-        f"{layout_text(one.layout)}{_loss(one)}{_reduction(one)}</td>{cells}"
+        f"{layout_text(one.layout)}{loss}{reduction}</td>{cells}"
         f"{_measured_cell(point) if has_measured else ''}"
         f'<td data-value="{one.needed_bytes}">{_bar(one, scale_bytes)}</td></tr>'
     )
@@ -176,7 +168,7 @@ def _measured_cell(point: FrontierPoint) -> str:
 
 
 def _bar(one: Candidate, scale_bytes: int) -> str:
-    """A bar as long as its share of ``scale_bytes``, at most the whole track."""
+    """Draw a bar as long as its share of ``scale_bytes``, at most the whole track."""
     whole_bytes = max(scale_bytes, one.needed_bytes)
     parts = "".join(
         f'<i class="part" {of_part(name, 100 * num_bytes / whole_bytes)} '
@@ -187,27 +179,19 @@ def _bar(one: Candidate, scale_bytes: int) -> str:
     return f'<span class="track">{parts}</span>'
 
 
-def _loss(one: Candidate) -> str:
-    return f"<small>{escape(one.loss)} loss</small>" if one.loss else ""
-
-
-def _reduction(one: Candidate) -> str:
-    return "<small>reduced once a step</small>" if one.reduces_once else ""
-
-
 def chart_points_of(points: Sequence[FrontierPoint]) -> list[ChartPoint]:
-    """The points as ``render/plot.py`` draws them."""
-    return [_chart_point(point) for point in points]
+    """Return the points as ``render/plot.py`` draws them."""
+    return list(map(_chart_point, points))
 
 
 def color_of(point: FrontierPoint, points: Sequence[FrontierPoint]) -> str:
-    """The color of its kind of plan, as a CSS style; ``points`` are all points of the page."""
+    """Return the color of its kind of plan, as a CSS style; ``points`` are all points of the page."""
     families = list(dict.fromkeys(map(_family, points)))
     return f"--run:var(--run-{families.index(_family(point)) % NUM_COLORS})"
 
 
 def scatter(points: Sequence[FrontierPoint], budget_bytes: int) -> str:
-    """The chart of the page; optimal points have their number of the table, squares are measured."""
+    """Draw the chart of the page; optimal points have their number of the table, squares are measured."""
     chart_points = chart_points_of(points)
     measured = [chart_point.measured for chart_point in chart_points if chart_point.measured]
     memories, speeds = zip(*(chart_point.predicted for chart_point in chart_points), *measured, strict=True)
@@ -239,7 +223,7 @@ def _chart_point(point: FrontierPoint) -> ChartPoint:
 
 
 def _family(point: FrontierPoint) -> str:
-    """The kind of its plan: ``every`` of ``every:2``."""
+    """Return the kind of its plan: ``every`` of ``every:2``."""
     return point.candidate.strategy.partition(":")[0]
 
 
