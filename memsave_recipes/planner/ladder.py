@@ -1,28 +1,13 @@
 """Ways to train a model on a device, from the plain one to those that change more, each with its memory and time.
 
-NOTE [ which recipe ]
-A model is named by one word, and its configuration tells the recipe that trains it, with the flags that name it. The
-classes that a configuration names (``architectures``) decide, else its type. A type that has a masked language model is
-an encoder, and is trained as a text classifier.
-
 NOTE [ the ladder ]
-1. A *rung* is a set of flags of the model's recipe. The first three give the same loss curve, but for BatchNorm, whose
-   statistics are those of a micro-batch: no checkpointing with the largest micro-batch, the loss in chunks, and the
-   plan of the solver; on a GPU also the solver's plan with offloading, if it fits where these do not or is faster. The
-   others change the training: the optimizer steps in the backward, for the whole global batch at once and without
-   clipping; its state has 8 bits; adapters train, if they do not fit with the frozen weights on the host. The last
-   ones take more devices with DDP, each with the whole model; or, where nothing with the same curve fits one device,
-   with the model in shards, as many as suffice.
-2. Every figure is that of ``memsave plan``: the same task, estimates and solver. Plans are looked for at the largest
-   micro-batch that fits without checkpointing and at the next one, as smaller ones are slower and larger ones gain
-   little. Where the plain one fits, no plan of the same micro-batch is faster, so only the next one is planned. Plans
-   with MLPs in tiles are looked for where no other fits.
-3. Rungs that differ in the optimizer or the number of devices alone have the same blocks: a micro-batch is estimated
-   once for all of them (``KnownEstimates``).
-4. More devices share the micro-batches of a step. Where one device takes the whole global batch at once, more of them
-   are left out.
-5. The optimizer in the backward and adapters share few estimates with the other rungs. Each is looked for in a process
-   of its own while plans are: with two cores, about a third of the time.
+1. A *rung* is a set of flags of the model's recipe; docs/planner.md lists them. Every figure is that of
+   ``memsave plan``: the same task, estimates and solver.
+2. The search tries plans at the largest micro-batch that fits without checkpointing and at the next one: smaller ones
+   are slower, and larger ones gain little. Where the plain one fits, no plan of the same micro-batch is faster, so only
+   the next one is planned. Plans with MLPs in tiles are tried where no other fits.
+3. The optimizer in the backward and adapters share few estimates with the other rungs. A process of its own looks for
+   each of them meanwhile, which takes about a third off the time with two cores.
 """
 
 import os
@@ -64,11 +49,9 @@ WAYS = "name a folder with a config.json, a type of transformers such as llama, 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model that is to be trained.
+    """A model to train: the name of its recipe, and the flags of the recipe that name it.
 
     Args:
-        recipe: the name of its recipe.
-        flags: of the recipe, that name the model; one from scratch has its own vocabulary.
         is_pretrained: whether it has weights to start from.
         length, image_size: of its samples by default; ``None`` where it has no such size.
         remarks: sentences about it.
@@ -88,7 +71,7 @@ class Subject:
 
 
 def find_subject(word: str) -> Subject:
-    """The model that ``word`` names: a folder or its config.json, a model of ours, a type of transformers, a Hub id.
+    """Return the model that ``word`` names: a folder or its config.json, one of ours, a type of transformers, a Hub id.
 
     Raises:
         InputError: no such model, or no recipe trains it.
@@ -103,8 +86,14 @@ def find_subject(word: str) -> Subject:
     if word in MODELS:
         return Subject(recipe=IMAGES, flags=("--model", word), image_size=PIXELS)
     if word in CONFIG_MAPPING:
-        return _by_type(word)
-    return _pretrained(word, _configuration(word))
+        config = AutoConfig.for_model(word)
+        remark = f"{word}: a model from scratch, of the sizes that transformers gives the type"
+        subject = _configured(word, config, flags=("--model_type", word), remarks=(remark,))
+        vocabulary = getattr(config, "vocab_size", None)
+        if subject.recipe == IMAGES or vocabulary is None:
+            return subject
+        return replace(subject, flags=(*subject.flags, "--vocab_size", str(vocabulary)))
+    return _pretrained(word)
 
 
 def _in_folder(folder: str) -> Subject:
@@ -116,40 +105,10 @@ def _in_folder(folder: str) -> Subject:
         return Subject(recipe=IMAGES, flags=flags, is_pretrained=True, image_size=saved.image_size)
     has_weights = any(Path(folder).glob("*.safetensors"))
     remark = f"{folder} has no weights (*.safetensors): put them there before launching"
-    return _pretrained(folder, _configuration(folder), () if has_weights else (remark,))
+    return _pretrained(folder, () if has_weights else (remark,))
 
 
-def _pretrained(word: str, config: Any, remarks: tuple[str, ...] = ()) -> Subject:
-    recipe = _recipe_of(word, config)
-    return Subject(
-        recipe=recipe,
-        flags=("--model_name_or_path", word),
-        is_pretrained=True,
-        length=_length(recipe, config),
-        image_size=_image_size(recipe, config),
-        remarks=remarks,
-    )
-
-
-def _by_type(word: str) -> Subject:
-    config = AutoConfig.for_model(word)
-    recipe = _recipe_of(word, config)
-    vocabulary = getattr(config, "vocab_size", None)
-    named = () if recipe == IMAGES or vocabulary is None else ("--vocab_size", str(vocabulary))
-    return Subject(
-        recipe=recipe,
-        flags=("--model_type", word, *named),
-        length=_length(recipe, config),
-        image_size=_image_size(recipe, config),
-        remarks=(f"{word}: a model from scratch, of the sizes that transformers gives the type",),
-    )
-
-
-def _configuration(word: str) -> Any:
-    """
-    Raises:
-        InputError: it cannot be read, or is neither at hand nor on a Hub that answers.
-    """
+def _pretrained(word: str, remarks: tuple[str, ...] = ()) -> Subject:
     ask_hub_for(word)
     try:
         config = AutoConfig.from_pretrained(word, trust_remote_code=False)
@@ -158,11 +117,25 @@ def _configuration(word: str) -> Any:
         brings_code = "trust_remote_code" in str(error)
         why = "it brings code of its own, which is not run" if brings_code else reason(error)
         raise InputError(f"MODEL {word} cannot be read: {why}; {WAYS}") from error
-    return config
+    return _configured(word, config, flags=("--model_name_or_path", word), is_pretrained=True, remarks=remarks)
+
+
+def _configured(word: str, config: Any, **known: Any) -> Subject:
+    """Add what a configuration says of a model: its recipe and the sizes of its samples."""
+    recipe = _recipe_of(word, config)
+    if recipe == IMAGES:
+        size = getattr(config, "image_size", None)
+        return Subject(recipe=recipe, image_size=size if isinstance(size, int) and size > 0 else PIXELS, **known)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    has_fewer = isinstance(positions, int) and 0 < positions < LENGTHS[recipe]
+    return Subject(recipe=recipe, length=positions if has_fewer else LENGTHS[recipe], **known)
 
 
 def _recipe_of(word: str, config: Any) -> str:
-    """NOTE [ which recipe ]."""
+    """Name the recipe by the classes in ``architectures``, else by the type.
+
+    A type that has a masked language model is an encoder, which is trained as a text classifier.
+    """
     named, kind = set(config.architectures or ()), config.model_type
     for task, (_, classes) in KINDS.items():
         if named & set(chain.from_iterable([one] if isinstance(one, str) else one for one in classes.values())):
@@ -176,21 +149,6 @@ def _recipe_of(word: str, config: Any) -> str:
             "classifies texts or images"
         )
     return RECIPES[types[0]]
-
-
-def _length(recipe: str, config: Any) -> int | None:
-    """The recipe's default, or as many positions as the model has, if these are fewer."""
-    if recipe not in LENGTHS:
-        return None
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return min(LENGTHS[recipe], positions) if isinstance(positions, int) and positions > 0 else LENGTHS[recipe]
-
-
-def _image_size(recipe: str, config: Any) -> int | None:
-    if recipe != IMAGES:
-        return None
-    size = getattr(config, "image_size", None)
-    return size if isinstance(size, int) and size > 0 else PIXELS
 
 
 CARDS = (2, 4, 8)
@@ -218,28 +176,27 @@ class KnownEstimates(Estimates):
     _refused: set[str] = field(default_factory=set)
 
     def of_size(self, size: int, loss: str | None, strategies: Sequence[str]) -> Measurement:
-        """The costs of a micro-batch of ``size`` samples under ``strategies``, of which ``none`` is first.
-
-        Those that the model cannot run under are left out.
+        """Return the costs of a micro-batch of ``size`` samples under the ``strategies`` that the model can run under.
 
         Raises:
-            InputError: it cannot run under ``none``.
+            InputError: it cannot run under ``none``, which is the first of them.
         """
         known = self._known.get((size, loss))
         traces = [] if known is None else known.traces
         done = self._refused | {plan.strategy for plan, _ in traces}
-        if missing := [strategy for strategy in strategies if strategy not in done]:
+        missing = [strategy for strategy in strategies if strategy not in done]
+        if missing:
             self.on_estimate(f"micro-batch {size}")
-            for strategy in missing:
-                try:
-                    found = self._estimate(size, loss, strategy)
-                except InputError:
-                    if strategy == PLAIN:
-                        raise
-                    self._refused.add(strategy)
-                else:
-                    traces = [*traces, *found.traces]
-                    self._known[size, loss] = Measurement(found.workload, traces)
+        for strategy in missing:
+            try:
+                found = self._estimate(size, loss, strategy)
+            except InputError:
+                if strategy == PLAIN:
+                    raise
+                self._refused.add(strategy)
+            else:
+                traces = [*traces, *found.traces]
+                self._known[size, loss] = Measurement(found.workload, traces)
         known = self._known[size, loss]
         return replace(known, traces=[(plan, trace) for plan, trace in known.traces if plan.strategy in strategies])
 
@@ -260,7 +217,7 @@ class KnownEstimates(Estimates):
 
 
 def with_tiles(strategies: tuple[str, ...]) -> tuple[str, ...]:
-    """The same, with MLPs in tiles; their layers' inputs go to the host where ``strategies`` offload."""
+    """Add MLPs in tiles; their layers' inputs go to the host where ``strategies`` offload."""
     has_host = any(map(offloads, strategies))
     return *strategies, *(name for name in TILED_STRATEGIES if has_host or not offloads(name))
 
@@ -270,7 +227,6 @@ class Setting:
     """A task on devices, and the candidates for it.
 
     Args:
-        task, launch: the recipe's task under the flags of a rung, and the devices.
         estimates: of a task with the same model.
         strategies: whose costs the solver's plans are made of.
         like: a setting whose estimates tell where to begin to look for the largest micro-batch.
@@ -286,29 +242,24 @@ class Setting:
 
     @property
     def layouts(self) -> list[BatchLayout]:
-        """Small micro-batches first; one where the flags name a size."""
+        """As ``open_layouts``."""
         return open_layouts(self.task.run, self.task.optim, self.launch.num_processes)
 
     def plain(self, loss: str | None) -> Candidate:
-        """Without checkpointing, with the largest micro-batch that fits, or the smallest."""
-        return self._plain_at(self._largest(loss), loss)
+        """Search without checkpointing for the largest micro-batch that fits, or the smallest."""
+        return self._plain_ways(self._largest(loss), loss)[0]
 
-    def best(self, loss: str | None) -> Candidate:
-        """With any plan: rule 2 of NOTE [ the ladder ]."""
-        return self._chosen(lambda setting: setting._choice(loss))
-
-    def best_of(self, layout: BatchLayout, loss: str | None) -> Candidate:
-        """With any plan for a layout."""
-        return self._chosen(lambda setting: Choice(candidates=tuple(setting.planned(layout, loss))))
-
-    def _chosen(self, choose: Callable[["Setting"], Choice]) -> Candidate:
-        choice = choose(self)
+    def best(self, loss: str | None, layout: BatchLayout | None = None) -> Candidate:
+        """Search all plans, of one layout if it is given: rule 2 of NOTE [ the ladder ]."""
+        choice = self._choice(loss, layout)
         takes_tiles = self.groups is None and self.has_room
         if choice.chosen is None and takes_tiles and _peaks_in_blocks(choice.smallest):
-            choice = choose(replace(self, strategies=with_tiles(self.strategies)))
+            choice = replace(self, strategies=with_tiles(self.strategies))._choice(loss, layout)
         return choice.chosen or choice.smallest
 
-    def _choice(self, loss: str | None) -> Choice:
+    def _choice(self, loss: str | None, layout: BatchLayout | None) -> Choice:
+        if layout is not None:
+            return Choice(candidates=tuple(self.planned(layout, loss)))
         at = self._largest(loss)
         found = self._plain_ways(at, loss)
         for layout in self.layouts[at + found[0].fits : at + 2]:
@@ -318,11 +269,11 @@ class Setting:
         return Choice(candidates=tuple(found))
 
     def planned(self, layout: BatchLayout, loss: str | None) -> list[Candidate]:
-        """The candidates of ``memsave plan`` for a layout under ``strategies``; of one that cannot fit, a few."""
+        """Return the candidates of ``memsave plan`` for a layout; a few where nothing can fit."""
         return self._candidates(layout, loss, BUDGET, self.strategies if self.has_room else (PLAIN,))
 
     def takes(self, loss: str | None) -> bool:
-        """Whether the model's head allows this loss."""
+        """Return whether the model's head allows this loss."""
         try:
             self.plain(loss)
         except InputError:
@@ -344,22 +295,23 @@ class Setting:
         """The groups of ranks that hold the model in shards."""
         return shard_groups(self.task, self.launch)
 
-    def _plain_at(self, at: int, loss: str | None) -> Candidate:
-        return self._plain_ways(at, loss)[0]
-
     def _plain_ways(self, at: int, loss: str | None) -> list[Candidate]:
-        """In shards with both ways to reduce gradients, that for every micro-batch first."""
+        """Return the plain candidate; in shards one for each way to reduce gradients, after every micro-batch first."""
         if (at, loss) not in self._plain:
             self._plain[at, loss] = self._candidates(self.layouts[at], loss, PLAIN, (PLAIN,))
         return self._plain[at, loss].copy()
 
     def _largest(self, loss: str | None) -> int:
-        """The number of the largest layout that fits without checkpointing; 0 where none does."""
+        """Return the number of the largest layout that fits without checkpointing; 0 where none does."""
+
+        def fits(at: int) -> bool:
+            return self._plain_ways(at, loss)[0].fits
+
         last = len(self.layouts) - 1
         at = min(last, self._guess(loss) + 1)  # that one is asked about anyway, and often fits: guesses are low
-        while at and not self._plain_at(at, loss).fits:
+        while at and not fits(at):
             at -= 1
-        while at < last and self._plain_at(at, loss).fits and self._plain_at(at + 1, loss).fits:
+        while at < last and fits(at) and fits(at + 1):
             at += 1
         return at
 
@@ -378,7 +330,7 @@ class Setting:
         return weights + static.state_bytes + gradients
 
     def _guess(self, loss: str | None) -> int:
-        """The largest layout that would fit if activations and temporaries grew with the micro-batch; -1 for none.
+        """Guess the largest layout that fits, as if activations and temporaries grew with the micro-batch; -1 for none.
 
         They are those of the largest micro-batch that ``like`` has estimates of; else of the largest of all where half
         of the memory is left for them, or of the smallest.
@@ -386,7 +338,7 @@ class Setting:
         like = self.like or self
         sizes = [layout.micro_batch_size for layout in like.layouts]
         first = len(sizes) - 1 if 2 * self.least_bytes < self.budget_bytes else 0
-        known = like._plain_at(first if like is self else sizes.index(like.estimates.largest(loss)), loss)
+        known = like._plain_ways(first if like is self else sizes.index(like.estimates.largest(loss)), loss)[0]
         growing = max(1, known.parts["activations"] + known.parts["temporaries"])
         free = known.budget_bytes - known.needed_bytes + like.least_bytes - self.least_bytes
         most = known.layout.micro_batch_size * (1 + free / growing)
@@ -394,7 +346,7 @@ class Setting:
 
 
 def _peaks_in_blocks(candidate: Candidate) -> bool:
-    """Whether a plan can bring down the need; none does where what is outside of all blocks is too much by itself."""
+    """Return whether a plan can lower the need: not where the memory outside of all blocks is too much by itself."""
     peak, chain = candidate.forecast.peak, candidate.forecast.chain
     return peak.block in chain.decided_names or candidate.needed_bytes - peak.held_bytes <= candidate.budget_bytes
 
@@ -404,7 +356,6 @@ class Rung:
     """A way to train.
 
     Args:
-        name: for people.
         flags: of the recipe, besides those of the model.
         num_processes: one a device.
         candidate: the fastest that fits, or the one that needs least.
@@ -426,7 +377,7 @@ def ladder(
     takes_adapters: bool,
     on_estimate: Callable[[str], object] = lambda words: None,
 ) -> Iterator[Rung]:
-    """The rungs, each as soon as it is known: NOTE [ the ladder ].
+    """Yield the rungs, each as soon as it is known: NOTE [ the ladder ].
 
     Args:
         read: the task of the model's recipe under further flags, with plan and micro-batch left open.
@@ -473,19 +424,15 @@ def _ways(
     planned = whole.best(loss)
     yield _way("activation checkpointing", whole, lambda: planned)
     yield _offloading(whole, loss, planned)
-    in_8_bit = _begun(_in_8_bit(whole, read, loss))
+    in_8_bit = _in_8_bit(whole, read, loss)
+    known = [*islice(in_8_bit, 1)]  # while the other process makes those in the backward
     yield in_backward
-    yield in_8_bit
+    yield chain(known, in_8_bit)
     first = next(adapted, None)
     if first is not None:
         yield chain([first], adapted)
         if not first.candidate.fits and whole.launch.target.device_type != "cpu":
             yield _adapted(whole, read, loss, "LoRA, weights streamed", STREAMED)
-
-
-def _begun(rungs: Iterator[Rung]) -> Iterator[Rung]:
-    """The same, of which the first is made now."""
-    return chain([*islice(rungs, 1)], rungs)
 
 
 def _way(
@@ -495,7 +442,7 @@ def _way(
     flags: tuple[str, ...] = (),
     changes: str = SAME_CURVE,
 ) -> Iterator[Rung]:
-    """The rung on one device, then those with the same micro-batches on several, where there are as many of them."""
+    """Yield the rung on one device, then those with the same micro-batches on several, if there are as many."""
     rung = Rung(name=name, flags=flags, candidate=find(), changes=changes)
     yield rung
     layout = rung.candidate.layout
@@ -503,12 +450,12 @@ def _way(
         if count <= layout.accumulation_steps and setting.task.run.micro_batch_size == AUTO:
             shared = BatchLayout.of(layout.global_batch_size, layout.micro_batch_size, count)
             wider = replace(setting, launch=replace(setting.launch, num_processes=count))
-            found = wider.best_of(shared, rung.candidate.loss)
+            found = wider.best(rung.candidate.loss, shared)
             yield replace(rung, name=f"{count} cards", num_processes=count, candidate=found)
 
 
 def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterator[Rung]:
-    """Weights, gradients and state over more and more devices, up to as many as suffice."""
+    """Yield a rung for each number of devices, up to as many as suffice."""
     launch = whole.launch
     if launch.target.device_type == "cpu" or launch.mixed_precision == "fp16" or not whole.task.optim.goes_in_shards:
         return
@@ -525,7 +472,7 @@ def _in_shards(whole: Setting, read: Callable[[Sequence[str]], Task]) -> Iterato
 
 
 def _offloading(whole: Setting, loss: str | None, planned: Candidate) -> Iterator[Rung]:
-    """If it fits where ``planned`` does not, or is faster."""
+    """Yield the rungs with offloading if it fits where ``planned`` does not, or is faster."""
     if whole.launch.target.device_type == "cpu" or not whole.has_room:
         return
     offloading = replace(whole, strategies=WITH_OFFLOADING)
@@ -561,7 +508,7 @@ def _adapted(
 
 
 def best_rung(rungs: Sequence[Rung]) -> Rung | None:
-    """The fastest that fits of those that change nothing, else the first that fits; ``None`` where none does.
+    """Return the fastest that fits of those that change nothing, else the first that fits; ``None`` where none does.
 
     One on several devices is only taken where nothing fits a single one.
     """
