@@ -101,6 +101,14 @@ def test_commands_of_the_readme_take_their_flags(words, capsys):
     assert not missing
 
 
+def test_the_help_has_a_line_for_each_command(capsys):
+    lines = help_of(cli.main, [], capsys).splitlines()
+    for group, commands in cli.COMMANDS.items():
+        first = lines.index(f"{group}:") + 1
+        assert [line.split()[0] for line in lines[first : first + len(commands)]] == [name for name, _, _ in commands]
+    assert max(map(len, lines)) <= 80
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

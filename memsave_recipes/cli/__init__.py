@@ -48,11 +48,24 @@ class _OneLineParser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     words = "Plan runs of the recipes, launch them, compare them, and use their models."
-    parser = _OneLineParser(prog="memsave", description=words)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, add_flags, summary in COMMANDS:
-        add_flags(commands.add_parser(name, help=summary, description=summary, allow_abbrev=False))
+    groups = "\n\n".join(map(_describe, COMMANDS))
+    parser = _OneLineParser(
+        prog="memsave",
+        usage="memsave COMMAND ...",
+        description=f"{words}\n\n{groups}",
+        epilog=MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(prog="memsave", required=True, metavar="COMMAND", help=argparse.SUPPRESS)
+    for group in COMMANDS.values():
+        for name, add_flags, summary in group:
+            add_flags(commands.add_parser(name, description=f"{summary}.", allow_abbrev=False))
     return parser
+
+
+def _describe(title: str) -> str:
+    """A group of commands, a line for each."""
+    return "\n".join([f"{title}:", *(f"  {name:16}{summary}" for name, _, summary in COMMANDS[title])])
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
@@ -68,14 +81,21 @@ def _launch(arguments: argparse.Namespace) -> None:
     sys.exit(launch(arguments.words))
 
 
-COMMANDS = (
-    ("recipes", add_recipes, "the folder of the recipes, with their names and presets"),
-    ("fit", add_fit, "ways to train a model on a card, from its configuration alone, with memory and time of each"),
-    ("plan", add_plan, "fastest run of a recipe that fits in memory, found before anything is launched"),
-    ("launch", _add_launch, "accelerate launch that starts again from the newest checkpoint where a rank is lost"),
-    ("frontier", add_frontier, "memory against throughput for every strategy and micro-batch of a recipe"),
-    ("predict", add_predict, "classes of images and texts, or continued prompts, by the model of a run"),
-    ("compare", add_compare, "runs side by side: memory, throughput, accuracy, loss curves"),
-    ("dashboard", add_dashboard, "runs in trackio's dashboard, served on this machine alone"),
-    ("wandb-workspace", add_workspace, "view for comparing the runs of a W&B project, saved there"),
-)
+COMMANDS = {
+    "Find what fits, before you launch": (
+        ("plan", add_plan, "Find the fastest run of a recipe that fits in memory"),
+        ("fit", add_fit, "List the ways to train a model on a card"),
+        ("frontier", add_frontier, "Compare memory and throughput of all strategies"),
+    ),
+    "Train": (
+        ("launch", _add_launch, "Launch a recipe; restart it when a rank is lost"),
+        ("recipes", add_recipes, "Print the folder of the recipes and presets"),
+    ),
+    "Look at runs": (
+        ("compare", add_compare, "Compare memory, throughput, accuracy, loss curves"),
+        ("dashboard", add_dashboard, "Open runs in trackio's dashboard, on this machine"),
+        ("wandb-workspace", add_workspace, "Save a view that compares the runs of a W&B project"),
+    ),
+    "Use a trained model": (("predict", add_predict, "Classify images and texts, or continue prompts"),),
+}
+MORE = "memsave COMMAND --help lists the flags of a command."

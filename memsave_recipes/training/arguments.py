@@ -52,7 +52,7 @@ class TrackerArguments:
     )
     tags: list[str] = field(
         default_factory=lambda: [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag],
-        metadata={"help": "tags of the run, beside its plan, dtype and device; default: WANDB_TAGS"},
+        metadata={"help": "more tags of the run than its plan, dtype and device; default: WANDB_TAGS"},
     )
 
     def __post_init__(self) -> None:
@@ -90,15 +90,15 @@ class RunArguments(TrackerArguments, StepSettings):
     shard: str | None = field(
         default=None,
         metadata={
-            "help": "weights, gradients and optimizer state in shards (FSDP2): full, over all ranks; or a number, over "
-            "groups of so many ranks that replicate one another; default: as the launch file says, else none"
+            "help": "shard weights, gradients and optimizer state (FSDP2): full, over all ranks; or a number, over groups "
+            "of so many ranks that replicate one another; default: what the launch file says, else none"
         },
     )
     reduce_gradients: Literal["auto", "micro_batch", "step"] = field(
         default="auto",
         metadata={
-            "help": "with --shard, accumulated gradients are reduced for every micro_batch, or once a step: faster, "
-            "with whole gradients on every rank until then; auto: as a search for a budget finds, else micro_batch"
+            "help": "when to reduce accumulated gradients with --shard: for every micro_batch, or once a step: faster, but "
+            "whole gradients on every rank until then; auto: what a search for a budget finds, else micro_batch"
         },
     )
     drop_last: bool = field(default=False, metadata={"help": "leave out the last step of an epoch if it is short"})
@@ -287,10 +287,11 @@ class CheckpointArguments:
     """Checkpoints, resume, and the ends of a run that would lose work."""
 
     resume: bool = field(
-        default=False, metadata={"help": "go on from the newest checkpoint in --output_dir, or begin if there is none"}
+        default=False,
+        metadata={"help": "continue from the newest checkpoint in --output_dir, or begin if there is none"},
     )
     data_changed_ok: bool = field(
-        default=False, metadata={"help": "with --resume: go on although the training data has changed"}
+        default=False, metadata={"help": "with --resume: continue although the training data has changed"}
     )
     save_every: int | None = field(default=None, metadata={"help": "optimizer steps between checkpoints"})
     save_every_minutes: float = field(
@@ -349,7 +350,7 @@ class OptimizerArguments(OptimizerSettings):
         default=0.0,
         metadata={"help": "weight decay of matrices, decoupled from the gradient; L2 penalty with sgd"},
     )
-    decay_all: bool = field(default=False, metadata={"help": "let norms and biases decay, too"})
+    decay_all: bool = field(default=False, metadata={"help": "apply weight decay to norms and biases, too"})
     momentum: float = field(default=0.9, metadata={"help": "momentum of sgd"})
     lr_scheduler_type: Schedule = field(default="linear", metadata={"help": "learning-rate schedule after the warm-up"})
     warmup_steps: int = field(default=0, metadata={"help": "optimizer steps of linear warm-up"})
