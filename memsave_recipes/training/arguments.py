@@ -52,7 +52,7 @@ class TrackerArguments:
     )
     tags: list[str] = field(
         default_factory=lambda: [tag for tag in os.environ.get("WANDB_TAGS", "").split(",") if tag],
-        metadata={"help": "more tags of the run than its plan, dtype and device; default: WANDB_TAGS"},
+        metadata={"help": "tags of the run, added to its plan, dtype and device; default: WANDB_TAGS"},
     )
 
     def __post_init__(self) -> None:
@@ -90,15 +90,15 @@ class RunArguments(TrackerArguments, StepSettings):
     shard: str | None = field(
         default=None,
         metadata={
-            "help": "shard weights, gradients and optimizer state (FSDP2): full, over all ranks; or a number, over groups "
-            "of so many ranks that replicate one another; default: what the launch file says, else none"
+            "help": "shard weights, gradients and optimizer state (FSDP2): full, over all ranks; or a number, over "
+            "groups of so many ranks that replicate one another; default: what the launch file says, else none"
         },
     )
     reduce_gradients: Literal["auto", "micro_batch", "step"] = field(
         default="auto",
         metadata={
-            "help": "when to reduce accumulated gradients with --shard: for every micro_batch, or once a step: faster, but "
-            "whole gradients on every rank until then; auto: what a search for a budget finds, else micro_batch"
+            "help": "when to reduce accumulated gradients with --shard: for every micro_batch, or once a step: faster, "
+            "but whole gradients on every rank until then; auto: what a search for a budget finds, else micro_batch"
         },
     )
     drop_last: bool = field(default=False, metadata={"help": "leave out the last step of an epoch if it is short"})
@@ -287,8 +287,7 @@ class CheckpointArguments:
     """Checkpoints, resume, and the ends of a run that would lose work."""
 
     resume: bool = field(
-        default=False,
-        metadata={"help": "continue from the newest checkpoint in --output_dir, or begin if there is none"},
+        default=False, metadata={"help": "continue from the newest checkpoint in --output_dir; begin if there is none"}
     )
     data_changed_ok: bool = field(
         default=False, metadata={"help": "with --resume: continue although the training data has changed"}
