@@ -1,15 +1,13 @@
 """Data sets: images and their augmentation, documents as tokens, labelled texts; here their classes.
 
 NOTE [ decisions ]
-* A stream becomes a file first: as many documents as the run needs are read to disk, because an order that is a
-  function of the seed needs every sample within reach.
+* A stream becomes a file first, because an order that is a function of the seed needs every sample within reach.
 * ``datasets`` reads labelled texts, Parquet and the Hub, not documents and conversations from JSON and CSV: it names no
-  row, takes the number 3 for a text, or puts quotes around the texts beside it, and lets a broken quote pass.
+  row, takes the number 3 for a text, or puts quotes around the texts next to it, and lets a broken quote pass.
 * ``interleave_datasets`` draws documents, not bytes: of equal shares of short and long ones, one source had 100 bytes
-  and the other 12,000. ``train_test_split`` holds out by the place in the file, and copies on both sides.
+  and the other 12,000. ``train_test_split`` holds out by the place in the file, and copies are in both splits.
 * ``imagefolder`` takes a folder inside a class folder for another class, and one named ``test`` there for a split.
-* The built-in texts are read from installed libraries: the texts are not ours to ship, and the figures in ``docs`` were
-  measured on them.
+* The built-in texts are read from installed libraries: the figures in ``docs`` were measured on them.
 """
 
 import re
@@ -22,18 +20,17 @@ with packages_of("vision,text", "the recipes' data"):
     import datasets  # noqa: F401
 
 
-UNNAMED = re.compile(r"LABEL_\d+")
-"""The name that transformers gives to a class without one."""
+UNNAMED = re.compile(r"LABEL_\d+")  # as transformers names a class without a name
 MAX_NAMED = 12  # columns, splits or classes in a message
 
 
 def in_classes_of_model(names: Sequence[str], model_labels: Sequence[str], source: str) -> tuple[list[str], list[int]]:
-    """The classes in the order of the model's outputs, and the place of each class of the data among them.
+    """Return the classes in the order of the model's outputs, and the place of each class of the data among them.
 
     Args:
         names: of the data, in the order of its labels.
-        model_labels: of the model, in the order of its outputs. Where it has no names for them, those of the data
-            count, in their order.
+        model_labels: of the model, in the order of its outputs; where it has no names for them, those of the data
+            count.
         source: names the data in messages.
 
     Raises:

@@ -2,15 +2,12 @@
 
 NOTE [ words for files ]
 1. A word is a file, a folder or a pattern. A file is read whatever its name otherwise means to a pattern.
-2. A folder stands for all files below it, a pattern (``*``, ``?``, ``[a-z]``, ``**`` for folders at any depth) for
-   the files and folders that match, both in the order of their names. Hidden ones are skipped, and files of endings
-   that nothing reads are counted. Links to folders are not followed, since they can lead in circles.
+2. A folder means all files below it, a pattern (``*``, ``?``, ``[a-z]``, ``**``) the files and folders that match, in
+   the order of their names. Hidden ones are skipped, files of other endings are counted, links to folders, which can
+   lead in circles, are not followed.
 3. A file that several words name is read once, at the place of the first.
-
-NOTE [ installed libraries ]
-The built-in texts are the source files of Python and of installed libraries, or docstrings in them. Files are parsed,
-never imported, and held out whole, so that similar texts of one file stay on one side. They depend on the installed
-versions and on nothing else.
+4. Source files of installed libraries, for the built-in texts, are parsed, never imported, and held out whole, so that
+   similar texts of one file are in one split.
 """
 
 import ast
@@ -41,8 +38,8 @@ from memsave_recipes.hub import reason
 from memsave_recipes.text import join_names
 
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
+# Folders whose files no library counts as its own.
 NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "vendor", "_vendor", "externals"}
-"""Folders whose files no library counts as its own."""
 HELD_OUT = 0.05  # of texts without a validation split
 ROWS_AT_ONCE, MANY_ROWS = 256, 1000
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
@@ -61,7 +58,7 @@ class FoundFiles:
     Args:
         by_word: in the order in which they are read.
         num_skipped: those of other endings in folders and among the matches of patterns.
-        num_repeated: how often a word named a file that one before it, or itself, had named already.
+        num_repeated: how often a word named a file again.
     """
 
     by_word: tuple[tuple[Path, ...], ...]
@@ -70,16 +67,16 @@ class FoundFiles:
 
     @property
     def files(self) -> list[Path]:
-        """Those of all words."""
+        """The files of all words."""
         return [path for paths in self.by_word for path in paths]
 
     @property
     def num_bytes(self) -> int:
-        """The size of all files together."""
+        """The size of all files."""
         return sum(path.stat().st_size for path in self.files)
 
     def notes(self, source: str) -> list[str]:
-        """How many files are read, where the words do not say so, and how many are not; ``source`` names them."""
+        """Say how many files are read, where the words do not, and how many are not; ``source`` names them."""
         numbers = {"with other endings skipped": self.num_skipped, "named twice and read once": self.num_repeated}
         not_read = ", ".join(f"{number} {name}" for name, number in numbers.items() if number)
         if not not_read and len(self.files) == len(self.by_word):
@@ -88,10 +85,9 @@ class FoundFiles:
 
 
 def find_files(flag: str, words: Sequence[str], endings: Collection[str]) -> FoundFiles:
-    """Find the files that ``words`` name: NOTE [ words for files ].
+    """Find the files that ``words`` of a ``flag`` name: NOTE [ words for files ].
 
     Args:
-        flag: such as ``--train_file``, for the messages.
         endings: of the files that are wanted, in lower case.
 
     Raises:
@@ -118,7 +114,6 @@ def find_files(flag: str, words: Sequence[str], endings: Collection[str]) -> Fou
 
 
 def _named_by(flag: str, word: str) -> list[Path]:
-    """All files of ``word``, whatever their endings."""
     if not glob.has_magic(word) and not os.path.isdir(word):
         check_file(flag, word)
     matches = [word] if os.path.exists(word) else sorted(glob.glob(word, recursive=True))
@@ -206,18 +201,25 @@ def _rows_of_parquet(path: str, source: str, column: str | None) -> Iterator[Row
         raise InputError(f"{source} cannot be read: {reason(error)}; check the file") from error
 
 
+def first_of(names: Iterable[str], at_most: int) -> str:
+    """Write the first names, ``a, b and 7 more``."""
+    named = list(names)
+    others = f" and {len(named) - at_most:,} more" if len(named) > at_most else ""
+    return ", ".join(named[:at_most]) + others
+
+
 def not_utf_8(source: str, error: UnicodeDecodeError) -> InputError:
-    """For the caller to raise."""
+    """Return the refusal of a file."""
     return InputError(f"{source} is not UTF-8 text ({error.reason}): convert it, for example with iconv")
 
 
 def choose_splits(
-    available: Iterable[str], source: str, *ways_out: str, needed: Collection[str] = ("train",)
+    available: Iterable[str], source: str, *hints: str, needed: Collection[str] = ("train",)
 ) -> dict[str, str]:
     """Find the names that ``train`` and, where there is one, ``validation`` have in a source.
 
     Args:
-        ways_out: others than to rename a split.
+        hints: further ways out of a missing split.
 
     Raises:
         InputError: a split that is ``needed`` is not there.
@@ -230,8 +232,8 @@ def choose_splits(
             chosen[split] = present[0]
         elif split in needed:
             found = join_names(available, MAX_NAMED)
-            way_out = ", ".join((f"one must be named {' or '.join(names)}", *ways_out))
-            raise InputError(f"{source} has no {split} split (found: {found}): {way_out}")
+            hint = ", ".join((f"one must be named {' or '.join(names)}", *hints))
+            raise InputError(f"{source} has no {split} split (found: {found}): {hint}")
     return chosen
 
 
@@ -256,10 +258,9 @@ def of_each(
     threads: int = 0,
     desc: str | None = None,
 ) -> list[Any]:
-    """Apply ``function`` to each value of a column; ``datasets`` keeps the answers until the data change.
+    """Apply ``function`` to each value of a column; ``datasets`` keeps the answers, of type ``dtype``.
 
     Args:
-        dtype: of the answers, such as ``int64``.
         threads: that run at once, where they leave Python's lock.
         desc: of the progress bar, which many rows get on a terminal.
     """
@@ -276,6 +277,15 @@ def of_each(
         )
     answers: list[Any] = answered["answer"][:]
     return answers
+
+
+def with_text(rows: datasets.Dataset, columns: Sequence[str] = ("text",)) -> datasets.Dataset:
+    """Leave out rows where one of the ``columns`` is null, or all are blank."""
+    return rows.filter(_have_text, batched=True, input_columns=list(columns))
+
+
+def _have_text(*columns: list[str | None]) -> list[bool]:
+    return [None not in row and any(text and text.strip() for text in row) for row in zip(*columns, strict=True)]
 
 
 def _answers(values: list[Any], function: Callable[[Any], Any], threads: int) -> dict[str, list[Any]]:
@@ -328,7 +338,7 @@ def _not_empty(generator: Callable[..., Iterator[Any]], source: str, **options: 
 
 
 def source_files(library: str) -> Iterator[tuple[bool, Path]]:
-    """List each source file, in an order without meaning: whether it is held out (3 of 16 are), and its path."""
+    """Yield each source file, in an order without meaning: whether it is held out (3 of 16 are), and its path."""
     root = source_folder(library)
     files = {}
     for path in root.rglob("*.py"):
@@ -340,7 +350,7 @@ def source_files(library: str) -> Iterator[tuple[bool, Path]]:
 
 
 def source_folder(library: str) -> Path:
-    """Find where the library's source files lie, without an import of it."""
+    """Find a library's source files without an import of it."""
     if library == "python":
         return Path(sysconfig.get_path("stdlib"))
     specification = find_spec(library)
@@ -349,7 +359,7 @@ def source_folder(library: str) -> Path:
 
 
 def parse_source(path: Path) -> ast.Module:
-    """Parse a file; an empty module where this Python cannot: templates, and code for other versions."""
+    """Parse a file; return an empty module where this Python cannot: templates, and code for other versions."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes that a future Python refuses
             return ast.parse(path.read_bytes())

@@ -215,7 +215,7 @@ def test_a_link_to_a_folder_inside_a_class_folder(flat):
 
 
 def test_nested_classes_go_with_a_folder():
-    assert "--nested_classes goes with --data_dir" in refusal(nested_classes=True)
+    assert "--nested_classes needs --data_dir" in refusal(nested_classes=True)
 
 
 @pytest.mark.parametrize("nested", [False, True])

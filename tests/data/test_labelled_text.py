@@ -126,7 +126,7 @@ def test_one_column_cannot_be_both_text_and_label(load):
 
 
 def test_a_part_of_a_hub_data_set_goes_with_its_name():
-    with pytest.raises(InputError, match="--dataset_config_name sst2 goes with --dataset HUB_ID"):
+    with pytest.raises(InputError, match="--dataset_config_name sst2 needs --dataset HUB_ID"):
         load_labelled_text(LabelledTextArguments(dataset="docstrings", dataset_config_name="sst2"))
 
 
@@ -177,8 +177,8 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "beyond 64 bits": ("csv", ["99999999999999999999", "1"], ["1"], ("1", "99999999999999999999")),
     "a blank": ("csv", ["0", "", "1"], ["1"], "row 2 has no label"),
     "floats only in validation": ("csv", ["0", "1"], ["1.0"], "row 1 has the label 1.0"),
-    "true beside 1": ("jsonl", ["true", "1", "0"], ["1"], "has true or false beside other labels"),
-    "0 beside false": ("jsonl", ["0", "1", "false"], ["1"], "has true or false beside other labels"),
+    "true beside 1": ("jsonl", ["true", "1", "0"], ["1"], "has true or false among other labels"),
+    "0 beside false": ("jsonl", ["0", "1", "false"], ["1"], "has true or false among other labels"),
     "truth in JSON": ("jsonl", ["true", "false"], ["false"], ("False", "True")),
     "a list": ("jsonl", ["[0]", "[1]"], ["[1]"], "row 1 has the label [0]"),
     "an object": ("jsonl", ['{"a": 1}', '{"a": 2}'], ['{"a": 1}'], "row 1 has the label {'a': 1}"),

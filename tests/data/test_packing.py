@@ -99,7 +99,7 @@ def test_every_span_of_the_line(documents, tokenizer, monkeypatch, piece_tokens)
 
 
 def test_a_long_document_is_tokenized_in_parts_without_loss(documents, tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizers, "PART_CHARACTERS", 20)
+    monkeypatch.setattr(tokenizers, "CHUNK_CHARACTERS", 20)
     monkeypatch.setattr(tokenizers, "CHARACTERS_AT_ONCE", 50)
     line = tokenize_documents(documents, tokenizer)
     assert tokenizer.decode(whole(line)) == "".join(f"{text}<|endoftext|>" for text in TEXTS)

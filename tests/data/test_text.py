@@ -265,7 +265,7 @@ def test_a_validation_file_alone_is_enough_for_evaluation(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}])
     splits = load_documents(TextArguments(validation_file=[path]), only_validation=True)
     assert both(splits) == (["a"], ["a"])
-    assert refusal(validation_file=[path]).startswith("--validation_file goes with --train_file, or alone with --eval")
+    assert refusal(validation_file=[path]).startswith("--validation_file needs --train_file or --eval")
 
 
 # Held out
@@ -356,15 +356,13 @@ def test_one_source_at_most(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [])
     message = refusal(dataset="python-stdlib", train_file=[path])
     assert "exactly one of --dataset python-stdlib, --dataset HUB_ID and --train_file" in message
-    assert refusal(dataset="python-stdlib", validation_file=[path]).startswith(
-        "--validation_file goes with --train_file"
-    )
+    assert refusal(dataset="python-stdlib", validation_file=[path]).startswith("--validation_file needs --train_file")
 
 
 @pytest.mark.parametrize("source", [{"dataset": "python-stdlib"}, {"train_file": ["a.txt"]}])
 def test_what_only_the_hub_has(source):
-    assert refusal(**source, stream_bytes=1).startswith("--streaming goes with --dataset HUB_ID")
-    assert refusal(**source, dataset_config_name="x").startswith("--dataset_config_name goes with --dataset HUB_ID")
+    assert refusal(**source, stream_bytes=1).startswith("--streaming needs --dataset HUB_ID")
+    assert refusal(**source, dataset_config_name="x").startswith("--dataset_config_name needs --dataset HUB_ID")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from memsave_recipes.data.text.tokenizers import PART_CHARACTERS, load_tokenizer, parts_of, tokenize_documents
+from memsave_recipes.data.text.tokenizers import CHUNK_CHARACTERS, chunks_of, load_tokenizer, tokenize_documents
 
 WORDS = ["the", "naïve", "🙂", "x1", "=", "don't", "3,141", "(see", "below).", "日本", "é", "def f(x):", "...", "A.B"]
 GAPS = [" "] * 8 + ["  ", "\n", "\n\n", " \n", "\n    ", "\r\n", "\t", "\u00a0", ".\n", "\u2028"]
@@ -29,7 +29,7 @@ def prose(num_characters, seed=0):
 
 @pytest.fixture(scope="module")
 def text():
-    return prose(2 * PART_CHARACTERS + 1000)
+    return prose(2 * CHUNK_CHARACTERS + 1000)
 
 
 def trained(model, trainer, text, **parts):
@@ -87,14 +87,14 @@ def test_the_tokens_of_a_long_document_are_those_of_the_whole(text, kind):
     whole = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     assert line.read(np.array([[0, len(whole)]])).tolist() == whole
     assert line.document_starts[1] == len(whole)
-    assert len(list(parts_of(text, PART_CHARACTERS))) == 3
+    assert len(list(chunks_of(text, CHUNK_CHARACTERS))) == 3
 
 
 @pytest.mark.parametrize("kind", [gpt_2, llama_3, word_piece])
 def test_lines_without_spaces_between_words(kind):
-    text = prose(PART_CHARACTERS + 1000).replace(" ", "\n")
+    text = prose(CHUNK_CHARACTERS + 1000).replace(" ", "\n")
     tokenizer = kind(text)
-    first, second = parts_of(text, PART_CHARACTERS)
+    first, second = chunks_of(text, CHUNK_CHARACTERS)
     assert (first + second).count(" ") == 0
     halves = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (first, second)]
     assert halves[0] + halves[1] == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -112,7 +112,7 @@ def test_lines_without_spaces_between_words(kind):
     ],
 )
 def test_a_text_is_cut_between_words_or_else_lines_or_else_anywhere(text, parts):
-    assert list(parts_of(text, 7)) == parts
+    assert list(chunks_of(text, 7)) == parts
 
 
 @pytest.mark.parametrize("alphabet", ["ab \n", "a  ", "a\n", "ab.\t\n  c", "a"])
@@ -120,7 +120,7 @@ def test_parts_make_up_the_text(alphabet):
     draw = random.Random(alphabet)
     for length in range(100):
         text = "".join(draw.choice(alphabet) for _ in range(length))
-        parts = list(parts_of(text, 8))
+        parts = list(chunks_of(text, 8))
         assert "".join(parts) == text
         assert all(0 < len(part) <= 8 for part in parts) or not text
 

@@ -385,10 +385,11 @@ def test_squash_resizes_both_sides_and_digits_are_square():
 
 
 def test_the_size_is_that_of_the_kind_of_images(folder):
-    assert (load(image_size=None).image_size, load(image_size=None).resize_mode) == (32, "crop")
-    splits = load(data_dir=str(folder), image_size=None, resize_mode="squash")
-    assert (splits.image_size, splits.resize_mode) == (224, "squash")
-    assert splits.train[0]["images"].shape == (3, 224, 224)
+    digits = load(image_size=None).train
+    assert (digits.image_size, digits.resize_mode) == (32, "crop")
+    photographs = load(data_dir=str(folder), image_size=None, resize_mode="squash").train
+    assert (photographs.image_size, photographs.resize_mode) == (224, "squash")
+    assert photographs[0]["images"].shape == (3, 224, 224)
 
 
 # Kinds of images

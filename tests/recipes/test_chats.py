@@ -191,7 +191,7 @@ MISTAKES = {
     "a preference pair": (None, [], "row 1 is a preference pair"),
     "no such template": (turns("a", "b"), ["--chat_template", "no.jinja"], "--chat_template no.jinja is not a file"),
     "two sources": (turns("a", "b"), ["--dataset", "docstring-chats"], "exactly one of"),
-    "streaming": (turns("a", "b"), ["--streaming"], "--streaming goes with --dataset HUB_ID"),
+    "streaming": (turns("a", "b"), ["--streaming"], "--streaming needs --dataset HUB_ID"),
     "a row that ends before replies": (
         turns("a " * 99, "b"),
         ["--block_size", "4"],

@@ -142,7 +142,7 @@ BAD_FLAGS = {
     "no such folder": (["--model", "vgg_small", "--data_dir", "absent"], "absent"),
     "size of 0": (["--model", "vgg_small", "--image_size", "0"], "--image_size 0"),
     "part of the digits": (["--model", "vgg_small", "--validation_fraction", "0.2"], "--validation_fraction 0.2"),
-    "nested digits": (["--model", "vgg_small", "--nested_classes"], "--nested_classes goes with --data_dir"),
+    "nested digits": (["--model", "vgg_small", "--nested_classes"], "--nested_classes needs --data_dir"),
     "a pixel alone": (["--model_type", "resnet", "--image_size", "4", "--micro_batch_size", "1"], "micro-batch of one"),
     "drop_last of everything": (["--model", "vgg_small", "--global_batch_size", "2000", "--drop_last"], "--drop_last"),
 }

@@ -2,17 +2,15 @@
 
 NOTE [ the assistant's tokens ]
 1. A template with ``{% generation %}`` marks them itself, and transformers returns the mask.
-2. Elsewhere the text of a turn is the difference between two renderings: the messages up to and including it, and those
-   before it with the generation prompt. The mark that ends the turn counts, or else the model would not learn to stop;
-   white space behind it does not. Where a turn in the middle has another mark than the last one (gpt-oss), each counts.
-3. Some templates change the text of earlier turns when later ones follow: Qwen3 drops their reasoning, some of
-   Mistral's move the system message into the last question. There the turn is found by rendering the conversation a
-   second time with another content in its place: what stays the same on both sides is not the content. It begins
-   behind the generation prompt, or behind as much of that as is there: some open a ``<think>`` that a reply may lack.
-4. What neither finds is refused. The way out is a template with ``{% generation %}``. So is reasoning that a content
-   writes itself and the template once more.
-5. A template that drops a system message or the result of a tool, without a word, is refused as well: the replies would
-   be trained without the instructions that they follow.
+2. In others the text of a turn is the difference between two renderings: the messages up to and including it, and those
+   before it with the generation prompt. The mark that ends the turn counts, or the model would not learn to stop; white
+   space behind it does not. Where a turn in the middle has another mark than the last one (gpt-oss), each counts.
+3. Some templates change earlier turns when later ones follow: Qwen3 drops their reasoning, some of Mistral's move the
+   system message into the last question. There the conversation is rendered once more with another content in the
+   place of the turn: what stays the same is not the content. The turn begins behind the generation prompt, or behind
+   as much of that as is there: some open a ``<think>`` that a reply may lack.
+4. What neither finds is refused, and so is reasoning that a content writes itself and the template once more, and a
+   template that drops a system message or the result of a tool without a word.
 """
 
 import os
@@ -104,12 +102,8 @@ class TokenizedConversations(TokenLine):
     def lengths_within(self, block_size: int, too_long: TooLong, split: str) -> np.ndarray:
         """Count the tokens of each conversation that a row takes; 0 where none of them is trained on. int64 (N,).
 
-        Args:
-            too_long: what becomes of those that are longer than a row.
-            split: names the conversations in messages.
-
         Raises:
-            InputError: no conversation with a reply within a row, or one that is longer where that is an error.
+            InputError: none has a reply within a row; or one is longer, and ``too_long`` is ``error``.
         """
         is_longer = self.lengths > block_size
         if too_long == "error" and is_longer.any():
@@ -123,10 +117,10 @@ class TokenizedConversations(TokenLine):
             lengths[number] = ends[ends <= block_size].max(initial=0)
         lengths[self.first_counted >= lengths] = 0
         if not lengths.any():
-            way_out = "" if too_long == "truncate" else ", or pass --too_long truncate"
+            hint = "" if too_long == "truncate" else ", or pass --too_long truncate"
             raise InputError(
                 f"--block_size {block_size} has no room for a reply of any of the {len(lengths):,} {split} "
-                f"conversations: raise it{way_out}"
+                f"conversations: raise it{hint}"
             )
         return lengths
 
@@ -134,11 +128,8 @@ class TokenizedConversations(TokenLine):
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, *, is_new: bool) -> None:
     """Give ``tokenizer`` the template that ``--chat_template`` names.
 
-    ChatML ends a turn with ``<|im_end|>`` where the tokenizer has that token, otherwise with its end-of-text token, at
-    which generation stops. Its other marks are ordinary text to a tokenizer that has no such tokens.
-
-    Args:
-        is_new: the tokenizer has been trained here. It gets ChatML with both tokens where nothing else is named.
+    ChatML ends a turn with ``<|im_end|>`` where the tokenizer has that token, otherwise with its end-of-text token. Its
+    other marks are ordinary text to a tokenizer that has no such tokens. A new tokenizer gets ChatML with both tokens.
 
     Raises:
         InputError: no template, no readable file, or a tokenizer that cannot tell where its tokens lie in the text.
@@ -172,10 +163,7 @@ def _chatml_end(tokenizer: PreTrainedTokenizerBase) -> str:
 def tokenize_conversations(
     conversations: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False
 ) -> TokenizedConversations:
-    """The tokens of ``conversations`` (columns ``messages`` and ``place``); ``datasets`` caches them.
-
-    Args:
-        train_on_prompt: all tokens count, not the assistant's alone.
+    """Tokenize ``conversations`` (columns ``messages`` and ``place``); ``datasets`` caches the tokens.
 
     Raises:
         InputError: with the place of the conversation, as ``encode``.
@@ -223,10 +211,7 @@ def _row(
 def encode(
     messages: list[Message], tokenizer: PreTrainedTokenizerBase, place: str = "a conversation"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a conversation, int32 (T,), and which are the assistant's, bool (T,).
-
-    Args:
-        place: of the conversation, for messages.
+    """Return the tokens of a conversation, int32 (T,), and which are the assistant's, bool (T,).
 
     Raises:
         InputError: the template does not take it, drops a message of it, or leaves the assistant's tokens unknown.
@@ -249,7 +234,7 @@ def encode(
 
 
 def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[int, int]]) -> np.ndarray:
-    """Which tokens lie in ``spans`` of the text; one that reaches over the beginning does, over the end does not."""
+    """Return which tokens lie in ``spans``; one that reaches over the beginning does, over the end does not."""
     first, last = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
     is_inside = np.zeros(len(first), dtype=bool)
     for start, stop in spans:
@@ -261,7 +246,7 @@ def _in_spans(offsets: list[tuple[int, int]], text: str, spans: Iterator[tuple[i
 
 @dataclass(frozen=True, eq=False)
 class _Template:
-    """The chat template of a tokenizer, and the conversation it is applied to, for messages."""
+    """The chat template of a tokenizer; ``place`` names the conversation in messages."""
 
     tokenizer: PreTrainedTokenizerBase
     place: str
@@ -277,12 +262,12 @@ class _Template:
             ) from error
 
     def render_turns(self, messages: list[Message]) -> str:
-        """Without that which follows at the end: the generation prompt, or the end of a conversation (Phi-3)."""
+        """Render without what follows at the end: the generation prompt, or the end of a conversation (Phi-3)."""
         both = [self.render(messages), self.render(messages, add_generation_prompt=True)]
         return os.path.commonprefix(both)  # noqa: RUF071  # of texts, not of paths
 
     def check_that_nothing_is_dropped(self, messages: list[Message], text: str) -> None:
-        """By rule 5 of NOTE [ the assistant's tokens ]: another content has to give another text."""
+        """Check that another content gives another text: rule 4 of NOTE [ the assistant's tokens ]."""
         for role in {message["role"] for message in messages} & {"system", "tool"}:
             other = {"role": role, "content": OTHER_CONTENT}
             if self.render([other if message["role"] == role else message for message in messages]) == text:
@@ -292,7 +277,7 @@ class _Template:
                 )
 
     def check_reasoning(self, messages: list[Message], text: str) -> None:
-        """By rule 4: a block that a content opens and closes is there once, and every block is whole."""
+        """Check that a block that a content opens and closes is there once, and that every block is whole: rule 4."""
         replies = [message["content"] for message in messages if message["role"] == "assistant"]
         if not any(mark in reply for reply in replies for mark in REASONING):
             return
@@ -305,7 +290,7 @@ class _Template:
             )
 
     def assistant_spans(self, messages: list[Message], text: str) -> Iterator[tuple[int, int]]:
-        """Where the turns of the assistant begin and end in ``text``: rules 2 and 3."""
+        """Yield where the turns of the assistant begin and end in ``text``: rules 2 and 3."""
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -329,7 +314,7 @@ class _Template:
         return len(prompt), self._with_mark(text, len(prompt), len(so_far), at_end[len(so_far) :])
 
     def _prompt(self, messages: list[Message]) -> str:
-        """What a reply follows; empty before the first message, where templates look for one."""
+        """Render what a reply follows; empty before the first message, where templates look for one."""
         try:
             return self.render(messages, add_generation_prompt=True)
         except InputError:
@@ -354,7 +339,7 @@ class _Template:
     def _start_of_rewritten(
         self, before: list[Message], text: str, prompt: str, head: str, head_at_end: str
     ) -> int | None:
-        """Behind what the generation prompt writes: rule 3.
+        """Find the end of the generation prompt: rule 3.
 
         Args:
             head, head_at_end: the text before the content, in the conversation and at the end of one.
@@ -375,7 +360,7 @@ class _Template:
         return begin + len(os.path.commonprefix(behind))  # noqa: RUF071  # of texts, not of paths
 
     def _with_mark(self, text: str, start: int, stop: int, at_end: str) -> int:
-        """Where a turn ends with its mark, which may be another one at the end of a conversation: rule 2.
+        """Find where a turn ends with its mark, which may be another one at the end of a conversation: rule 2.
 
         Args:
             stop: up to where the turn is the same in both places; there it may be in the middle of a mark.
@@ -397,12 +382,11 @@ class _Template:
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
-        """The special tokens."""
         return tuple({str(token) for token in self.tokenizer.added_tokens_decoder.values()} - {""})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which the assistant ends a turn; ``None`` where the template writes none."""
+    """Return the special token with which the assistant ends a turn; ``None`` where the template writes none."""
     tokens, is_assistant = encode([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer)
     written = (int(token) for token in reversed(tokens[is_assistant]))
     last = next((token for token in written if str(tokenizer.decode([token])).strip()), None)  # a line end may follow

@@ -1,17 +1,13 @@
 """Conversations, train and held out: files in the three usual formats, or a toy set made of docstrings.
 
 NOTE [ conversations ]
-1. Formats, found by the keys of a file's first row; one file has one of them:
-   ``{"messages": [{"role": "user", "content": "..."}, ...]}``;
-   ``{"prompt": ..., "completion": ...}``, both texts (a user's and an assistant's turn) or both lists of messages;
-   ``{"conversations": [{"from": "human", "value": "..."}, ...]}`` (ShareGPT's).
-   A file whose first row has a text in ``--text_column`` is a file of documents, whatever other keys there are.
+1. The keys of a file's first row tell its format: ``FORMATS``, whose last one is ShareGPT's. A prompt and a completion
+   are both texts (a user's and an assistant's turn) or both lists of messages. A file whose first row has a text in
+   ``--text_column`` is a file of documents, whatever other keys there are.
 2. A conversation begins with at most one system message and has at least one turn of the assistant. No content is
    blank. Tool calls, preference pairs and separate reasoning are refused: none of them would be trained on as meant.
-3. *Held out.* Where no validation file is given, the 5 % of the conversations with the smallest hashes are held out, at
-   least one; copies stay on one side.
-4. The toy set asks for the docstrings and the arguments of functions of installed libraries. It shows that training
-   works; a model that has learned it can do nothing else.
+3. *Held out.* Without a validation file, the 5 % of the conversations with the smallest hashes are held out, at least
+   one; copies stay together.
 """
 
 import ast
@@ -40,7 +36,7 @@ from memsave_recipes.data.sources import (
     source_folder,
 )
 from memsave_recipes.data.text.documents import DOCSTRING_CHATS, ENDINGS, TextArguments, check_sources
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import InputError, is_text
 from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.text import join_names
 
@@ -75,13 +71,13 @@ class ConversationSplits(NamedTuple):
     notice: str | None
 
     def texts(self) -> Iterator[str]:
-        """The contents of the training conversations, for a tokenizer to be trained on."""
+        """Yield the contents of the training conversations, for a tokenizer to be trained on."""
         for messages in self.train["messages"]:
             yield from (message["content"] for message in messages)
 
 
 def names_conversations(flags: TextArguments) -> bool:
-    """Whether the data that the flags name are conversations, by rule 1 of NOTE [ conversations ]."""
+    """Tell whether the data that the flags name are conversations, by rule 1 of NOTE [ conversations ]."""
     if flags.dataset == DOCSTRING_CHATS:
         return True
     if flags.dataset is not None:
@@ -104,11 +100,10 @@ def load_conversations(
 
     Args:
         stream_bytes: given by ``--streaming``, which is for data sets of the Hub alone.
-        only_validation: ``--validation_file`` may stand alone, and then serves as the training split as well.
+        only_validation: ``--validation_file`` may be alone, and is the training split as well.
 
     Raises:
-        InputError: with file and row (from 1), what is malformed or not supported there, and the way out; a file of
-            another kind; too few conversations to hold any out.
+        InputError: with file and row (from 1), what is malformed or not supported there; too few to hold any out.
     """
     check_sources(flags, stream_bytes, only_validation)
     if flags.mix_weights is not None:
@@ -127,7 +122,7 @@ def _value(row: Any, key: str) -> Any:
 
 
 def _holds(row: Any) -> Callable[[tuple[str, ...]], bool]:
-    """Whether ``row`` has a value for each of some keys; Parquet files have all keys in every row."""
+    """Return a test whether ``row`` has a value for each of some keys; Parquet files have all keys in every row."""
     return lambda keys: all(_value(row, key) is not None for key in keys)
 
 
@@ -176,7 +171,7 @@ def _format_of(row: Any, place: str) -> tuple[str, ...]:
 
 
 def _messages_of(row: Any, keys: tuple[str, ...], place: str) -> list[Message]:
-    """The messages of a row in the format ``keys``, checked: rule 2 of NOTE [ conversations ]."""
+    """Check the messages of a row in the format ``keys``: rule 2 of NOTE [ conversations ]."""
     if not _holds(row)(keys):
         others = " and ".join(_format_of(row, place))
         raise InputError(
@@ -217,10 +212,8 @@ def _message(message: Any, role_key: str, content_key: str, place: str) -> Messa
         raise InputError(f"{place} has no text as its {content_key}: only texts are trained on; correct or remove it")
     if not content.strip():
         raise InputError(f"{place} is empty: give it a text or remove it")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{place} holds half of a surrogate pair: repair the row") from error
+    if not is_text(content):
+        raise InputError(f"{place} holds half of a surrogate pair: repair the row")
     return {"role": role, "content": content}
 
 
@@ -253,7 +246,7 @@ def _docstring_chats() -> ConversationSplits:
 
 
 def _toy_conversations(version: str) -> Iterator[dict[str, Any]]:
-    """On the public functions and classes of modules, in an order without meaning; no two have the same answer."""
+    """Ask about the public functions and classes of modules, in an order without meaning; no two answers are alike."""
     answers: set[str] = set()
     for library in LIBRARIES:
         for held_out, path in source_files(library):
@@ -273,7 +266,7 @@ def _module_name(library: str, path: Path) -> str:
 
 
 def _answer(node: ast.FunctionDef | ast.ClassDef) -> str:
-    """The first paragraph of the docstring, if it is neither short nor long."""
+    """Return the first paragraph of the docstring, if it is neither short nor long."""
     words = (ast.get_docstring(node) or "").split("\n\n")[0].split()
     return " ".join(words) if MIN_WORDS <= len(words) <= MAX_WORDS else ""
 

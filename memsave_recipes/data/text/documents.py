@@ -1,30 +1,24 @@
 """Documents of text, train and held out: Python's own library, files, or a data set of the Hub.
 
-Each source is read as a data set with the column ``text``. It lies in the cache of ``datasets`` as memory-mapped Arrow
-files, and is read again when the source changes.
+Each source becomes a data set with the column ``text`` in the cache of ``datasets``.
 
 NOTE [ documents ]
-1. A document is one text to the model: a file of the standard library, or a row of a data set or of a table (a
-   ``.jsonl``, ``.json``, ``.parquet``, or a ``.csv`` with a header). A ``.txt`` or ``.md`` in UTF-8 is one document,
-   unless ``<|endoftext|>`` stands between several: nothing would be learnt across the borders of lines or paragraphs.
+1. A document is one text to the model: a file of the standard library, a row of a data set or of a table, a ``.txt`` or
+   ``.md`` in UTF-8, or what is between ``<|endoftext|>`` in one: nothing would be learnt across lines.
 2. Rows without text (null, blanks, or without the column where other rows of the file have it) are left out and
-   counted. A file without the column is refused, and a value that is no text. One document must fit into the host's
-   memory; all of them need not, but a ``.json`` with an array is read as a whole.
-3. *Held out.* Where no validation split is given, the 5 % of the documents with the smallest hashes are held out:
-   hashes of the text, so that copies stay on one side, or of the path where documents have one. Of fewer than 20
-   documents the last 5 % of the text of each are held out instead. No seed, run or number of ranks changes that.
-4. *Streaming* reads documents from the front of a data set until there are as many bytes as asked for, and keeps them
-   on disk; from there on they are a data set like any other, in an order that depends on (seed, epoch) alone. The first
-   documents of a sorted data set are no fair sample of it.
+   counted. One document must fit into memory, and so must a ``.json`` with an array.
+3. *Held out.* Without a validation split, the 5 % of the documents with the smallest hashes are held out: hashes of the
+   text, so that copies stay together, or of the path where documents have one. Of fewer than 20 documents the last 5 %
+   of the text of each are held out. No seed, run or number of ranks changes that.
+4. *Streaming* keeps the first documents of a data set on disk, up to as many bytes as asked for. They are no fair
+   sample of a sorted data set.
 
 NOTE [ mixture ]
-1. A pass over a mixture has as much text as its sources have together; the weights say how much of that comes from
-   each, in bytes of UTF-8 and up to a document. Bytes, because tokens follow them, whereas documents may differ in
-   length from source to source.
-2. A source with more text than its share leaves documents out, at random by the seed; they are the same ones in every
-   pass. One with less repeats all its documents equally often, and some of them once more.
-3. Documents of all sources follow one another in a random order by the seed, so that each part of the line of tokens
-   has the mixture, and so has the text that a tokenizer is trained on.
+1. A pass over a mixture has as much text as its sources have together. The weights are shares of its bytes in UTF-8, up
+   to a document: tokens follow bytes, whereas documents may differ in length from source to source.
+2. A source with more text than its share leaves documents out, at random by the seed, the same ones in every pass. One
+   with less repeats all its documents equally often, and some of them once more.
+3. Documents of all sources are in a random order by the seed, so that a tokenizer is trained on the mixture, too.
 """
 
 import hashlib
@@ -51,12 +45,14 @@ from memsave_recipes.data.sources import (
     Splits,
     choose_splits,
     find_files,
+    first_of,
     generated,
     hold_out_smallest,
     not_utf_8,
     of_each,
     progress_bars,
     rows_of,
+    with_text,
 )
 from memsave_recipes.errors import InputError, is_text, require
 from memsave_recipes.hub import loading_by_name
@@ -97,19 +93,16 @@ class TextArguments:
 
     def __post_init__(self) -> None:
         self.dataset = self.dataset or (None if self.train_file or self.validation_file else STANDARD_LIBRARY)
-        if self.mix_weights is not None:
-            self._check_weights(self.mix_weights)
-
-    def _check_weights(self, weights: list[float]) -> None:
-        num_words, shown = len(self.train_file or []), " ".join(f"{weight:g}" for weight in weights)
-        rule = f"as many numbers as --train_file has words ({num_words})"
-        require(len(weights) == num_words, "--mix_weights", shown, rule)
-        require(all(weight > 0 and isfinite(weight) for weight in weights), "--mix_weights", shown, "above 0, each")
+        if (weights := self.mix_weights) is not None:
+            num_words, shown = len(self.train_file or []), " ".join(f"{weight:g}" for weight in weights)
+            rule = f"as many numbers as --train_file has words ({num_words})"
+            require(len(weights) == num_words, "--mix_weights", shown, rule)
+            require(all(weight > 0 and isfinite(weight) for weight in weights), "--mix_weights", shown, "above 0, each")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSplits:
-    """Two data sets with the one column ``text``, a document a row, and a line on the documents held or left out."""
+    """Two data sets with the column ``text``, a document a row, and a line on the documents held or left out."""
 
     train: datasets.Dataset
     validation: datasets.Dataset
@@ -119,17 +112,15 @@ class TextSplits:
 def load_documents(
     flags: TextArguments, *, stream_bytes: int | None = None, seed: int = 0, only_validation: bool = False
 ) -> TextSplits:
-    """Load the text that the flags name; NOTE [ documents ] says what a document is and which of them are held out.
-
-    Code that comes with a data set of the Hub is never run.
+    """Load the text that the flags name: NOTE [ documents ]. Code of a data set is never run.
 
     Args:
         stream_bytes: stream the Hub's data set, and stop after that many bytes of text in UTF-8.
-        seed: of the mixture, where ``--mix_weights`` are given.
-        only_validation: ``--validation_file`` may stand alone, and then serves as the training split as well.
+        seed: of the mixture.
+        only_validation: ``--validation_file`` may be alone, and is the training split as well.
 
     Raises:
-        InputError: two sources; a source, a column or the text is missing or malformed.
+        InputError: a source that is missing, unreadable or malformed, or that has too little text.
     """
     check_sources(flags, stream_bytes, only_validation)
     dataset, config_name, text_column = flags.dataset, flags.dataset_config_name, flags.text_column
@@ -146,21 +137,21 @@ def load_documents(
 
 
 def check_sources(flags: TextArguments, stream_bytes: int | None, only_validation: bool) -> None:
-    """Raises ``InputError`` where the flags name two sources, or half of one, or options of another one."""
+    """Raise ``InputError`` where the flags name two sources, or half of one, or options of another one."""
     if flags.validation_file and not flags.train_file and not (only_validation and flags.dataset is None):
-        raise InputError("--validation_file goes with --train_file, or alone with --eval_only: give both, or neither")
+        raise InputError("--validation_file needs --train_file or --eval_only: give both, or neither")
     if flags.dataset and flags.train_file:
         raise InputError("give the text by exactly one of --dataset python-stdlib, --dataset HUB_ID and --train_file")
     if flags.dataset in (None, STANDARD_LIBRARY, DOCSTRING_CHATS):
         for flag, value in (("--dataset_config_name", flags.dataset_config_name), ("--streaming", stream_bytes)):
             if value is not None:
-                raise InputError(f"{flag} goes with --dataset HUB_ID: leave it out")
+                raise InputError(f"{flag} needs --dataset HUB_ID: leave it out")
 
 
 def _load_files(flags: TextArguments, seed: int) -> TextSplits:
     words = {"train": flags.train_file or [], "validation": flags.validation_file or []}
     found = {split: find_files(f"--{split}_file", named, ENDINGS) for split, named in words.items() if named}
-    sources = {split: _source(f"--{split}_file", words[split]) for split in found}
+    sources = {split: f"--{split}_file {first_of(words[split], 1)}" for split in found}
     splits = {
         split: _read_files(files, f"--{split}_file", sources[split], flags.text_column)
         for split, files in found.items()
@@ -171,10 +162,6 @@ def _load_files(flags: TextArguments, seed: int) -> TextSplits:
         written["train"], note = mix(written["train"], words["train"], flags.mix_weights, seed)
         further.append(note)
     return _finished(written, notes + further)
-
-
-def _source(flag: str, words: Sequence[str]) -> str:
-    return f"{flag} {words[0]}" + (f" and {len(words) - 1} more" if len(words) > 1 else "")
 
 
 def _read_files(found: FoundFiles, flag: str, source: str, text_column: str) -> datasets.Dataset:
@@ -188,7 +175,7 @@ def _read_files(found: FoundFiles, flag: str, source: str, text_column: str) -> 
 
 
 def _documents_of(files: Iterable[tuple[str, str, int]], flag: str, text_column: str) -> Iterator[dict[str, Any]]:
-    """Rows with the columns ``text``, ``None`` or blank where there is none, and ``source``, the number of the word."""
+    """Yield rows: ``text``, ``None`` or blank where there is none, and ``source``, the number of the word."""
     for path, _, source in files:
         yield from ({"text": text, "source": source} for text in _texts_of(path, f"{flag} {path}", text_column))
 
@@ -223,7 +210,7 @@ def _texts_of_plain_file(path: str, source: str) -> Iterator[str | None]:
 
 
 def _between_ends(lines: Iterator[str]) -> Iterator[str]:
-    """The texts between the ``<|endoftext|>``, without the empty lines around them."""
+    """Yield the texts between the ``<|endoftext|>``, without the empty lines around them."""
     pending: list[str] = []
     for line in lines:
         *ended, rest = line.split(END_OF_TEXT)
@@ -235,24 +222,20 @@ def _between_ends(lines: Iterator[str]) -> Iterator[str]:
 
 
 def text_of(value: Any, place: str, text_column: str) -> str | None:
-    """Check the text of a row.
-
-    Raises:
-        InputError: it is something else, or cannot be written as UTF-8.
-    """
+    """Return the text of a row. Raise ``InputError`` where it is something else, or cannot be written as UTF-8."""
     if value is None:
         return None
     if not isinstance(value, str):
         kind = TYPES.get(type(value).__name__, f"a {type(value).__name__}")
-        way_out = "correct it, or name another column with --text_column"
-        raise InputError(f"{place} has {kind} in its column {text_column!r}, not a text: {way_out}")
+        hint = "correct it, or name another column with --text_column"
+        raise InputError(f"{place} has {kind} in its column {text_column!r}, not a text: {hint}")
     if not is_text(value):
         raise InputError(f"{place} holds half of a surrogate pair in {text_column!r}: repair the row")
     return value
 
 
 def no_text_column(place: str, columns: Iterable[str], text_column: str) -> InputError:
-    """For the caller to raise where the rows at ``place`` have only other ``columns``."""
+    """Return the refusal of rows that have only other ``columns``."""
     found = f"(columns: {join_names(columns, MAX_NAMED)})"
     return InputError(f"{place} has no text column {text_column!r} {found}: name it with --text_column")
 
@@ -264,8 +247,8 @@ def _finished(splits: Splits, notes: Sequence[str]) -> TextSplits:
 
 @progress_bars(False)
 def _train_and_validation(splits: Splits, sources: dict[str, str]) -> tuple[Splits, list[str]]:
-    """Both splits without rows that have no text, and notes; a validation split alone serves as both."""
-    written = {split: _with_text(documents) for split, documents in splits.items()}
+    """Return both splits without rows that have no text, and notes; a validation split alone serves as both."""
+    written = {split: with_text(documents) for split, documents in splits.items()}
     num_blank: Counter[str] = Counter()
     for split, documents in splits.items():
         num_blank[sources[split]] += len(documents) - len(written[split])
@@ -285,7 +268,7 @@ def _train_and_validation(splits: Splits, sources: dict[str, str]) -> tuple[Spli
 
 
 def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
-    """``train`` and ``validation`` by rule 3 of NOTE [ documents ], and how they came to be."""
+    """Split into ``train`` and ``validation`` by rule 3 of NOTE [ documents ], with a line that says how."""
     count = len(documents)
     if not count:
         raise InputError(f"{source} has no text: give documents that are not blank")
@@ -299,21 +282,13 @@ def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
     return splits, f"{len(splits['validation'])} of the {count} documents of {source} are held out"
 
 
-def _with_text(documents: datasets.Dataset) -> datasets.Dataset:
-    return documents.filter(_have_text, batched=True, input_columns="text")
-
-
-def _have_text(texts: list[str | None]) -> list[bool]:
-    return [bool(text and text.strip()) for text in texts]
-
-
 def _cut_each(documents: datasets.Dataset, *, held_out: bool) -> datasets.Dataset:
     options = {"features": Features({**documents.features, **TEXT}), "fn_kwargs": {"held_out": held_out}}
-    return _with_text(documents.map(_cut, input_columns="text", **options))
+    return with_text(documents.map(_cut, input_columns="text", **options))
 
 
 def _cut(text: str, held_out: bool) -> dict[str, str]:
-    """Take the last 5 %, or what is before: after the end of a line, or else of a word, where one is not far before."""
+    """Take the last 5 %, or what is before: after the end of a line or word where one is near."""
     latest = int((1 - HELD_OUT) * len(text))
     ends = [text.rfind(mark, int((1 - 2 * HELD_OUT) * len(text)), latest) for mark in "\n "]
     begin = next((end + 1 for end in ends if end >= 0), latest)
@@ -332,10 +307,6 @@ def mix(
     documents: datasets.Dataset, names: Sequence[str], weights: Sequence[float], seed: int
 ) -> tuple[datasets.Dataset, str]:
     """Draw a pass over ``documents`` (``text``, and ``source`` from 0 on) by NOTE [ mixture ]; with a line about it.
-
-    Args:
-        names: of the sources.
-        weights: of the sources, above 0, with any sum.
 
     Raises:
         InputError: a source has no documents.
@@ -359,7 +330,7 @@ def mix(
 
 
 def _drawn(indices: np.ndarray, num_bytes: np.ndarray, share: float, generator: np.random.Generator) -> np.ndarray:
-    """Documents with ``share`` bytes: all as often as they fit in whole, and random ones once more; one at least."""
+    """Draw documents with ``share`` bytes, at least one: all as often as they fit, and random ones once more."""
     order = generator.permutation(indices)
     repeats, rest = divmod(share, int(num_bytes[indices].sum()))
     sums = np.concatenate([[0], np.cumsum(num_bytes[order])])
@@ -368,7 +339,7 @@ def _drawn(indices: np.ndarray, num_bytes: np.ndarray, share: float, generator: 
 
 
 def _read_standard_library() -> Splits:
-    """``train``, with the columns ``text`` and ``path``: the ``.py`` files of the running Python's library."""
+    """Read ``train``, with the columns ``text`` and ``path``: the ``.py`` files of the running Python's library."""
     features = Features({**TEXT, "path": Value("string")})
     root = sysconfig.get_path("stdlib")
     return {"train": generated(_standard_library, features, f"the library at {root}", root=root, version=sys.version)}
@@ -404,13 +375,13 @@ def _only_text(rows: datasets.Dataset, text_column: str, source: str) -> dataset
         raise no_text_column(source, rows.features, text_column)
     kind = str(getattr(rows.features[text_column], "dtype", "list"))
     if "string" not in kind and kind != "null":
-        way_out = "name another one with --text_column"
-        raise InputError(f"{source} has no text in its column {text_column!r}, but {kind}: {way_out}")
+        hint = "name another one with --text_column"
+        raise InputError(f"{source} has no text in its column {text_column!r}, but {kind}: {hint}")
     return rows.select_columns([text_column]).rename_columns({text_column: "text"})
 
 
 def _stream_hub(dataset: str, config_name: str | None, text_column: str, num_bytes: int) -> Splits:
-    """Like ``_read_hub``, but only the first documents: up to ``num_bytes`` of text, of ``validation`` 5 % of that."""
+    """Read only the first documents: up to ``num_bytes`` of text, of ``validation`` 5 % of that."""
     source = f"--dataset {dataset}"
     with _loading(dataset):
         builder = datasets.load_dataset_builder(dataset, config_name)

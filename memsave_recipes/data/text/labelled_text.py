@@ -1,13 +1,10 @@
 """Labelled texts, alone or in pairs: the docstrings of installed libraries, files, or a data set of the Hub.
 
-Columns are found by the names that GLUE and most other sets give them, or are named by flags. The classes are those of
-the training texts; a label that is none of them is refused with its row, never counted as a class of its own. Rows
-without text (null in a column of text, or only blanks in all of them) are left out and counted; one without a label is
-refused.
+The classes are those of the training texts; a label that is none of them is refused with its row. Rows without text
+(null in a column of text, or only blanks in all of them) are left out and counted; one without a label is refused.
 
-The built-in data set needs no network: each docstring's class is the library that it comes from (NOTE [ installed
-libraries ] in ``sources.py``). Library names are masked in all texts, because a model could just look for them, and of
-all docstrings that open with the same words only the first is kept.
+The class of a docstring is its library. Library names are masked, because a model could just look for them, and of all
+docstrings that open with the same words only the first is kept.
 """
 
 import ast
@@ -32,12 +29,14 @@ from memsave_recipes.data.sources import (
     Splits,
     choose_splits,
     find_files,
+    first_of,
     generated,
     hold_out,
     parse_source,
     progress_bars,
     source_files,
     source_folder,
+    with_text,
 )
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import loading_by_name, reason
@@ -55,8 +54,7 @@ PAIRS = (
 )
 TEXTS = ("text", "sentence", "content", "review")
 LABELS = ("label", "labels", "class", "category")
-WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")
-"""A whole number as Python would write it, in 64 bits."""
+WHOLE = re.compile(r"0|-?[1-9]\d{0,17}")  # a whole number as Python would write it, in 64 bits
 
 # Each package with its distribution: the standard library, and requirements of setup.cfg with enough to read.
 LIBRARIES = {
@@ -90,7 +88,7 @@ class LabelledTextArguments:
         metadata={"help": 'labelled texts: files, folders, "patterns/*" (.csv, .json, .jsonl, .parquet)'},
     )
     validation_file: list[str] | None = field(
-        default=None, metadata={"help": "the same; goes with --train_file, or alone with --eval_only"}
+        default=None, metadata={"help": "the same; needs --train_file or --eval_only"}
     )
     text_column: str | None = field(default=None, metadata={"help": "default: the first of the usual names"})
     text_pair_column: str | None = field(default=None, metadata={"help": "the second text, where pairs are classified"})
@@ -104,7 +102,7 @@ class LabelledTextArguments:
 class LabelledText:
     """Two splits with the columns ``text``, of pairs also ``text_pair``, and ``label``, the index of a class.
 
-    Without training texts, ``train`` is ``validation``; ``of_files`` says how many files were read, where flags do not.
+    Without training texts, ``train`` is ``validation``. ``of_files`` are lines on the files that were read.
     """
 
     train: datasets.Dataset
@@ -121,7 +119,7 @@ class LabelledText:
 
     @property
     def notice(self) -> str:
-        """The size of the splits and the accuracy of the largest class, in one line."""
+        """A line on the size of the splits and the accuracy of the largest class."""
         sizes = f"{len(self.validation):,} held out"
         if self.train is not self.validation:
             sizes = f"{len(self.train):,} training texts, {sizes}"
@@ -132,7 +130,7 @@ class LabelledText:
         return "; ".join([sizes, classes, *left_out, *self.of_files])
 
     def documents(self) -> Iterator[str]:
-        """The training texts, those of pairs one by one, for a tokenizer to be trained on."""
+        """Yield the training texts, those of pairs one by one, for a tokenizer to be trained on."""
         for column in ("text", "text_pair"):
             if column in self.train.column_names:
                 yield from self.train[column]
@@ -143,7 +141,7 @@ def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[s
 
     Args:
         model_labels: the classes of the model that is evaluated, which trains nothing: they are those of the texts, and
-            ``--validation_file`` may stand alone. By default the classes are those of the training texts.
+            ``--validation_file`` may be alone.
 
     Raises:
         InputError: two sources; a file, split, column, row, text or label is missing; fewer than two classes; a
@@ -153,16 +151,22 @@ def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[s
     with progress_bars(False):
         first = splits.get("train", splits["validation"])
         columns = _find_columns(first[0], flags.text_column, flags.text_pair_column, flags.label_column)
-        selected = {split: [_select(part, columns) for part in parts] for split, parts in splits.items()}
+        selected = {split: [_select(table, columns) for table in tables] for split, tables in splits.items()}
         names, index_of = _classes(selected.get("train", selected["validation"]))
         if model_labels is not None:
             names, places = in_classes_of_model(names, model_labels, first[0].source)
             index_of = {label: places[index] for label, index in index_of.items()}
         whole = {
-            split: datasets.concatenate_datasets([_with_class_indices(part, names, index_of) for part in parts])
-            for split, parts in selected.items()
+            split: datasets.concatenate_datasets([_with_class_indices(table, names, index_of) for table in tables])
+            for split, tables in selected.items()
         }
-        kept = {split: _with_text(rows, splits[split]) for split, rows in whole.items()}
+        kept = {
+            split: with_text(rows, [name for name in columns.values() if name != "label"])
+            for split, rows in whole.items()
+        }
+    for split, rows in kept.items():
+        if not len(rows):
+            raise InputError(f"{_name_of(splits[split])} has no text: give rows that are not blank")
     return LabelledText(
         train=kept.get("train", kept["validation"]),
         validation=kept["validation"],
@@ -172,24 +176,28 @@ def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[s
     )
 
 
-class _Part(NamedTuple):
+class _Table(NamedTuple):
     """A split or one of its files, and its source for messages."""
 
     source: str
     rows: datasets.Dataset
 
 
+def _name_of(tables: Sequence[_Table]) -> str:
+    return first_of([table.source for table in tables], 1)
+
+
 def _read_source(
     flags: LabelledTextArguments, *, only_validation: bool
-) -> tuple[dict[str, list[_Part]], tuple[str, ...]]:
-    """The parts of each split, and lines on files that are read or not."""
+) -> tuple[dict[str, list[_Table]], tuple[str, ...]]:
+    """Read the tables of each split; return them and lines on files that are read or not."""
     dataset, config_name = flags.dataset, flags.dataset_config_name
     if config_name and dataset in (None, BUILT_IN):
-        raise InputError(f"--dataset_config_name {config_name} goes with --dataset HUB_ID: leave it out")
+        raise InputError(f"--dataset_config_name {config_name} needs --dataset HUB_ID: leave it out")
     if dataset and not (flags.train_file or flags.validation_file):
         if dataset != BUILT_IN:
             return _read_hub(dataset, config_name), ()
-        return {split: [_Part("--dataset docstrings", rows)] for split, rows in load_docstrings().items()}, ()
+        return {split: [_Table("--dataset docstrings", rows)] for split, rows in load_docstrings().items()}, ()
     if not flags.validation_file or dataset or not (flags.train_file or only_validation):
         raise InputError(
             "give the texts by --dataset docstrings, by --dataset HUB_ID, or by --train_file and --validation_file"
@@ -203,17 +211,17 @@ def _read_source(
     return splits, tuple(notes)
 
 
-def _read_hub(dataset: str, config_name: str | None) -> dict[str, list[_Part]]:
+def _read_hub(dataset: str, config_name: str | None) -> dict[str, list[_Table]]:
     source = f"--dataset {dataset}"
     name = OLD_HUB_IDS.get(dataset, dataset)
     with loading_by_name(name, source, "check --dataset_config_name, or use --dataset docstrings"):
         splits = datasets.load_dataset(name, config_name)
     chosen = choose_splits(splits, source, needed=SPLIT_NAMES)
-    return {split: [_Part(f"{source}, split {name}", splits[name])] for split, name in chosen.items()}
+    return {split: [_Table(f"{source}, split {name}", splits[name])] for split, name in chosen.items()}
 
 
 @progress_bars(False)
-def _read_file(flag: str, path: Path) -> _Part:
+def _read_file(flag: str, path: Path) -> _Table:
     source = f"{flag} {path}"
     if not path.stat().st_size:
         raise InputError(f"{source} is empty: name a file with labelled texts")
@@ -221,54 +229,54 @@ def _read_file(flag: str, path: Path) -> _Part:
     files = {"train": glob.escape(str(path))}
     try:
         if kind != "csv":
-            return _Part(source, datasets.load_dataset(kind, data_files=files, split="train"))
-        # A label is what stands there, and in a text NA, null and None are words, not missing values.
+            return _Table(source, datasets.load_dataset(kind, data_files=files, split="train"))
+        # A label is what the file says, and in a text NA, null and None are words, not missing values.
         with path.open(newline="", encoding="utf-8-sig") as file:
             columns = [name or f"Unnamed: {at}" for at, name in enumerate(next(csv.reader(file), []))]  # as pandas does
         as_text = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
         options = {"features": as_text, "na_values": [""], "keep_default_na": False}
         rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
-        return _Part(source, _with_whole_numbers(rows))
+        return _Table(source, _with_whole_numbers(rows))
     except (*LOADING_ERRORS, StopIteration) as error:  # the latter for a .jsonl of blank lines
         raise InputError(f"{source} cannot be read as {kind}: {reason(error)}") from error
 
 
 def _with_whole_numbers(rows: datasets.Dataset) -> datasets.Dataset:
-    """The columns that hold nothing but whole numbers, as they are written, as numbers."""
+    """Cast the columns that hold nothing but whole numbers, as they are written, to numbers."""
     for column in rows.column_names:
         if all(value is None or WHOLE.fullmatch(value) for value in rows[column]) and any(rows[column]):
             rows = rows.cast_column(column, datasets.Value("int64"))
     return rows
 
 
-def _find_columns(part: _Part, text: str | None, pair: str | None, label: str | None) -> dict[str, str]:
-    """Their names for the columns, and ours."""
-    available = part.rows.column_names
+def _find_columns(table: _Table, text: str | None, pair: str | None, label: str | None) -> dict[str, str]:
+    """Find their names for the columns, and ours."""
+    available = table.rows.column_names
     if text is None and pair is None:
         pairs = [names for names in PAIRS if set(names) <= set(available)]
         text, pair = pairs[0] if pairs else (None, None)
-    text = text or _find_column(TEXTS, part, "--text_column")
-    label = label or _find_column(LABELS, part, "--label_column")
+    text = text or _find_column(TEXTS, table, "--text_column")
+    label = label or _find_column(LABELS, table, "--label_column")
     ours = {text: "text", label: "label"} | ({pair: "text_pair"} if pair else {})
     if len(ours) < (3 if pair else 2):
-        raise InputError(f"{part.source}: --text_column, --text_pair_column, --label_column must name different ones")
+        raise InputError(f"{table.source}: --text_column, --text_pair_column, --label_column must name different ones")
     return ours
 
 
-def _find_column(names: Iterable[str], part: _Part, flag: str) -> str:
-    available = part.rows.column_names
+def _find_column(names: Iterable[str], table: _Table, flag: str) -> str:
+    available = table.rows.column_names
     found = [name for name in names if name in available]
     if not found:
         raise InputError(
-            f"{part.source} has none of the columns {', '.join(names)}: name one of "
+            f"{table.source} has none of the columns {', '.join(names)}: name one of "
             f"{join_names(available, MAX_NAMED)} by {flag}"
         )
     return found[0]
 
 
-def _select(part: _Part, columns: dict[str, str]) -> _Part:
-    """Only these columns, under our names, with texts or null, and a label in every row."""
-    source, rows = part
+def _select(table: _Table, columns: dict[str, str]) -> _Table:
+    """Select these columns, under our names, with texts or null, and a label in every row."""
+    source, rows = table
     for theirs, ours in columns.items():
         if theirs not in rows.column_names:
             raise InputError(
@@ -279,7 +287,7 @@ def _select(part: _Part, columns: dict[str, str]) -> _Part:
             _check_value(value, ours, f"{source}: row {number}", theirs)
     selected = rows.select_columns(list(columns)).rename_columns(columns)
     texts = {column: datasets.Value("string") for column in selected.column_names if column != "label"}
-    return _Part(source, selected.cast(datasets.Features({**selected.features, **texts})))
+    return _Table(source, selected.cast(datasets.Features({**selected.features, **texts})))
 
 
 def _check_value(value: Any, ours: str, place: str, theirs: str) -> None:
@@ -294,15 +302,15 @@ def _check_value(value: Any, ours: str, place: str, theirs: str) -> None:
         )
 
 
-def _classes(parts: Sequence[_Part]) -> tuple[list[str], dict[str, int]]:
-    """The names of the classes, and the class of each label as it stands in the data."""
-    found = [label for part in parts for label in part.rows["label"]]
+def _classes(tables: Sequence[_Table]) -> tuple[list[str], dict[str, int]]:
+    """Return the names of the classes, and the class of each label as it is written in the data."""
+    found = [label for table in tables for label in table.rows["label"]]
     labels = set(found)
     if len({isinstance(label, bool) for label in found}) > 1:  # True and 1 are one to Python
-        raise InputError(f"{_name_of(parts)} has true or false beside other labels: write all of them alike")
+        raise InputError(f"{_name_of(tables)} has true or false among other labels: write all of them alike")
     if len(labels) < 2:
-        raise InputError(f"{_name_of(parts)} has texts of {len(labels)} class(es): give at least 2 to tell apart")
-    feature = parts[0].rows.features["label"]
+        raise InputError(f"{_name_of(tables)} has texts of {len(labels)} class(es): give at least 2 to tell apart")
+    feature = tables[0].rows.features["label"]
     if isinstance(feature, datasets.ClassLabel):
         return feature.names, {str(index): index for index in range(feature.num_classes)}
     are_numbers = all(isinstance(label, int) for label in labels)
@@ -310,12 +318,8 @@ def _classes(parts: Sequence[_Part]) -> tuple[list[str], dict[str, int]]:
     return names, {name: index for index, name in enumerate(names)}
 
 
-def _name_of(parts: Sequence[_Part]) -> str:
-    return parts[0].source + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
-
-
-def _with_class_indices(part: _Part, names: list[str], index_of: dict[str, int]) -> datasets.Dataset:
-    source, rows = part
+def _with_class_indices(table: _Table, names: list[str], index_of: dict[str, int]) -> datasets.Dataset:
+    source, rows = table
     labels = [str(label) for label in rows["label"]]
     for number, label in enumerate(labels, start=1):
         if label not in index_of:
@@ -327,21 +331,9 @@ def _with_class_indices(part: _Part, names: list[str], index_of: dict[str, int])
     return rows.remove_columns("label").add_column("label", indices, feature=datasets.Value("int64"))
 
 
-def _with_text(rows: datasets.Dataset, parts: Sequence[_Part]) -> datasets.Dataset:
-    columns = [column for column in ("text", "text_pair") if column in rows.column_names]
-    kept = rows.filter(_have_text, batched=True, input_columns=columns)
-    if not len(kept):
-        raise InputError(f"{_name_of(parts)} has no text: give rows that are not blank")
-    return kept if len(kept) < len(rows) else rows
-
-
-def _have_text(*columns: list[str | None]) -> list[bool]:
-    return [None not in row and any(text and text.strip() for text in row) for row in zip(*columns, strict=True)]
-
-
 @progress_bars(False)
 def load_docstrings() -> Splits:
-    """The splits ``train`` and ``validation`` with the columns ``text`` and ``label``: some seconds, then cached.
+    """Read ``train`` and ``validation`` with the columns ``text`` and ``label``: some seconds, then cached.
 
     Raises:
         InputError: a library came without its source files.
@@ -356,7 +348,6 @@ def load_docstrings() -> Splits:
 
 
 def _docstrings(version: str) -> Iterator[dict[str, object]]:
-    """The texts library by library."""
     openings: set[str] = set()
     for label, library in enumerate(LIBRARIES):
         wanted = {False: MAX_TRAIN, True: MAX_VALIDATION}
@@ -369,7 +360,7 @@ def _docstrings(version: str) -> Iterator[dict[str, object]]:
 
 
 def _new_texts(path: Path, openings: set[str]) -> list[str]:
-    """The docstrings of a file's functions and classes that open like none in ``openings``, which they join."""
+    """Return the docstrings of a file's functions and classes that open like none in ``openings``, which they join."""
     texts = []
     for node in ast.walk(parse_source(path)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,27 +1,21 @@
 """Documents or conversations as rows of tokens: packed into rows without a view across them, or padded.
 
 NOTE [ packing ]
-1. A packed row i is the tokens ``i * T`` to ``(i + 1) * T - 1`` of the line of all documents (``tokenizers.py``); only
-   the last row is filled up, with a document of its own that does not count. No token is lost.
+1. A packed row i is the tokens ``i * T`` to ``(i + 1) * T - 1`` of the line of all documents (``tokenizers.py``); the
+   last row is filled up with a document of its own that does not count. No token is lost.
 2. ``position_ids`` begin at 0 with every document. From them alone transformers builds the block-diagonal attention
    mask (``find_packed_sequence_indices`` in its ``masking_utils.py``), on two conditions: no ``attention_mask``, and
    ``use_cache=False``. With the cache, which is on by default, documents see one another and nothing says so.
-3. A document that is longer than the rest of its row goes on in the next one as if it began there, at position 0.
+3. A document that is longer than the rest of its row continues in the next one as if it began there, at position 0.
 4. The first token of a document in a row has the label -100, because it cannot be predicted from another document.
-5. The batch says how long the documents of each row are, so that attention by document needs no mask
-   (``models/packed_attention.py``). Flash attention finds the documents only where the batch is one row: ``one_row``
-   puts the rows of a micro-batch behind one another. By 3 and 4 the loss is the same; other implementations would build
-   a mask of (B * T)^2. The batch says where documents end, because transformers would look for that on the device, and
-   wait for it in every layer.
+5. The batch says how long the documents of each row are, for attention by document (``models/packed_attention.py``),
+   or where they end, because transformers would look for that on the device in every layer. Flash attention finds the
+   documents only where the batch is one row: ``one_row`` joins the rows of a micro-batch; the loss is the same by 3, 4.
 6. Some models do not look at ``position_ids`` (BLOOM, OPT, Falcon, Mamba) or not in every layer (Qwen3-Next):
    ``keeps_documents_apart`` tries it out.
-7. Conversations stay whole, because a reply without its question teaches nothing. The longest goes first, each into the
-   row with the least space that it fits into (best-fit decreasing, Ding et al. 2024, https://arxiv.org/abs/2404.10830;
-   TRL's ``bfd``), and rows are filled up as in 1. One that is longer than a row ends with the last reply that fits
-   whole, or the model would learn not to stop; where none fits, it is left out (``--too_long``). Rules 2 and 4 to 6
-   hold as they stand.
-
-The padded alternative wastes the positions behind shorter samples of a micro-batch, and works with every model.
+7. Conversations stay whole, because a reply without its question teaches nothing. They are packed by best-fit
+   decreasing (Ding et al. 2024, https://arxiv.org/abs/2404.10830; TRL's ``bfd``). One that is longer than a row ends
+   with the last reply that fits whole, or is left out (``--too_long``).
 """
 
 from bisect import bisect_left, insort
@@ -57,7 +51,7 @@ class Rows(Dataset[Batch]):
 
     Args:
         spans: of documents or conversations, by their places in the line, in the order of the rows; int64 (S, 2).
-        first_spans: the first span of each row, and at last their number; int64 (N + 1,).
+        first_spans: the first span of each row, and their number; int64 (N + 1,).
         one_row: by rule 5 of the note.
     """
 
@@ -98,27 +92,22 @@ class Rows(Dataset[Batch]):
         return order[:count]
 
     def collate(self, rows: list[Batch]) -> Batch:
-        """As ``packed_batch`` or ``padded_batch``."""
-        if self.packing:
-            return packed_batch(rows, one_row=self.one_row)
-        return padded_batch(rows, self.pad_token_id)
+        """Make a batch (B, T) with ``document_lengths``, or (1, B * T) with ``document_ends`` for ``one_row``.
 
-
-def packed_batch(rows: list[Batch], *, one_row: bool) -> Batch:
-    """Rows as a batch (B, T) and ``document_lengths``, or (1, B * T) and ``document_ends`` with ``one_row``."""
-    batch: dict[str, Any] = default_collate(rows)
-    if not one_row:
-        return batch | {"document_lengths": document_lengths(batch["position_ids"])}
-    batch = {name: values.view(1, -1) for name, values in batch.items()}
-    return batch | document_ends(batch["position_ids"])
-
-
-def padded_batch(samples: list[Batch], pad_token_id: int) -> Batch:
-    """Samples as a batch (B, longest), filled up on the right; ``attention_mask`` is 0 there."""
-    return {
-        name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
-        for name, value in (("input_ids", pad_token_id), ("labels", IGNORED_LABEL))
-    } | {"attention_mask": pad_sequence([torch.ones_like(sample["input_ids"]) for sample in samples], batch_first=True)}
+        Without packing (B, longest), filled up on the right, where ``attention_mask`` is 0.
+        """
+        if not self.packing:
+            values = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, "attention_mask": 0}
+            samples = [row | {"attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
+            return {
+                name: pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
+                for name, value in values.items()
+            }
+        batch: dict[str, Any] = default_collate(rows)
+        if not self.one_row:
+            return batch | {"document_lengths": document_lengths(batch["position_ids"])}
+        batch = {name: values.view(1, -1) for name, values in batch.items()}
+        return batch | document_ends(batch["position_ids"])
 
 
 def rows_of_documents(
@@ -165,12 +154,7 @@ def rows_of_conversations(
     packing: bool = True,
     one_row: bool = False,
 ) -> Rows:
-    """Put whole conversations into rows of ``block_size`` tokens.
-
-    Args:
-        lengths: of each conversation the tokens that are taken, as ``lengths_within`` says; int64 (N,).
-        packing, one_row: as of ``rows_of_documents``.
-    """
+    """Put whole conversations into rows, as ``rows_of_documents``; ``lengths`` of ``lengths_within``, int64 (N,)."""
     kept = np.flatnonzero(lengths)
     rows = best_fit_decreasing(kept, lengths, block_size) if packing else kept[:, None]
     numbers = np.concatenate(rows)
@@ -187,7 +171,7 @@ def rows_of_conversations(
 
 
 def best_fit_decreasing(numbers: np.ndarray, lengths: np.ndarray, block_size: int) -> list[list[int]]:
-    """``numbers`` in rows: the longest first, each into the row with the least space that is enough; ties in order.
+    """Put ``numbers`` in rows: the longest first, each into the row with the least space that is enough; ties in order.
 
     Args:
         numbers: int64 (M,).
@@ -216,22 +200,14 @@ def best_fit_decreasing(numbers: np.ndarray, lengths: np.ndarray, block_size: in
 
 
 def document_lengths(position_ids: Tensor) -> tuple[tuple[int, ...], ...]:
-    """For each row, the tokens of its documents: Python numbers, which no layer has to fetch from a device.
-
-    Args:
-        position_ids: (B, T) on the host.
-    """
+    """Return the tokens of the documents of each row of ``position_ids`` (B, T), as Python numbers."""
     starts = [(row == 0).nonzero().flatten() for row in position_ids]
     ends = torch.tensor([position_ids.shape[1]])
     return tuple(tuple(torch.cat([of_row, ends]).diff().tolist()) for of_row in starts)
 
 
 def document_ends(position_ids: Tensor) -> dict[str, Any]:
-    """Where the documents of one row begin and end, as ``FlashAttentionKwargs`` of transformers.
-
-    Args:
-        position_ids: (1, T) on the host, where making it costs no wait.
-    """
+    """Return where the documents of one row, ``position_ids`` (1, T), begin and end, as ``FlashAttentionKwargs``."""
     starts = (position_ids[0] == 0).nonzero().flatten()
     ends = F.pad(starts.to(torch.int32), (0, 1), value=position_ids.numel())  # (documents + 1,), from 0 to T
     longest = int(ends.diff().max())
@@ -239,12 +215,12 @@ def document_ends(position_ids: Tensor) -> dict[str, Any]:
 
 
 def count_valid(batch: Batch) -> Tensor:
-    """How many labels of a batch count in the loss, after the shift."""
+    """Count the labels of a batch that count in the loss, after the shift."""
     return (batch["labels"][:, 1:] != IGNORED_LABEL).sum()
 
 
 def check_positions(block_size: int, max_positions: int | None) -> None:
-    """Raises ``InputError`` where rows are longer than the model has positions; ``None`` or -1 means no limit."""
+    """Raise ``InputError`` where rows are longer than the model has positions; ``None`` or -1 means no limit."""
     if max_positions is not None and 0 <= max_positions < block_size:
         raise InputError(
             f"--block_size {block_size} is longer than the model's {max_positions} positions: lower it, or give a new "
@@ -254,7 +230,7 @@ def check_positions(block_size: int, max_positions: int | None) -> None:
 
 @torch.no_grad()
 def keeps_documents_apart(model: nn.Module, *, one_row: bool = False) -> bool:
-    """Whether packed documents do not see one another in a causal language model of transformers: rule 6.
+    """Try whether packed documents do not see one another in a causal language model of transformers: rule 6.
 
     Two rows are run with two different beginnings; where ``position_ids`` work, the logits of the documents behind them
     stay the same. A thousandth of the change without ``position_ids`` passes as rounding.
@@ -281,5 +257,4 @@ def keeps_documents_apart(model: nn.Module, *, one_row: bool = False) -> bool:
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Any token would do behind those that count."""
     return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)

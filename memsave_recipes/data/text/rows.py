@@ -51,7 +51,7 @@ class TokenRows:
     Args:
         held_out_prompt: for the trained model: text to continue, or the messages before a reply.
         end_of_turn: of conversations, the token at which replies end; ``None`` where the template has none.
-        notice: a line on the documents held or left out, where there is one.
+        notice: a line on the documents held or left out.
     """
 
     train: Rows
@@ -71,7 +71,7 @@ class TokenRows:
         )
 
     def prompt(self, text: str | None) -> Prompt:
-        """``text``, in conversations as a user's message; by default held-out data."""
+        """Return ``text``, in conversations as a user's message; by default held-out data."""
         if text is None:
             return self.held_out_prompt
         return text if isinstance(self.held_out_prompt, str) else [{"role": "user", "content": text}]
@@ -91,9 +91,8 @@ def load_rows(
 
     Args:
         tokenizer_name: where ``--tokenizer_name`` is not given; with neither, one is trained on the text.
-        trust_remote_code: run the code that comes with the tokenizer.
         stream_bytes, seed: as ``load_documents``.
-        eval_only: nothing is trained, so that ``--validation_file`` may stand alone.
+        eval_only: nothing is trained, so that ``--validation_file`` may be alone.
         one_row: as ``rows_of_documents``.
 
     Raises:
@@ -151,21 +150,22 @@ def _rows_of_conversations(
             rows_of_conversations(tokens, lengths, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
         )
         notes += _notes(rows[-1], tokens.lengths, lengths, split)
-    mark = end_of_turn(tokenizer)
+    mark, messages = end_of_turn(tokenizer), chats.validation[0]["messages"]
+    replies = (place for place, message in enumerate(messages) if place and message["role"] == "assistant")
     if mark is None:
         notes.append("the chat template writes no mark behind a reply, so the model does not learn where to stop")
     return TokenRows(
         train=rows[0],
         validation=rows[1],
         tokenizer=tokenizer,
-        held_out_prompt=_question(chats.validation[0]["messages"]),
+        held_out_prompt=messages[: next(replies, len(messages))],
         end_of_turn=mark,
         notice=f"note: {'; '.join(filter(None, notes))}",
     )
 
 
 def _notes(rows: Rows, lengths: np.ndarray, taken: np.ndarray, split: str) -> list[str]:
-    """How full the rows are, and how many conversations lose their end or all, in a few words each.
+    """Say how full the rows are, and how many conversations lose their end or all, in a few words each.
 
     Args:
         lengths, taken: of each conversation its tokens, and those in a row; int64 (N,).
@@ -187,9 +187,3 @@ def _notes(rows: Rows, lengths: np.ndarray, taken: np.ndarray, split: str) -> li
     if num_left_out := int((taken == 0).sum()):
         notes.append(f"{num_left_out:,} {split} conversations are left out, as no reply fits into --block_size")
     return notes
-
-
-def _question(messages: list[Message]) -> list[Message]:
-    """The messages before the first reply."""
-    replies = (place for place, message in enumerate(messages) if place and message["role"] == "assistant")
-    return messages[: next(replies, len(messages))]

@@ -1,24 +1,13 @@
 """Tokenizers, loaded or trained; documents as one line of tokens on disk, and labelled texts as tokens.
 
-In the line each document is followed by the end-of-text token. Tokenizing runs through ``datasets.map``: bounded
-memory, and cached under the content of documents and tokenizer. The cache does not depend on the length of the rows
-that are cut from it later. A long document is tokenized in parts, because the encoding of a text takes many times its
-memory.
-
-NOTE [ parts ]
-1. A part begins with a single space between two words. No token of byte-level BPE (with the words of GPT-2, Llama 3 or
-   Qwen), WordPiece and Unigram reaches across it, so the tokens of the parts are those of the whole text.
-2. A tokenizer that puts a space before every text, as that of Llama 2 does, would put a second one before that of the
-   part. ``_parts_for`` tries it out and then leaves the part's own space out.
-3. A part of 256 Ki characters without a single space ends behind a single line end between two lines without blanks at
-   it, which is the same to byte-level BPE and WordPiece, or else anywhere. There a word may be merged otherwise than
-   in the whole text. No text is lost.
-
-A tokenizer that is trained on the documents at hand is a byte-level BPE, GPT-2's kind (Sennrich et al. 2016, over
-bytes, so that every text can be written and read back): one token for each byte, one for ``<|endoftext|>``, the rest
-merges. The same text gives the same tokenizer, which is kept in the cache.
-
-Labelled texts are cut to a length once, and padded to the longest of their micro-batch when they are needed.
+NOTE [ chunks ]
+A long document is tokenized in chunks, because the encoding of a text takes many times its memory.
+1. A chunk begins with a single space between two words. No token of byte-level BPE (with the words of GPT-2, Llama 3 or
+   Qwen), WordPiece and Unigram reaches across it, so the chunks have the tokens of the whole text.
+2. Some tokenizers, such as Llama 2's, put a space before every text. ``_chunks_for`` finds that out, and leaves the
+   chunk's own space out.
+3. 256 Ki characters without a single space end behind a single line end, or else anywhere. There a word may be merged
+   otherwise than in the whole text.
 """
 
 import hashlib
@@ -57,11 +46,11 @@ from memsave_recipes.hub import ask_hub_for, open_tokenizer, reason
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.text import ProgressBar
 
-PART_CHARACTERS = 2**18
+CHUNK_CHARACTERS = 2**18
 DOCUMENTS_AT_ONCE = 64
 BYTES_AT_ONCE = 32 * 1024**2  # of documents that are long
 CHARACTERS_AT_ONCE = 2**22
-PIECE_TOKENS = 4096  # of a row on disk: the most that is read in vain at either end of a span
+PIECE_TOKENS = 4096  # of a row on disk
 PIECES = Features(
     {
         "input_ids": List(Value("int32")),
@@ -74,14 +63,14 @@ PIECES = Features(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenLine:
-    """The tokens of all documents of a split, in their order.
+    """The tokens of all documents of a split, each document followed by the end-of-text token.
 
     Args:
         pieces: rows of tokens on disk; no row holds tokens of two documents.
-        piece_starts: where each piece begins in the line, and at last its length; int64 (P + 1,).
-        document_starts: where each document begins, and at last the length of the line; int64 (D + 1,).
-        piece_digests: of the tokens of each piece; int64 (P,).
-        num_tokens: of those that count in the loss.
+        piece_starts: where each piece begins in the line, and the length of the line; int64 (P + 1,).
+        document_starts: where each document begins, and the length of the line; int64 (D + 1,).
+        piece_digests: int64 (P,).
+        num_tokens: those that count in the loss.
         num_bytes: of their text in UTF-8.
     """
 
@@ -94,12 +83,12 @@ class TokenLine:
     noun: ClassVar[str] = "document"
 
     def read(self, spans: np.ndarray, column: str = "input_ids") -> np.ndarray:
-        """Read the tokens of ``spans`` of the line, int64 (S, 2), one behind another; int64 (sum of their lengths,)."""
+        """Read the tokens of ``spans``, int64 (S, 2), of the line; int64 (sum of their lengths,)."""
         breaks = np.flatnonzero(spans[1:, 0] != spans[:-1, 1]) + 1  # neighbours are read at once
         return np.concatenate([self._between(run[0, 0], run[-1, 1], column) for run in np.split(spans, breaks)])
 
     def is_counted(self, spans: np.ndarray) -> np.ndarray:
-        """Tell which of these tokens count in the loss: all. bool (sum of their lengths,)."""
+        """Return which of these tokens count in the loss: all; bool (sum of their lengths,)."""
         return np.ones(np.diff(spans).sum(), dtype=bool)
 
     def _between(self, start: int, stop: int, column: str) -> np.ndarray:
@@ -109,7 +98,7 @@ class TokenLine:
         return tokens[skipped : skipped + stop - start]
 
     def samples(self, split: str) -> Samples:
-        """The tokens by digests, for a fingerprint; ``split`` names them in messages."""
+        """Return the digests of the pieces, for a fingerprint; ``split`` names the documents in messages."""
 
         def name_of(piece: int) -> str:
             number = np.searchsorted(self.document_starts, self.piece_starts[piece], side="right")
@@ -119,10 +108,10 @@ class TokenLine:
 
 
 def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> TokenLine:
-    """The line of tokens of ``documents`` (column ``text``).
+    """Tokenize ``documents`` (column ``text``); ``datasets`` caches the tokens, whatever the length of the rows.
 
     A document begins as the tokenizer begins a text, such as with Llama's ``<|begin_of_text|>``. Special tokens that
-    are spelt out in a text are taken as such, as everywhere in transformers.
+    are spelt out in a text are taken as such.
 
     Raises:
         InputError: the tokenizer has no end-of-text token.
@@ -156,19 +145,22 @@ def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokeniz
     )
 
 
-def parts_of(text: str, size: int) -> Iterator[str]:
-    """Parts of at most ``size`` characters that make up ``text``, cut by rules 1 and 3 of NOTE [ parts ]."""
+def chunks_of(text: str, size: int) -> Iterator[str]:
+    """Cut ``text`` into chunks of at most ``size`` characters, by rules 1 and 3 of NOTE [ chunks ]."""
     start = 0
     while len(text) - start > size:
         latest = start + size
-        stop = _last_alone(" ", text, start, latest + 1) or _after_line(text, start, latest) or latest
+        stop = _last_alone(" ", text, start, latest + 1)
+        if stop is None:
+            line_end = _last_alone("\n", text, start, latest)
+            stop = latest if line_end is None else line_end + 1
         yield text[start:stop]
         start = stop
     yield text[start:]
 
 
 def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Any]]:
-    """The pieces of whole documents; ``document_bytes`` is 0 where a piece goes on with the document before it."""
+    """Return the pieces of whole documents; ``document_bytes`` is 0 where a piece continues a document."""
     rows: dict[str, list[Any]] = {name: [] for name in PIECES}
     for text, tokens in zip(texts, _token_ids(texts, tokenizer), strict=True):
         for start in range(0, len(tokens), PIECE_TOKENS):
@@ -185,11 +177,11 @@ def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.
     if beginning and beginning[-1] == tokenizer.eos_token_id:
         beginning = beginning[:-1]
     tokens = [[np.asarray(beginning, dtype=np.int32)] for _ in texts]
-    parts = [(number, part) for number, text in enumerate(texts) for part in _parts_for(tokenizer, text)]
-    with ProgressBar(total=len(parts), unit=" parts", desc="long documents") as bar:
-        for group in _groups(parts):
+    chunks = [(number, chunk) for number, text in enumerate(texts) for chunk in _chunks_for(tokenizer, text)]
+    with ProgressBar(total=len(chunks), unit=" chunks", desc="long documents") as bar:
+        for group in _groups(chunks):
             encoded = tokenizer(
-                [part for _, part in group],
+                [chunk for _, chunk in group],
                 add_special_tokens=False,
                 return_attention_mask=False,
                 return_token_type_ids=False,
@@ -202,39 +194,33 @@ def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.
     return [np.concatenate([*document, end]) for document in tokens]
 
 
-def _groups(parts: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Neighbouring parts of documents, so many that their encodings fit into memory."""
-    group, num_characters = parts[:1], len(parts[0][1])
-    for part in parts[1:]:
-        num_characters += len(part[1])
+def _groups(chunks: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Group neighbouring chunks, so many that their encodings fit into memory."""
+    group, num_characters = chunks[:1], len(chunks[0][1])
+    for chunk in chunks[1:]:
+        num_characters += len(chunk[1])
         if num_characters > CHARACTERS_AT_ONCE:
             yield group
-            group, num_characters = [], len(part[1])
-        group.append(part)
+            group, num_characters = [], len(chunk[1])
+        group.append(chunk)
     yield group
 
 
-def _parts_for(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
-    """``parts_of`` the text, without the space that ``tokenizer`` adds by itself: rule 2."""
-    parts = parts_of(text, PART_CHARACTERS)
-    yield next(parts)
-    for part in parts:
-        yield part.removeprefix(" ") if _adds_space(tokenizer) else part
+def _chunks_for(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
+    chunks = chunks_of(text, CHUNK_CHARACTERS)
+    yield next(chunks)
+    for chunk in chunks:
+        yield chunk.removeprefix(" ") if _adds_space(tokenizer) else chunk
 
 
 def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     texts = ["a b", "a", " b", "b"]
-    whole, left, right, bare = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-    return bool(whole == left + bare != left + right)
-
-
-def _after_line(text: str, start: int, latest: int) -> int | None:
-    found = _last_alone("\n", text, start, latest)
-    return None if found is None else found + 1
+    whole, left, right, right_alone = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    return bool(whole == left + right_alone != left + right)
 
 
 def _last_alone(mark: str, text: str, start: int, stop: int) -> int | None:
-    """Where the last ``mark`` of ``text[start:stop]`` is that has no blank on either side, and something before it."""
+    """Find the last ``mark`` in ``text[start:stop]`` without a blank on either side, and with something before it."""
     place = text.rfind(mark, start + 1, stop)
     while place > 0 and (text[place - 1].isspace() or text[place + 1 : place + 2].isspace()):
         place = text.rfind(mark, start + 1, place)
@@ -243,8 +229,7 @@ def _last_alone(mark: str, text: str, start: int, stop: int) -> int | None:
 
 BOUNDARY = "<|boundary|>"
 MIN_VOCABULARY = 257
-TRAINING_BYTES = 64 * 1024**2
-"""Text after that much changes the merges little and makes the training long."""
+TRAINING_BYTES = 64 * 1024**2  # more text changes the merges little and takes long
 
 
 def load_tokenizer(
@@ -255,14 +240,13 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     flag: str = "--tokenizer_name",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer ``tokenizer_name``, or else one trained on ``texts``.
+    """Load the tokenizer ``tokenizer_name``, or train a byte-level BPE on ``texts``; the cache keeps it.
 
     Args:
         tokenizer_name: a folder or a Hub id.
         texts: such as ``documents["text"]``; the first 64 MiB are trained on.
         vocab_size: of a trained tokenizer; fewer where the text has no more pairs to merge.
-        trust_remote_code: run the code that comes with ``tokenizer_name``.
-        flag: the one that named it, for the messages.
+        flag: the one that named the tokenizer, for the messages.
 
     Raises:
         InputError: it cannot be loaded, has no vocabulary, wants to run code; a vocabulary below 257.
@@ -285,17 +269,16 @@ def load_text_tokenizer(
     trust_remote_code: bool = False,
     flag: str = "--tokenizer_name",
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer ``tokenizer_name``, or one trained on ``texts``, with the special tokens of a classifier.
+    """Load the tokenizer ``tokenizer_name``, or train one on ``texts``, with the special tokens of a classifier.
 
     The trained one puts a token before, between and after texts: encoders classify by the state of the first token,
-    decoders by that of the last. One that comes without a padding token pads with its end-of-text token.
+    decoders by that of the last. One without a padding token pads with its end-of-text token.
 
     Raises:
         InputError: it cannot be loaded, or has neither token.
     """
     if tokenizer_name is None:
-        # The boundary is one more token.
-        return _with_boundaries(load_tokenizer(None, texts.documents(), vocab_size=vocab_size - 1))
+        return _with_boundaries(load_tokenizer(None, texts.documents(), vocab_size=vocab_size - 1))  # one more token
     tokenizer = load_tokenizer(tokenizer_name, [], trust_remote_code=trust_remote_code, flag=flag)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -305,7 +288,7 @@ def load_text_tokenizer(
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises ``InputError`` where a model with ``vocab_size`` embeddings cannot take every token of ``tokenizer``."""
+    """Raise ``InputError`` where a model with ``vocab_size`` embeddings cannot take every token of ``tokenizer``."""
     needed = max(tokenizer.get_vocab().values()) + 1
     if needed > vocab_size:
         raise InputError(
@@ -316,17 +299,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
-    """One split, whose samples ``collate`` pads to a batch.
+    """A split of labelled texts, whose samples ``collate`` pads to a batch.
 
-    A key is an ``int`` (a counted sample) or has ``index`` and ``counted``. A sample is ``input_ids``, whatever else
-    the tokenizer makes, and ``label``, which is -100 where it is not counted.
+    A key is an ``int`` (a counted sample) or has ``index`` and ``counted``. A sample is what the tokenizer makes, and
+    ``label``, which is -100 where it is not counted.
     """
 
     rows: datasets.Dataset
     tokenizer: PreTrainedTokenizerBase
 
     def longest(self, count: int) -> list[int]:
-        """The ``count`` samples with most tokens."""
+        """Find the ``count`` samples with most tokens."""
         lengths = [len(tokens) for tokens in self.rows["input_ids"]]
         return sorted(range(len(lengths)), key=lambda index: -lengths[index])[:count]
 
@@ -339,7 +322,7 @@ class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
         return sample if counted else sample | {"label": IGNORED_LABEL}
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """``input_ids`` and ``attention_mask`` int64 (B, T), T tokens in the longest sample; ``labels`` int64 (B,)."""
+        """Return ``input_ids`` and ``attention_mask`` int64 (B, T), T the longest sample; ``labels`` int64 (B,)."""
         return dict(DataCollatorWithPadding(self.tokenizer)(samples))
 
 
@@ -355,7 +338,7 @@ class TokenizedSplits:
 
     @property
     def notice(self) -> str | None:
-        """How many texts have probably lost their end, in one line, where any have."""
+        """A line on the texts that have probably lost their end, where there are any."""
         if not self.num_full:
             return None
         num_texts = len(self.train) + len(self.validation)
@@ -363,7 +346,7 @@ class TokenizedSplits:
 
 
 def tokenize(texts: LabelledText, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> TokenizedSplits:
-    """Both splits as tokens, at most ``max_length`` of a text or pair, special ones included; ``datasets`` caches them.
+    """Tokenize both splits, at most ``max_length`` tokens of a text or pair, special ones included.
 
     Raises:
         InputError: a text has no tokens at all.
@@ -394,10 +377,7 @@ def check_length(
     model: PreTrainedModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Raises ``InputError`` where a model of ``config`` cannot take texts of ``max_length`` tokens, nor ``tokenizer``.
-
-    The configuration alone tells most of them before any text is tokenized.
-    """
+    """Raise ``InputError`` where the model or the tokenizer takes fewer than ``max_length`` tokens."""
     longest = inf if tokenizer is None else tokenizer.model_max_length
     num_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     if num_positions > 0:  # XLNet's -1 is no limit
@@ -410,7 +390,7 @@ def check_length(
 
 
 def check_inputs(model: PreTrainedModel, texts: TokenizedText) -> None:
-    """Raises ``InputError`` where the tokenizer has made something that ``model`` does not take."""
+    """Raise ``InputError`` where the tokenizer has made something that ``model`` does not take."""
     made = set(texts.rows.column_names) - {"label"}
     if unknown := made - set(inspect.signature(model.forward).parameters):
         raise InputError(
@@ -420,7 +400,7 @@ def check_inputs(model: PreTrainedModel, texts: TokenizedText) -> None:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash its vocabulary and special tokens; how it merges shows in the tokens that it makes."""
+    """Hash the vocabulary and special tokens; how it merges shows in the tokens that it makes."""
     tables = (tokenizer.get_vocab(), tokenizer.special_tokens_map)
     return f"{digest_of(repr([sorted(table.items()) for table in tables]).encode()):x}"
 
@@ -441,7 +421,6 @@ def _load(name: str, trust_remote_code: bool, flag: str) -> PreTrainedTokenizerB
 
 
 def _first_bytes(texts: Iterable[str], num_bytes: int) -> list[str]:
-    """Whole texts until there are as many bytes."""
     taken: list[str] = []
     for text in texts:
         if num_bytes <= 0:
@@ -465,7 +444,7 @@ def _cached(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def _cache_path(texts: list[str], vocab_size: int) -> Path:
-    """Named after the texts, the vocabulary size and the version of the trainer."""
+    """Name the file after the texts, the vocabulary size and the version of the trainer."""
     content = hashlib.blake2b(f"{tokenizers.__version__} {vocab_size}".encode(), digest_size=16)
     for text in texts:
         content.update(hashlib.blake2b(text.encode()).digest())
@@ -482,12 +461,12 @@ def _train(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty() and sum(map(len, texts)) > LONG_BYTES,
     )
-    tokenizer.train_from_iterator((part for text in texts for part in parts_of(text, PART_CHARACTERS)), trainer)
+    tokenizer.train_from_iterator((chunk for text in texts for chunk in chunks_of(text, CHUNK_CHARACTERS)), trainer)
     return tokenizer
 
 
 def _with_boundaries(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A token of their own, since encoders learn nothing about the token that pads."""
+    """Give ``tokenizer`` a special token for boundaries, since encoders learn nothing about the token that pads."""
     tokenizer.add_special_tokens({f"{kind}_token": BOUNDARY for kind in ("bos", "eos", "cls", "sep")})
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{BOUNDARY} $A {BOUNDARY}",

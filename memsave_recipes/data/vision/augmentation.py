@@ -1,11 +1,7 @@
-"""Random image augmentation as one affine map a sample: drawn beside the data, applied to the batch on the device.
+"""Random image augmentation as one affine map a sample: drawn with the data, applied to the batch on the device.
 
-Rotation, flip, shift and random resized crop are affine, so they compose into one 2x3 matrix and each pixel is
-interpolated once instead of once per transform. The matrix is a pure function of (seed, epoch, sample): workers,
-ranks, micro-batches and global generators take no part in it, so every topology trains on the same pixels.
-
-Source of the article's set: rotation by up to 30 degrees, horizontal flip, random resized crop of 0.96 to 1 of the area
-at an aspect ratio of 0.95 to 1.05, then the ImageNet normalisation.
+Rotation, flip, shift and random resized crop compose into one 2x3 matrix, so each pixel is interpolated once. The
+matrix is a pure function of (seed, epoch, sample), so every topology trains on the same pixels.
 """
 
 import math
@@ -31,7 +27,6 @@ class Augmentation:
 
     Attributes:
         degrees: largest rotation either way.
-        flip_probability: of a flip left to right, from 0 to 1.
         translate: largest shift either way, on each axis, as a fraction of the image's side.
         scale: smallest and largest crop, as a fraction of the image's area.
         ratio: smallest and largest width / height of the crop, before each side is cut to the image's.
@@ -44,10 +39,9 @@ class Augmentation:
     ratio: tuple[float, float]
 
     def draw(self, *, seed: int, epoch: int, index: int, image_size: int) -> Tensor:
-        """One sample's affine map: float32 (2, 3), source to destination, in pixels with (0, 0) a pixel's centre.
+        """Draw a sample's affine map: float32 (2, 3), source to destination, in pixels with (0, 0) a pixel's centre.
 
-        The three numbers, none negative, are the key and the counter of a Philox generator (Salmon et al., SC 2011), so
-        that two samples never share a stream.
+        The three numbers, none negative, are the key and the counter of a Philox generator (Salmon et al., SC 2011).
         """
         key, counter = np.array([seed, epoch], np.uint64), np.array([0, 0, 0, index], np.uint64)
         angle, flip, shift_x, shift_y, area, ratio, left, top = np.random.Generator(
@@ -62,7 +56,7 @@ class Augmentation:
         return torch.from_numpy((self._crop(area, ratio, left, top, image_size) @ matrix)[:2].astype(np.float32))
 
     def _crop(self, area: float, ratio: float, left: float, top: float, image_size: int) -> np.ndarray:
-        """The map of a random window onto the whole image, from four numbers in [0, 1)."""
+        """Return the map of a random window onto the whole image, from four numbers in [0, 1)."""
         root = math.sqrt(_between(*self.scale, area))
         stretch = math.exp(_between(math.log(self.ratio[0]), math.log(self.ratio[1]), ratio) / 2)
         width, height = min(1.0, root * stretch), min(1.0, root / stretch)  # fractions of the image's side
@@ -83,7 +77,7 @@ AUGMENTATIONS: dict[str, Augmentation | None] = {
 
 
 def normalize(images: Tensor, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Pixels 0 to 255, uint8 or floating (B, 3, H, W), as ``(pixel / 255 - mean) / std`` per channel in ``dtype``."""
+    """Return pixels 0 to 255, (B, 3, H, W), as ``(pixel / 255 - mean) / std`` per channel in ``dtype``."""
     pixels = images.to(_working_dtype(dtype))
     scaled_mean, scaled_std = (
         (255 * torch.tensor(values, dtype=pixels.dtype)).to(pixels.device)[:, None, None] for values in (mean, std)
@@ -93,10 +87,7 @@ def normalize(images: Tensor, *, mean: Sequence[float], std: Sequence[float], dt
 
 
 def warp(images: Tensor, affine: Tensor) -> Tensor:
-    """Each image moved by its own map: floating (B, 3, H, W), maps (B, 2, 3) of ``draw``; bilinear, zeros from outside.
-
-    A sample's result does not depend on the rest of its batch.
-    """
+    """Move each image, floating (B, 3, H, W), by its own map of ``draw``, (B, 2, 3); bilinear, zeros from outside."""
     # Under autocast kornia would multiply its matrices in bfloat16 and be pixels off (measured with kornia 0.9).
     with torch.autocast(images.device.type, enabled=False):
         return warp_affine(images, affine.to(images), dsize=(images.shape[-2], images.shape[-1]))
@@ -112,10 +103,7 @@ def _images_of(
 def to_pixel_values(
     images: Tensor, affine: Tensor | None, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
-    """The model's input: uint8 (B, 3, H, W), warped where maps (B, 2, 3) are given, then normalised, in ``dtype``.
-
-    Pixels that a map leaves uncovered are black before the normalisation.
-    """
+    """Make the model's input of uint8 (B, 3, H, W): warped by maps (B, 2, 3) if given, normalised, in ``dtype``."""
     if affine is not None:
         images = warp(images.to(_working_dtype(dtype)), affine)
     return normalize(images, mean=mean, std=std, dtype=dtype)  # (B, 3, H, W)
@@ -131,7 +119,7 @@ def _between(low: float, high: float, fraction: float) -> float:
 
 
 def _rotation(radians: float, image_size: int) -> np.ndarray:
-    """Counter-clockwise as displayed, about the centre of the image: float64 (3, 3)."""
+    """Return a rotation counter-clockwise as displayed, about the centre of the image: float64 (3, 3)."""
     cos, sin, centre = math.cos(radians), math.sin(radians), (image_size - 1) / 2
     return np.array(
         [[cos, sin, centre * (1 - cos - sin)], [-sin, cos, centre * (1 - cos + sin)], [0, 0, 1]], np.float64

@@ -1,23 +1,15 @@
 """Images one by one: whether one can be read, its digest, and its pixels, upright, in RGB and at the model's size.
 
-An image is decoded when its sample is asked for, so that a broken one can be named, and given as uint8.
+NOTE [ images kept in memory ] Where both splits, decoded and resized, take at most 256 MiB, an image is decoded once. A
+data worker keeps none: each would hold a copy.
 
-NOTE [ images kept in memory ]
-1. Where both splits, decoded and resized, take at most 256 MiB, an image is decoded once and its pixels are kept, so
-   that a later epoch costs no decoding. The bits are the same.
-2. A data worker keeps none: each would hold a copy, and workers decode while the device computes. So this is for runs
-   without workers, the default on a CPU.
-
-NOTE [ grey images of more than 8 bits ]
-A 16-bit file may hold values of 10, 12 or 14 bits, and does not say so. So those of a data set are looked at once: the
-largest of them decides how many bits all have, in training, evaluation and, by ``grey_bits`` of the saved image
+NOTE [ grey images of more than 8 bits ] A 16-bit file may hold values of 10, 12 or 14 bits, and does not say so. The
+largest value of a data set decides for all images, in training, evaluation and, by ``grey_bits`` of the saved image
 processor, in predictions. PGM files state their largest value, and Pillow scales by it.
 
-NOTE [ digests of images ]
-A folder may hold a list ``SHA256SUMS``, which ``sha256sum`` of coreutils writes. Many a damaged image decodes, to wrong
-pixels: with a bit flipped 48 of 60 JPEGs did, with a zeroed tail all of 60. A list that was made when the images were
-whole can tell. The digests are kept in the cache of ``datasets`` until a file changes its time; ``sha256sum --check
-SHA256SUMS`` reads every byte again.
+NOTE [ digests of images ] Many a damaged image decodes, to wrong pixels: with a bit flipped 48 of 60 JPEGs did, with a
+zeroed tail all of 60. A list ``SHA256SUMS``, made by ``sha256sum`` when the images were whole, can tell. The cache of
+``datasets`` keeps the digests until a file changes its time.
 """
 
 import os
@@ -35,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memsave_recipes.data.sources import LONG_BYTES, Splits, of_each, progress_bars
+from memsave_recipes.data.sources import LONG_BYTES, Splits, first_of, of_each, progress_bars
 from memsave_recipes.data.vision.augmentation import Augmentation
-from memsave_recipes.data.vision.image_folder import file_state, first_of, readable
+from memsave_recipes.data.vision.image_folder import file_state, readable
 from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of, sha256_of_file
 from memsave_recipes.losses import IGNORED_LABEL
@@ -54,10 +46,8 @@ ResizeMode = Literal["crop", "squash"]
 MAX_ASPECT = 16
 MAX_KEPT_BYTES = 256 * 1024**2
 MAX_NAMED = 10
-GREY, MAX_GREY_BITS = "I;16", 16
-"""Pillow's modes of such images begin so."""
-of_each_image = partial(of_each, column="image", dtype="string", threads=8)
-"""Reading and hashing leave Python's lock."""
+GREY, MAX_GREY_BITS = "I;16", 16  # Pillow's modes of such images begin so
+of_each_image = partial(of_each, column="image", dtype="string", threads=8)  # reading and hashing leave Python's lock
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,10 +57,6 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
     A key is an ``int`` (a counted sample of epoch 0) or has ``index``, ``epoch`` and ``counted``. A sample suits
     torch's default collation: ``images`` uint8 (3, S, S), not to be changed in place, ``labels`` int64 () that is -100
     where it is not counted, ``index``, and with an augmentation ``affine`` float32 (2, 3).
-
-    Args:
-        keeps_pixels: by NOTE [ images kept in memory ].
-        grey_bits: by NOTE [ grey images of more than 8 bits ].
 
     Raises:
         InputError: an image cannot be decoded; the message holds its path.
@@ -96,7 +82,7 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Any]) -> list[dict[str, Any]]:
-        """The samples of a batch, as torch's loader asks for them: one query of Arrow's table for all."""
+        """Return the samples of a batch, as torch's loader asks for them: one query of Arrow's table for all."""
         indices = [key if isinstance(key, int) else key.index for key in keys]
         new = [index for index in indices if index not in self._kept]
         rows = self.rows[new] if new else {"image": [], "label": []}
@@ -119,28 +105,23 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
             pixels = pixels_of(image, self.image_size, self.resize_mode, self.grey_bits)
         except Exception as error:
             name = _name_of(image, index, self.split)
-            way_out = "replace it, delete it, or pass --skip_broken_images"
-            raise InputError(f"{name} is not a readable image ({reason_of(error)}): {way_out}") from error
+            hint = "replace it, delete it, or pass --skip_broken_images"
+            raise InputError(f"{name} is not a readable image ({reason_of(error)}): {hint}") from error
         if self.keeps_pixels and torch.utils.data.get_worker_info() is None:
             self._kept[index] = pixels, label
         return pixels, label
 
 
-class Checked(NamedTuple):
-    """The splits without their broken images, the names of these, each with the reason, and the images of 16 bits."""
-
-    splits: Splits
-    broken: list[str]
-    grey: list[datasets.Dataset]
-
-
-def without_broken(splits: Splits, source: str, folder: str | None, *, skip: bool) -> Checked:
-    """Leave out the broken images.
+def without_broken(
+    splits: Splits, source: str, folder: str | None, *, skip: bool
+) -> tuple[Splits, list[str], list[datasets.Dataset]]:
+    """Leave out the broken images of ``source``, whose paths are given below ``folder``.
 
     Args:
-        source: the flag that names the images, and its value.
-        folder: paths are given below it.
         skip: decode every image and leave out the broken ones; else only their headers are read.
+
+    Returns:
+        The other images, the names of the broken ones with the reasons, and the images of 16 bits.
 
     Raises:
         InputError: there are broken ones, and ``skip`` is false.
@@ -159,7 +140,7 @@ def without_broken(splits: Splits, source: str, folder: str | None, *, skip: boo
             f"{source}: {len(broken):,} of {sum(map(len, splits.values())):,} images cannot be read: "
             f"{first_of(broken, MAX_NAMED)}: replace them, delete them, or pass --skip_broken_images"
         )
-    return Checked(whole if broken else splits, broken, [rows for rows in grey if len(rows)])
+    return whole if broken else splits, broken, [rows for rows in grey if len(rows)]
 
 
 def bits_of_grey(grey: Sequence[datasets.Dataset]) -> int:
@@ -184,7 +165,7 @@ def _largest_grey(stored: Stored) -> str:
 
 
 def pixels_of(stored: Stored, image_size: int, resize_mode: ResizeMode, grey_bits: int = MAX_GREY_BITS) -> Tensor:
-    """The pixels of an image: uint8 (3, image_size, image_size), in memory that numpy has allocated.
+    """Return the pixels of an image, uint8 (3, image_size, image_size).
 
     Raises:
         Exception: of nearly any kind, where the image is broken; ``reason_of`` puts it into words.
@@ -194,7 +175,7 @@ def pixels_of(stored: Stored, image_size: int, resize_mode: ResizeMode, grey_bit
 
 
 def decode(stored: Stored, grey_bits: int = MAX_GREY_BITS) -> Image.Image:
-    """Upright and RGB. Pillow's plugins raise nearly any exception, so all of them mean a broken image.
+    """Decode an image upright and as RGB; Pillow's plugins raise nearly any exception where it is broken.
 
     Args:
         grey_bits: of the values in a grey image of 16 bits; larger ones become white.
@@ -210,11 +191,11 @@ def decode(stored: Stored, grey_bits: int = MAX_GREY_BITS) -> Image.Image:
 
 
 def resized(image: Image.Image, image_size: int, resize_mode: ResizeMode) -> Image.Image:
-    """A square of ``image_size`` pixels a side, bilinear with antialiasing.
+    """Make a square of ``image_size`` pixels a side, bilinear with antialiasing.
 
-    ``crop`` resizes the shorter side to ``image_size`` and cuts the middle out of the longer one, to the pixel as the
-    image processors of transformers do with ``shortest_edge`` and ``do_center_crop``. ``squash`` resizes both sides.
-    Of an image longer than 16 squares only the middle ones are resized, since the rest is cut off in any case.
+    ``crop`` resizes the shorter side to ``image_size`` and cuts out the middle, to the pixel as the image processors of
+    transformers do with ``shortest_edge`` and ``do_center_crop``. ``squash`` resizes both sides. Of an image longer
+    than 16 squares only the middle ones are resized, since the rest is cut off in any case.
     """
     if resize_mode == "squash":
         return image.resize((image_size, image_size), Image.Resampling.BILINEAR)
@@ -231,7 +212,7 @@ def _middle(image: Image.Image, width: int, height: int) -> Image.Image:
 
 
 def defect_of_header(stored: Stored) -> str:
-    """Why an image cannot be read, as far as its first bytes tell; else ``GREY`` or nothing, by its kind."""
+    """Say why an image cannot be read, as far as its first bytes tell; else ``GREY`` or nothing, by its kind."""
     try:
         with Image.open(stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])) as image:
             _check_mode(image)
@@ -241,7 +222,7 @@ def defect_of_header(stored: Stored) -> str:
 
 
 def defect_of_pixels(stored: Stored) -> str:
-    """Why an image cannot be decoded; where it can, ``GREY`` or nothing, by its kind."""
+    """Say why an image cannot be decoded; else ``GREY`` or nothing, by its kind."""
     try:
         decode(stored)
     except Exception as error:
@@ -250,7 +231,7 @@ def defect_of_pixels(stored: Stored) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Why an image is broken, in one line."""
+    """Say why an image is broken, in one line."""
     if isinstance(error, UnidentifiedImageError):
         return "no image format that Pillow knows"  # its own words hold a memory address
     if isinstance(error, OSError) and error.strerror:
@@ -279,14 +260,12 @@ SPLITS = {"train": "training images", "validation": "held-out images"}
 def check_against_list(splits: dict[str, datasets.Dataset], data_dir: str) -> dict[str, str]:
     """Compare every image with ``SHA256SUMS`` of its folder.
 
-    Args:
-        splits: with the column ``image``, which holds the path of each.
-
     Returns:
         The digest of each that was compared, by its name below the folder; empty where there is no list.
 
     Raises:
-        InputError: an image has other bytes, is not in the list or not in the folder; or the list is none.
+        InputError: an image has other bytes, is not in the list or not in the folder; or a line of the list is
+            malformed.
     """
     if not Path(data_dir, LIST).exists():
         return {}
@@ -309,7 +288,7 @@ def check_against_list(splits: dict[str, datasets.Dataset], data_dir: str) -> di
 def fingerprint_of_images(
     splits: dict[str, datasets.Dataset], data_dir: str | None, listed: dict[str, str]
 ) -> Fingerprint:
-    """The images' fingerprint, for a resumed run to compare: rules 2 and 3 of NOTE [ the same data ].
+    """Make the images' fingerprint: rules 2 and 3 of NOTE [ the same data ].
 
     Args:
         splits: with the columns ``image``, still encoded, and ``label``.
@@ -338,7 +317,7 @@ def fingerprint_of_images(
 
 
 class _File(NamedTuple):
-    """An image in a folder, by its path below that; bytes, and when it was last modified."""
+    """An image in a folder, by its path below that."""
 
     name: str
     size: int
@@ -370,20 +349,17 @@ def _samples_of_dataset(rows: datasets.Dataset, split: str) -> Samples:
 
 
 def _digests_of(images: list[dict[str, Any]], labels: list[int]) -> dict[str, list[int]]:
-    rows = zip(images, labels, strict=True)
-    return {"digest": [digest_of(f"{label} ".encode() + _content(image)) for image, label in rows]}
-
-
-def _content(image: dict[str, Any]) -> bytes:
-    """The bytes of one that is stored in the data set; of one that is a file, its name and size."""
-    stored: bytes | None = image["bytes"]
-    if stored is not None:
-        return stored
-    return f"{os.path.basename(image['path'])} {file_state(image['path']).st_size}".encode()
+    digests = []
+    for image, label in zip(images, labels, strict=True):
+        content = image["bytes"]
+        if content is None:
+            content = f"{os.path.basename(image['path'])} {file_state(image['path']).st_size}".encode()
+        digests.append(digest_of(f"{label} ".encode() + content))
+    return {"digest": digests}
 
 
 def _read_list(root: str) -> dict[str, str]:
-    """The digest of each name; names are below ``root``."""
+    """Return the digest of each name; names are below ``root``."""
     path, listed = Path(root, LIST), {}
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="surrogateescape").splitlines(), start=1):
         if not line or line.startswith("#"):
@@ -396,7 +372,7 @@ def _read_list(root: str) -> dict[str, str]:
 
 
 def _lost(names: set[str], root: str, found: set[str]) -> set[str]:
-    """The missing files of the splits that are read; a flat folder, where none is named train, is read as a whole."""
+    """Find the missing files of the splits that are read; a flat folder is read as a whole."""
     read = {Path(name).parts[0] for name in found}
     if "train" not in read:
         read = {Path(name).parts[0] for name in names}
@@ -404,7 +380,7 @@ def _lost(names: set[str], root: str, found: set[str]) -> set[str]:
 
 
 def names_below(rows: datasets.Dataset, folder: str) -> list[str]:
-    """The paths of the images below a folder."""
+    """Return the paths of the images below a folder."""
     root = os.path.abspath(folder)
     return [os.path.relpath(image["path"], root) for image in rows["image"]]
 
@@ -414,8 +390,6 @@ def _sha256(image: Stored) -> str:
         return sha256_of_file(image["path"])
 
 
-def _refuse(data_dir: str, names: set[str], rule: str, way_out: str) -> None:
-    """Say it of the first of ``names``, if there are any."""
+def _refuse(data_dir: str, names: set[str], rule: str, hint: str) -> None:
     if names:
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise InputError(f"--data_dir {data_dir}: {rule}: {min(names)}{others}; {way_out}")
+        raise InputError(f"--data_dir {data_dir}: {rule}: {first_of(sorted(names), 1)}; {hint}")

@@ -3,16 +3,15 @@
 NOTE [ folders of images ]
 1. A folder holds ``train/CLASS/*`` and ``validation/CLASS/*`` (or the first there is of valid, val, dev, test),
    ``train/CLASS/*`` alone, or ``CLASS/*``: it is flat where none of its folders is named as a split.
-2. The class of an image is the name of the folder directly below the split. A folder inside a class folder could be a
-   part of that class or another one, so it is refused, unless ``--nested_classes`` makes it a part.
-3. Not read are hidden files and folders (their names begin with a dot), files that do not end as an image does, and
-   files beside the class folders. A class folder without images is no class.
+2. The class of an image is the name of the folder directly below the split. A folder inside a class folder is refused,
+   unless ``--nested_classes`` counts it to the class. A class folder without images is no class.
+3. Hidden files and folders are not read, nor files that do not end as an image does, nor files next to class folders.
 4. Links to images and to class folders are followed, links to folders inside of a class folder are refused.
 5. Images come by class, then by path, whatever order the file system has.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 import datasets
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
-from memsave_recipes.data.sources import SPLIT_NAMES, Splits, choose_splits, generated, progress_bars
+from memsave_recipes.data.sources import SPLIT_NAMES, Splits, choose_splits, first_of, generated, progress_bars
 from memsave_recipes.errors import InputError, is_text
 
 ENDINGS = frozenset(ImageFolder.EXTENSIONS)
@@ -28,12 +27,7 @@ ENDINGS = frozenset(ImageFolder.EXTENSIONS)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFiles:
-    """The images of a folder.
-
-    Args:
-        paths: absolute, by split and class.
-        lost_links: links that lead nowhere, by their paths below the folder.
-    """
+    """The images of a folder: absolute paths by split and class, and links that lead nowhere."""
 
     paths: dict[str, dict[str, list[str]]]
     lost_links: list[str]
@@ -48,9 +42,8 @@ def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links:
     """Find the images of a folder as NOTE [ folders of images ] says, without reading one.
 
     Raises:
-        InputError: no such folder, no training split, no images; a folder inside a class folder; a link that leads
-            nowhere, unless ``skip_lost_links``; a file that cannot be read by its name, or that describes images in a
-            way of its own.
+        InputError: no such folder, split or images; a folder inside a class folder; a link that leads nowhere, unless
+            ``skip_lost_links``; a name that is not UTF-8; a file of metadata.
     """
     if not os.path.isdir(data_dir):  # unlike pathlib, without an error for what can be no path
         raise InputError(f"--data_dir {data_dir} is not a directory: name one that holds a folder per class")
@@ -70,7 +63,7 @@ def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links:
 
 
 def read_folder(files: ImageFiles, source: str) -> Splits:
-    """Each split with the columns ``image`` (a path) and ``label``, in the cache of ``datasets`` until a file changes.
+    """Read each split with the columns ``image`` (a path) and ``label``; cached until a file changes.
 
     Raises:
         InputError: the files or the cache cannot be read.
@@ -94,11 +87,7 @@ def _rows(images: tuple[tuple[str, int], ...], version: tuple[str, ...]) -> Iter
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Inside, an ``OSError`` is one of the file at ``path``.
-
-    Raises:
-        InputError: in its place.
-    """
+    """Raise ``InputError`` in the place of an ``OSError`` of the file at ``path``."""
     try:
         yield
     except OSError as error:
@@ -106,20 +95,13 @@ def readable(path: str) -> Iterator[None]:
 
 
 def file_state(path: str) -> os.stat_result:
-    """Its size and times; raises as ``readable``."""
+    """Return the size and times of a file; raises as ``readable``."""
     with readable(path):
         return os.stat(path)
 
 
-def first_of(names: Iterable[str], at_most: int) -> str:
-    """``a, b and 7 more``."""
-    named = list(names)
-    others = f" and {len(named) - at_most:,} more" if len(named) > at_most else ""
-    return ", ".join(named[:at_most]) + others
-
-
 class _Search:
-    """One pass over a folder; collects ``lost_links``, by their paths below it, on the way."""
+    """One pass over a folder, which collects ``lost_links`` on the way."""
 
     def __init__(self, data_dir: str, nested_classes: bool) -> None:
         self.data_dir = data_dir
@@ -128,7 +110,7 @@ class _Search:
         self.lost_links: list[str] = []
 
     def splits(self) -> Iterator[tuple[str, str]]:
-        """Each split with the name of its folder; of a flat folder ``train`` alone, which is the folder itself."""
+        """Yield each split with the name of its folder; a flat folder is ``train``."""
         folders = [entry.name for entry in _visible(self.root) if entry.is_dir()]
         if any(name in names for names in SPLIT_NAMES.values() for name in folders):
             source = f"--data_dir {self.data_dir}"
@@ -137,7 +119,7 @@ class _Search:
             yield "train", ""
 
     def classes_in(self, folder: str) -> dict[str, list[str]]:
-        """The paths of the images in a split's folder, by class."""
+        """Return the paths of the images in a split's folder, by class."""
         classes = {}
         for entry in self._entries(os.path.join(self.root, folder)):
             if entry.is_dir():
@@ -185,12 +167,10 @@ class _Search:
         return os.path.relpath(entry.path, self.root)
 
     def refused(self, message: str) -> InputError:
-        """For the caller to raise."""
         return InputError(f"--data_dir {self.data_dir}: {message}")
 
 
 def _visible(folder: str) -> list["os.DirEntry[str]"]:
-    """What is in a folder and not hidden, by name."""
     with readable(folder), os.scandir(folder) as entries:
         found = [entry for entry in entries if not entry.name.startswith(".")]
     return sorted(found, key=lambda entry: entry.name)

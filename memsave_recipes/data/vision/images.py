@@ -1,14 +1,13 @@
 """Labelled images as samples: the digits of scikit-learn, a folder of class folders, or a data set of the Hub.
 
 Each source is read as splits with the columns ``image``, still encoded, and ``label``; ``decoding.py`` makes samples of
-them. Augmentation is only *drawn* beside the data (``augmentation.py``) and applied to the batch on the device.
+them.
 
 NOTE [ images held out ]
-1. A source without a validation split has a part of its training images held out: ``--validation_fraction`` of every
-   class, as nearly as whole images allow. Every class keeps an image to train on, and at least one is held out.
-2. Which ones follows from ``--seed`` and the paths below the folder (for a data set of the Hub, the places in it), by a
-   hash. Ranks, the order of the file system and other images' contents take no part in it.
-3. A resumed run compares both parts: NOTE [ the same data ] in ``fingerprint.py``.
+1. Without a validation split ``--validation_fraction`` of every class is held out. Every class keeps an image to train
+   on, and at least one is held out.
+2. Which ones follows by a hash from ``--seed`` and the paths below the folder, or the places in a data set of the Hub.
+   Ranks, the order of the file system and other images' contents have no influence.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import datasets
 import numpy as np
 
 from memsave_recipes.data import in_classes_of_model
-from memsave_recipes.data.sources import Splits, choose_splits, hold_out, progress_bars
+from memsave_recipes.data.sources import Splits, choose_splits, first_of, hold_out, progress_bars
 from memsave_recipes.data.vision.augmentation import AUGMENTATIONS
 from memsave_recipes.data.vision.decoding import (
     LIST,
@@ -34,7 +33,7 @@ from memsave_recipes.data.vision.decoding import (
     names_below,
     without_broken,
 )
-from memsave_recipes.data.vision.image_folder import ImageFiles, find_images, first_of, read_folder
+from memsave_recipes.data.vision.image_folder import ImageFiles, find_images, read_folder
 from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.fingerprint import Fingerprint, digest_of
 from memsave_recipes.hub import loading_by_name
@@ -89,7 +88,7 @@ class ImageDataArguments:
         if is_digits and fraction is not None:
             raise InputError(f"--validation_fraction {fraction}: digits have a validation split: leave it out")
         if self.nested_classes and not self.data_dir:
-            raise InputError("--nested_classes goes with --data_dir: leave it out")
+            raise InputError("--nested_classes needs --data_dir: leave it out")
         if self.image_size is None:
             self.image_size = DIGITS_SIZE if is_digits else PHOTOGRAPH_SIZE
         require(self.image_size >= 1, "--image_size", self.image_size, "at least 1")
@@ -103,10 +102,9 @@ class ImageDataArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSplits:
-    """Two splits over the same classes; by the fingerprint a resumed run checks that they are the same.
+    """Two splits over the same classes.
 
     Args:
-        image_size: pixels a side.
         num_listed: images that agree with ``SHA256SUMS``.
         grey_bits: of the values in grey images of 16 bits; ``None`` where there are none.
         broken: those that are left out, by name.
@@ -116,8 +114,6 @@ class ImageSplits:
     train: ImageDataset
     validation: ImageDataset
     label_names: tuple[str, ...]
-    image_size: int
-    resize_mode: ResizeMode
     num_listed: int
     grey_bits: int | None
     broken: tuple[str, ...]
@@ -152,16 +148,13 @@ def load_images(
 ) -> ImageSplits:
     """Load the labelled images that the flags name; only the training images are augmented.
 
-    NOTE [ folders of images ] in ``image_folder.py`` says how a folder is read. With a ``SHA256SUMS`` of ``sha256sum``
-    in it, every image must match that. Before anything trains the header of every image is checked. With
-    ``--skip_broken_images`` every image is decoded instead, and those that fail are left out, as are links that lead
-    nowhere. ``datasets`` caches the answers.
+    Before anything trains, the header of every image is checked, or with ``--skip_broken_images`` every image is
+    decoded.
 
     Args:
-        seed: of the augmentation, and of the images that are held out; how the digits are split does not depend on it.
+        seed: of the augmentation, and of the images that are held out; the digits are always split alike.
         model_labels: the classes of the model that is evaluated, by which the images are labelled then.
-        grey_bits: with which the model was trained; by default as the images have, by NOTE [ grey images of more than
-            8 bits ] in ``decoding.py``.
+        grey_bits: with which the model was trained; by default NOTE [ grey images of more than 8 bits ].
 
     Raises:
         InputError: as ``read_images``; an image is broken, or differs from the list; there are too few to hold out.
@@ -199,8 +192,6 @@ def load_images(
         train=train,
         validation=validation,
         label_names=tuple(splits["train"].features["label"].names),
-        image_size=flags.image_size,
-        resize_mode=flags.resize_mode,
         num_listed=len(listed),
         grey_bits=grey_bits,
         broken=(*lost_links, *broken),
@@ -210,7 +201,7 @@ def load_images(
 
 
 def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
-    """``train`` and, where the source has one, ``validation``; and the links of a folder that lead nowhere.
+    """Read ``train`` and, where the source has one, ``validation``; and the links of a folder that lead nowhere.
 
     Raises:
         InputError: as ``find_images``; a source, a split, a column or images missing; one class; unknown classes; or
@@ -234,11 +225,7 @@ def read_images(flags: ImageDataArguments) -> tuple[Splits, list[str]]:
 
 
 def count_classes(flags: ImageDataArguments) -> int | None:
-    """The classes of a source, without reading an image; ``None`` where only reading would tell.
-
-    Raises:
-        InputError: as ``find_images``.
-    """
+    """Count the classes of a source, without reading an image; ``None`` where only reading would tell."""
     if flags.data_dir:
         return len(_find(flags, flags.data_dir).label_names)
     return 10 if flags.dataset == "digits" else None
@@ -249,7 +236,7 @@ def _find(flags: ImageDataArguments, data_dir: str) -> ImageFiles:
 
 
 def check_labels(splits: Splits, source: str) -> None:
-    """Raises ``InputError`` where ``splits`` are nothing to learn from: a class missing, one alone, or unknown."""
+    """Raise ``InputError`` where ``splits`` are nothing to learn from: a class missing, one alone, or unknown."""
     names = splits["train"].features["label"].names
     known, *others = (set(rows["label"][:]) for rows in splits.values())
     if unlabelled := known.union(*others) - set(range(len(names))):
@@ -273,7 +260,7 @@ def _labelled_as(rows: datasets.Dataset, model_labels: Sequence[str], source: st
 
 
 def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
-    """The places of the images to hold out, sorted, by NOTE [ images held out ]; none where no class can spare one.
+    """Choose the images to hold out, sorted, by NOTE [ images held out ]; none where no class can spare one.
 
     scikit-learn's stratified split, which ``datasets`` uses, refuses a class of one image, and fewer held-out images
     than classes.
@@ -281,14 +268,13 @@ def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, s
     Args:
         labels: int64 (N,), from 0.
         names: of the images; their order does not matter.
-        fraction: of all images, above 0 and below 1.
     """
     hashes = np.array([digest_of(f"{seed} {name}".encode()) for name in names])
     sizes = np.bincount(labels)
     by_class = np.lexsort((hashes, labels))
     rank = np.empty_like(by_class)  # of an image within its class, from 0
     rank[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    # Whoever comes first in a class of n stands for the share up to 1 / n of it, half of that on average.
+    # The first in a class of n has the share up to 1 / n of it, half of that on average.
     share = (rank + 0.5) / sizes[labels]
     in_turn = np.lexsort((hashes, share))
     can_go = in_turn[rank[in_turn] < sizes[labels[in_turn]] - 1]
@@ -308,7 +294,7 @@ def _hold_out(rows: datasets.Dataset, flags: ImageDataArguments, fraction: float
 
 @progress_bars(False)
 def _read_digits() -> Splits:
-    """The same stratified 80/20 split always."""
+    """Read the digits, always in the same stratified 80/20 split."""
     with packages_of("vision", "the digits"):
         from sklearn.datasets import load_digits  # takes a second to import, and only this source needs it
 
@@ -329,7 +315,7 @@ def _read_hub(dataset: str) -> Splits:
 
 
 def _image_and_label(rows: datasets.Dataset, source: str) -> datasets.Dataset:
-    """Only the columns ``image``, still encoded, and ``label``."""
+    """Select the columns ``image``, still encoded, and ``label``."""
     columns = {}
     for name, kind in (("image", datasets.Image), ("label", datasets.ClassLabel)):
         found = [column for column, feature in rows.features.items() if isinstance(feature, kind)]
