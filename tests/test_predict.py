@@ -295,7 +295,7 @@ def test_files_of_weights_are_safetensors_in_the_folder(texts, tmp_path, capsys,
     names = dict.fromkeys(BertForSequenceClassification.from_pretrained(texts).state_dict(), named)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     line = refusal_of(capsys, folder, "one")
-    assert f"model.safetensors.index.json names {named!r}, which is no .safetensors file beside it" in line
+    assert f"model.safetensors.index.json names {named!r}, which is no .safetensors file next to it" in line
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 2000])

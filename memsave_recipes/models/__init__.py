@@ -5,14 +5,10 @@
     saved = load("out/digits")
     print(saved.label_names[saved.logits([image]).argmax()])
 
-``load`` is imported when it is first used: torch and transformers take seconds.
-
 NOTE [ decisions ]
-* A causal language model and its loss are one module (``causal_lm.py``), so that DDP and autocast see one forward.
-  How hidden states become logits is read from the model's configuration and then tried on a few tokens; so is whether
-  it keeps packed documents apart. A model that fails the trial is refused by name, or its loss is computed the usual
-  way.
-* Adapters go into the model where it stands: the names of its blocks, and so its plans, stay the same.
+* How a causal language model makes logits of hidden states is read from its configuration and then tried on a few
+  tokens; so is whether it keeps packed documents apart. A model that fails the trial is refused by name, or its loss is
+  computed the usual way.
 """
 
 from typing import TYPE_CHECKING, Any

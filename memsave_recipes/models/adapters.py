@@ -1,13 +1,8 @@
 """LoRA: train low-rank updates of frozen linear layers (Hu et al. 2021, https://arxiv.org/abs/2106.09685), by peft.
 
-The layers are put into the model where it stands, so the names of its blocks, and with them every activation plan, stay
-as they are. Recomputation works although the first block's input needs no gradient, because it is not reentrant.
-
-What the files of the base did not hold (a new head, pooler or projection) has random values, so it trains whole and is
-saved with the adapters: peft's ``modules_to_save``.
-
-``--model_name_or_path`` may be a folder of adapters, which then go on training, with the rank and the layers that they
-have, or are evaluated or merged.
+The layers are put into the model in place, so the names of its blocks, and with them every activation plan, stay. What
+the files of the base did not hold (a new head, pooler or projection) has random values, so it trains whole and is saved
+with the adapters: peft's ``modules_to_save``.
 
 NOTE [ another model ]
 ``merged`` puts ``W + BA`` in the place of a weight ``W`` with its adapter. That is another model
@@ -30,18 +25,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from memsave_recipes.errors import InputError, packages_of
+from memsave_recipes.errors import InputError, packages_of, require
 from memsave_recipes.models.slices import new_weights, take_whole
 
 if TYPE_CHECKING:  # peft takes its time to import, and imports bitsandbytes: only a run with adapters pays for it
-    from peft import LoraConfig, PeftModel
+    from peft import PeftModel
 
 StreamFrozen = Literal["none", "host"]
 ADAPTABLE = ("Linear", "Conv1D")  # classes of layers; the latter is GPT-2's
 ALWAYS_COPIED = {"CAUSAL_LM": (), "SEQ_CLS": ("classifier", "score")}
 """Endings of the modules of which peft trains a copy in any case, by the kind of task."""
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Of which peft makes no copy."""
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # of which peft makes no copy
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_NAMES = {  # of flags in peft's configuration
     "lora_rank": "r",
@@ -77,12 +71,9 @@ class LoraArguments:
     )
 
     def __post_init__(self) -> None:
-        if self.lora_rank < 1:
-            raise InputError(f"--lora_rank {self.lora_rank}: must be at least 1")
-        if self.lora_alpha < 1:
-            raise InputError(f"--lora_alpha {self.lora_alpha}: must be at least 1")
-        if not 0 <= self.lora_dropout < 1:
-            raise InputError(f"--lora_dropout {self.lora_dropout}: must be in [0, 1)")
+        require(self.lora_rank >= 1, "--lora_rank", self.lora_rank, "at least 1")
+        require(self.lora_alpha >= 1, "--lora_alpha", self.lora_alpha, "at least 1")
+        require(0 <= self.lora_dropout < 1, "--lora_dropout", self.lora_dropout, "in [0, 1)")
         if self.lora_merge and not self.has_adapters:
             raise InputError(
                 "--lora_merge merges adapters, and there are none: pass --lora, name a folder of adapters with "
@@ -106,7 +97,7 @@ class LoraArguments:
         return getattr(self, "adapter", None)
 
     def _check_adapter(self, folder: str) -> None:
-        """Adapters from a folder have the rank, the scale and the layers that they were trained with."""
+        """Check that flags name the rank, the scale and the layers that the adapters of a folder have."""
         from memsave_recipes.models.pretrained import adapter_config  # needs an extra, and the planner imports this
 
         config = adapter_config(folder)
@@ -126,7 +117,7 @@ class LoraArguments:
         if find_spec("bitsandbytes") is None:
             raise InputError("--load_in_4bit needs bitsandbytes: pip install 'memsave-recipes[bitsandbytes]'")
         if self.lora_merge:
-            raise InputError("--lora_merge cannot add to 4-bit weights: save the adapters, and merge them elsewhere")
+            raise InputError("--lora_merge cannot add to 4-bit weights: save the adapters, and merge them later")
 
     def _check_streaming(self) -> None:
         asked = f"--stream_frozen {self.stream_frozen}"
@@ -142,12 +133,10 @@ class LoraArguments:
 
 
 def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) -> "PreTrainedModel | PeftModel":
-    """``model`` with adapters, everything else frozen, as peft's model; ``model`` itself where the flags name none.
-
-    They are new with ``--lora``, or those of the folder that ``--model_name_or_path`` names.
+    """Give ``model`` adapters, new ones or those of a folder, freeze everything else, and return peft's model.
 
     Args:
-        model: changed in place; goes on to work as it is.
+        model: changed in place; returned as it is where the flags name no adapters.
         task_type: ``CAUSAL_LM``, or ``SEQ_CLS``, which trains the head in any case.
 
     Raises:
@@ -156,7 +145,7 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
     if not flags.has_adapters:
         return model
     with packages_of("text", "adapters"):
-        from peft import get_peft_model, prepare_model_for_kbit_training
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     if flags.load_in_4bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -168,18 +157,28 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers under an old name
-            config = lora_config(model, flags, task_type, copied)
+            targets = flags.lora_target_modules
+            config = LoraConfig(
+                r=flags.lora_rank,
+                lora_alpha=flags.lora_alpha,
+                lora_dropout=flags.lora_dropout,
+                target_modules=targets[0] if targets == ["all-linear"] else targets,
+                task_type=task_type,
+                modules_to_save=copied or None,
+                fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layers
+            )
             return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
         asked = " ".join(flags.lora_target_modules)
-        found = ", ".join(linear_names(model)) or "none"
+        linear = (name for name, module in model.named_modules() if type(module).__name__ in ADAPTABLE)
+        found = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
         raise InputError(
             f"--lora_target_modules {asked}: no such layers in this model (linear ones: {found})"
         ) from error
 
 
 def copied_modules(model: PreTrainedModel, task_type: str) -> list[str]:
-    """The names of the modules of which peft is to train and save a copy: those with new weights, and the head.
+    """Name the modules of which peft is to train and save a copy: those with new weights, and the head.
 
     peft goes by endings of names, so what happens to end alike is among them.
 
@@ -187,7 +186,7 @@ def copied_modules(model: PreTrainedModel, task_type: str) -> list[str]:
         InputError: a new weight is in no module but the model itself.
     """
     new = new_weights(model)
-    if new is None:  # from scratch: nothing was in a file, and the head is what trains beside adapters
+    if new is None:  # from scratch: nothing was in a file, and the head trains with the adapters
         body = set(model.base_model.parameters())
         new = {one for one in model.parameters() if one not in body and task_type == "SEQ_CLS"}
     if own := [name for name, one in model.named_parameters(recurse=False) if one in new]:
@@ -204,7 +203,7 @@ def copied_modules(model: PreTrainedModel, task_type: str) -> list[str]:
 
 
 def _covering(module: nn.Module, new: set[nn.Parameter], prefix: str = "") -> Iterator[str]:
-    """The names of the largest modules in ``module`` all of whose weights are ``new``, or some of their own."""
+    """Name the largest modules in ``module`` all of whose weights are ``new``, or some of their own."""
     for name, child in module.named_children():
         inside, own = set(child.parameters()), set(child.parameters(recurse=False))
         if inside & new and (own & new or inside <= new) and not isinstance(child, CONTAINERS):
@@ -216,7 +215,7 @@ def _covering(module: nn.Module, new: set[nn.Parameter], prefix: str = "") -> It
 def load_adapters(
     model: PreTrainedModel, folder: str | Path, *, task_type: str, source: str, is_trainable: bool = False
 ) -> "PeftModel":
-    """``model`` with the LoRA adapters of ``folder``, everything else frozen.
+    """Give ``model`` the LoRA adapters of ``folder``, and freeze everything else.
 
     Args:
         model: changed in place; on the meta device it gets adapters of their shapes, and none are read.
@@ -253,25 +252,8 @@ def load_adapters(
         raise InputError(f"{source}: its adapters do not fit {type(model).__name__} ({why[:200]})") from error
 
 
-def lora_config(model: nn.Module, flags: LoraArguments, task_type: str, copied: list[str]) -> "LoraConfig":
-    """The flags as peft's configuration, with the names of the modules of which it trains a copy."""
-    with packages_of("text", "adapters"):
-        from peft import LoraConfig
-
-    targets = flags.lora_target_modules
-    return LoraConfig(
-        r=flags.lora_rank,
-        lora_alpha=flags.lora_alpha,
-        lora_dropout=flags.lora_dropout,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
-        task_type=task_type,
-        modules_to_save=copied or None,
-        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layers
-    )
-
-
 def adapters_on_meta(model: nn.Module, rank: int) -> list[Tensor]:
-    """Tensors of the shapes that adapters of all linear layers have, without their memory."""
+    """Make tensors on meta of the shapes that adapters of all linear layers have."""
     adapters = []
     for module in model.modules():
         if type(module).__name__ in ADAPTABLE:
@@ -281,30 +263,19 @@ def adapters_on_meta(model: nn.Module, rank: int) -> list[Tensor]:
     return adapters
 
 
-def linear_names(model: nn.Module) -> list[str]:
-    """The last parts of the names of the layers that can have adapters, each once."""
-    names = [name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in ADAPTABLE]
-    return list(dict.fromkeys(names))
-
-
 def merged(model: nn.Module) -> nn.Module:
-    """The model without adapters, their updates added to its weights."""
+    """Return the model without adapters, their updates added to its weights."""
     with torch.no_grad():
         return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model  # type: ignore[operator]
 
 
 def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
-    """Refuse adapters that cannot be merged: NOTE [ another model ].
-
-    Args:
-        model: with adapters of peft.
-        forward: runs it once.
-
-    Raises:
-        InputError: merged it would compute something else.
-    """
-    adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    weights = {name: id(_adapted_weight(module)) for name, module in adapted.items()}
+    """Raise ``InputError`` where merged adapters would make another model: NOTE [ another model ]."""
+    adapted: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    weights = {  # of mixtures of experts one of several parameters of a module
+        name: id(getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight")))
+        for name, module in adapted.items()
+    }
     count = Counter(weights.values())
     shared = [name for name, weight in weights.items() if count[weight] > 1]
     if shared:
@@ -322,23 +293,13 @@ def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
         raise _refusal(model, f"it takes the weight of {reads.found[0]} past its adapter, too")
 
 
-def _adapted_weight(adapter: Any) -> nn.Parameter:
-    """The weight below an adapter of peft, also one of several parameters of a module, as mixtures of experts have."""
-    weight: nn.Parameter = getattr(adapter.get_base_layer(), getattr(adapter, "parameter_name", "weight"))
-    return weight
-
-
 def _refusal(model: nn.Module, why: str) -> InputError:
     name = type(model).__name__
     return InputError(f"--lora_merge would make another model of this {name}, as {why}: leave it out to save adapters")
 
 
 class _ReadsPastAdapters(TorchFunctionMode):
-    """Finds the layers whose weights are computed with while no adapter runs.
-
-    Args:
-        names: of the layers, by the identities of their weights.
-    """
+    """Finds the layers whose weights, named by their identities, are computed with while no adapter runs."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -347,11 +308,9 @@ class _ReadsPastAdapters(TorchFunctionMode):
         self._depth = 0
 
     def enter(self, *_: Any) -> None:
-        """A layer with an adapter begins."""
         self._depth += 1
 
     def leave(self, *_: Any) -> None:
-        """It ends."""
         self._depth -= 1
 
     def __torch_function__(

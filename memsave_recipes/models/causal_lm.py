@@ -1,8 +1,6 @@
 """A causal language model and its loss in one module: tokens in, summed loss out, with or without the logits.
 
-A module, so that DDP, autocast and activation plans see the whole forward. The chunked loss needs the model in two
-parts: the decoder, and the head that turns hidden states into logits. Models differ in the steps after the head (a
-scale, a soft cap), so the reading of the configuration is tried on a few tokens before it is trusted.
+One module, so that DDP, autocast and activation plans see the whole forward.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +51,7 @@ class CausalLMLoss(nn.Module):
         self.model = model
         self.loss = loss
         self.chunk_bytes = chunk_bytes
-        self.takes_attention = all(_takes_kwargs(part) for part in (model, model.get_decoder()))
+        self.takes_attention = all(_takes_kwargs(module) for module in (model, model.get_decoder()))
         self.head = None if loss == "full" else find_head(model)
         if loss in ("chunked", "liger") and self.head is None:
             raise InputError(
@@ -72,7 +70,7 @@ class CausalLMLoss(nn.Module):
         document_lengths: DocumentLengths | None = None,
         **attention: Any,
     ) -> Tensor:
-        """The summed loss, a scalar in at least float32.
+        """Compute the summed loss, a scalar in at least float32.
 
         Args:
             input_ids, labels, position_ids, attention_mask: (B, T). Labels are not shifted; -100 does not count.
@@ -80,9 +78,12 @@ class CausalLMLoss(nn.Module):
             document_lengths: of each row, for a model that attends by document.
             attention: further arguments of the model's attention, such as where documents end.
         """
-        inputs = {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
-        inputs |= attention if self.takes_attention else {}
-        inputs |= self._documents(document_lengths)
+        inputs = attention if self.takes_attention else {}
+        inputs |= {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}
+        if attends_by_document(self.model):
+            if document_lengths is None:
+                raise ValueError("document_lengths are missing, by which this model keeps documents apart")
+            inputs["document_lengths"] = document_lengths
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten()  # (B * T,): the states stay whole
         if self.head is None or (self.loss == "auto" and not pays(targets, self.head, self.chunk_bytes)):
             logits = self.model(**inputs, use_cache=False).logits.flatten(0, 1)  # (B * T, V)
@@ -98,16 +99,8 @@ class CausalLMLoss(nn.Module):
             return tied_gradient(embedding)
         return nullcontext()
 
-    def _documents(self, lengths: DocumentLengths | None) -> dict[str, Any]:
-        if not attends_by_document(self.model):
-            return {}
-        if lengths is None:
-            raise ValueError("document_lengths are missing, by which this model keeps documents apart")
-        return {"document_lengths": lengths}
-
 
 def _takes_kwargs(module: nn.Module) -> bool:
-    """Whether its forward passes unknown arguments on."""
     return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature(module.forward).parameters.values())
 
 
@@ -119,25 +112,17 @@ class Head:
     scale: float
     softcap: float | None
 
-    @property
-    def vocab_size(self) -> int:
-        """Logits of a token."""
-        return self.linear.weight.shape[0]
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., D) to (..., V)."""
+        """Map (..., D) to (..., V)."""
         logits = F.linear(hidden, self.linear.weight, self.linear.bias) * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def loss(
         self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None = None, tied: TiedGradient | None = None
     ) -> Tensor:
-        """The summed loss of (N, D) hidden states against (N,) targets, without the (N, V) logits.
+        """Compute the summed loss of (N, D) hidden states against (N,) targets, without the (N, V) logits.
 
-        The layer itself is called for it, so that its hooks run: where weights are in shards, they gather its own.
-
-        Args:
-            tied: of the ``tied_gradient`` that ``hidden`` was made in.
+        The layer itself is called for it, so that its hooks run, which gather weights that are in shards.
         """
         with _forward_of(self.linear, lambda states: self._loss(states, targets, chunk_bytes, tied)):
             loss: Tensor = self.linear(hidden)
@@ -158,7 +143,7 @@ class Head:
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, ``module`` runs ``forward`` in place of its own."""
+    """Let ``module``, inside, run ``forward`` in place of its own."""
     own = dict(vars(module))
     vars(module)["forward"] = forward
     try:
@@ -169,12 +154,12 @@ def _forward_of(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Itera
 
 
 def pays(targets: Tensor, head: Head, chunk_bytes: int | None = None) -> bool:
-    """Whether the logits of ``targets`` are more than one chunk."""
-    return num_chunks(targets.numel(), head.vocab_size, chunk_bytes or default_chunk_bytes(targets.device)) > 1
+    """Tell whether the logits of ``targets`` are more than one chunk."""
+    return num_chunks(targets.numel(), len(head.linear.weight), chunk_bytes or default_chunk_bytes(targets.device)) > 1
 
 
 def with_liger(head: Head) -> Head:
-    """``head`` with the fused loss of Liger Kernel (Hsu et al. 2024, https://arxiv.org/abs/2410.10989).
+    """Give ``head`` the fused loss of Liger Kernel (Hsu et al. 2024, https://arxiv.org/abs/2410.10989).
 
     Raises:
         InputError: no CUDA device, no liger-kernel, or logits that it cannot scale.
@@ -189,10 +174,10 @@ def with_liger(head: Head) -> Head:
 
 
 class LigerHead(Head):
-    """The same logits, another way to their loss."""
+    """The same logits with Liger Kernel's loss."""
 
     def _loss(self, hidden: Tensor, targets: Tensor, chunk_bytes: int | None, tied: TiedGradient | None) -> Tensor:
-        """As of ``Head``; its kernels choose their own chunks, and give autograd their own gradients."""
+        """Compute it as ``Head`` does; the kernels choose their own chunks, and give autograd their own gradients."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # optional, and needs CUDA
 
         fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED_LABEL, reduction="sum", softcap=self.softcap)
@@ -202,12 +187,12 @@ class LigerHead(Head):
 
 @torch.no_grad()
 def find_head(model: PreTrainedModel) -> Head | None:
-    """The head that gives the model's own logits on a few tokens; ``None`` if no reading of its configuration does.
+    """Find the head that gives the model's own logits on a few tokens; ``None`` where there is none.
 
     A model of fake tensors has no logits to compare, and the first reading is believed.
     """
     linear = model.get_output_embeddings()
-    if type(linear) is not nn.Linear or not _stands_behind_the_decoder(linear, model):
+    if type(linear) is not nn.Linear or not _is_behind_the_decoder(linear, model):
         return None
     if isinstance(linear.weight, FakeTensor):
         return Head(linear, next(_scales(model)), next(_softcaps(model)))
@@ -225,10 +210,10 @@ def find_head(model: PreTrainedModel) -> Head | None:
     return next((head for head in heads if _same(head.logits(hidden), logits)), None)
 
 
-def _stands_behind_the_decoder(linear: nn.Linear, model: PreTrainedModel) -> bool:
-    """Llama 4 calls itself its decoder, ModernBERT a part of its head."""
-    parts = list(model.get_decoder().modules())
-    return linear not in parts and model.get_input_embeddings() in parts
+def _is_behind_the_decoder(linear: nn.Linear, model: PreTrainedModel) -> bool:
+    """Tell it of the head: Llama 4 calls itself its decoder, ModernBERT a part of its head."""
+    inside = list(model.get_decoder().modules())
+    return linear not in inside and model.get_input_embeddings() in inside
 
 
 def _same(logits: Tensor, expected: Tensor) -> bool:
@@ -255,7 +240,7 @@ def _softcaps(model: PreTrainedModel) -> Iterator[float | None]:
 
 
 def check_causal(model: PreTrainedModel, name: str) -> None:
-    """Raises ``InputError`` where logits depend on the very tokens that they are to predict."""
+    """Raise ``InputError`` where logits depend on the very tokens that they are to predict."""
     if not _sees_later_tokens(model):
         return
     cure = "take another model"
@@ -265,7 +250,7 @@ def check_causal(model: PreTrainedModel, name: str) -> None:
 
 
 def _sees_later_tokens(model: PreTrainedModel) -> bool:
-    """By the gradient of the first half's logits: masked tokens have none at all, in any precision."""
+    """Tell by the gradient of the first half's logits: masked tokens have none at all, in any precision."""
     embedding = model.get_input_embeddings()
     weight = next(embedding.parameters())
     tokens = len(weight) // 2 + torch.arange(8, device=weight.device)[None] % 4  # few of the special ones are there
@@ -295,9 +280,7 @@ def continue_text(
     prompt: str | list[dict[str, str]],
     num_tokens: int = 60,
 ) -> str:
-    """``prompt`` as the model goes on with it, drawn at temperature 0.8, always in the same way; or why it does not.
-
-    The run is finished, and fails no more.
+    """Return ``prompt`` as the model continues it, drawn at temperature 0.8 and seed 0; or why it does not.
 
     Args:
         prompt: a text, or the messages before a reply of the assistant, as the chat template takes them.

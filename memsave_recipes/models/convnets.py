@@ -1,11 +1,8 @@
-"""VGG and DenseNet with torchvision's parameter names, and the ``config.json`` of saved ones.
+"""VGG and DenseNet with torchvision's parameter names and shapes, and the ``config.json`` of saved ones.
 
 VGG: Simonyan & Zisserman 2014, https://arxiv.org/abs/1409.1556; DenseNet-BC: Huang et al. 2016,
-https://arxiv.org/abs/1608.06993.
-
-``state_dict`` keys and shapes are those of ``torchvision.models``, so its weight files load. ``vgg_small`` and
-``densenet_small`` are ours: the same shapes of network, small enough for a CPU. DenseNet has no ``memory_efficient``
-argument: ``--activation_checkpointing bottleneck`` does that, and counts BatchNorm once.
+https://arxiv.org/abs/1608.06993. ``vgg_small`` and ``densenet_small`` are ours, small enough for a CPU.
+``--activation_checkpointing bottleneck`` is torchvision's ``memory_efficient``, and counts BatchNorm once.
 
 Keys of the ``config.json`` are those of timm (``architecture``, ``num_classes``) and transformers (``id2label``,
 ``image_size``, ``dtype``).
@@ -15,7 +12,7 @@ import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +28,7 @@ CONVOLUTIONS: dict[str, list[int | str]] = {
     "16": [64, 64, POOL, 128, 128, POOL, 256, 256, 256, POOL, 512, 512, 512, POOL, 512, 512, 512, POOL],
     "19": [64, 64, POOL, 128, 128, POOL, *[256] * 4, POOL, *[512] * 4, POOL, *[512] * 4, POOL],
 }
-BOTTLENECK_WIDTH = 4
-"""Channels between the two convolutions of a dense layer, in growth rates."""
+BOTTLENECK_WIDTH = 4  # channels between the two convolutions of a dense layer, in growth rates
 SIZES: dict[str, tuple[int, int, tuple[int, ...]]] = {  # growth rate, channels of the stem, layers of each dense block
     "densenet_small": (12, 24, (4, 4, 4)),
     "densenet121": (32, 64, (6, 12, 24, 16)),
@@ -46,7 +42,6 @@ class VGG(nn.Module):
 
     Args:
         features: the convolutions, giving ``out_channels`` maps.
-        out_channels: channels of the last convolution.
         pooled_size: side of the map that the classifier sees, whatever the image size.
         hidden_size: width of the two hidden linear layers.
     """
@@ -78,14 +73,14 @@ class VGG(nn.Module):
         self.apply(_initialize_vgg)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, 3, H, W) to logits (B, num_classes)."""
+        """Map images (B, 3, H, W) to logits (B, num_classes)."""
         maps = self.avgpool(self.features(images))  # (B, C, 7, 7)
         logits: Tensor = self.classifier(torch.flatten(maps, 1))
         return logits
 
 
 def build_vgg(name: str, *, num_classes: int = 1000) -> VGG:
-    """A VGG by its name: ``vgg11``, ``vgg13``, ``vgg16``, ``vgg19``, each also as ``..._bn``, or ``vgg_small``."""
+    """Build ``vgg11``, ``vgg13``, ``vgg16``, ``vgg19``, each also as ``..._bn``, or ``vgg_small``."""
     depth = name.removeprefix("vgg").removeprefix("_").removesuffix("_bn")
     features = convolutions(CONVOLUTIONS[depth], batch_norm=name.endswith("_bn"))
     if depth == "small":
@@ -94,7 +89,7 @@ def build_vgg(name: str, *, num_classes: int = 1000) -> VGG:
 
 
 def convolutions(widths: list[int | str], *, batch_norm: bool) -> nn.Sequential:
-    """The features of a VGG whose convolutions have these output channels, as in ``CONVOLUTIONS``."""
+    """Make the features of a VGG whose convolutions have these output channels, as in ``CONVOLUTIONS``."""
     layers: list[nn.Module] = []
     channels = 3
     for width in widths:
@@ -119,7 +114,7 @@ def _initialize_vgg(module: nn.Module) -> None:
 
 
 class DenseLayer(nn.Module):
-    """From all feature maps so far, ``growth_rate`` new channels."""
+    """Makes ``growth_rate`` new channels from all feature maps so far."""
 
     def __init__(self, in_channels: int, growth_rate: int) -> None:
         super().__init__()
@@ -132,17 +127,17 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(width, growth_rate, kernel_size=3, padding=1, bias=False)
 
     def bottleneck(self, features: list[Tensor]) -> Tensor:
-        """The memory-hungry half: concatenate, normalise, squeeze to (B, 4 * growth_rate, H, W)."""
+        """Concatenate, normalise and squeeze to (B, 4 * growth_rate, H, W): the half that takes the memory."""
         squeezed: Tensor = self.conv1(self.relu1(self.normalized(features)))
         return squeezed
 
     def normalized(self, features: list[Tensor]) -> Tensor:
-        """All feature maps in one tensor, (B, in_channels, H, W), normalised."""
+        """Normalise all feature maps in one tensor, (B, in_channels, H, W)."""
         normalized: Tensor = self.norm1(torch.cat(features, dim=1))
         return normalized
 
     def forward(self, features: list[Tensor]) -> Tensor:
-        """Feature maps, each (B, c_i, H, W), to one of (B, growth_rate, H, W)."""
+        """Map feature maps, each (B, c_i, H, W), to one of (B, growth_rate, H, W)."""
         added: Tensor = self.conv2(self.relu2(self.norm2(self.bottleneck(features))))
         return added
 
@@ -157,7 +152,7 @@ class DenseBlock(nn.ModuleDict):
         super().__init__(layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, C + num_layers * growth_rate, H, W)."""
+        """Map (B, C, H, W) to (B, C + num_layers * growth_rate, H, W)."""
         features = [x]
         for layer in self.values():
             features.append(layer(features))
@@ -186,14 +181,14 @@ class DenseNet(nn.Module):
         self.apply(_initialize_densenet)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images (B, 3, H, W) to logits (B, num_classes)."""
+        """Map images (B, 3, H, W) to logits (B, num_classes)."""
         maps = F.relu(self.features(images), inplace=True)  # (B, C, H / 32, W / 32)
         logits: Tensor = self.classifier(torch.flatten(F.adaptive_avg_pool2d(maps, 1), 1))
         return logits
 
 
 def build_densenet(name: str, *, num_classes: int = 1000) -> DenseNet:
-    """A DenseNet by its name: ``densenet121``, ``densenet169``, ``densenet201`` or ``densenet_small``."""
+    """Build ``densenet121``, ``densenet169``, ``densenet201`` or ``densenet_small``."""
     growth_rate, stem_channels, layers_per_block = SIZES[name]
     return DenseNet(
         growth_rate=growth_rate, stem_channels=stem_channels, layers_per_block=layers_per_block, num_classes=num_classes
@@ -233,14 +228,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class ConvnetConfig:
-    """What ``MODELS[architecture]`` was trained for.
-
-    Attributes:
-        architecture: such as ``vgg16``.
-        label_names: in the order of the logits.
-        image_size: side of the training images, in pixels.
-        dtype: of the parameters.
-    """
+    """What ``MODELS[architecture]`` was trained for; ``image_size`` is in pixels, ``dtype`` that of the parameters."""
 
     architecture: str
     label_names: tuple[str, ...]
@@ -260,20 +248,15 @@ class ConvnetConfig:
 
     @classmethod
     def read(cls, folder: str | Path) -> "ConvnetConfig | None":
-        """Of a folder that ``save`` has written; ``None`` where it is another one."""
+        """Read the folder that ``save`` has written; ``None`` for another one."""
         try:
             content = sanitized(read_json(Path(folder, CONFIG).read_text(encoding="utf-8")))
         except (OSError, ValueError):  # the Hub's names are no folders; damaged files are told by their loaders
             return None
         match content:
             case {"architecture": str(name), "id2label": dict(names), "image_size": int(size), "dtype": str(dtype)}:
-                return _config(name, names, size, dtype)
+                kind = getattr(torch, dtype, None)
+                label_names = tuple(str(names.get(str(index))) for index in range(len(names)))
+                if isinstance(kind, torch.dtype) and kind.is_floating_point:
+                    return cls(architecture=name, label_names=label_names, image_size=size, dtype=kind)
         return None
-
-
-def _config(architecture: str, names: dict[str, Any], image_size: int, dtype: str) -> ConvnetConfig | None:
-    kind = getattr(torch, dtype, None)
-    label_names = tuple(str(names.get(str(index))) for index in range(len(names)))
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        return None
-    return ConvnetConfig(architecture=architecture, label_names=label_names, image_size=image_size, dtype=kind)

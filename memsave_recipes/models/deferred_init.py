@@ -1,15 +1,14 @@
 """A model from scratch whose weights are not there until each rank draws the rows that it is to have.
 
-Operations that initialise a weight are recorded, and done again when it is needed, as torchdistX does it for modules
+Operations that initialise a weight are recorded, and done again when it is needed, as in torchdistX
 (https://pytorch.org/torchdistx/latest/deferred_init.html): here with the bits of a model that was made at once.
 
 NOTE [ deferred initialization ]
-1. A model from scratch is made as ever, but what ``torch.empty`` makes in two or more dimensions has no memory: it is a
-   fake tensor, on the host for all who ask. What is then done to it in place is recorded. Where that draws numbers, so
-   is the state of the generator, and they are drawn into memory that is given up at once, so that whatever comes later
-   draws its own.
-2. A rank takes rows of such a parameter by doing again, on memory for all of it, what was recorded: the bits are those
-   of a model that was made whole. A rank so holds one whole parameter at a time, and draws the numbers of all.
+1. What ``torch.empty`` makes in two or more dimensions has no memory: it is a fake tensor, on the host for all who ask.
+   What is then done to it in place is recorded. Where that draws numbers, so is the state of the generator, and they
+   are drawn into memory that is given up at once, so that whatever comes later draws its own.
+2. A rank takes rows of such a parameter by doing again, on memory for all of it, what was recorded. It so holds one
+   whole parameter at a time, and draws the numbers of all.
 3. Vectors are there, and so is what is made with numbers in it (zeros, ones) and buffers.
 4. Whatever else is done with a tensor without memory ends the attempt, and the model is made whole: its numbers are
    looked at (torch 2.13 draws a truncated normal distribution until all fit), or go into another tensor.
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -36,7 +35,7 @@ View = tuple[torch.Size, tuple[int, ...], int]
 
 
 def deferred_init(make: Callable[[], PreTrainedModel], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model from scratch that ``make()`` gives, with stand-ins on ``device``: NOTE [ deferred initialization ].
+    """Make a model from scratch with stand-ins on ``device``: NOTE [ deferred initialization ].
 
     Args:
         dtype: of the parameters, whose numbers are drawn in torch's default one.
@@ -49,19 +48,18 @@ def deferred_init(make: Callable[[], PreTrainedModel], dtype: torch.dtype, devic
     if any(isinstance(buffer, FakeTensor) for buffer in model.buffers()):
         raise WholeOnly("its initialisation leaves a buffer to be drawn")
     drawn = {weight: recording.rows_of(weight) for weight in model.parameters() if isinstance(weight, FakeTensor)}
-    bare = replace_parameters(model, {weight: _on_meta(weight) for weight in drawn})
+    on_meta: dict[nn.Parameter, Tensor] = {
+        weight: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for weight in drawn
+    }
+    replaced = replace_parameters(model, on_meta)
     model.to(dtype)  # type: ignore[arg-type]  # a decorator of transformers hides the type of its ``to``
-    rows = {bare[weight]: draw for weight, draw in drawn.items()}
+    rows = {replaced[weight]: draw for weight, draw in drawn.items()}
     return with_stand_ins(model, rows, device, "weights: each rank initialises its part")
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @dataclass(frozen=True, eq=False)
 class _Written:
-    """What was done in place to a tensor without memory, or to a view of it.
+    """An operation in place on a tensor without memory, or on a view of it.
 
     Args:
         state: of the generator before it; ``None`` where it draws nothing.
@@ -74,7 +72,6 @@ class _Written:
     state: Tensor | None
 
     def onto(self, memory: Tensor, generator: torch.Generator) -> None:
-        """Do it to the tensor in ``memory``."""
         options = self.options
         if self.state is not None:
             generator.set_state(self.state)
@@ -102,7 +99,7 @@ class _Unmade:
         return torch.empty(self.num_elements, dtype=self.dtype)
 
     def made(self) -> Tensor:
-        """Rule 2."""
+        """Do again what was recorded: rule 2."""
         memory, generator = self.empty(), torch.Generator()
         for one in self.written:
             one.onto(memory, generator)
@@ -110,7 +107,7 @@ class _Unmade:
 
 
 class _Recording(TorchDispatchMode):
-    """Inside, NOTE [ deferred initialization ] holds."""
+    """Records, inside, by NOTE [ deferred initialization ]."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -118,7 +115,7 @@ class _Recording(TorchDispatchMode):
         self._unmade: dict[torch.UntypedStorage, _Unmade] = {}
 
     def rows_of(self, weight: Tensor) -> Rows:
-        """What draws rows of a tensor without memory.
+        """Return what draws rows of a tensor without memory.
 
         Raises:
             WholeOnly: nothing has been written into it.
@@ -133,7 +130,10 @@ class _Recording(TorchDispatchMode):
     ) -> Any:
         options = options or {}
         if function is ATEN.empty.memory_format and len(arguments[0]) > 1 and options.get("device") in (None, CPU):
-            return self._without_memory(function, arguments, options)
+            with self._fakes:
+                tensor: Tensor = function(*arguments, **options)
+            self._unmade[tensor.untyped_storage()] = _Unmade(tensor.numel(), tensor.dtype)
+            return tensor
         unmade = [one for one in tree_leaves((arguments, options)) if isinstance(one, FakeTensor)]
         draws = torch.Tag.nondeterministic_seeded in function.tags
         if not unmade or not (draws or function._schema.is_mutable or function is ATEN._local_scalar_dense.default):
@@ -145,12 +145,6 @@ class _Recording(TorchDispatchMode):
         self._memory_of(arguments[0]).write(_Written(function, _view_of(arguments[0]), values, options, state))
         return arguments[0]
 
-    def _without_memory(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-        with self._fakes:
-            tensor: Tensor = function(*arguments, **options)
-        self._unmade[tensor.untyped_storage()] = _Unmade(tensor.numel(), tensor.dtype)
-        return tensor
-
     def _memory_of(self, tensor: Tensor) -> _Unmade:
         unmade = self._unmade.get(tensor.untyped_storage())
         if unmade is None or unmade.dtype != tensor.dtype:
@@ -159,7 +153,7 @@ class _Recording(TorchDispatchMode):
 
 
 def _is_in_place(function: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether it writes into its first argument, which has no memory, and leaves the shape of that alone."""
+    """Tell whether it writes into its first argument, which has no memory, and leaves the shape of that alone."""
     is_named_so = function.overloadpacket.__name__.endswith("_") and torch.Tag.inplace_view not in function.tags
     return is_named_so and isinstance(arguments[0], FakeTensor)
 

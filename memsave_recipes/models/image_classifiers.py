@@ -26,11 +26,12 @@ from memsave_recipes.models.pretrained import (
     build_transformer,
     image_processor_config,
 )
+from memsave_recipes.text import first_line
 
-VGG_NAMES = tuple(f"vgg{depth}{suffix}" for depth in ("_small", 11, 13, 16, 19) for suffix in ("", "_bn"))
+VGGS = [f"vgg{depth}{suffix}" for depth in ("_small", 11, 13, 16, 19) for suffix in ("", "_bn")]
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    **{name: partial(build_vgg, name) for name in VGG_NAMES},
+    **{name: partial(build_vgg, name) for name in VGGS},
     **{name: partial(build_densenet, name) for name in SIZES},
 }
 """Our own models: ``MODELS[name](num_classes=10)``."""
@@ -73,7 +74,7 @@ class ImageModelArguments(TransformerArguments):
 
     @property
     def saved_convnet(self) -> ConvnetConfig | None:
-        """What is saved in ``--model_name_or_path``, where that is one of our models."""
+        """The configuration of ``--model_name_or_path``, where that is one of our models."""
         return None if self.model_name_or_path is None else read_convnet(self.model_name_or_path)
 
     @property
@@ -83,7 +84,7 @@ class ImageModelArguments(TransformerArguments):
 
     @property
     def model_labels(self) -> tuple[str, ...] | None:
-        """As for other models; one of ours has them in its own ``config.json``."""
+        """The classes of a pretrained model; one of ours has them in its own ``config.json``."""
         saved = self.saved_convnet
         return super().model_labels if saved is None else saved.label_names
 
@@ -97,12 +98,11 @@ def build_image_classifier(
     with_weights: bool = False,
     slices_on: torch.device | None = None,
 ) -> nn.Module:
-    """The network that the flags name, with one output a label.
+    """Build the network that the flags name, with one output a label, for images of ``image_size``.
 
     Pretrained for another number of classes, it gets a new last layer.
 
     Args:
-        image_size: of the images that it has to take.
         dtype: of the parameters.
         with_weights: read those of a pretrained model; else it is only made by its configuration.
         slices_on: as ``build_transformer``; ours are made whole.
@@ -111,7 +111,7 @@ def build_image_classifier(
         InputError: no such model or weights, or it does not take images of that size.
     """
     saved = flags.saved_convnet
-    if flags.model is None and saved is None:
+    if flags.architecture is None:
         names = list(label_names)
         labels: dict[str, Any] = {
             "id2label": dict(enumerate(names)),
@@ -127,16 +127,12 @@ def build_image_classifier(
             slices_on=None if flags.channels_last else slices_on,
             **labels,
         )
-    elif saved is not None:
-        folder = str(flags.model_name_or_path)
-        model = MODELS[saved.architecture](num_classes=len(label_names))
-        if with_weights:
-            source = f"--model_name_or_path {folder}"
-            load_saved_convnet(model, folder, source=source, new_head=len(saved.label_names) != len(label_names))
-        model = model.to(dtype)
     else:
-        model = MODELS[str(flags.model)](num_classes=len(label_names))
-        if flags.weights is not None and with_weights:
+        model = MODELS[flags.architecture](num_classes=len(label_names))
+        if with_weights and saved is not None:
+            folder, new_head = str(flags.model_name_or_path), len(saved.label_names) != len(label_names)
+            load_saved_convnet(model, folder, source=f"--model_name_or_path {folder}", new_head=new_head)
+        elif with_weights and flags.weights is not None:
             load_weights(model, flags.weights)
         model = model.to(dtype)
     check_image_size(model, image_size)
@@ -144,20 +140,16 @@ def build_image_classifier(
 
 
 def read_convnet(folder: str | Path) -> ConvnetConfig | None:
-    """What is saved in ``folder``, where that is one of our models."""
+    """Read the configuration in ``folder``, where that is of one of our models."""
     config = ConvnetConfig.read(folder)
     return config if config is not None and config.architecture in MODELS else None
 
 
 def load_saved_convnet(model: nn.Module, folder: str | Path, *, source: str, new_head: bool = False) -> None:
-    """Load the weights of ``folder`` into one of our models.
+    """Load the weights of ``folder`` into one of our models; raises as ``load_weights``.
 
     Args:
-        source: names the folder in messages.
         new_head: leave the last layer as it is, because the classes are others; a line says so.
-
-    Raises:
-        InputError: as ``load_weights``.
     """
     load_weights(model, Path(folder, WEIGHTS), source=source, new_head=new_head)
     if new_head and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -165,7 +157,7 @@ def load_saved_convnet(model: nn.Module, folder: str | Path, *, source: str, new
 
 
 def normalization(flags: ImageModelArguments) -> dict[str, Any]:
-    """``mean`` and ``std`` of the images that a pretrained network expects; ImageNet's where it says nothing."""
+    """Return ``mean`` and ``std`` of the images that a pretrained network expects; ImageNet's where it says nothing."""
     name = flags.model_name_or_path
     expected = {} if name is None else image_processor_config(name)
     mean, std = expected.get("image_mean"), expected.get("image_std")
@@ -173,19 +165,19 @@ def normalization(flags: ImageModelArguments) -> dict[str, Any]:
 
 
 def pretrained_grey_bits(flags: ImageModelArguments) -> int | None:
-    """Of the values in the grey images of 16 bits that a pretrained network was trained on, if there were any."""
+    """Return the bits of 16-bit grey images that a pretrained network was trained on, if there were any."""
     name = flags.model_name_or_path
     return None if name is None else read_grey_bits(image_processor_config(name))
 
 
 def read_grey_bits(entries: Mapping[str, Any]) -> int | None:
-    """The entry ``GREY_BITS`` of an image processor; ``None`` where there is none, or none that can be."""
+    """Return the entry ``GREY_BITS`` of an image processor; ``None`` where there is none, or none that can be."""
     bits = entries.get(GREY_BITS)
     return bits if isinstance(bits, int) and 8 <= bits <= 16 else None
 
 
 def pretrained_image_size(flags: ImageModelArguments) -> int | None:
-    """Pixels a side of the images that a pretrained network was made for; ``None`` where it does not say, or is none.
+    """Return the pixels a side that a pretrained network was made for; ``None`` where it does not say, or is none.
 
     Its image processor says it, else its configuration. What cannot be read here fails in ``build_image_classifier``.
     """
@@ -201,7 +193,7 @@ def pretrained_image_size(flags: ImageModelArguments) -> int | None:
 
 
 def _side(size: Any) -> int | None:
-    """Of a square, as image processors and configurations of transformers write it; ``None`` for anything else."""
+    """Return the side of a square, as transformers writes it; ``None`` for anything else."""
     if isinstance(size, dict):
         size = [size.get("shortest_edge")] if "shortest_edge" in size else [size.get("height"), size.get("width")]
     sides = set(size) if isinstance(size, list | tuple) else {size}
@@ -210,7 +202,7 @@ def _side(size: Any) -> int | None:
 
 
 def check_image_size(model: nn.Module, image_size: int, num_images: int = 2) -> None:
-    """Refuse images that shrink to nothing in ``model``, or that it was not made for.
+    """Raise ``InputError`` for images that shrink to nothing in ``model``, or that it was not made for.
 
     One that shrinks to a single pixel cannot be trained alone where there is BatchNorm: a value has no deviation.
 
@@ -218,9 +210,6 @@ def check_image_size(model: nn.Module, image_size: int, num_images: int = 2) -> 
         model: takes images (B, 3, S, S); is left as it is.
         image_size: S.
         num_images: B.
-
-    Raises:
-        InputError: its forward fails on the shapes.
     """
     on_meta = {name: tensor.to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     images = torch.empty(num_images, 3, image_size, image_size, dtype=next(model.parameters()).dtype, device="meta")
@@ -228,7 +217,7 @@ def check_image_size(model: nn.Module, image_size: int, num_images: int = 2) -> 
         with torch.no_grad():
             functional_call(model, on_meta, (images,))
     except (RuntimeError, ValueError) as error:
-        why = str(error).strip().partition("\n")[0]
+        why = first_line(error)
         alone = ", in a last micro-batch of one (see --micro_batch_size and --drop_last)," if num_images == 1 else ""
         raise InputError(f"--image_size {image_size}{alone} does not suit {type(model).__name__}: {why}") from error
 
@@ -266,34 +255,27 @@ def load_weights(model: nn.Module, path: str | Path, *, source: str | None = Non
     problems = {"lacks": missing, "has unknown": unknown, "has other numbers for": other_kind}
     for problem, names in (problems | {"has another shape for": other_shape}).items():
         if names:
-            raise InputError(f"{source} {problem} {names[0]} ({_detail(names, weights, expected)}): {_ADVICE}")
+            hint = "give the file of this very model with this number of classes"
+            raise InputError(f"{source} {problem} {names[0]} ({_detail(names, weights, expected)}): {hint}")
     model.load_state_dict(weights, strict=False)
 
 
-_ADVICE = "give the file of this very model with this number of classes"
-_NO_PICKLE = "it holds more than tensors, and no pickle is executed: save model.state_dict(), best as .safetensors"
-
-
 def _is_alike(tensor: Tensor, expected: Tensor) -> bool:
-    """Whether ``copy_`` keeps every number, to within rounding: of a complex one it would drop the imaginary part."""
+    """Tell whether ``copy_`` keeps every number up to rounding: it would drop the imaginary part of a complex one."""
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
-    return is_plain and _kind(tensor) == _kind(expected)
-
-
-def _kind(tensor: Tensor) -> tuple[bool, bool]:
-    return tensor.is_complex(), tensor.is_floating_point()
+    kind, expected_kind = ((one.is_complex(), one.is_floating_point()) for one in (tensor, expected))
+    return is_plain and kind == expected_kind
 
 
 def _detail(names: list[str], weights: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    name = names[0]
-    both = ""
-    if name in weights and name in expected:
-        both = f"{_described(weights[name])} in the file, {_described(expected[name])} in the model; "
-    return f"{both}{len(names)} such in all"
+    there, here = weights.get(names[0]), expected.get(names[0])
+    if there is None or here is None:
+        return f"{len(names)} such in all"
+    return f"{_described(there)} in the file, {_described(here)} in the model; {len(names)} such in all"
 
 
 def _described(tensor: Tensor) -> str:
-    """``float32 (64, 3, 3, 3)``, with what is not usual: ``sparse_coo cpu float32 (3, 3)``."""
+    """Describe a tensor: ``float32 (64, 3, 3, 3)``, with what is not usual: ``sparse_coo cpu float32 (3, 3)``."""
     is_usual = tensor.layout is torch.strided and not tensor.is_meta
     words = [] if is_usual else [str(tensor.layout), str(tensor.device)]
     return f"{' '.join([*words, str(tensor.dtype)])} {tuple(tensor.shape)}".replace("torch.", "")
@@ -305,14 +287,11 @@ def _read(path: Path, source: str) -> dict[str, Tensor]:
     try:
         weights = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except Exception as error:  # bytes that are no such file raise anything, KeyError and IndexError included
-        raise InputError(f"{source} cannot be read as a file of tensors: {_reason(error)}") from error
+        why = first_line(error)
+        if "weights_only" in str(error):  # torch advises to turn it off, which would execute the file
+            why = "it holds more than tensors, and no pickle is executed: save model.state_dict(), best as .safetensors"
+        raise InputError(f"{source} cannot be read as a file of tensors: {why}") from error
     items = weights.items() if isinstance(weights, dict) else [(None, None)]
     if not all(isinstance(name, str) and isinstance(value, Tensor) for name, value in items):
         raise InputError(f"{source} holds no state dict: save model.state_dict()")
     return weights
-
-
-def _reason(error: Exception) -> str:
-    if "weights_only" in str(error):  # torch advises to turn it off, which would execute the file
-        return _NO_PICKLE
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -4,15 +4,14 @@ NOTE [ attention by document ]
 1. From position ids that begin again transformers makes a bool mask (B, 1, T, T), and torch on a CPU a float copy of
    it in every layer, saved for backward. By document there is none, and no FLOPs between documents.
 2. The lengths come as Python numbers from ``collate``, so that no layer waits for the device.
-3. On CUDA one kernel takes all documents of all rows, and their windows: ``torch.nn.attention.varlen``, where SDPA
-   would take a fused kernel too (half precision, no dropout, from Ampere on) and the size of a head is a multiple of 8.
-   It finds them by their bounds, which are copied to the device once a micro-batch. It is flash's: torch 2.15 would
-   ask the card that is there, by the lengths too, and take cuDNN's on some, whose workspace no estimate knows. ROCm's
-   kernel is another one, and is left out. Tested with a stand-in on a CPU; no GPU has run it.
-4. Elsewhere SDPA runs on each document. Autograd would save its output of each beside the joined one that the next
-   layer saves. On a CPU, ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. With dropout or
-   windows, and on other devices, autograd records SDPA itself.
-5. There, documents longer than a sliding window take a part of one mask, as large as the longest.
+3. On CUDA ``torch.nn.attention.varlen`` takes all documents of all rows, and their windows, where SDPA would take a
+   fused kernel too (half precision, no dropout, from Ampere on) and the size of a head is a multiple of 8. The kernel
+   is flash's: torch 2.15 would take cuDNN's on some cards, whose workspace no estimate knows. ROCm's is left out.
+   Tested with a stand-in on a CPU; no GPU has run it.
+4. On other devices SDPA runs on each document. Autograd would save its output of each next to the joined one that the
+   next layer saves, so on a CPU ``_FlashOnCpu`` calls torch's own kernel and saves the joined output alone. With
+   dropout or windows, autograd records SDPA itself.
+5. There, documents longer than a sliding window take a piece of one mask, as large as the longest.
 6. transformers makes no mask for a name that ``AttentionMaskInterface`` does not know. A model that has more in its
    masks, or asks more of its attention than rules 1 to 5, keeps its masks: ``attend_by_document`` looks at the
    arguments of both and compares the logits.
@@ -65,7 +64,7 @@ def attention_by_document(
     keys_so_far: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers, see NOTE [ attention by document ].
+    """Attend as an attention function of transformers: NOTE [ attention by document ].
 
     Args:
         query: (B, H, T, D).
@@ -105,7 +104,7 @@ AttentionInterface.register(BY_DOCUMENT, attention_by_document)
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scale: float | None, window: int | None
 ) -> Tensor:
-    """(B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ].
+    """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ].
 
     Args:
         window: how many tokens one sees, itself included; ``None``: all before it.
@@ -124,7 +123,7 @@ SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(
 
 
 def _bounds(lengths: DocumentLengths, query: Tensor) -> Tensor:
-    """Where documents begin and end, all rows one behind the other: (documents + 1,) int32 on the query's device."""
+    """Return where documents begin and end, rows one behind the other: (documents + 1,) int32 on the query's device."""
     of_all = tuple(length for row in lengths for length in row)
     if sum(of_all) != query.shape[0] * query.shape[2]:
         raise ValueError(f"documents of {sum(of_all)} tokens in rows of {query.shape[0] * query.shape[2]}")
@@ -135,7 +134,7 @@ def _bounds(lengths: DocumentLengths, query: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _bounds_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
-    """Kept for all layers of a micro-batch, and for those that run again; modes would see that the first one copies."""
+    """Copy the bounds, kept for all layers of a micro-batch; modes would see that the first one copies."""
     with _disable_current_modes(), torch.inference_mode(False):
         ends = list(accumulate(lengths, initial=0))
         bounds = torch.tensor(ends, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
@@ -143,7 +142,7 @@ def _bounds_on(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
 
 
 def _has_varlen(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether one call takes all documents; an estimate answers as the device that it is for."""
+    """Tell whether one call takes all documents; an estimate answers as the device that it is for."""
     fits = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
     if not query.is_cuda or torch.version.hip is not None or dropout or not fits:
         return False
@@ -158,7 +157,7 @@ class _FlashOnCpu(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scale: float | None
     ) -> Tensor:
-        """(B, H, T, D) and twice (B, K, T, D) to (B, T, H, D)."""
+        """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D)."""
         results = [
             aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, True, scale=scale)
             for states in _documents_of_all(lengths, query, key, value)
@@ -172,7 +171,7 @@ class _FlashOnCpu(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """(B, T, H, D) to the shapes of query, key and value."""
+        """Return gradients in the shapes of query, key and value from (B, T, H, D)."""
         query, key, value, joined, *logsumexps = ctx.saved_tensors
         whole = (gradient.transpose(1, 2), query, key, value, joined.transpose(1, 2))
         documents = zip(_documents_of_all(ctx.lengths, *whole), logsumexps, strict=True)
@@ -185,7 +184,7 @@ class _FlashOnCpu(torch.autograd.Function):
 
 
 def _has_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
-    """Whether SDPA would take its flash kernel of the CPU; an estimate for CUDA computes on the CPU, but says CUDA."""
+    """Tell whether SDPA would take the CPU's flash kernel; an estimate for CUDA computes on the CPU, but says CUDA."""
     states_of_all = (query, key, value)
     if query.is_cuda or query.device.type != "cpu" or any(states.stride(-1) != 1 for states in states_of_all):
         return False
@@ -196,19 +195,19 @@ def _has_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout: float)
 
 
 def _as_sdpa_casts(states: Tensor) -> Tensor:
-    """Under autocast SDPA computes in half precision; its kernel alone does not."""
+    """Cast as SDPA does under autocast; its kernel alone does not."""
     kind = states.device.type
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return states.to(torch.get_autocast_dtype(kind)) if is_cast and states.dtype != torch.float64 else states
 
 
 def _documents_of_all(lengths: DocumentLengths, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The parts of the same document in all of them."""
+    """Yield the pieces of the same document in all of them."""
     return zip(*(_documents(states, lengths) for states in tensors), strict=True)
 
 
 def _documents(states: Tensor, lengths: DocumentLengths) -> list[Tensor]:
-    """Views of (B, H, T, D), a document each: (1, H, L, D)."""
+    """Split (B, H, T, D) into views, a document each: (1, H, L, D)."""
     rows = zip(states.split(1), lengths, strict=True)
     return [
         document for row, of_row in rows for document in ([row] if len(of_row) == 1 else row.split(list(of_row), dim=2))
@@ -216,13 +215,13 @@ def _documents(states: Tensor, lengths: DocumentLengths) -> list[Tensor]:
 
 
 def _rows(documents: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Documents of (1, L, H, D), joined to (B, T, H, D)."""
+    """Join documents of (1, L, H, D) to (B, T, H, D)."""
     joined = torch.cat(list(documents), dim=1)
     return joined.view(num_rows, -1, *joined.shape[2:])
 
 
 def _windows(longest: int, sliding_window: int | None, device: torch.device) -> Callable[[int], Tensor | None]:
-    """Which keys the tokens of a document of a length see: bool (L, L), a part of one mask; ``None``: all before."""
+    """Return which keys a document's tokens see by its length: bool (L, L), cut from one mask; ``None``: all before."""
     if sliding_window is None:
         return lambda length: None
     seen = torch.ones(longest, longest, dtype=torch.bool, device=device).tril().triu(1 - sliding_window)
@@ -230,18 +229,14 @@ def _windows(longest: int, sliding_window: int | None, device: torch.device) -> 
 
 
 def attends_by_document(model: nn.Module) -> bool:
-    """Whether ``attend_by_document`` has set it."""
+    """Tell whether ``attend_by_document`` has set it."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == BY_DOCUMENT
 
 
 def set_packed_attention(
     model: PreTrainedModel, wanted: PackedAttention, *, compiles: bool = False
 ) -> tuple[PackedAttention, str]:
-    """``document`` or ``mask``, as the model attends to packed rows from now on, and a line that says so.
-
-    Args:
-        wanted: ``auto``: by document where the model can.
-        compiles: whether its layers will be compiled.
+    """Choose how the model attends to packed rows, ``document`` or ``mask``; return that, and a line that says so.
 
     Raises:
         InputError: it cannot attend by document as wanted.
@@ -266,7 +261,7 @@ def attend_by_document(model: PreTrainedModel) -> str | None:
     A model on the ``meta`` device has none to compare; the arguments of its attention decide.
 
     Returns:
-        Why it goes on with masks; ``None`` where it does not.
+        Why it keeps its masks; ``None`` where it does not.
     """
     before = model.config._attn_implementation
     if before != "sdpa":
@@ -287,7 +282,7 @@ def attend_by_document(model: PreTrainedModel) -> str | None:
 
 
 def _why_not(model: PreTrainedModel) -> str | None:
-    """Sets ``BY_DOCUMENT``; why masks have to stay."""
+    """Set ``BY_DOCUMENT`` and say why masks have to stay."""
     device = next(model.parameters()).device
     tokens: dict[str, Any] = {"input_ids": torch.arange(16, device=device).view(2, 8) % 4, "use_cache": False}
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 1, 2]], device=device)
@@ -313,7 +308,7 @@ class _Calls:
     masks: list[dict[str, Any]] = field(default_factory=list)
 
     def why_not(self) -> str | None:
-        """Why they are more than ``attention_by_document`` takes."""
+        """Say why they are more than ``attention_by_document`` takes."""
         if not self.attention:
             return "its attention is its own"
         if any("document_lengths" not in call for call in self.attention):
@@ -332,7 +327,7 @@ class _Calls:
 
 @contextmanager
 def _watched() -> Iterator[_Calls]:
-    """Inside, the arguments of attention by document are noted, and those of the masks that it does without."""
+    """Note, inside, the arguments of attention by document and of the masks that it does without."""
     calls = _Calls()
 
     def attention(

@@ -1,6 +1,6 @@
 """Models of transformers: from a folder or the Hub, or from scratch by type; weights from safetensors, never pickle.
 
-A folder of adapters stands for the model that they were trained on; ``adapters.py`` puts them into it.
+A folder of adapters names the model that they were trained on; ``adapters.py`` puts them into it.
 """
 
 import os
@@ -75,11 +75,7 @@ class TransformerArguments:
         self.check_transformer()
 
     def check_transformer(self) -> None:
-        """Refuse flags that contradict each other.
-
-        Raises:
-            InputError: overrides for a model that has its own configuration, or an impossible dropout.
-        """
+        """Raise ``InputError`` where flags contradict each other, or the dropout is impossible."""
         if self.config_overrides is not None and self.model_type is None:
             raise InputError("--config_overrides shapes a model from scratch: give it with --model_type")
         if self.dropout is not None and not 0 <= self.dropout < 1:
@@ -98,7 +94,7 @@ class TransformerArguments:
 
     @property
     def base_name_or_path(self) -> str | None:
-        """The model of ``--model_name_or_path``; of adapters the one that they were trained on."""
+        """``--model_name_or_path``, or the model that its adapters were trained on."""
         return self.model_name_or_path if self.adapter is None else base_of_adapter(self.adapter)
 
     @property
@@ -121,16 +117,12 @@ class TransformerArguments:
 
 
 def is_adapter(name_or_path: str | Path) -> bool:
-    """Whether it is a folder of adapters, in the layout of peft."""
+    """Tell whether it is a folder of adapters, in the layout of peft."""
     return os.path.isfile(os.path.join(name_or_path, ADAPTER_CONFIG))
 
 
 def adapter_config(folder: str | Path) -> dict[str, Any]:
-    """The entries of ``adapter_config.json``.
-
-    Raises:
-        InputError: it cannot be read.
-    """
+    """Read the entries of ``adapter_config.json``; raise ``InputError`` where that fails."""
     path = Path(folder, ADAPTER_CONFIG)
     try:
         content = read_json(path.read_text(encoding="utf-8"))
@@ -140,11 +132,7 @@ def adapter_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_labels(adapter: str | Path) -> dict[int, str]:
-    """The names of the classes that adapters of a classifier were trained on.
-
-    Raises:
-        InputError: they cannot be read.
-    """
+    """Read the names of the classes that adapters were trained on; raise ``InputError`` where that fails."""
     try:
         content = sanitized(read_json(Path(adapter, LABELS).read_text(encoding="utf-8")))
         return {index: str(content[str(index)]) for index in range(len(content))}
@@ -155,11 +143,7 @@ def read_labels(adapter: str | Path) -> dict[int, str]:
 
 
 def base_of_adapter(folder: str | Path) -> str:
-    """The folder or Hub id of the model that adapters were trained on.
-
-    Raises:
-        InputError: their configuration names none.
-    """
+    """Read the name of the model that adapters were trained on; raise ``InputError`` where there is none."""
     base = adapter_config(folder).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InputError(
@@ -170,7 +154,7 @@ def base_of_adapter(folder: str | Path) -> str:
 
 
 def missing_base(source: str | Path, base: str, error: BaseException) -> InputError:
-    """The refusal of adapters whose base model cannot be loaded; ``source`` names their folder."""
+    """Return the refusal of adapters whose base model cannot be loaded; ``source`` names their folder."""
     why = "no such folder" if os.path.isabs(base) and not os.path.isdir(base) else reason(error)
     return InputError(
         f"{source} holds adapters of {base}, which cannot be loaded ({why}): put that "
@@ -188,17 +172,17 @@ def build_transformer(
     slices_on: torch.device | None = None,
     **config_changes: Any,
 ) -> PreTrainedModel:
-    """The model that the flags name, ready to train: ``from_pretrained`` alone leaves dropout off.
+    """Build the model that the flags name, ready to train: ``from_pretrained`` alone leaves dropout off.
 
     Args:
         auto_class: such as ``AutoModelForCausalLM``.
         dtype: of the parameters.
         with_weights: else a pretrained model is only made by its configuration, and no weights are read.
-        slices_on: where each rank is to have a part of the weights, its device: where they can, they then stay in
-            their files, or are drawn later, as ``slices_of`` the model tells.
+        slices_on: the device of a rank that is to have a shard of the weights: where they can, they then stay in their
+            files, or are drawn later, as ``slices_of`` the model tells.
         in_4bit: pack the linear layers' weights on the current CUDA device; they cannot train.
-        **config_changes: entries of its configuration, such as ``id2label``; those of a tokenizer
-            (``vocab_size``, ``*_token_id``) only count for a model from scratch.
+        **config_changes: entries of its configuration, such as ``id2label``; those of a tokenizer (``vocab_size``,
+            ``*_token_id``) only count for a model from scratch.
 
     Raises:
         InputError: no such model, overrides that it does not know, or code of its own without ``--trust_remote_code``.
@@ -211,8 +195,7 @@ def build_transformer(
         whole = load = partial(_from_pretrained, auto_class, flags, dtype, in_4bit, config_changes)
         in_slices = partial(leave_in_files, load, str(flags.base_name_or_path))
     else:
-        by_config = _from_scratch if flags.model_name_or_path is None else _from_configuration
-        make = partial(by_config, auto_class, flags, config_changes)
+        make = partial(_by_configuration, auto_class, flags, config_changes)
         whole, in_slices = partial(_in_dtype, make, dtype), partial(deferred_init, make, dtype)
     build = whole if slices_on is None else partial(_in_slices, partial(in_slices, slices_on), whole)
     model = _naming_the_model(flags, build)
@@ -225,7 +208,7 @@ def build_transformer(
 
 
 def _brings_adapters(flags: TransformerArguments) -> bool:
-    """Whether new adapters go into a model whose files are here, so that it matters which weights these lack."""
+    """Tell whether new adapters go into a model whose files are here, so that it matters which weights these lack."""
     files = [Path(flags.base_name_or_path or "", name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)]
     return bool(getattr(flags, "lora", False)) and any(file.is_file() for file in files)
 
@@ -233,7 +216,7 @@ def _brings_adapters(flags: TransformerArguments) -> bool:
 def build_text_classifier(
     flags: TransformerArguments, label_names: tuple[str, ...], dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """The text classifier that the flags name, with one output a label.
+    """Build the text classifier that the flags name, with one output a label.
 
     Args:
         options: as ``build_transformer``; ``pad_token_id`` has to be among them.
@@ -259,21 +242,12 @@ def build_text_classifier(
 
 
 def configuration_of(flags: TransformerArguments) -> PreTrainedConfig:
-    """The configuration of the model that the flags name, without the model.
-
-    Raises:
-        InputError: as ``build_transformer``.
-    """
-    make = _pretrained_config if flags.model_type is None else _config_from_scratch
-    return _naming_the_model(flags, lambda: make(flags, {}))
+    """Return the configuration of the model that the flags name, without the model; raises as ``build_transformer``."""
+    return _naming_the_model(flags, lambda: _configuration(flags, {}))
 
 
 def check_files(folder: str | Path) -> None:
-    """Refuse the index of a model's files that names others than safetensors in ``folder``.
-
-    Raises:
-        InputError: it does, or cannot be read.
-    """
+    """Raise ``InputError`` where the index of a model's files names others than safetensors in ``folder``."""
     index = Path(folder, SAFE_WEIGHTS_INDEX_NAME)
     if not index.is_file():
         return
@@ -283,15 +257,11 @@ def check_files(folder: str | Path) -> None:
         raise InputError(f"{index} cannot be read ({reason(error)}): take another copy of the model") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise InputError(f"{index} names {name!r}, which is no .safetensors file beside it: take another model")
+            raise InputError(f"{index} names {name!r}, which is no .safetensors file next to it: take another model")
 
 
 def check_configuration(config: PreTrainedConfig) -> None:
-    """Refuse entries with which transformers would build for hours, or take text for a list.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Raise ``ValueError`` for entries with which transformers would build for hours, or take text for a list."""
     if not isinstance(config.architectures or [], list):
         raise ValueError("architectures is no list")
     for part in (config, config.get_text_config()):
@@ -306,10 +276,17 @@ def _in_dtype(make: Callable[[], PreTrainedModel], dtype: torch.dtype) -> PreTra
     return model
 
 
-def _from_scratch(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:
-    config = _config_from_scratch(flags, config_changes)
-    model: PreTrainedModel = auto_class.from_config(config, attn_implementation=flags.attn_implementation)
+def _by_configuration(auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedModel:
+    config = _configuration(flags, config_changes)
+    model: PreTrainedModel = auto_class.from_config(
+        config, attn_implementation=flags.attn_implementation, trust_remote_code=flags.trust_remote_code
+    )
     return model
+
+
+def _configuration(flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedConfig:
+    make = _config_from_scratch if flags.model_name_or_path is None else _pretrained_config
+    return make(flags, config_changes)
 
 
 def _config_from_scratch(flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedConfig:
@@ -331,7 +308,7 @@ def _config_from_scratch(flags: TransformerArguments, config_changes: dict[str, 
 
 
 def _sides_of_an_image(model_type: str, config_changes: dict[str, Any]) -> dict[str, Any]:
-    """``image_size`` as this type takes it: one figure, or a list of both sides as Hiera."""
+    """Change ``image_size`` to what this type takes: one figure, or a list of both sides as Hiera."""
     size = config_changes.get("image_size")
     if size is not None and isinstance(getattr(AutoConfig.for_model(model_type), "image_size", None), list | tuple):
         return config_changes | {"image_size": [size, size]}
@@ -339,7 +316,7 @@ def _sides_of_an_image(model_type: str, config_changes: dict[str, Any]) -> dict[
 
 
 def _drop_padding_outside_the_vocabulary(config: PreTrainedConfig) -> None:
-    """A type's own padding token has no embedding where the tokenizer at hand has fewer tokens."""
+    """Drop a type's own padding token where the tokenizer at hand has fewer tokens."""
     padding, vocab_size = (getattr(config, name, None) for name in ("pad_token_id", "vocab_size"))
     if isinstance(padding, int) and isinstance(vocab_size, int) and padding >= vocab_size:
         try:
@@ -351,22 +328,12 @@ def _drop_padding_outside_the_vocabulary(config: PreTrainedConfig) -> None:
 
 
 def _check_overrides(overrides: dict[str, Any], config_changes: dict[str, Any]) -> None:
-    """A negative number of layers would be taken for none, and other classes than the data's fail in the loss."""
+    """Refuse a negative number of layers, which would be taken for none, and other classes than the data's."""
     if "num_labels" in overrides and "id2label" in config_changes:
         raise ValueError("num_labels follows from the data")
     for name, value in overrides.items():
         if isinstance(value, int) and value < 0 and not name.endswith("_token_id"):
             raise ValueError(f"{name}={value} is negative")
-
-
-def _from_configuration(
-    auto_class: Any, flags: TransformerArguments, config_changes: dict[str, Any]
-) -> PreTrainedModel:
-    config = _pretrained_config(flags, config_changes)
-    model: PreTrainedModel = auto_class.from_config(
-        config, attn_implementation=flags.attn_implementation, trust_remote_code=flags.trust_remote_code
-    )
-    return model
 
 
 def _pretrained_config(flags: TransformerArguments, config_changes: dict[str, Any]) -> PreTrainedConfig:
@@ -389,7 +356,13 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     config = _pretrained_config(flags, config_changes)
     if in_4bit:
-        options = {"quantization_config": nf4(), "device_map": {"": torch.cuda.current_device()}}
+        nf4 = BitsAndBytesConfig(  # of QLoRA (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314)
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        options = {"quantization_config": nf4, "device_map": {"": torch.cuda.current_device()}}
     model: PreTrainedModel = auto_class.from_pretrained(
         flags.base_name_or_path,
         config=config,
@@ -404,7 +377,7 @@ def _from_pretrained(
 
 
 def _in_slices(in_slices: Callable[[], PreTrainedModel], whole: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    """The model without its weights, and where that cannot be the ``whole`` one, with the same random numbers."""
+    """Make the model without its weights, or where that cannot be the ``whole`` one with the same random numbers."""
     state = torch.get_rng_state()
     try:
         return in_slices()
@@ -417,25 +390,15 @@ def _in_slices(in_slices: Callable[[], PreTrainedModel], whole: Callable[[], Pre
 
 
 def image_processor_config(name_or_path: str) -> dict[str, Any]:
-    """The image processor's entries of a pretrained model, such as ``image_mean``; none where it has no such file."""
+    """Read the image processor's entries of a pretrained model, such as ``image_mean``; none without such a file."""
     ask_hub_for(name_or_path)
     with suppress(OSError):
         return ImageProcessingMixin.get_image_processor_dict(name_or_path)[0]
     return {}
 
 
-def nf4() -> BitsAndBytesConfig:
-    """QLoRA's 4-bit NormalFloat (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314), computing in bfloat16."""
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-
-
 def _set_dropout(config: PreTrainedConfig, probability: float | None) -> None:
-    """transformers has a name for each of its dropouts, and no two models share all of them."""
+    """Set all dropouts: transformers has a name for each, and no two models share all of them."""
     if probability is None:
         return
     for name, value in config.to_dict().items():

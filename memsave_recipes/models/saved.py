@@ -1,14 +1,13 @@
 """The ``final/`` of a run as a model: files that make others able to open it, and ``load``.
 
 NOTE [ files of final/ ]
-1. *transformers' models* have their own layout, with the image processor or the tokenizer beside the weights, so that
+1. *transformers' models* have their own layout, with the image processor or the tokenizer next to the weights, so that
    ``from_pretrained`` and ``pipeline`` open the folder. ``Layout`` is that of their weights.
 2. *VGG and DenseNet* have ``model.safetensors``, the ``config.json`` of ``convnets.py``, and an image processor.
 3. *Adapters* have peft's layout and the tokenizer. A ``config.json`` would make transformers take the folder for a
    whole model, so the names of the classes are in ``id2label.json``.
-4. *Images* are resized and normalised by transformers' ``BitImageProcessor``, which can both squash an image to a
-   square and crop one out of its middle. Its PIL backend gives the pixels of training, up to rounding of the
-   normalisation; with torchvision installed, transformers takes that backend, which rounds resized pixels otherwise.
+4. *Images* are resized and normalised by ``BitImageProcessor``, which can both squash and crop. Its PIL backend gives
+   the pixels of training, up to rounding of the normalisation; its torchvision backend rounds resized pixels otherwise.
 """
 
 import json
@@ -62,8 +61,7 @@ BILINEAR = 2  # of PIL.Image.Resampling
 SIDES, MAX_SIDE = ("height", "width", "shortest_edge", "longest_edge"), 10_000
 """Of an image that a processor makes, and how many pixels one may have."""
 
-TaskName = Literal["image-classification", "text-classification", "text-generation"]
-"""As the Hub and ``transformers.pipeline`` call it."""
+TaskName = Literal["image-classification", "text-classification", "text-generation"]  # as of transformers.pipeline
 KINDS: dict[TaskName, tuple[Any, dict[str, Any]]] = {
     "image-classification": (AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
     "text-classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
@@ -74,11 +72,9 @@ OF_ADAPTERS: dict[str, TaskName] = {"SEQ_CLS": "text-classification", "CAUSAL_LM
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SavedModel:
-    """A trained model with all that it needs for an input.
+    """A trained model, in eval mode, with all that it needs for an input.
 
     Attributes:
-        model: in eval mode.
-        task: what it does.
         processor: the image processor or the tokenizer, of transformers.
         label_names: the classes in the order of the logits; none of a language model.
     """
@@ -90,12 +86,12 @@ class SavedModel:
 
     @property
     def grey_bits(self) -> int | None:
-        """Of the values in grey images of 16 bits, in training; ``None`` where there were none."""
+        """The bits of the values in grey images of 16 bits, in training; ``None`` where there were none."""
         return read_grey_bits(vars(self.processor))
 
     @torch.no_grad()
     def logits(self, inputs: Sequence[Any]) -> Tensor:
-        """The (B, num_classes) logits of a classifier, in at least float32.
+        """Return the (B, num_classes) logits of a classifier, in at least float32.
 
         Args:
             inputs: PIL images; or texts, or pairs of them as tuples.
@@ -107,31 +103,31 @@ class SavedModel:
 
     def _encoded(self, inputs: Sequence[Any], dtype: torch.dtype) -> Any:
         if self.task == "image-classification":
-            pixels = self.processor(list(inputs), return_tensors="pt").to(dtype)
-            return pixels if hasattr(self.model, "config") else _renamed(pixels)
+            encoded = self.processor(list(inputs), return_tensors="pt").to(dtype)
+            if not hasattr(self.model, "config"):  # our models call their argument ``images``
+                encoded["images"] = encoded.pop("pixel_values")
+            return encoded
         length = self.processor.init_kwargs.get("max_length")
         cut = {"truncation": True, "max_length": length} if length else {"truncation": True}
         return self.processor(list(inputs), padding=True, return_tensors="pt", **cut)
 
 
-def _renamed(pixels: Any) -> Any:
-    """Our models call their argument ``images``."""
-    pixels["images"] = pixels.pop("pixel_values")
-    return pixels
-
-
-def save_image_processor(
+def save_image_classifier(
     folder: Path,
     *,
+    architecture: str | None,
+    label_names: tuple[str, ...],
+    dtype: torch.dtype,
     image_size: int,
     resize_mode: str,
     mean: Sequence[float],
     std: Sequence[float],
     grey_bits: int | None = None,
 ) -> None:
-    """Write ``preprocessor_config.json``, with the resizing and normalisation of training.
+    """Write the image processor, with the resizing and normalisation of training, and our models' ``config.json``.
 
     Args:
+        architecture: the name of our model; ``None`` for one of transformers, which writes its own configuration.
         image_size: S, in pixels.
         resize_mode: ``squash`` to (S, S); or ``crop``: the shorter side to S, then (S, S) from the middle.
         mean, std: of each channel, for values from 0 to 1.
@@ -148,24 +144,6 @@ def save_image_processor(
         image_std=list(std),
         **own,
     ).save_pretrained(folder)
-
-
-def save_image_classifier(
-    folder: Path,
-    *,
-    architecture: str | None,
-    label_names: tuple[str, ...],
-    dtype: torch.dtype,
-    image_size: int,
-    **of_images: Any,
-) -> None:
-    """Write the files beside the weights: the image processor, and the ``config.json`` of one of our models.
-
-    Args:
-        architecture: the name of our model; ``None`` for one of transformers, which writes its own.
-        of_images: as ``save_image_processor``.
-    """
-    save_image_processor(folder, image_size=image_size, **of_images)
     if architecture is not None:
         config = ConvnetConfig(architecture=architecture, label_names=label_names, image_size=image_size, dtype=dtype)
         config.save(folder)
@@ -174,7 +152,7 @@ def save_image_classifier(
 def save_text_processor(
     folder: Path, *, tokenizer: PreTrainedTokenizerBase, max_length: int, label_names: Sequence[str]
 ) -> None:
-    """Write the tokenizer of a classifier, with the length at which texts end, and beside adapters the classes."""
+    """Write the tokenizer of a classifier, with the length at which texts end, and for adapters the classes."""
     tokenizer("", truncation=True, max_length=max_length)  # a fast tokenizer saves the length that it cut to last
     tokenizer.save_pretrained(folder)
     if is_adapter(folder):
@@ -195,7 +173,7 @@ class Layout:
 
 
 def layout_of(model: nn.Module, max_file_bytes: int) -> Layout | None:
-    """The layout of ``model``, whose tensors may be in shards: none is read.
+    """Return the layout of ``model``, whose tensors may be in shards: none is read.
 
     ``None`` where ``save_pretrained`` splits or joins tensors, and of models that are not transformers' own.
     """
@@ -221,7 +199,7 @@ def layout_of(model: nn.Module, max_file_bytes: int) -> Layout | None:
 
 
 def load(folder: str | Path, *, trust_remote_code: bool = False) -> SavedModel:
-    """The model that a recipe has saved, or any classifier or causal language model in transformers' or peft's layout.
+    """Load what a recipe has saved, or a classifier or causal language model in transformers' or peft's layout.
 
     Args:
         folder: ``final/``, or the folder of the run around it.
@@ -273,11 +251,12 @@ def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
     except LOADING_ERRORS as error:
         raise _refusal(path, error) from error
     is_image = task == "image-classification"
+    names = tuple(str(name) for _, name in sorted(config.id2label.items()))
     return SavedModel(
         model=model.eval(),
         task=task,
         processor=(_image_processor if is_image else _tokenizer)(path, trust_remote_code),
-        label_names=() if task == "text-generation" else _names(config.id2label),
+        label_names=() if task == "text-generation" else names,
     )
 
 
@@ -304,7 +283,7 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
 
 
 def _task_of(config: Any) -> TaskName | None:
-    """By the class that was saved; code of its own names its auto class instead."""
+    """Find the task by the class that was saved; code of its own names its auto class instead."""
     named = set(config.architectures or ())
     own = getattr(config, "auto_map", None) or {}
     for task, (auto_class, classes) in KINDS.items():
@@ -312,10 +291,6 @@ def _task_of(config: Any) -> TaskName | None:
         if named & set(known) or auto_class.__name__ in own:
             return task
     return None
-
-
-def _names(id2label: dict[int, str]) -> tuple[str, ...]:
-    return tuple(str(id2label[index]) for index in sorted(id2label))
 
 
 def _image_processor(path: Path, trust_remote_code: bool) -> Any:

@@ -4,14 +4,11 @@ NOTE [ stand-ins ]
 1. transformers builds the model on the meta device and loads a folder onto it: the parameters then have their dtypes,
    and are tied, as those of any loaded model, and no weight has been read.
 2. Each parameter becomes a *stand-in*: random numbers in the memory of about a row and a column, seen as a tensor of
-   its size whose diagonals are constant (a Hankel matrix). Experts in one tensor are one matrix again and again, in the
-   memory of the largest for all, as kernels for them look at strides. So the model runs, and what is tried on a few
-   tokens before the training finds what it finds with any weights: whether it sees later tokens, where its head is.
-   Adapters are made on top as on weights that are there.
-3. Buffers are there: those of the files are read, the others computed, by transformers' own rules. So is what the
-   files lack (a new head): it is initialised as in a model that is loaded whole.
-4. Whoever cuts the model up reads rows of its parameters by ``slices_of(model)``. A copy of the model has none, nor one
-   of a module: ``take_whole`` before it is made.
+   its size whose diagonals are constant (a Hankel matrix). Experts in one tensor are one matrix again and again, as
+   kernels for them look at strides. So the model runs, and what is tried on a few tokens finds what it finds with any
+   weights: whether it sees later tokens, where its head is. Adapters are made on top.
+3. Buffers of the files are read, others and what the files lack (a new head) initialised by transformers' own rules.
+4. ``slices_of(model)`` reads rows of its parameters. A copy of the model or of a module has none: ``take_whole`` first.
 5. A parameter has to be one tensor of the files. Where transformers would rename, join or split tensors, all weights
    are loaded whole.
 6. Building a model by its name on the Hub downloads its files into the cache, where ranks of one machine wait for one
@@ -20,6 +17,7 @@ NOTE [ stand-ins ]
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -31,12 +29,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.text import read_json
 
-ON_META = {"": "meta"}
-"""The ``device_map`` of ``from_pretrained`` with which it reads no weight."""
-SPREAD = 0.02
-"""Of the numbers of stand-ins: as most models of transformers begin."""
-INITIALIZED = "_is_hf_initialized"
-"""The attribute by which transformers leaves a tensor, or a module, as it is."""
+ON_META = {"": "meta"}  # a ``device_map`` with which ``from_pretrained`` reads no weight
+SPREAD = 0.02  # of the numbers of stand-ins, as most models of transformers begin
+INITIALIZED = "_is_hf_initialized"  # by this attribute transformers leaves a tensor, or a module, as it is
 Rows = Callable[[int, int], Tensor]
 """``rows(begin, end)`` of a tensor, on the host and in the dtype of its file, or in the one that it is drawn in."""
 
@@ -62,12 +57,12 @@ _OF_MODELS: WeakKeyDictionary[nn.Module, Slices] = WeakKeyDictionary()
 
 
 def slices_of(model: nn.Module) -> Slices:
-    """Where the weights of ``model`` are that are not in it."""
+    """Return where the weights of ``model`` are that are not in it."""
     return _OF_MODELS.get(model, Slices())
 
 
 def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: torch.device) -> PreTrainedModel:
-    """The model that ``load`` loads from ``source``, with stand-ins on ``device``: NOTE [ stand-ins ].
+    """Load a model with stand-ins on ``device``: NOTE [ stand-ins ].
 
     Args:
         load: takes a ``device_map``.
@@ -90,7 +85,7 @@ def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: to
 
 @torch.no_grad()
 def take_whole(model: nn.Module, names: Collection[str]) -> None:
-    """Put whole weights in the place of stand-ins in modules of these ``names``, since copies of stand-ins are none."""
+    """Put whole weights in the place of stand-ins in modules of these ``names``."""
     slices = slices_of(model)
     here = {one for name in names for one in model.get_submodule(name).parameters() if one in slices.unread}
     if not here:
@@ -100,7 +95,7 @@ def take_whole(model: nn.Module, names: Collection[str]) -> None:
 
 
 def made_whole(model: PreTrainedModel, why: str) -> PreTrainedModel:
-    """``model``, of which slices were asked for and all weights are there."""
+    """Note that slices of ``model`` were asked for, and why all weights are there."""
     _OF_MODELS[model] = Slices(line=f"weights: every rank has all of them first, because {why}")
     return model
 
@@ -108,7 +103,7 @@ def made_whole(model: PreTrainedModel, why: str) -> PreTrainedModel:
 def with_stand_ins(
     model: PreTrainedModel, rows: Mapping[nn.Parameter, Rows], device: torch.device, line: str
 ) -> PreTrainedModel:
-    """``model`` with stand-ins in the place of the parameters that have ``rows``."""
+    """Put stand-ins in the place of the parameters that have ``rows``."""
     generator = torch.Generator().manual_seed(0)
     experts = [parameter for parameter in rows if parameter.ndim > 2]
     largest = max((parameter.shape[-2:].numel() for parameter in experts), default=0)
@@ -119,7 +114,7 @@ def with_stand_ins(
 
 
 def replace_parameters(model: nn.Module, tensors: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, nn.Parameter]:
-    """Put ``tensors`` in the places of parameters; the new one for each."""
+    """Put ``tensors`` in the places of parameters; return the new one for each."""
     new = {old: nn.Parameter(tensor, requires_grad=old.requires_grad) for old, tensor in tensors.items()}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -128,7 +123,7 @@ def replace_parameters(model: nn.Module, tensors: Mapping[nn.Parameter, Tensor])
 
 
 def new_weights(model: nn.Module) -> set[nn.Parameter] | None:
-    """The parameters that the files of ``model`` did not hold, or held in another shape; ``None`` of one from scratch.
+    """Return the parameters that the files did not hold, or in another shape; ``None`` for a model from scratch.
 
     transformers marks what it has read. Weights packed into integers have always been read.
     """
@@ -154,10 +149,10 @@ class _Stored:
     shape: tuple[int, ...]
 
     def rows(self, begin: int, end: int) -> Tensor:
-        """Pages of the file, which are read when they are copied."""
+        """Return pages of the file, which are read when they are copied."""
         with safe_open(self.path, framework="pt") as file:
-            part: Tensor = file.get_slice(self.key)[begin:end]
-        return part
+            rows: Tensor = file.get_slice(self.key)[begin:end]
+        return rows
 
     def whole(self) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
@@ -166,7 +161,6 @@ class _Stored:
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    """The tensors of a folder, by name."""
     found = {}
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
@@ -176,7 +170,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """In the order in which transformers looks for them."""
+    """List them in the order in which transformers looks for them."""
     one, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
     if one.is_file():
         return [one]
@@ -187,7 +181,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _rows_of(model: PreTrainedModel, stored: dict[str, _Stored]) -> dict[nn.Parameter, Rows]:
-    """Rule 5."""
+    """Find what reads each parameter: rule 5."""
     if getattr(model, "_weight_conversions", None):
         raise WholeOnly(f"{type(model).__name__} has other names or shapes than its files")
     for pair in model.all_tied_weights_keys.items():
@@ -202,12 +196,12 @@ def _rows_of(model: PreTrainedModel, stored: dict[str, _Stored]) -> dict[nn.Para
 
 
 def _find(name: str, model: PreTrainedModel, stored: dict[str, _Stored]) -> _Stored | None:
-    """The tensor of that name; files of a model without its head have no prefix."""
+    """Find the tensor of that name; files of a model without its head have no prefix."""
     return stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
 
 
 def _stand_in(parameter: Tensor, generator: torch.Generator, device: torch.device, matrix: Tensor) -> Tensor:
-    """Rule 2; of a vector, numbers about 1, as the weights of norms are.
+    """Make a stand-in by rule 2; that of a vector has numbers about 1, as the weights of norms.
 
     Args:
         matrix: the numbers of tensors of more than two dimensions.
@@ -226,22 +220,19 @@ def _numbers(count: int, generator: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def _make_others(model: PreTrainedModel, stored: dict[str, _Stored], rows: Mapping[nn.Parameter, Rows]) -> None:
-    """Rule 3: parameters of files and what has been read are left alone, because they say that they are initialised."""
-    replace_parameters(model, {one: _empty(one) for one in model.parameters() if one not in rows})
+    """Make by rule 3 what has no ``rows``; what is marked as initialised is left alone."""
+    empty = partial(torch.empty_like, device="cpu")
+    replace_parameters(model, {one: empty(one) for one in model.parameters() if one not in rows})
     saved = model.state_dict().keys()
     made: dict[Tensor, Tensor] = {}
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         if buffer not in made:
-            made[buffer] = _read(name, buffer, model, stored) if name in saved else _empty(buffer)
+            made[buffer] = _read(name, buffer, model, stored) if name in saved else empty(buffer)
         parent, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(parent), own_name, made[buffer])
     for module in model.modules():
         vars(module).pop(INITIALIZED, None)
     model.initialize_weights()
-
-
-def _empty(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu")
 
 
 def _read(name: str, buffer: Tensor, model: PreTrainedModel, stored: dict[str, _Stored]) -> Tensor:

@@ -26,7 +26,7 @@ from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.errors import InputError
 from memsave_recipes.models import load
 from memsave_recipes.models.image_classifiers import MODELS, ImageModelArguments, build_image_classifier, normalization
-from memsave_recipes.models.saved import layout_of, save_image_classifier, save_image_processor
+from memsave_recipes.models.saved import layout_of, save_image_classifier
 
 NAMES = ("cat", "dog", "eel")
 OF_IMAGES = {"resize_mode": "squash", "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}
@@ -79,7 +79,8 @@ def test_half_precision_is_kept(convnet):
 
 def test_an_image_can_be_cropped_out_of_the_middle(tmp_path):
     """The shorter side is resized to S, and the middle of the longer one is kept."""
-    save_image_processor(tmp_path, image_size=16, **OF_IMAGES | {"resize_mode": "crop"})
+    files = {"architecture": None, "label_names": (), "dtype": torch.float32, "image_size": 16}
+    save_image_classifier(tmp_path, **files, **OF_IMAGES | {"resize_mode": "crop"})
     image = picture(64, 32)
     pixels = BitImageProcessorPil.from_pretrained(tmp_path)(image, return_tensors="pt").pixel_values
     cropped = image.resize((32, 16), Image.Resampling.BILINEAR).crop((8, 0, 24, 16))
