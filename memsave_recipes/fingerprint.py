@@ -1,15 +1,12 @@
 """Digests of the training data that fit into a checkpoint: is it the same, and where does it begin to differ?
 
 NOTE [ the same data ]
-1. Each sample has a digest, in the order of the data set. Of more than 65,536 samples a few in a row share one, so that
-   a split takes at most 512 KiB of a checkpoint.
-2. Texts are compared by their tokens and labels, images of the Hub and built-in ones by their bytes and labels; the
-   cache of ``datasets`` keeps the digests. Images in a folder are compared by name, size and label, because reading
-   all of them takes long.
-3. So an image in a folder that has the same name, size and label, but other pixels, passes. Where the folder has a
-   ``SHA256SUMS``, its digests are compared as well. Other modification times are announced, not refused, because a
-   copy of the same data has them too.
-4. Parts that only one of two fingerprints has are not compared: a ``SHA256SUMS`` may have been added later.
+1. Each sample has a digest, in the order of the data set. Of more than 65,536 samples a few in a row share one.
+2. Texts are compared by their tokens and labels, images of the Hub and built-in ones by their bytes and labels. Images
+   in a folder are compared by name, size and label, because reading all of them takes long.
+3. So an image in a folder that has the same name, size and label, but other pixels, passes, unless the folder has a
+   ``SHA256SUMS``. Other modification times are announced, not refused, because a copy of the data has them too.
+4. What only one of two fingerprints has is not compared: a ``SHA256SUMS`` may have been added later.
 """
 
 import hashlib
@@ -32,22 +29,17 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Samples:
-    """The samples of a split, by digests.
-
-    Args:
-        digests: of each sample, int64 (N,).
-        name_of: a name for people of the sample at a place, from 0.
-    """
+    """The samples of a split: their digests, int64 (N,), and a name for the one at a place, from 0."""
 
     digests: np.ndarray
     name_of: Callable[[int], str]
 
     def record(self) -> Record:
-        """For a checkpoint: the number of samples, and digests of groups of equally many, int64 (G,)."""
+        """Return the number of samples, and digests of groups of equally many, int64 (G,), for a checkpoint."""
         return {"count": len(self.digests), "digests": torch.from_numpy(self._of_groups())}
 
     def difference(self, saved: Record) -> str | None:
-        """Where they differ from those of an earlier ``record``, in words; ``None`` where they do not."""
+        """Say where they differ from those of an earlier ``record``; ``None`` where they do not."""
         count, size = len(self.digests), _group_size(len(self.digests))
         sizes = f"{saved['count']:,} were and {count:,} are" if saved["count"] != count else ""
         comparable = _group_size(saved["count"]) == size
@@ -67,7 +59,7 @@ class Samples:
         return np.array([digest_of(group.tobytes()) for group in groups], dtype=np.int64)
 
     def _first_difference(self, saved: np.ndarray) -> int:
-        """The first group that differs from ``saved``; the number of groups where none does."""
+        """Find the first group that differs from ``saved``; the number of groups where none does."""
         groups = self._of_groups()
         common = min(len(groups), len(saved))
         differs = np.flatnonzero(groups[:common] != saved[:common])
@@ -79,7 +71,6 @@ class Fingerprint:
     """The data of a run: NOTE [ the same data ]. Splits are named as in ``training images: the first that differs``.
 
     Args:
-        samples: by split.
         contents: by split, where there is a list of the files' SHA-256.
         times: by split, when the files were last modified.
         label_names: of the classes, in the order of their labels.
@@ -93,13 +84,13 @@ class Fingerprint:
     tokenizer: str = ""
 
     def record(self) -> Record:
-        """All digests, for a checkpoint."""
+        """Return all digests, for a checkpoint."""
         kinds = {"samples": self.samples, "contents": self.contents, "times": self.times}
         splits = {kind: {name: part.record() for name, part in parts.items()} for kind, parts in kinds.items()}
         return {**splits, "label_names": list(self.label_names), "tokenizer": self.tokenizer}
 
     def differences(self, saved: Record) -> list[str]:
-        """The differences from an earlier ``record``, in a few words each."""
+        """Say how the data differ from an earlier ``record``, in a few words each."""
         found = []
         if saved["label_names"] != list(self.label_names):
             found.append(f"class names: {_change_of_names(saved['label_names'], list(self.label_names))}")
@@ -109,17 +100,17 @@ class Fingerprint:
         return found or _differences(saved["contents"], self.contents)
 
     def other_times(self, saved: Record) -> list[str]:
-        """Where the files were modified at other times than those of an earlier ``record``."""
+        """Say which files were modified at other times than those of an earlier ``record``."""
         return _differences(saved["times"], self.times)
 
 
 def digest_of(content: bytes) -> int:
-    """64 bits of a BLAKE2 hash, as a signed number."""
+    """Return 64 bits of a BLAKE2 hash, as a signed number."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 def sha256_of_file(path: str | Path) -> str:
-    """In hexadecimal, as ``sha256sum`` writes it."""
+    """Return the digest in hexadecimal, as ``sha256sum`` writes it."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

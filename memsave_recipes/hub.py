@@ -1,8 +1,7 @@
 """The Hub is asked once: where it does not answer, names come from the cache, or end at once in one line.
 
 ``huggingface_hub`` asks for every file up to six times, with pauses: 23 s a file where nothing listens, and more than
-six minutes where a server takes the connection and never answers (2.4, measured). So it is asked once whether it is
-there; if not, the process goes offline as with ``HF_HUB_OFFLINE=1``. A Hub that is lost later is up to that library.
+six minutes where a server never answers (2.4, measured). So one request decides whether the process goes offline.
 """
 
 import logging
@@ -21,13 +20,10 @@ from memsave_recipes.text import first_line
 with packages_of("vision,text", "names on the Hub"):
     import datasets
 
-ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))
-"""That library's own variable for slow networks."""
+ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))  # that library's variable for slow networks
 MISSING_WHILE_OFFLINE = (ConnectionError, LocalEntryNotFoundError)
 INVALID_CONFIGURATION = StrictDataclassError
 """Raised by transformers where an entry of a configuration contradicts its type or another entry."""
-WHOLE_IN_ITS_FILE = "TokenizersBackend"
-"""The class of a tokenizer that ``tokenizer.json`` describes alone."""
 
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or every local file that it reads is counted on a server
 
@@ -36,7 +32,7 @@ _why_silent: dict[str, str | None] = {}  # by endpoint; None for one that has an
 
 
 def ask_hub_for(name: str) -> None:
-    """Before ``name`` is loaded: go offline where it is not at hand as a folder or file and the Hub does not answer."""
+    """Go offline where ``name`` is not a folder or file and the Hub does not answer."""
     if os.path.exists(name) or constants.is_offline_mode():
         return
     if constants.ENDPOINT not in _why_silent:
@@ -48,20 +44,17 @@ def ask_hub_for(name: str) -> None:
 
 
 def folder_of(name: str) -> Path:
-    """The files of a model that has been loaded: ``name`` if it is a folder, else its newest snapshot in the cache."""
+    """Return the files of a model that has been loaded: ``name``, or its newest snapshot in the cache."""
     config = None if os.path.isdir(name) else try_to_load_from_cache(name, "config.json")
     return Path(config).parent if isinstance(config, str) else Path(name)
 
 
 @contextmanager
-def loading_by_name(name: str, source: str, way_out: str) -> Iterator[None]:
+def loading_by_name(name: str, source: str, hint: str) -> Iterator[None]:
     """Load ``name`` inside, from the Hub, the cache or a folder.
 
-    Args:
-        source: the flag and its value, for the message.
-
     Raises:
-        InputError: it cannot be loaded.
+        InputError: it cannot be loaded; ``source`` is the flag with its value, ``hint`` the way out.
     """
     ask_hub_for(name)
     try:
@@ -69,11 +62,11 @@ def loading_by_name(name: str, source: str, way_out: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # those of HTTP libraries are often no OSError
-        raise InputError(f"{source} cannot be loaded: {reason(error)}; {way_out}") from error
+        raise InputError(f"{source} cannot be loaded: {reason(error)}; {hint}") from error
 
 
 def open_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool) -> Any:
-    """The tokenizer of a folder or of the Hub, with the tokens that it was saved with.
+    """Open the tokenizer of a folder or of the Hub, with the tokens that it was saved with.
 
     ``AutoTokenizer`` takes the class that belongs to some types of models (Qwen 2, Qwen 3.5), which splits words in its
     own way, also where ``tokenizer.json`` holds another tokenizer, such as one that was trained from scratch.
@@ -85,13 +78,14 @@ def open_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool) -> Any:
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     entries = get_tokenizer_config(str(name_or_path))
-    if entries.get("tokenizer_class") == WHOLE_IN_ITS_FILE and "auto_map" not in entries:
+    is_whole = entries.get("tokenizer_class") == "TokenizersBackend"  # which ``tokenizer.json`` describes alone
+    if is_whole and "auto_map" not in entries:
         return PreTrainedTokenizerFast.from_pretrained(name_or_path)
     return AutoTokenizer.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be loaded, in one line."""
+    """Say why something could not be loaded, in one line."""
     if constants.is_offline_mode() and any(isinstance(cause, MISSING_WHILE_OFFLINE) for cause in _behind(error)):
         return f"it is not in the cache, and {_why_silent.get(constants.ENDPOINT) or 'HF_HUB_OFFLINE is set'}"
     while isinstance(error, datasets.exceptions.DatasetGenerationError | StrictDataclassError) and error.__cause__:
@@ -100,7 +94,7 @@ def reason(error: BaseException) -> str:
 
 
 def _ask(endpoint: str) -> str | None:
-    """Why the Hub does not answer; ``None`` where it does."""
+    """Say why the Hub does not answer; ``None`` where it does."""
     try:
         status = get_session().head(endpoint, timeout=ANSWERS_WITHIN_S).status_code
     except Exception as error:  # of the HTTP library, which is not always the same one
@@ -109,7 +103,6 @@ def _ask(endpoint: str) -> str | None:
 
 
 def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """``error`` and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

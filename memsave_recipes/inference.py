@@ -1,8 +1,7 @@
 """Predictions of a saved model for images, texts and prompts, as ``memsave predict`` prints them.
 
-Classifiers compute the probabilities of the recipe's evaluation: images are decoded as for training, and texts end at
-the same length. Language models continue a prompt greedily; where the tokenizer has a chat template, the prompt is a
-user's message and the continuation its reply.
+Classifiers compute the probabilities of the recipe's evaluation. Language models continue a prompt greedily; where the
+tokenizer has a chat template, the prompt is a user's message and the continuation its reply.
 """
 
 import json
@@ -64,7 +63,7 @@ class Input:
 
 
 def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False) -> SavedModel:
-    """``load`` on a device, such as ``cpu`` or ``cuda:1``; by default on a GPU where there is one.
+    """Load a model on a device, such as ``cpu`` or ``cuda:1``; by default on a GPU where there is one.
 
     Raises:
         InputError: as ``load``; or there is no such device.
@@ -81,7 +80,7 @@ def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False)
 
 
 def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments) -> list[Input]:
-    """The inputs that ``words`` name: images and folders of them; or texts, and files with a text a line or row.
+    """Read the inputs that ``words`` name: images and folders of them; or texts, and files with a text a line or row.
 
     Raises:
         InputError: a file is missing, unreadable, or not what the model takes.
@@ -95,7 +94,8 @@ def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments
 
 def _images_of(word: str, flags: PredictArguments) -> Iterator[Input]:
     if os.path.isdir(word):
-        found = sorted(path for path in Path(word).rglob("*") if _is_image(path) and path.is_file())
+        endings = Image.registered_extensions()
+        found = sorted(path for path in Path(word).rglob("*") if path.suffix.lower() in endings and path.is_file())
         if not found:
             raise InputError(f"{word} has no images: name a folder of image files")
     elif os.path.isfile(word):
@@ -109,10 +109,6 @@ def _images_of(word: str, flags: PredictArguments) -> Iterator[Input]:
         except Exception as error:  # of Pillow's plugins
             raise _broken(path, error) from error
         yield Input(name=str(path), value=path)
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in Image.registered_extensions()
 
 
 def _broken(path: Path, error: Exception) -> InputError:
@@ -141,7 +137,7 @@ def _texts_of(word: str, flags: PredictArguments) -> Iterator[Input]:
 
 
 def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
-    """The text of a JSON object, the pair of its texts, or its conversation."""
+    """Return the text of a JSON object, the pair of its texts, or its conversation."""
     try:
         content = read_json(line)
         json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no text
@@ -161,14 +157,13 @@ def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
 
 
 def _name_of(value: Any) -> str:
-    """Of a conversation its last message."""
     if isinstance(value, list):
         return str(value[-1].get("content"))
     return " | ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments) -> list[dict[str, Any]]:
-    """A row for each input, in order; a progress bar on a terminal.
+    """Make a row for each input, in order; a progress bar on a terminal.
 
     Returns:
         ``input`` with ``predictions``, each a ``label`` with its ``probability``; or with ``generated_text``.
@@ -186,10 +181,10 @@ def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments)
                 answers = list(answer(saved, [one.value for one in batch], flags))
             except InputError:
                 raise
-            except Exception as error:  # of a processor, a template or weights from elsewhere
+            except Exception as error:  # of a processor, a template or foreign weights
                 where = f"from {printable(batch[0].name)[:80]!r} on"
                 raise InputError(
-                    f"the model cannot take the inputs {where} ({first_line(error)}): look at the files beside it"
+                    f"the model cannot take the inputs {where} ({first_line(error)}): look at its files"
                 ) from error
             rows += [{"input": one.name, key: given} for one, given in zip(batch, answers, strict=True)]
             bar.update(len(batch))
@@ -237,7 +232,7 @@ def _generated(saved: SavedModel, values: list[Any], flags: PredictArguments) ->
 
 
 def _prompts(saved: SavedModel, values: list[Any], flags: PredictArguments) -> Any:
-    """Tokens that end alike, so that all continuations begin at the same place."""
+    """Make tokens that end alike, so that all continuations begin at the same place."""
     tokenizer = saved.processor
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:

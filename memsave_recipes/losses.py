@@ -1,28 +1,22 @@
 """The cross-entropy of a language model's head in chunks of rows, without the full logits.
 
-With 32k to 256k words the logits (N, V), the log-softmax made of them and their gradient are often the largest tensors
-of a training step. Nothing needs more than a few rows of them at a time, if the gradient of those rows is computed at
-once:
-
 NOTE [ the gradient in the forward ]
     1. For each chunk of rows the forward makes the logits, the loss and, with ``p`` the softmax, the logits' gradient
        ``p - onehot(label)``, which it multiplies into the gradients of the hidden states and of the head before the
-       next chunk takes its place. Computing it later instead (checkpointing each chunk) would multiply by the head a
-       fourth time.
-    2. The backward has only to multiply by the factor that comes from above, in place. A second backward through a
-       graph that was retained finds those gradients used up and computes them again: right, at the price of a forward.
-    3. Gradients are summed over the chunks in float32, and rounded to bfloat16 once, after the factor. Sums in bfloat16
-       would lose what every chunk adds to a large sum. The cost is nothing under autocast, where the head is float32
-       anyway; a head that is itself bfloat16 takes 4 bytes a weight more until the backward has passed. A frozen head
-       (LoRA) takes none of it.
-    4. Rows whose label is -100 are computed like all others, as in the ordinary path. To drop them the host would have
-       to wait for the device to count them in every micro-batch, and neither fake tensors (the prediction of memory)
-       nor compiled graphs know such a size. Where many are ignored, select the valid rows before the call.
+       next chunk takes its place. Checkpointing each chunk would multiply by the head a fourth time.
+    2. The backward only multiplies by the factor that comes from above, in place. A second backward through a retained
+       graph finds those gradients used up and computes them again.
+    3. Gradients are summed over the chunks in float32, and rounded to bfloat16 once, after the factor, because sums in
+       bfloat16 would lose what every chunk adds. A bfloat16 head, unless it is frozen, takes 4 bytes a weight more
+       until the backward has passed.
+    4. Rows whose label is -100 are computed like all others. To drop them the host would have to wait for the device,
+       and neither fake tensors nor compiled graphs know such a size. Where many are ignored, select the valid rows
+       before the call.
 
 NOTE [ tied weights ]
     1. Where the head is the embedding as well, autograd makes the gradients of both, (V, D) each, before it adds them.
        Inside ``tied_gradient`` the loss keeps the head's, and the backward of the lookup, which comes last, adds its
-       rows to that and gives autograd the sum. Rows are added in float32, in another order than autograd's.
+       rows to that in float32 and gives autograd the sum.
     2. A lookup that the hidden states do not depend on has no backward: then the loss gives its gradient to autograd.
 
 The first idea is in Liger Kernel's fused linear cross-entropy (https://arxiv.org/abs/2410.10989), there with Triton
@@ -49,18 +43,17 @@ IGNORED_LABEL = -100
 
 
 def default_chunk_bytes(device: torch.device) -> int:
-    """The logits of one chunk in float32: 32 MiB on a CPU, 512 MiB elsewhere.
+    """Return the bytes of the float32 logits of one chunk: 32 MiB on a CPU, 512 MiB on other devices.
 
-    A chunk costs a pass over the head's gradient whatever its rows, so it must be tall enough for its products to
-    outweigh that. Measured on a CPU (float32, width 512, vocabulary 128k, against the full path's time): 16 rows x1.6,
-    32 rows x1.1, 64 rows, which are 32 MiB, x1.0, 128 rows x0.85. An accelerator computes far more for every byte that
-    it moves and takes about a thousand rows: computed from an H200's 790 TFLOP/s and 4.8 TB/s, not measured.
+    A chunk costs a pass over the head's gradient, so its products must outweigh that. Measured on a CPU (float32, width
+    512, vocabulary 128k, against the full path's time): 16 rows x1.6, 32 rows x1.1, 64 rows, which are 32 MiB, x1.0,
+    128 rows x0.85. The size for accelerators is computed from an H200's 790 TFLOP/s and 4.8 TB/s, not measured.
     """
     return 32 * MIB if device.type == "cpu" else 512 * MIB
 
 
 def num_chunks(num_rows: int, vocab_size: int, chunk_bytes: int) -> int:
-    """Into how many chunks of at most ``chunk_bytes`` the float32 logits fall. With one there is little to save."""
+    """Return how many chunks of at most ``chunk_bytes`` the float32 logits take. With one there is little to save."""
     rows_that_fit = max(1, chunk_bytes // (torch.float32.itemsize * vocab_size))
     return ceil(num_rows / rows_that_fit)
 
@@ -76,7 +69,7 @@ def linear_cross_entropy(
     chunk_bytes: int | None = None,
     tied: "TiedGradient | None" = None,
 ) -> Tensor:
-    """The sum of the cross-entropies of all rows with a label, in memory for a few rows of logits at a time.
+    """Sum the cross-entropies of all rows with a label, in memory for a few rows of logits at a time.
 
     Logits are ``logit_scale * (hidden @ weight.T + bias)``, with ``softcap`` then ``softcap * tanh(logits / softcap)``.
     Loss and gradients are those of ``full_cross_entropy``, up to the order of sums. Under autocast the products are in
@@ -87,8 +80,8 @@ def linear_cross_entropy(
         weight: (V, D), the head; it may also be the embedding (tied weights).
         labels: (N,) already shifted; -100 counts for nothing.
         bias: (V,).
-        chunk_bytes: how large the float32 logits of one chunk may be, by default ``default_chunk_bytes``. At the peak
-            a chunk takes one such tensor, half as much again in bfloat16, twice as much with ``softcap``.
+        chunk_bytes: how large the float32 logits of one chunk may be, by default ``default_chunk_bytes``. At the peak a
+            chunk takes one such tensor, half as much again in bfloat16, twice as much with ``softcap``.
         tied: of the ``tied_gradient`` that ``hidden`` was made in; ``weight`` is the embedding.
 
     Returns:
@@ -123,7 +116,7 @@ def full_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    """``linear_cross_entropy`` on all logits at once."""
+    """Compute ``linear_cross_entropy`` on all logits at once."""
     _check_shapes(hidden, labels)
     logits = F.linear(hidden, weight, bias)  # (N, V)
     logits = logits.to(_precise(logits.dtype))
@@ -198,7 +191,7 @@ class TiedGradient:
     lookup: Any = None
 
     def is_behind(self, hidden: Tensor) -> bool:
-        """Whether ``hidden`` was computed from the lookup, so that the lookup's backward comes after the loss's."""
+        """Tell whether ``hidden`` was computed from the lookup, whose backward then comes after the loss's."""
         seen: set[Any] = set()
         left = [hidden.grad_fn] if self.lookup is not None else []
         while left and self.lookup not in seen:
@@ -211,7 +204,7 @@ class TiedGradient:
 
 @contextmanager
 def tied_gradient(embedding: nn.Embedding) -> Iterator[TiedGradient | None]:
-    """Inside, the lookup of ``embedding`` waits for the gradient of a head with the same weight.
+    """Let the lookup of ``embedding`` wait, inside, for the gradient of a head with the same weight.
 
     Gives ``None``, and changes nothing, where the embedding's gradient is sparse or scaled, or its rows renormalised.
     """
@@ -235,7 +228,7 @@ def tied_gradient(embedding: nn.Embedding) -> Iterator[TiedGradient | None]:
 
 
 class _Lookups(TorchFunctionMode):
-    """The first lookup in ``weight`` is that of ``tied``."""
+    """Makes the first lookup in ``weight`` that of ``tied``."""
 
     def __init__(self, weight: Tensor, tied: TiedGradient) -> None:
         super().__init__()
@@ -254,8 +247,6 @@ class _Lookups(TorchFunctionMode):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of an embedding."""
-
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding_idx: int | None, tied: TiedGradient) -> Tensor:
         """(V, D) and (...) to (..., D)."""
@@ -284,7 +275,7 @@ class _Lookup(torch.autograd.Function):
 def _run_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings, wanted: list[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss, and its gradients for hidden, weight and bias where ``wanted``, in ``_precise`` dtypes."""
+    """Return the loss, and its gradients for hidden, weight and bias where ``wanted``, in ``_precise`` dtypes."""
     if settings.matmul_dtype is not None:
         hidden, weight = hidden.to(settings.matmul_dtype), weight.to(settings.matmul_dtype)
         bias = None if bias is None else bias.to(settings.matmul_dtype)
@@ -305,7 +296,7 @@ def _run_chunks(
 
 
 def _to_gradient(logits: Tensor, labels: Tensor, settings: _Settings, *, wanted: bool) -> Tensor:
-    """The summed loss of ``logits`` (rows, V), which then hold, if ``wanted``, its gradient: all of it in place."""
+    """Return the summed loss of ``logits`` (rows, V), which then hold, if ``wanted``, its gradient."""
     slope = _transform(logits, settings, wanted=wanted)
     ignored = labels == IGNORED_LABEL
     labels = labels.masked_fill(ignored, 0)
@@ -322,7 +313,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, settings: _Settings, *, wanted:
 
 
 def _transform(logits: Tensor, settings: _Settings, *, wanted: bool) -> Tensor | float | None:
-    """Scale and cap ``logits`` in place; returns the derivative of that, if ``wanted`` and not one."""
+    """Scale and cap ``logits`` in place; return the derivative of that, if ``wanted`` and not one."""
     scale, softcap = settings.logit_scale, settings.softcap
     if scale != 1:
         logits *= scale
@@ -337,7 +328,7 @@ def _transform(logits: Tensor, settings: _Settings, *, wanted: bool) -> Tensor |
 def _add_gradients(
     gradients: list[Tensor | None], grad_logits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
 ) -> None:
-    """Add the part of the rows of ``chunk`` to the gradients for hidden, weight and bias."""
+    """Add the rows of ``chunk`` to the gradients for hidden, weight and bias."""
     grad_hidden, grad_weight, grad_bias = gradients
     rounded = grad_logits.to(weight.dtype)
     if grad_hidden is not None:
@@ -351,17 +342,16 @@ def _add_gradients(
 
 
 def _sums_come_out(factor: Tensor) -> bool:
-    """Whether a product of low precision can be added to a float32 tensor without a rounding in between.
+    """Tell whether a product of low precision can be added to a float32 tensor without a rounding in between.
 
-    Matrix units take bfloat16 and sum in float32, but of the libraries behind torch only NVIDIA's hands those sums out.
-    Whoever counts FLOPs there: the FlopCounterMode of torch 2.13 fails on ``addmm`` with ``out_dtype`` and needs a
-    ``custom_mapping`` for it.
+    Matrix units sum in float32, but of the libraries behind torch only NVIDIA's hands those sums out. The
+    FlopCounterMode of torch 2.13 fails on ``addmm`` with ``out_dtype`` and needs a ``custom_mapping`` for it.
     """
     return factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, of which the dtype of the sums is."""
+    """Add ``left @ right`` to ``total``, whose dtype the sums have."""
     if isinstance(total, FakeTensor) and torch.__version__ < "2.13":  # no shapes of this addmm, and no values to add
         torch.mm(left, right, out_dtype=total.dtype, out=total)
     else:
@@ -369,5 +359,5 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of softmax, loss and sums over chunks."""
+    """Return the dtype of softmax, loss and sums over chunks."""
     return torch.float64 if dtype == torch.float64 else torch.float32
