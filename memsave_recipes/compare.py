@@ -1,18 +1,10 @@
 """Finished runs: read from their folders as plain data, and set side by side.
 
-``results.json`` holds the final figures, ``config.json`` the flags and the environment, ``metrics.jsonl`` one row for
-each logging step. Any figure may be absent.
+A figure that a run did not record is ``None``, and a trait that it did not record counts as equal.
 
 NOTE [ foreign runs ]: a folder may come from anyone, so its content is sanitized here, once for the terminal and for
-every format: (1) names and texts are ``printable``; (2) figures and points of curves beyond ``LARGEST`` are not finite,
-so no ratio and no axis leaves the range of a float; (3) a file that cannot be read so is an ``InputError`` that names
-the folder, and the other runs are shown.
-
-``compare`` returns plain values, which ``render`` lays out; a figure that a run did not record is ``None``.
-
-NOTE [ comparability ]: runs may differ in their method, which is the activation checkpointing plan and the batch
-layout; neither changes the loss curve. ``TRAITS`` change the loss, the memory or the speed by themselves. A trait that
-a run did not record counts as equal.
+every format: names and texts are ``printable``, and figures beyond ``LARGEST`` are not finite, so that no ratio and no
+axis leaves the range of a float. A file that cannot be read so is an ``InputError``; the other runs are shown.
 
 NOTE [ Pareto ]: a run is Pareto-optimal if no other run of the same workload on the same hardware has both a peak as
 low and a throughput as high, one of them better. A run without others to compare is not marked.
@@ -25,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard, TypeVar
 
@@ -67,29 +60,23 @@ T = TypeVar("T")
 class History:
     """The logged rows of a run, in the order of writing.
 
-    The curves that are compared and drawn are held as plain numbers. ``rows`` are not held: they are iterated once
-    here, and again by code that needs whole rows.
+    ``rows`` are iterated once here, for the curves, and again by code that needs whole rows.
     """
 
     def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
         self.rows = rows
         self._curves = {key: (array("q"), array("d")) for key in (TRAIN_LOSS, EVAL_LOSS, SAMPLES_SEEN)}
         for row in rows:
-            self._add(row)
+            step = step_of(row)
+            for key, (steps, values) in self._curves.items():
+                value = _number(row.get(key))
+                if step is not None and value is not None:
+                    steps.append(step)
+                    values.append(value)
 
     def curve(self, key: str) -> dict[int, float]:
-        """A figure by step; a step that was logged twice has its last value."""
+        """Return a figure by step; a step that was logged twice has its last value."""
         return dict(zip(*self._curves[key], strict=True))
-
-    def _add(self, row: dict[str, Any]) -> None:
-        step = step_of(row)
-        if step is None:
-            return
-        for key, (steps, values) in self._curves.items():
-            value = _number(row.get(key))
-            if value is not None:
-                steps.append(step)
-                values.append(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,23 +93,23 @@ class Run:
     history: History
 
     def figure(self, *keys: str) -> float | None:
-        """A number of the results, as ``figure("memory", "peak_allocated_gib")``; ``None`` if absent or not finite."""
+        """Return a result, as ``figure("memory", "peak_allocated_gib")``; ``None`` if absent or not finite."""
         value = _at(self.results, keys)
         return value if _is_number(value) and abs(value) <= LARGEST else None
 
     def names(self, key: str) -> list[str]:
-        """The names of the numbers in a part of the results, as ``names("eval")``."""
-        part = self.results.get(key)
-        return [name for name in part if self.figure(key, name) is not None] if isinstance(part, dict) else []
+        """Return the names of the numbers of a section, as ``names("eval")``."""
+        section = self.results.get(key)
+        return [name for name in section if self.figure(key, name) is not None] if isinstance(section, dict) else []
 
     def text(self, *keys: str) -> str | None:
-        """A text of the results, as ``text("plan")``; ``None`` where it is absent."""
+        """Return a text of the results, as ``text("plan")``; ``None`` where it is absent."""
         value = _at(self.results, keys)
         return value if isinstance(value, str) else None
 
 
 def read_run(folder: Path | str) -> Run:
-    """Reads a run folder. NOTE [ foreign runs ].
+    """Read a run folder: NOTE [ foreign runs ].
 
     Raises:
         InputError: a file is missing, cannot be read, or is from another program.
@@ -146,7 +133,7 @@ def read_run(folder: Path | str) -> Run:
 
 
 def find_runs(path: Path | str) -> list[Path]:
-    """The runs at or below ``path``, finished or not, sorted: their folders, and W&B logs (``*.wandb``).
+    """Find the runs at or below ``path``, finished or not, sorted: their folders, and W&B logs (``*.wandb``).
 
     A W&B log inside a run's folder is that run again, so it is left out.
 
@@ -170,18 +157,18 @@ def find_runs(path: Path | str) -> list[Path]:
 
 
 def loss_curve(run: Run) -> dict[int, float]:
-    """The training loss by step."""
+    """Return the training loss by step."""
     return run.history.curve(TRAIN_LOSS)
 
 
 def step_of(row: dict[str, Any]) -> int | None:
-    """The step of a logged row; ``None`` where it is not a valid step number."""
+    """Return the step of a logged row; ``None`` where it is not a valid step number."""
     step = row.get("step")
     return step if _is_number(step) and isinstance(step, int) and abs(step) <= LAST_STEP else None
 
 
 def history_row(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of ``row``, NaN and infinities included."""
+    """Return the numbers of ``row``, NaN and infinities included."""
     numbers = ((printable(key), _number(value)) for key, value in row.items())
     return {key: number for key, number in numbers if number is not None}
 
@@ -193,10 +180,8 @@ class _LoggedRows:
     folder: Path
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        number = 0
         with _reading(self.folder, "metrics.jsonl") as file:
-            while line := file.readline(MAX_LETTERS):
-                number += 1
+            for number, line in enumerate(iter(partial(file.readline, MAX_LETTERS), ""), start=1):
                 yield _parse(line, f"metrics.jsonl line {number}", self.folder)
 
 
@@ -207,7 +192,7 @@ def _at(nested: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """``value`` if it is a number; beyond ``LARGEST`` it is infinite."""
+    """Return ``value`` if it is a number; beyond ``LARGEST`` it is infinite."""
     if isinstance(value, str):
         return float(value) if value in NOT_FINITE else None
     if not _is_number(value):
@@ -261,10 +246,7 @@ def _damaged(name: str, folder: Path, error: Exception) -> InputError:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A number of a run and the same number of its baseline; ``None`` where it was not recorded.
-
-    The baseline's own figures have no ``baseline``.
-    """
+    """A number of a run and of its baseline, whose own figures have no ``baseline``."""
 
     value: float | None
     baseline: float | None = None
@@ -285,9 +267,9 @@ class Figure:
 class ComparisonRow:
     """One run: memory in bytes, time in seconds.
 
-    ``name`` is the run's, with as much of its path as makes it unique. ``metric`` is the first of ``METRICS`` in
-    ``evaluation``. ``differs`` has the traits in which run and baseline differ. ``loss_difference`` is the largest
-    difference at any step to the baseline's loss curve; ``None`` unless both logged the same steps.
+    ``name`` has as much of the path as makes it unique. ``metric`` is the first of ``METRICS`` in ``evaluation``.
+    ``differs`` has the traits in which run and baseline differ. ``loss_difference`` is the largest difference at any
+    step to the baseline's loss curve; ``None`` unless both logged the same steps.
     """
 
     run: Run
@@ -330,7 +312,7 @@ class ComparisonTable:
 
     @property
     def memory_sources(self) -> tuple[str, ...]:
-        """The ways in which the peaks were measured; peaks are compared only if they were measured in the same way."""
+        """The ways in which the peaks were measured; only peaks of one source are compared."""
         return tuple(_distinct(source for row in self.rows if (source := _memory_source(row.run))))
 
 
@@ -343,7 +325,7 @@ class RunDifference:
 
 
 def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable:
-    """Compares each run with its baseline.
+    """Compare each run with its baseline.
 
     That is ``baseline`` for the runs of its model. For others it is the first run of the same model and global batch
     size with the plan ``none``, else the first of them.
@@ -361,7 +343,7 @@ def compare(runs: Sequence[Run], baseline: Run | None = None) -> ComparisonTable
 
 
 def traits(run: Run) -> dict[str, str]:
-    """The ``TRAITS`` that the run recorded, as text."""
+    """Return the ``TRAITS`` that the run recorded, as text."""
     known = flat(run.config, ".") | flat(run.config.get("environment"), ".") | flat(run.results, ".")
     known |= {"torch": known.get("versions.torch"), "memory_source": known.get("memory.source")}
     found = {trait: [known[key] for key in keys if known.get(key) is not None] for trait, keys in TRAITS.items()}
@@ -369,24 +351,24 @@ def traits(run: Run) -> dict[str, str]:
 
 
 def workload_key(run: Run) -> tuple[tuple[str, str], ...]:
-    """Equal for runs of the same workload on as much hardware, whose memory and speed are comparable."""
+    """Return a key that is equal for runs whose memory and speed are comparable: same workload, as much hardware."""
     shared = {trait: value for trait, value in traits(run).items() if trait not in OF_THE_LOSS_ALONE}
     return (*sorted(shared.items()), ("ranks", str(run.figure("num_processes"))))
 
 
 def differing_traits(run: Run, other: Run) -> tuple[str, ...]:
-    """The traits that both runs recorded with different values."""
+    """Return the traits that both runs recorded with different values."""
     one, two = traits(run), traits(other)
     return tuple(trait for trait in TRAITS if trait in one and trait in two and one[trait] != two[trait])
 
 
 def trait_differences(runs: Sequence[Run]) -> tuple[RunDifference, ...]:
-    """The traits in which ``runs`` differ, with the positions of the runs."""
+    """Return the traits in which ``runs`` differ, with the positions of the runs."""
     return _differences(TRAITS, [traits(run) for run in runs])
 
 
 def config_differences(runs: Sequence[Run]) -> tuple[RunDifference, ...]:
-    """The flags, versions and hardware in which ``runs`` differ, by their keys in ``config.json``."""
+    """Return the flags, versions and hardware in which ``runs`` differ, by their keys in ``config.json``."""
     configs = [{key: _text(value) for key, value in flat(run.config, ".").items()} for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config if not key.startswith(DERIVED_FROM_FLAGS))
     return _differences((key for key in keys if key not in INCIDENTAL_FLAGS), configs)
@@ -418,7 +400,7 @@ def _unique_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _end_of_path(run: Run, runs: Sequence[Run]) -> str:
-    """As much of the end of its path as no other run of the same name shares."""
+    """Return as much of the end of its path as no other run of the same name shares."""
     parts = run.path.parts
     others = [other.path.parts for other in runs if other.name == run.name and not _is_same(other, run)]
     depths = range(1, len(parts) + 1)
@@ -456,13 +438,8 @@ def _pareto_optimal(runs: Sequence[Run]) -> set[Path]:
         path
         for group in workloads.values()
         for memory, speed, path in group
-        if len(group) > 1 and not any(_is_better(other, (memory, speed)) for *other, _ in group)
+        if len(group) > 1 and not any(m <= memory and s >= speed and (m, s) != (memory, speed) for m, s, _ in group)
     }
-
-
-def _is_better(this: Sequence[float], than: Sequence[float]) -> bool:
-    """No more memory and no less speed, and not both the same."""
-    return this[0] <= than[0] and this[1] >= than[1] and tuple(this) != tuple(than)
 
 
 def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonRow:
@@ -501,7 +478,7 @@ def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonR
 
 
 def layout_of(run: Run) -> str | None:
-    """``8 x 2 ranks x 4``: micro-batch, ranks, accumulation steps."""
+    """Return ``8 x 2 ranks x 4``: micro-batch, ranks, accumulation steps."""
     micro, ranks, accumulation = (
         run.figure(name) for name in ("micro_batch_size", "num_processes", "accumulation_steps")
     )
@@ -511,7 +488,7 @@ def layout_of(run: Run) -> str | None:
 
 
 def _loss_difference(curve: dict[int, float], other: dict[int, float]) -> float | None:
-    """The largest absolute difference at any step; ``None`` unless both have logged the same steps."""
+    """Return the largest absolute difference at any step; ``None`` unless both have logged the same steps."""
     if not curve or curve.keys() != other.keys():
         return None
     differences = [abs(curve[step] - other[step]) for step in curve]

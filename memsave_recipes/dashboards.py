@@ -1,7 +1,6 @@
 """Dashboards: runs read from W&B, a local trackio dashboard, and a saved view on W&B. Nothing here changes a run.
 
-A W&B run has its numeric results in the flat ``result/*`` keys of its summary, and the texts in its configuration. An
-offline run (``*.wandb``) is read by ``wandb leet inspect``, in half a second; an online project by ``wandb.Api``. The
+A W&B run has its numeric results in the flat ``result/*`` keys of its summary, and the texts in its configuration. The
 trackio dashboard contacts no other machine.
 """
 
@@ -33,7 +32,7 @@ MAX_ROWS = 10_000  # of an online history; of a longer one W&B sends a sample
 
 
 def read_offline_run(log: Path) -> Run:
-    """Reads the ``*.wandb`` file of a run.
+    """Read the ``*.wandb`` file of a run.
 
     Raises:
         InputError: it cannot be read, or no recipe has finished in it.
@@ -54,7 +53,7 @@ def read_offline_run(log: Path) -> Run:
 
 
 def read_online_runs(project: str) -> tuple[list[Run], list[str]]:
-    """The finished runs of ``entity/project``, oldest first, and a line for each other run.
+    """Read the finished runs of ``entity/project``, oldest first; return a line for each other run as well.
 
     Raises:
         InputError: W&B has no such project, cannot be reached or does not let the user in.
@@ -76,9 +75,7 @@ def read_online_runs(project: str) -> tuple[list[Run], list[str]]:
 
 
 def log_in(asked_by: str) -> None:
-    """Logs in at W&B without a prompt, or fails within about ten seconds.
-
-    The server is tried first: a client that cannot reach it needed a minute to give up and exit (0.31).
+    """Log in at W&B without a prompt, or fail within about ten seconds, where the client needs a minute (0.31).
 
     Raises:
         InputError: there is no key, the server refuses it, or does not answer.
@@ -97,7 +94,7 @@ def log_in(asked_by: str) -> None:
 
 
 def _check_reachable(url: str) -> None:
-    """Raises ``OSError`` if nothing speaks HTTP at ``url``; an error page is an answer."""
+    """Raise ``OSError`` if nothing speaks HTTP at ``url``; an error page is an answer."""
     try:
         urllib.request.urlopen(url, timeout=REACHABLE_TIMEOUT_S).close()
     except urllib.error.HTTPError:
@@ -115,7 +112,7 @@ def _online_run(run: Any) -> Run:
 
 @contextmanager
 def _as_recipes_log(path: Path) -> Iterator[None]:
-    """Inside, a run is parsed that any program may have logged."""
+    """Refuse inside what another program has logged."""
     try:
         yield
     except InputError:
@@ -125,7 +122,7 @@ def _as_recipes_log(path: Path) -> Iterator[None]:
 
 
 def _inspect(log: Path) -> list[str]:
-    """A line of JSON for each record of ``log``."""
+    """Return a line of JSON for each record of ``log``."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
     environment = {**os.environ, "WANDB_ERROR_REPORTING": "false"}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
@@ -136,13 +133,13 @@ def _inspect(log: Path) -> list[str]:
 
 
 def _updated(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
-    """The records of a kind merged, later ones over earlier ones."""
+    """Merge the records of a kind, later ones over earlier ones."""
     updates = (record[kind].get("update", {}) for record in records if record["type"] == kind)
     return {key: value for update in updates for key, value in update.items()}
 
 
 def _run(*, name: str, path: Path, summary: dict[str, Any], config: dict[str, Any], rows: Any) -> Run:
-    """NOTE [ foreign runs ] in ``runs``."""
+    """Make the run of a log: NOTE [ foreign runs ] in ``compare``."""
     summary, config = sanitized(summary), sanitized(config)
     results = _nested({key.removeprefix(PREFIX): summary[key] for key in summary if key.startswith(PREFIX)})
     if not results:
@@ -156,7 +153,7 @@ def _run(*, name: str, path: Path, summary: dict[str, Any], config: dict[str, An
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """``{"perf/step_time_s": 1}`` as ``{"perf": {"step_time_s": 1}}``."""
+    """Return ``{"perf/step_time_s": 1}`` as ``{"perf": {"step_time_s": 1}}``."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
         *parents, last = key.split("/")
@@ -175,7 +172,7 @@ MEMORY, SPEED = "result/memory/peak_allocated_gib", "result/perf/samples_per_sec
 
 @contextlib.contextmanager
 def imported(table: ComparisonTable) -> Iterator[Path]:
-    """A temporary trackio store with the runs of ``table``, whichever trackers had logged them."""
+    """Make a temporary trackio store with the runs of ``table``, whichever trackers had logged them."""
     with tempfile.TemporaryDirectory(prefix="memsave-") as folder:
         _use(Path(folder))
         with contextlib.redirect_stdout(io.StringIO()):
@@ -185,7 +182,7 @@ def imported(table: ComparisonTable) -> Iterator[Path]:
 
 
 def serve(store: Path | None = None, *, port: int | None = None, open_browser: bool = True) -> None:
-    """Serves the projects of a trackio store (default: trackio's own) on loopback, until Ctrl-C.
+    """Serve the projects of a trackio store (default: trackio's own) on loopback, until Ctrl-C.
 
     Raises:
         InputError: the store holds no run, or the port is taken.
@@ -213,9 +210,7 @@ def serve(store: Path | None = None, *, port: int | None = None, open_browser: b
 
 
 def save_workspace(project: str) -> str:
-    """Saves the comparison view in ``entity/project`` on W&B; returns its address.
-
-    It has memory bars, memory against throughput, the differences between runs, and losses, memory and speed over time.
+    """Save the comparison view in ``entity/project`` on W&B; return its address.
 
     Raises:
         InputError: ``project`` is not of that form, the package is missing, or the login fails.
@@ -241,7 +236,7 @@ def save_workspace(project: str) -> str:
 
 
 def _use(store: Path | None) -> None:
-    """Sets the store, which trackio reads when it is imported, and keeps it from contacting the Hub and servers."""
+    """Set the store, which trackio reads when it is imported, and keep it from contacting the Hub and servers."""
     if store is not None:
         os.environ["TRACKIO_DIR"] = str(store)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -250,7 +245,7 @@ def _use(store: Path | None) -> None:
 
 
 def _import(row: ComparisonRow) -> None:
-    """Logs the history of a run; its results join the configuration, as trackio's comparer shows that."""
+    """Log the history of a run; its results join the configuration, as trackio's comparer shows that."""
     with packages_of("trackers", "dashboards"):
         import trackio
 

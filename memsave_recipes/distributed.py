@@ -1,24 +1,15 @@
 """Ranks that act as one: a result or failure of one is that of all, so that none waits in a collective for the others.
 
-Work of rank 0 alone may take an hour, and a collective has a limit. So the others wait for it in the store of the
-process group, and all meet in the collective that sends the result. Ranks that never come end the run, by name.
+Work of rank 0 may take an hour, and a collective has a limit: the others wait in the store of the process group.
 
 NOTE [ missing ranks ]
-1. A thread of each rank reports to the store of the process group, which the launcher keeps (between machines under
-   ``memsave launch`` rank 0): how often it has reported, and how many collectives the rank has begun. The group itself
-   counts these, so nothing is called in a step.
-2. A rank is missing that for longer than the limit has not reported, since its process is stopped or its machine gone,
-   or is behind the furthest rank and begins nothing, since it sleeps, loads, writes or hangs, and the others wait.
-3. While ranks wait for rank 0 (``on_main_process``) they are in no collective and nobody is behind, so that may take
-   any time.
+1. A thread of each rank reports to that store how often it has reported, and how many collectives it has begun.
+2. A rank is missing that for longer than the limit has not reported, or is behind the furthest and begins nothing.
+3. While ranks wait for rank 0 (``on_main_process``) nobody is behind, so that may take any time.
 4. All ranks find out and end; the lowest one that is not missing says so.
-5. A rank's own ticks are the clock: one that was stopped and goes on, maybe with all others, blames nobody for it.
+5. A rank's own ticks are the clock: one that was stopped and goes on blames nobody for it.
 6. The limit of the process group itself is later. It names nobody, and where it is NCCL's it aborts.
-7. Without the store, nobody watches: then the launcher is gone, which ends the ranks in any case.
-
-A thread beside the training begins no collective, which would come between those of the training on some ranks: what
-it has to tell rank 0 goes through the store as well (``told_to_rank_0``), and through a folder that all ranks see, for
-a store that went with its launcher.
+7. Without the store nobody watches: then the launcher, which keeps it, is gone, and ends the ranks.
 """
 
 import itertools
@@ -62,7 +53,7 @@ BEHIND = "has not come to the collective that others wait in"
 
 
 def on_main_process(accelerator: Accelerator, action: Callable[[], T]) -> T:
-    """Let rank 0 call ``action()``; its result, or its failure, is that of all ranks.
+    """Let rank 0 call ``action()``; return its result, or fail, on all ranks.
 
     Raises:
         InputError: on every rank, where rank 0 raised one.
@@ -89,10 +80,10 @@ def on_all_processes(accelerator: Accelerator, action: Callable[[], T]) -> T:
 
 
 def require_same(accelerator: Accelerator, values: Mapping[str, Any], hint: str) -> None:
-    """Refuse ``values`` that are not those of rank 0, by name, on every rank.
+    """Refuse ``values`` that are not those of rank 0.
 
     Raises:
-        InputError: on every rank, where they are not; it names the first one, and ends with ``hint``.
+        InputError: on every rank; it names the first that differs, and ends with ``hint``.
     """
     of_rank_0 = on_main_process(accelerator, lambda: dict(values))
 
@@ -107,11 +98,10 @@ def require_same(accelerator: Accelerator, values: Mapping[str, Any], hint: str)
 
 @contextmanager
 def main_process_first(accelerator: Accelerator) -> Iterator[None]:
-    """Inside, the other ranks come after rank 0 and find its results in caches; where one fails, all do.
+    """Run the block on rank 0 first, so that the others find its results in caches; where one fails, all do.
 
     Raises:
-        InputError: on every rank, where one raised it.
-        RuntimeError: on the other ranks, where one raised something else.
+        InputError, RuntimeError: as ``on_all_processes``.
     """
     if not accelerator.is_main_process:
         _wait_for_rank_0(accelerator)
@@ -128,17 +118,18 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
 
 
 def fail_together(error: Exception | None) -> None:
-    """Raise ``error``, which this rank may have met; where one rank has, all do.
+    """Raise on every rank where one has met an ``error``.
 
     Raises:
-        InputError: on every rank, where one raised it.
-        RuntimeError: on the other ranks, where one raised something else.
+        InputError, RuntimeError: as ``on_all_processes``.
     """
     _raise(error, gather_object([_failure(error)]))
 
 
 def told_to_rank_0(topic: str, action: Callable[[], T], folder: Path) -> list[T] | None:
-    """Let every rank call ``action()``; rank 0 waits for all, for any time, and has their results. No collective.
+    """Let every rank call ``action()``; return the results of all to rank 0, which waits for any time.
+
+    For a thread besides the training, whose collectives another one would upset.
 
     Args:
         topic: the same on all ranks, and used once.
@@ -168,7 +159,7 @@ def told_to_rank_0(topic: str, action: Callable[[], T], folder: Path) -> list[T]
 
 
 def _tell(folder: Path, topic: str, rank: int, word: str) -> None:
-    """By a file, and then by the store: either may be lost."""
+    """Write a file, and then to the store: the disk may be full, and the store gone with the launcher."""
     path = _told_in(folder, rank)
     with suppress(OSError):
         path.with_suffix(".part").write_text(word, encoding="utf-8")
@@ -178,7 +169,7 @@ def _tell(folder: Path, topic: str, rank: int, word: str) -> None:
 
 
 def _word_of(folder: Path, topic: str, rank: int) -> str | None:
-    """What a rank has told, if it has."""
+    """Return what a rank has told, if it has."""
     key = f"{TOLD}/{topic}/{rank}"
     with suppress(RuntimeError):
         store = _get_default_store()
@@ -194,21 +185,17 @@ def _told_in(folder: Path, rank: int) -> Path:
 
 
 def on_all_after_rank_0(accelerator: Accelerator, action: Callable[[], Any]) -> None:
-    """Let every rank call ``action()``, for which rank 0 may take any time; where one fails, all do.
-
-    Raises:
-        Exception: as ``fail_together``.
-    """
+    """Let every rank call ``action()``, for which rank 0 may take any time; where one fails, all do."""
     _, error = _attempt(action)
     _wait_for_rank_0(accelerator)
     fail_together(error)
 
 
 class RankPoll:
-    """The largest value of all ranks, asked about once every ``POLL_EVERY_S`` seconds; other steps cost a comparison.
+    """Asks for the largest value of all ranks about once every ``POLL_EVERY_S`` seconds; other steps cost a comparison.
 
-    A collective each step would be cheap, but on a device reading its result waits for everything queued there, and the
-    host could no longer run ahead. So each answer also says in how many steps the next one is due.
+    Reading the result of a collective waits for all that is queued on the device, so it is not done in each step. Each
+    answer also says in how many steps the next one is due.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -218,7 +205,7 @@ class RankPoll:
         self._next_step = 0
 
     def max(self, step: int, value: int) -> int:
-        """The largest ``value`` of all ranks after ``step``; 0 where all are 0 or it is not yet time to ask."""
+        """Return the largest ``value`` of all ranks after ``step``; 0 where all are 0 or it is not yet time to ask."""
         if self.accelerator.num_processes == 1:
             return value
         if step < self._next_step:
@@ -232,7 +219,7 @@ class RankPoll:
         return largest
 
     def _steps_in_interval(self, step: int) -> int:
-        """By this rank's pace since the last answer; 1 where it is not known."""
+        """Return the steps until the next answer, by the pace since the last; 1 where that is not known."""
         now = time.monotonic()
         steps = 0 if self._last_step is None else step - self._last_step
         pace = steps / max(now - self._last_time, 1e-9)
@@ -246,7 +233,7 @@ class RankPoll:
 
 
 def _wait_for_rank_0(accelerator: Accelerator) -> None:
-    """Outside of a collective, until rank 0 has called this as often as the caller."""
+    """Wait, outside of a collective, until rank 0 has called this as often as the caller."""
     if accelerator.num_processes == 1:
         return
     turn, pause_s = f"memsave_recipes/turn-{next(_turns)}", 1e-3
@@ -267,7 +254,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _failure(error: Exception | None) -> Failure | None:
-    """``error`` as it is sent to other ranks."""
+    """Return ``error`` as it is sent to other ranks."""
     if error is None:
         return None
     is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -289,7 +276,7 @@ def _raise(own: Exception | None, of_ranks: list[Failure | None]) -> None:
 
 @contextmanager
 def missing_ranks_end_the_run(limit_s: float) -> Iterator[None]:
-    """Inside, NOTE [ missing ranks ] holds; for all ranks, after their process group has been made."""
+    """Watch by NOTE [ missing ranks ] inside; for all ranks, after their process group has been made."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
@@ -303,7 +290,7 @@ def missing_ranks_end_the_run(limit_s: float) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Lateness:
-    """Which ranks are late, by rule 2, from what they report."""
+    """Finds by rule 2 the ranks that are late, from their reports."""
 
     num_ranks: int
     limit_s: float
@@ -316,7 +303,7 @@ class Lateness:
         self._silent_s, self._behind_s = [0.0] * self.num_ranks, [0.0] * self.num_ranks
 
     def take_in(self, reports: list[str], elapsed_s: float) -> dict[int, str]:
-        """The missing ranks and how each is, ``elapsed_s`` after the last reports."""
+        """Return the missing ranks and how each is, ``elapsed_s`` after the last reports."""
         furthest = max((_begun(report) for report in reports if report != DONE), default=0)
         for rank, (report, before) in enumerate(zip(reports, self._reports, strict=True)):
             is_silent = report == before != DONE
@@ -329,7 +316,7 @@ class Lateness:
 
 
 def report_of(count: int, begun: int) -> str:
-    """The report of a rank: its number among that rank's reports, and how many collectives the rank has begun."""
+    """Return a report: its number among those of the rank, and how many collectives the rank has begun."""
     return f"{count} {begun}"
 
 
@@ -366,7 +353,7 @@ class _RankWatch:
                 self._end(missing)
 
     def _reports(self) -> list[str]:
-        """Of all ranks; rule 7: where there is no store, nobody has reported, and nobody is late."""
+        """Return the reports of all ranks; without the store nobody is late: rule 7."""
         keys = [f"{REPORT}/{rank}" for rank in range(self.num_ranks)]
         try:
             return [self._store.get(key).decode() if self._store.check([key]) else report_of(0, 0) for key in keys]
@@ -374,7 +361,7 @@ class _RankWatch:
             return [DONE] * self.num_ranks
 
     def _end(self, missing: dict[int, str]) -> NoReturn:
-        """Rule 4."""
+        """End this rank: rule 4."""
         with suppress(RuntimeError):
             publish_exit_code(LOST)
         reporter = min(set(range(self.num_ranks)) - missing.keys(), default=self.rank)

@@ -1,11 +1,9 @@
 """The exception for a user's mistake: one line on the terminal and exit code 2.
 
-The message names the input, the rule it broke and the way out, for example
+The message names the input, the rule it broke and what to change, for example
 ``--global_batch_size 4 is smaller than the 8 ranks: raise it to at least 8 or launch fewer processes``.
-Any other exception is a defect of this package and keeps its traceback.
-
-Functions that scripts of one's own call as well name the argument: ``strategy segments:99: K in ...``. The line that a
-recipe or a command prints has the flag in its place: ``--activation_checkpointing segments:99: K in ...``.
+Any other exception is a defect of this package and keeps its traceback. A function that users' scripts call as well
+names the argument: ``strategy segments:99: K in ...``; recipes and commands print the flag in its place.
 """
 
 import os
@@ -36,10 +34,7 @@ class InputError(ValueError):
 
     @property
     def one_line(self) -> str:
-        """The message in one ``printable`` line, as it can quote foreign text, with flags for arguments.
-
-        Torch raises the error of a data worker again with its traceback as text; that is cut off.
-        """
+        """The message in one ``printable`` line, with flags for arguments, without the traceback of a data worker."""
         message = str(self)
         if self.found_by_one_rank:
             message = message.rpartition(f"{type(self).__module__}.{type(self).__name__}: ")[2]
@@ -48,29 +43,18 @@ class InputError(ValueError):
 
     @property
     def found_by_one_rank(self) -> bool:
-        """Whether it comes from the data that one rank was reading; the other ranks then know nothing of it."""
+        """Whether it comes from a data worker of one rank, so that the other ranks know nothing of it."""
         return str(self).startswith("Caught ")
 
 
 def require(holds: bool, flag: str, value: Any, rule: str) -> None:
-    """Refuse a flag's value.
-
-    Raises:
-        InputError: ``holds`` is false.
-    """
+    """Raise ``InputError`` for a flag's value unless its rule ``holds``."""
     if not holds:
         raise InputError(f"{flag} {value}: must be {rule}")
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse empty words of a command line, and words that are not UTF-8.
-
-    An unset shell variable must not become this directory, or the built-in data. What is not UTF-8 can neither be
-    printed nor written down.
-
-    Raises:
-        InputError: such a word.
-    """
+    """Raise ``InputError`` for an empty word of a command line, such as an unset variable, and for one not in UTF-8."""
     for before, word in zip(["", *words], words, strict=False):
         flag, is_joined, value = word.partition("=") if word.startswith("--") else (before, True, word)
         if is_joined and value.strip() in ("", "--"):  # argparse drops the latter, and gives the flag no value at all
@@ -81,25 +65,21 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_file(flag: str, path: str | Path) -> None:
-    """Refuse a path that is not a regular file: reading a pipe or a device may never end.
-
-    Raises:
-        InputError: it is something else, or does not exist.
-    """
+    """Raise ``InputError`` for a path that is no regular file: reading a pipe or a device may never end."""
     if not os.path.isfile(path):  # unlike pathlib, without an error for a text that cannot be a path
         raise InputError(f"{flag} {path} is not a file: check the path")
 
 
 @contextmanager
 def packages_of(extra: str, needed_by: str) -> Iterator[None]:
-    """Inside, packages that an extra of ours installs are imported.
+    """Import packages of an extra inside.
 
-    A recipe imports its modules before it runs anything that could catch an error. So where a package is missing, an
-    ``InputError`` that nobody catches is told in one line and ends the process with exit code 2.
+    A recipe imports its modules where nothing catches an error: from a missing package on, an ``InputError`` that
+    nobody catches is one line, too, and exit code 2.
 
     Args:
         extra: such as ``vision``.
-        needed_by: what they are for, as the subject of the message: ``images``.
+        needed_by: the subject of the message: ``images``.
 
     Raises:
         InputError: one is not installed.
@@ -121,7 +101,7 @@ def _end_in_one_line(kind: type[BaseException], error: BaseException, traceback:
 
 
 def is_text(word: str) -> bool:
-    """Whether it is UTF-8; a file name or a word of a command line may be other bytes."""
+    """Return whether it is UTF-8; a file name or a word of a command line may be other bytes."""
     try:
         word.encode()
     except UnicodeEncodeError:

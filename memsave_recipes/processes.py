@@ -1,21 +1,12 @@
-"""How processes end: at a signal, with their launcher or parent, or by force.
+"""The end of processes: at a signal, with their launcher or parent, or by force.
 
-A signal asks a run to stop: it finishes the step, saves and ends with the signal's exit code. The handlers only record
-the signal; the ranks agree on it at the end of a step. SIGUSR1 is what SLURM sends some time before the limit
-(``#SBATCH --signal=B:USR1@120``).
-
-A rank ends with its launcher. Before it ends with an error it leaves its exit code in the store of the process group,
-for the ranks that wait for it in a collective.
-
-Data workers ignore these signals and never outlive their parent. A signal to the whole process group, as torchrun and
-schedulers send it, would otherwise end the workers first, and with them the step that the parent wants to finish. A
-parent that is killed cannot end its workers: torch lets each look for it every five seconds, and some live on. At its
-own end Python sends those that are left a SIGTERM, which they ignore, and would wait for them forever.
+A signal asks a run to stop (``docs/failures.md``): the handlers record it, and the ranks agree on it at the end of a
+step. A rank ends with its launcher. Before it ends with an error it leaves its exit code in the store of the process
+group, for the ranks that wait for it in a collective.
 
 NOTE [ forced end ]
-1. Python runs a handler between two instructions of the main thread, and one that waits in a collective comes to none.
-   So a thread of its own ends the process. The interpreter wakes it: it writes the number of each signal that
-   has a handler to a pipe, at once (``signal.set_wakeup_fd``).
+1. Python runs no handler while the main thread waits in a collective. So another thread ends the process, woken by a
+   pipe to which the interpreter writes the number of each signal at once (``signal.set_wakeup_fd``).
 2. The first signal asks. After it a Ctrl-C ends the process at once, and so does a second SIGTERM. A first SIGTERM does
    not: schedulers send it some time after a SIGUSR1, and the process may be saving.
 3. A second signal within a second is the same keystroke, or the same SIGTERM, which a launcher has passed on.
@@ -31,6 +22,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -71,6 +63,11 @@ MAX_DEFAULT_WORKERS = 4
 KILLED = re.compile(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: (?P<signal>[^.]+)")
 EXITED = re.compile(r"DataLoader worker \(pid(\(s\))? (?P<pid>[\d, ]+)\) exited unexpectedly")
 """torch's errors on a lost worker; the former may be the cause of the latter."""
+KILLED_WITHOUT_MEMORY = {
+    signal.SIGKILL: "the host had no memory left: give",
+    signal.SIGBUS: "shared memory (/dev/shm) is full: enlarge it, or give",
+}
+"""The signals by which a system without memory kills a data worker, with the reason and the remedy."""
 
 
 class SignalHistory:
@@ -81,7 +78,7 @@ class SignalHistory:
         """Signals, in the order in which they came, to seconds."""
 
     def forces_end(self, number: int, at: float) -> bool:
-        """Whether this signal, received at ``at`` seconds, is to end the process."""
+        """Return whether this signal, received at ``at`` seconds, is to end the process."""
         self.first_at.setdefault(number, at)
         asked_at = {signal.SIGINT: next(iter(self.first_at.values())), signal.SIGTERM: self.first_at[number]}
         return at - asked_at.get(signal.Signals(number), at) >= SAME_KEYSTROKE_S
@@ -124,7 +121,7 @@ class ForcedEnd:
         self._end(f"error: {self.limit_s:g} s after {self._first} the run has not stopped: ended", LOST)
 
     def _left_s(self) -> float | None:
-        """Until rule 4; ``None`` for ever."""
+        """Return the seconds until rule 4 ends the process; ``None`` for ever."""
         if self.limit_s is None or not self._history.first_at:
             return None
         asked_at = next(iter(self._history.first_at.values()))
@@ -191,35 +188,26 @@ def publish_exit_code(code: int) -> None:
 
 
 def exit_code_of_another_rank() -> int | None:
-    """The exit code that another rank has left; ``None`` where none did. Ask when a collective has failed."""
-    try:
+    """Return the exit code that another rank has left, if one has; for a rank whose collective has failed."""
+    with suppress(RuntimeError):  # the process that keeps the store has ended as well
         if dist.is_initialized() and _get_default_store().check([ENDED_WITH]):
             return int(_get_default_store().get(ENDED_WITH))
-    except RuntimeError:  # the process that keeps the store has ended as well
-        pass
     return None
 
 
 def end_with_launcher() -> None:
-    """Have a rank stop, as a signal stops it, when the launcher that started it is gone.
+    """Stop a rank, as a signal stops it, when the launcher that started it is gone.
 
-    A launcher is ``accelerate launch``, ``memsave launch`` or torchrun, by the command line of the parent process. The
-    end of any other parent, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
+    The end of another parent, such as a shell, ``srun``, ``mpirun`` or a notebook, is not the end of the run.
     """
-    try:
+    with suppress(psutil.Error):
         parent = psutil.Process().parent()
-        is_launchers = parent is not None and is_launcher(parent.cmdline())
-    except psutil.Error:
-        return
-    if parent is not None and is_launchers:
-        signal_at_end_of_parent(END_OF_LAUNCHER, parent.pid)
+        if parent is not None and is_launcher(parent.cmdline()):
+            signal_at_end_of_parent(END_OF_LAUNCHER, parent.pid)
 
 
 def signal_at_end_of_parent(number: signal.Signals, parent: int) -> None:
-    """Have Linux send ``number`` to this process when ``parent``, its process id, ends; other systems send nothing.
-
-    See prctl(2), PR_SET_PDEATHSIG: forks of this process do not inherit it.
-    """
+    """Have Linux send ``number`` to this process, not to its forks, when the process ``parent`` ends: prctl(2)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before prctl
@@ -227,12 +215,12 @@ def signal_at_end_of_parent(number: signal.Signals, parent: int) -> None:
 
 
 def is_launcher(command: list[str]) -> bool:
-    """Whether a command line is that of ``accelerate launch``, ``memsave launch`` or torchrun."""
+    """Return whether a command line is that of ``accelerate launch``, ``memsave launch`` or torchrun."""
     return launch_arguments(command) is not None or any(TORCHRUN & {word, Path(word).stem} for word in command)
 
 
 def launch_arguments(command: list[str]) -> list[str] | None:
-    """The arguments after ``accelerate launch`` or ``memsave launch`` in a command line; ``None`` where neither is."""
+    """Return the arguments after ``accelerate launch`` or ``memsave launch`` in a command line; ``None`` without."""
     for position, word in enumerate(command):
         names, rest = {word, Path(word).stem}, command[position + 1 :]
         if names & {"accelerate-launch", "accelerate.commands.launch"}:
@@ -243,15 +231,14 @@ def launch_arguments(command: list[str]) -> list[str] | None:
 
 
 def is_restarted() -> bool:
-    """Whether the launcher has started ranks of this launch before: ``memsave launch`` says so, torchrun counts."""
+    """Return whether the launcher has started ranks of this launch before."""
     return RESTARTED in os.environ or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def num_workers(asked: int | None, accelerator: Accelerator) -> int:
-    """The number of data workers of a rank: as many as ``asked``, by default none on a CPU, whose cores compute.
+    """Return the number of data workers of a rank: ``asked``, by default none on a CPU, whose cores compute.
 
-    Beside an accelerator one of a rank's cores is left to the main process, to stay ahead of the device. More than
-    ``MAX_DEFAULT_WORKERS`` are rarely of use. No sample depends on them. The choice is printed.
+    With an accelerator one of a rank's cores is left to the main process. No sample depends on the number.
     """
     if asked is not None or accelerator.device.type == "cpu":
         return asked or 0
@@ -263,7 +250,11 @@ def num_workers(asked: int | None, accelerator: Accelerator) -> int:
 
 
 def serve_parent_only(worker_id: int = 0) -> None:
-    """Leave signals to the parent of this process, and end with it; the ``worker_init_fn`` of a ``DataLoader``."""
+    """Leave signals to the parent of this process, and end with it; the ``worker_init_fn`` of a ``DataLoader``.
+
+    A signal to the process group would end workers first. Torch lets a worker look for a killed parent every five
+    seconds, and some live on.
+    """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)  # a fork has the parent's
@@ -274,7 +265,10 @@ def serve_parent_only(worker_id: int = 0) -> None:
 
 @cache
 def end_workers_at_exit() -> None:
-    """Kill the data workers of this process when it exits; call it before there are any."""
+    """Kill data workers when this process exits: Python would wait for ever for those that ignore its SIGTERM.
+
+    To be called before there are any.
+    """
     atexit.register(_kill_workers)
 
 
@@ -287,23 +281,21 @@ def _kill_workers() -> None:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A data worker that has died: ``words`` for the user, and whether most likely the host ``had_no_memory`` left."""
+    """A data worker that has died, in ``words``, and whether most likely the host ``had_no_memory`` left."""
 
     words: str
     had_no_memory: bool
 
 
 def lost_worker(error: Exception) -> LostWorker | None:
-    """The worker that torch reports as lost; ``None`` for any other error."""
+    """Return the worker that torch reports as lost; ``None`` for any other error."""
     death = KILLED.search(f"{error} {error.__cause__}") or EXITED.search(str(error))
     if death is None:
         return None
     worker, by = f"data worker {death['pid']}", death.groupdict().get("signal")
-    if by == signal.strsignal(signal.SIGKILL):
-        why = "was killed by signal 9, most likely because the host had no memory left: give fewer"
-        return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
-    if by == signal.strsignal(signal.SIGBUS):
-        why = "was killed by signal 7, most likely because shared memory (/dev/shm) is full: enlarge it, or give fewer"
-        return LostWorker(f"{worker} {why} --dataloader_num_workers", had_no_memory=True)
+    for number, reason in KILLED_WITHOUT_MEMORY.items():
+        if by == signal.strsignal(number):
+            why = f"was killed by signal {number:d}, most likely because {reason} fewer --dataloader_num_workers"
+            return LostWorker(f"{worker} {why}", had_no_memory=True)
     why = f"was killed ({by})" if by else "ended unexpectedly"
     return LostWorker(f"{worker} {why}: --dataloader_num_workers 0 loads in this process and shows why", False)

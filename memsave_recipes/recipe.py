@@ -1,4 +1,4 @@
-"""The parts of a recipe that are the same in all: flags, the run, exact global batches, optimizer, and how it ends."""
+"""The names that all recipes need, from one module: flags, the run, global batches, optimizer, and its end."""
 
 from memsave_recipes.errors import InputError, require
 from memsave_recipes.planner.task import Task

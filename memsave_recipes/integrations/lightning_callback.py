@@ -25,23 +25,22 @@ with packages_of("lightning", "plans in Lightning"):
 class MemsaveLightningCallback(PlanningCallback, Callback):
     """The module of ``trainer.fit`` follows a plan, from its first batch to the end of the fit.
 
-    It prints the plan with its prediction, and in the second step the peak beside it. Lightning clears the gradients of
+    It prints the plan with its prediction, and in the second step the measured peak. Lightning clears the gradients of
     a step after the next forward, so they count as there all the time.
 
     Args:
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
-        strategy: as of ``make_plan``.
-        blocks: as of ``make_plan``.
+        strategy, blocks: as of ``make_plan``.
 
     Raises:
-        InputError: settings that do not go together; when the fit begins: a trainer or module that a plan cannot stand
-            beside, and a budget that no plan fits in.
+        InputError: settings that exclude one another; when the fit begins: a trainer or module that excludes a plan,
+            and a budget that no plan fits in.
     """
 
     _global_step = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what a plan cannot stand beside."""
+        """Refuse what excludes a plan."""
         _check_trainer(trainer, pl_module)
         refuse_several(getattr(trainer, "callbacks", ()))
         self.training = PlannedTraining(
@@ -80,11 +79,7 @@ class MemsaveLightningCallback(PlanningCallback, Callback):
 
 
 def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Refuse what a plan cannot stand beside.
-
-    Raises:
-        InputError: a strategy that shards the model, or a module that steps its optimizers itself.
-    """
+    """Raise ``InputError`` for a strategy that shards the model, or a module that steps its optimizers itself."""
     strategy = trainer.strategy
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
         raise InputError(
@@ -99,7 +94,7 @@ def _check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
 
 
 def _arguments(pl_module: LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """The arguments that its ``training_step`` takes."""
+    """Return the arguments that its ``training_step`` takes."""
     takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if takes_index else (batch,)
 
@@ -112,10 +107,10 @@ def _loss_of(output: Any) -> Tensor:
 
 
 def _without_reduction(trainer: Trainer) -> AbstractContextManager[Any]:
-    """Inside, DDP does not average gradients."""
+    """Keep DDP from averaging gradients inside."""
     strategy = trainer.strategy
     return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
 
 def _log_nothing(*args: Any, **named: Any) -> None:
-    """In place of ``LightningModule.log`` in a measured step."""
+    """Replace ``LightningModule.log`` in a measured step."""

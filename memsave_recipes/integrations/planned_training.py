@@ -1,19 +1,12 @@
 """A training whose model follows a plan: made on its first batch, compared with a step, taken off at the end.
 
 A trainer's callback calls ``before_forward`` ahead of every training forward, ``after_step`` after an optimizer step,
-and ``remove`` at the end. Why the plan is made there: NOTE [ decisions ] of the package.
+and ``remove`` at the end. ``prepare``, for users' loops, makes the plan at once; hooks of model and optimizer do the
+rest.
 
-``prepare``, for loops of one's own, makes the plan at once, on a batch that the script gives. There hooks of the model
-and of the optimizer tell where a step begins and ends, for the comparison with the prediction; they go when the plan
-does.
-
-NOTE [ the peak of a step ]
-1. A step is measured from its first forward to the optimizer's update. On a device that is every step, by the
-   allocator's high-water mark, which is reset at the beginning of each. A CPU has none, so there the first step that
-   begins with the optimizer's state is recorded under torch's profiler, and no other.
-2. The profiler reports no release of memory that it has not seen allocated. So where a step begins with the gradients
-   of the one before, as in Lightning, which clears them after the forward, the step before the measured one is recorded
-   too.
+NOTE [ the peak of a step ]: on a device it is the allocator's high-water mark of every step. A CPU has none, so there
+the first step with the optimizer's state is recorded under torch's profiler. That reports no release of memory that it
+has not seen allocated: where a step begins with gradients of the one before, as in Lightning, that one is recorded too.
 """
 
 from collections.abc import Callable, Sequence
@@ -86,7 +79,7 @@ class StepPeak:
         self._in_step = True
 
     def after_step(self, prediction: Prediction | None, budget_bytes: int | None) -> str | None:
-        """A line about the step that has ended: the first with state, or one that took more than a step may take."""
+        """Return a line on the step that has ended, if it is the first with state, or took more than it may."""
         has_state = self._has_state()
         self._open.close()
         self._in_step = False
@@ -112,7 +105,7 @@ class StepPeak:
         return bool(self.num_steps or self.optimizer.state)
 
     def _peak_bytes(self) -> int | None:
-        """The peak of the window; on a CPU of recorded tensors and those before them; ``None`` without one."""
+        """Return the peak of the window; on a CPU of recorded tensors and those before them; ``None`` without one."""
         if self.device.type != "cpu":
             return torch.accelerator.max_memory_allocated(self.device)
         recording, self._recording = self._recording, None
@@ -135,11 +128,7 @@ REASON = "a plan decides which activations are recomputed"
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that checkpoints, shards or compiles by itself.
-
-    Raises:
-        InputError: it does.
-    """
+    """Raise ``InputError`` for a model that checkpoints, shards or compiles by itself."""
     kinds = {base.__name__ for base in type(model).__mro__}
     if sharded := kinds.intersection(SHARDED):
         raise InputError(f"model: {sharded.pop()} shards it, which no plan is made for: train with DDP or one process")
@@ -162,11 +151,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def refuse_several(callbacks: Sequence[Any]) -> None:
-    """Refuse a second callback of this package beside the first one.
-
-    Raises:
-        InputError: a trainer has several, or the same one twice.
-    """
+    """Raise ``InputError`` for two callbacks of this package in a trainer."""
     ours = [type(one).__name__ for one in callbacks if isinstance(one, PlanningCallback)]
     if len(ours) > 1:
         raise InputError(f"callbacks: {' and '.join(ours)}, and a model follows one plan: leave one of them out")
@@ -222,17 +207,17 @@ class MicroBatch:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PlannedTraining:
-    """The plan of a training, in effect until ``remove()`` or the end of a ``with`` block; see the module.
+    """The plan of a training, in effect until ``remove()`` or the end of a ``with`` block.
 
     Args:
-        model: with the blocks, on its device, inside whatever wraps it.
+        model: with the blocks, on its device, inside its wrappers.
         optimizer: of the training, or a wrapper of it.
         gradients_resident: whether gradients are there when a forward begins: under accumulation, or where they are
             cleared after the forward.
         others: modules besides the model that are on the device all the time: a reference model.
         owners: objects whose attributes a forward may change.
         plans_again: whether a larger batch may be planned for, by its own forward.
-        plan: the plan, from the first batch on.
+        plan: set from the first batch on.
 
     Raises:
         InputError: something else checkpoints, shards or compiles the model.
@@ -277,7 +262,7 @@ class PlannedTraining:
         self.peak.before_forward(lambda: self._resident(micro_batch))
 
     def after_step(self) -> None:
-        """Once the optimizer has stepped: compare the peak with the prediction."""
+        """Compare the peak with the prediction, after the optimizer has stepped."""
         prediction = self.plan.prediction if self.plan else None
         budget = self.settings.budget_gib
         if line := self.peak.after_step(prediction, None if budget is None else int(budget * GIB)):
@@ -318,7 +303,7 @@ class PlannedTraining:
             ProgressBar.write(f"{PREFIX}{text}")
 
     def _grow(self, micro_batch: MicroBatch) -> None:
-        """NOTE [ decisions ] 3."""
+        """Plan for a larger batch, or say that it was not planned for: NOTE [ decisions ] 3."""
         larger = f"a batch of {micro_batch.num_elements:,} elements, {self._largest:,} were planned for"
         if self.plans_again and self.ranks.number == 1:
             self._plan_again(micro_batch, larger)
@@ -339,7 +324,7 @@ class PlannedTraining:
         self._handle = apply_plan(self.model, self.plan)
 
     def _predicted(self, micro_batch: MicroBatch) -> Plan:
-        """With a prediction, if there can be one: a named strategy does not need it."""
+        """Plan with a prediction, if there can be one: a named strategy does not need it."""
         try:
             return self._made(micro_batch, self.settings.strategy)
         except (InputError, torch.OutOfMemoryError):
@@ -364,7 +349,7 @@ class PlannedTraining:
             )
 
     def _static(self) -> StaticMemory:
-        """Under DDP the gradients live in its buckets; ``static_memory_of`` has the same rule for recipes."""
+        """Return the static memory; under DDP gradients live in its buckets, as in ``static_memory_of``."""
         trained = (parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
         trained_bytes = allocated_bytes(trained, on_cpu=self.device.type == "cpu")
         buckets_bytes = trained_bytes if self.ranks.number > 1 else 0
@@ -386,13 +371,13 @@ class PlannedTraining:
         )
 
     def _resident(self, micro_batch: MicroBatch) -> list[Tensor]:
-        """The batch, and the tensors of the other modules: on the device all the time, and not of the model."""
+        """Return the batch and the tensors of the other modules, which are on the device all the time."""
         others = [tensor for other in self.others for tensor in (*other.parameters(), *other.buffers())]
         return [*micro_batch.tensors, *others]
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, wherever in it."""
+    """Return the tensors of a nested batch."""
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
@@ -418,8 +403,8 @@ class PlanningCallback:
     def remove(self) -> None:
         """Set the trainer and its model back; a second call does nothing.
 
-        Called by the trainer at the end of training and where a step fails; a script calls it after an exception
-        from elsewhere (the data loader, another callback) if it goes on with the model.
+        The trainer calls it at the end of training and where a step fails. A script that goes on with the model calls
+        it after an exception of the data loader or another callback.
         """
         self.patches.close()
         if self.training is not None:
@@ -439,7 +424,7 @@ def prepare(
 ) -> PlannedTraining:
     """Plan a training on ``batch`` and put the plan into effect, until ``remove()`` or the end of a ``with`` block.
 
-    The plan and its prediction are printed, and in the second step the peak beside it. The model, its gradients and the
+    The plan and its prediction are printed, and in the second step the measured peak. The model, its gradients and the
     random state stay as they were. On several ranks all call it.
 
     Args:
@@ -485,14 +470,14 @@ def prepare(
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    """The module inside the wrappers of DDP and Fabric."""
+    """Return the module inside the wrappers of DDP and Fabric."""
     wrapped = isinstance(model, DistributedDataParallel) or _is_fabric(model)
     unwrapped: nn.Module = _unwrapped(model.module) if wrapped else model
     return unwrapped
 
 
 def _precision_of(model: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """Fabric's wrapper enters its precision around the forward; Accelerate has put its own into the model."""
+    """Return the context of Fabric's precision, which its wrapper enters; Accelerate's is inside the model."""
     if not _is_fabric(model):
         return nullcontext
     context: Callable[[], AbstractContextManager[Any]] = model._strategy.precision.forward_context

@@ -26,16 +26,15 @@ SHARDS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 class MemsaveCallback(PlanningCallback, TrainerCallback):
     """The trainer's model follows a plan, from its first batch to the end of ``train()``.
 
-    It prints the plan with its prediction, and in the second step the peak beside it.
+    It prints the plan with its prediction, and in the second step the measured peak.
 
     Args:
         budget_gib: device memory of a training step, in GiB, for ``budget`` and ``budget:bitwise``.
-        strategy: as of ``make_plan``.
-        blocks: as of ``make_plan``.
+        strategy, blocks: as of ``make_plan``.
 
     Raises:
-        InputError: settings that do not go together; when training begins: arguments of the trainer that a plan cannot
-            stand beside, and a budget that no plan fits in.
+        InputError: settings that exclude one another; when training begins: arguments of the trainer that exclude a
+            plan, and a budget that no plan fits in.
     """
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -45,7 +44,7 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stand before the trainer's ``compute_loss``."""
+        """Wrap the trainer's ``compute_loss``."""
         self.remove()  # after a training that ended outside of a step, by an exception
         trainer = _calling_trainer()
         _check_arguments(args)
@@ -88,7 +87,7 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
 
 
 def _planned_loss(training: PlannedTraining, trainer: Any) -> Callable[..., Any]:
-    """``trainer.compute_loss``, with a plan before its first training forward."""
+    """Return ``trainer.compute_loss``, with a plan before its first training forward."""
     compute_loss: Callable[..., Any] = trainer.compute_loss
 
     def planned_loss(model: nn.Module, inputs: Any, *others: Any, **named: Any) -> Any:
@@ -105,7 +104,7 @@ def _planned_loss(training: PlannedTraining, trainer: Any) -> Callable[..., Any]
 
 
 def _removing_on_error(callback: MemsaveCallback, training_step: Callable[..., Any]) -> Callable[..., Any]:
-    """``training_step``, after which no plan is left where it fails."""
+    """Return ``training_step`` that removes the plan where it fails."""
 
     def guarded_step(*args: Any, **named: Any) -> Any:
         try:
@@ -118,10 +117,7 @@ def _removing_on_error(callback: MemsaveCallback, training_step: Callable[..., A
 
 
 def _calling_trainer() -> Any:
-    """The trainer in whose ``train()`` this is called.
-
-    transformers gives its callbacks the model and the optimizer, but not the trainer, which has the loss.
-    """
+    """Find the trainer in whose ``train()`` this is called: transformers does not give it to callbacks."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -132,11 +128,7 @@ def _calling_trainer() -> Any:
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Refuse what a plan cannot stand beside.
-
-    Raises:
-        InputError: a second checkpointing, sharding, or compiling.
-    """
+    """Raise ``InputError`` for a second checkpointing, offloading, compiling or ``DataParallel``."""
     flag = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
     if getattr(args, flag):
         raise InputError(
@@ -158,7 +150,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _other_models(trainer: Any) -> list[nn.Module]:
-    """Models of the trainer besides the one it trains, as the reference model of DPO."""
+    """Return the models of the trainer besides the one it trains, as the reference model of DPO."""
     models = [value for value in vars(trainer).values() if isinstance(value, nn.Module)]
     trained = set(trainer.model.modules())
     return [model for model in models if trained.isdisjoint(model.modules())]

@@ -18,10 +18,7 @@ BLANKS = re.compile(" +$", re.MULTILINE)
 
 
 def show_all(*parts: Table | Text | str) -> None:
-    """Prints tables and sentences, as wide as the terminal; ``FALLBACK_COLUMNS`` where there is none.
-
-    Sentences are wrapped by the terminal alone, so that a long one can be copied whole.
-    """
+    """Print tables and sentences, as wide as the terminal; long sentences are left to it, to be copied whole."""
     console = Console(width=shutil.get_terminal_size(fallback=(FALLBACK_COLUMNS, 24)).columns)
     with console.capture() as captured:
         for part in parts:
@@ -31,12 +28,12 @@ def show_all(*parts: Table | Text | str) -> None:
 
 
 def new_table(**options: Any) -> Table:
-    """A table with a line below its headings; ``options`` are those of ``rich.table.Table``."""
+    """Return a table with a line below its headings; ``options`` are those of ``rich.table.Table``."""
     return Table(**{"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), **options})
 
 
 def show_predictions(rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the rows of ``inference.predict``."""
+    """Print the rows of ``inference.predict``."""
     is_generated = any("generated_text" in row for row in rows)
     table = new_table()
     table.add_column("input", overflow="fold")

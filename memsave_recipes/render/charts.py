@@ -1,8 +1,7 @@
 """Charts of the HTML pages, and the series that they and ``render/plot.py`` draw.
 
-A chart is HTML with a small SVG inside, so the page needs no script to show it. Lines are an SVG that stretches with
-the page. Dots, bars and texts are HTML at percentages of it, so text keeps its size on a phone and on a wide screen.
-An element with ``data-run`` belongs to the run of that number.
+Lines are an SVG that stretches with the page. Dots, bars and texts are HTML at percentages of it, so that text keeps
+its size on any screen. An element with ``data-run`` belongs to the run of that number.
 """
 
 import math
@@ -30,7 +29,6 @@ class ChartPoint:
     """A candidate in a chart of memory against throughput.
 
     Args:
-        name: for people.
         family: the kind of plan, which has a color.
         predicted: bytes and samples a second.
         is_optimal: whether no other point is faster in as little memory.
@@ -45,22 +43,19 @@ class ChartPoint:
 
 
 def front_of(points: Sequence[ChartPoint]) -> list[Position]:
-    """The predicted positions of the optimal points, by memory."""
+    """Return the predicted positions of the optimal points, by memory."""
     return sorted(point.predicted for point in points if point.is_optimal)
 
 
 def by_samples_seen(run: Run, key: str) -> list[Position]:
-    """A figure of the history, such as ``train/loss``, by samples seen; points that are not finite stay in.
-
-    An evaluation is logged without ``samples_seen``, so it takes that of the training row of its step.
-    """
+    """Return a figure of the history by samples seen, those of the training row of its step; not only finite ones."""
     seen = {step: samples for step, samples in run.history.curve(SAMPLES_SEEN).items() if math.isfinite(samples)}
     points = {seen[step]: value for step, value in run.history.curve(key).items() if step in seen}
     return sorted(points.items())
 
 
 def pareto_fronts(rows: Sequence[ComparisonRow]) -> list[list[Position]]:
-    """Memory and throughput of each workload's Pareto-optimal rows, by memory. NOTE [ Pareto ] in ``compare``."""
+    """Return memory and throughput of each workload's Pareto-optimal rows, by memory."""
     fronts = defaultdict(list)
     for row in rows:
         if row.is_pareto_optimal and row.position:
@@ -69,9 +64,9 @@ def pareto_fronts(rows: Sequence[ComparisonRow]) -> list[list[Position]]:
 
 
 def memory_parts(row: ComparisonRow) -> dict[str, float]:
-    """The bytes of each part of the peak; ``REST`` for those that the run did not break down."""
-    gib = {part: row.run.figure("memory", "breakdown", f"{part}_gib") for part in MEMORY_PARTS}
-    parts = {part: value * GIB for part, value in gib.items() if value}
+    """Return the bytes of each kind at the peak; ``REST`` for those that the run did not break down."""
+    gib = {kind: row.run.figure("memory", "breakdown", f"{kind}_gib") for kind in MEMORY_PARTS}
+    parts = {kind: value * GIB for kind, value in gib.items() if value}
     rest = (row.peak_memory.value or 0) - sum(parts.values())
     is_rounding = parts and rest < 0.005 * sum(parts.values())
     return parts if is_rounding or rest <= 0 else {**parts, REST: rest}
@@ -94,19 +89,19 @@ class Axis:
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """The position of ``value``, in per cent."""
+        """Return the position of ``value``, in per cent."""
         low, high, value = map(math.log, (self.low, self.high, value)) if self.is_log else (self.low, self.high, value)
         return 100 * (value - low) / (high - low)
 
 
 def figure(title: str, hint: str, content: str, *, is_wide: bool = False) -> str:
-    """A card with a title; a wide card has a row of its own."""
+    """Return a card with a title; a wide card has a row to itself."""
     kind = "card wide" if is_wide else "card"
     return f'<figure class="{kind}"><figcaption>{title} <small>{hint}</small></figcaption>{content}</figure>'
 
 
 def frame(x: Axis, y: Axis, lines: str, dots: str) -> str:
-    """A plot with its grid, ticks and titles; ``lines`` is SVG of 100 by 100, ``dots`` HTML."""
+    """Return a plot with its grid, ticks and titles; ``lines`` is SVG of 100 by 100, ``dots`` HTML."""
     grid = "".join(f'<path class="grid" d="M0 {100 - y.at(tick):.2f}H100"/>' for tick in y.ticks)
     x_ticks = "".join(f'<span style="left:{x.at(tick):.2f}%">{x.text(tick)}</span>' for tick in x.ticks)
     y_ticks = "".join(f'<span style="bottom:{y.at(tick):.2f}%">{y.text(tick)}</span>' for tick in y.ticks)
@@ -118,14 +113,14 @@ def frame(x: Axis, y: Axis, lines: str, dots: str) -> str:
 
 
 def front_line(front: Sequence[Position], x: Axis, y: Axis) -> str:
-    """The Pareto front as steps: with memory below that of the next run, no run is faster than this one."""
+    """Draw the Pareto front as steps: with memory below that of the next run, no run is faster than this one."""
     (first_peak, first_speed), *others = front
     steps = "".join(f"H{x.at(peak):.2f}V{100 - y.at(speed):.2f}" for peak, speed in others)
     return f'<path class="front" d="M{x.at(first_peak):.2f} {100 - y.at(first_speed):.2f}{steps}"/>'
 
 
 def memory_axis(values: Sequence[float]) -> Axis:
-    """An axis of bytes, in GiB or MiB."""
+    """Return an axis of bytes, in GiB or MiB."""
     unit, size = memory_unit(values)
     low, high = _range_of_cost(values)
     ticks = tuple(tick * size for tick in _ticks(low / size, high / size))
@@ -133,17 +128,17 @@ def memory_axis(values: Sequence[float]) -> Axis:
 
 
 def memory_unit(values: Sequence[float]) -> tuple[str, int]:
-    """GiB or MiB, and the bytes of that unit."""
+    """Return GiB or MiB, and the bytes of that unit."""
     return ("GiB", GIB) if max(values) >= GIB else ("MiB", MIB)
 
 
 def speed_axis(values: Sequence[float]) -> Axis:
-    """An axis of samples a second."""
+    """Return an axis of samples a second."""
     return _linear_axis("samples/s", *_range_of_cost(values))
 
 
 def widened(axis: Axis, values: Sequence[float], unit: float = 1.0) -> Axis:
-    """``axis``, logarithmic where ``values`` are far apart, with ticks in ``unit``."""
+    """Return ``axis``, logarithmic where ``values`` are far apart, with ticks in ``unit``."""
     low, high = min(values), max(values)
     if high < WIDE * low:
         return axis
@@ -155,13 +150,13 @@ def widened(axis: Axis, values: Sequence[float], unit: float = 1.0) -> Axis:
 
 
 def samples_axis(values: Sequence[float]) -> Axis:
-    """An axis of samples seen."""
+    """Return an axis of samples seen."""
     low, high = min(values), max(values)
     return _linear_axis("samples seen", low, high if low < high else low + max(1.0, abs(low)))
 
 
 def loss_axis(values: Sequence[float]) -> Axis:
-    """An axis of a loss; logarithmic where it falls far."""
+    """Return an axis of a loss; logarithmic where it falls far."""
     low, high = min(values), max(values)
     if low <= 0 or high / low < LOG_FROM:
         margin = 0.04 * (high - low) or max(0.5, 0.04 * abs(high))
@@ -176,7 +171,7 @@ def _linear_axis(title: str, low: float, high: float) -> Axis:
 
 
 def _range_of_cost(values: Sequence[float]) -> tuple[float, float]:
-    """A range with margins, wide enough that a difference of a few per cent looks small."""
+    """Return a range with margins, wide enough that a difference of a few per cent looks small."""
     high = max(values)
     low = min(*values, (1 - MIN_SPAN) * high)
     air = 0.08 * (high - low) or max(1.0, 0.08 * abs(high))
@@ -184,7 +179,7 @@ def _range_of_cost(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _ticks(low: float, high: float) -> tuple[float, ...]:
-    """Some five round numbers between ``low`` and ``high``."""
+    """Return some five round numbers between ``low`` and ``high``."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
@@ -198,12 +193,12 @@ MAX_ROWS = 8  # runs that are named in a chart; if there are more, numbers stand
 
 
 def badge(number: int) -> str:
-    """The number of a run in its color."""
+    """Return the number of a run in its color."""
     return f'<b class="badge" {_of_run(number)}>{number}</b>'
 
 
 def scatter(entries: Sequence[Entry]) -> str:
-    """Peak memory against throughput, with a line through the Pareto-optimal runs; empty unless two runs have both."""
+    """Draw memory against throughput, with a line through the Pareto-optimal runs; empty unless two runs have both."""
     positions = {number: row.position for number, row in entries if row.position}
     if len(positions) < 2:
         return ""
@@ -217,9 +212,9 @@ def scatter(entries: Sequence[Entry]) -> str:
 
 
 def loss_curves(entries: Sequence[Entry], key: str, title: str) -> str:
-    """A loss by samples seen, one line a run; empty if no run has two finite points of it.
+    """Draw a loss by samples seen, one line a run; empty if no run has two finite points of it.
 
-    Equal curves lie on one another, so of a few runs the first lines are wider and stay visible below the others.
+    Equal curves lie on one another, so of a few runs the first lines are wider.
     """
     curves = {n: by_samples_seen(row.run, key) for n, row in entries}
     finite = [point for points in curves.values() for point in points if math.isfinite(point[1])]
@@ -239,7 +234,7 @@ def loss_curves(entries: Sequence[Entry], key: str, title: str) -> str:
 
 
 def memory_bars(entries: Sequence[Entry]) -> str:
-    """The peak of each run, by kind of memory where the run recorded that."""
+    """Draw the peak of each run, by kind of memory where the run recorded that."""
     parts = {n: memory_parts(row) for n, row in entries}
     largest = max((sum(values.values()) for values in parts.values()), default=0)
     if not largest:
@@ -252,19 +247,19 @@ def memory_bars(entries: Sequence[Entry]) -> str:
 
 
 def parts_legend(names: Sequence[str]) -> str:
-    """The color of each kind of memory."""
+    """Explain the color of each kind of memory."""
     spans = (f'<span><i class="part" {of_part(name)}></i>{spaced(name)}</span>' for name in names)
     return f'<div class="legend">{"".join(spans)}</div>'
 
 
 def of_part(name: str, width: float | None = None) -> str:
-    """The color of a kind of memory, and its width in per cent, as an attribute of HTML."""
+    """Return the color of a kind of memory, and its width in per cent, as an attribute of HTML."""
     size = "" if width is None else f";width:{width:.3f}%"
     return f'style="background:var(--{spaced(name).replace(" ", "-")}){size}"'
 
 
 def summary(row: ComparisonRow) -> str:
-    """The tooltip of a run."""
+    """Return the tooltip of a run."""
     speed = row.samples_per_s.value
     lines = [
         row.name,
@@ -319,12 +314,12 @@ def _line_width(index: int, num_lines: int) -> float:
 
 
 def _finite_parts(points: Sequence[Position]) -> list[list[Position]]:
-    """The stretches of a curve between the points that are not finite."""
+    """Cut a curve at the points that are not finite."""
     return [list(part) for is_finite, part in groupby(points, lambda point: math.isfinite(point[1])) if is_finite]
 
 
 def _thinned(points: Sequence[Position]) -> Sequence[Position]:
-    """About ``MAX_POINTS`` of them: the lowest and the highest of every stretch, so that no spike is lost."""
+    """Keep about ``MAX_POINTS``: the lowest and the highest of every stretch, so that no spike is lost."""
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / MAX_POINTS)

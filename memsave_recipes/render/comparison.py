@@ -1,9 +1,7 @@
 """A comparison as a table for a terminal, as Markdown and CSV, and as one HTML file that needs no server.
 
-A heading names the unit where the figures do not. Figures that no run recorded have no column.
-
-``page.html`` has the style and a script that only adds tooltips, highlights and sorting; the content is written here.
-Its content security policy forbids every request. All text of runs is escaped.
+Figures that no run recorded have no column. ``page.html`` has the style and a script that adds tooltips, highlights and
+sorting; its content security policy forbids every request. All text of runs is escaped.
 """
 
 import csv
@@ -41,14 +39,14 @@ FORMULA = tuple("=+-@＝＋－＠")  # some spreadsheets read the wide ones like
 
 
 def show(table: ComparisonTable) -> None:
-    """Prints the table."""
+    """Print the table."""
     show_all(render(table))
 
 
 def render(table: ComparisonTable) -> Table:
-    """The table for a terminal: below each figure its relation to the baseline's."""
+    """Return the table for a terminal: below each figure its relation to the baseline's."""
     figures, last = columns(table.rows), loss_difference_headings(table.rows)
-    caption = Text("\n").join(_as_caption(line) for line in notes(table))
+    caption = Text("\n").join(Text(line, "yellow" if line.startswith("!") else "") for line in notes(table))
     drawn = new_table(padding=0, caption=caption, caption_justify="left")
     drawn.add_column("run", overflow="fold", min_width=12)
     drawn.add_column("plan,\nbatch layout", overflow="fold", min_width=10)
@@ -60,12 +58,12 @@ def render(table: ComparisonTable) -> Table:
         for row in rows:
             cells = [_two_lines(*column.texts(row)) for column in figures]
             cells += [Text(loss_difference(row)) for _ in last]
-            drawn.add_row(_name_and_marks(row), _plan_and_layout(row), *cells)
+            drawn.add_row(_name_and_marks(row), Text(f"{row.plan or '-'}\n{row.layout or '-'}"), *cells)
     return drawn
 
 
 def to_markdown(table: ComparisonTable) -> str:
-    """A Markdown table, with the notes below it."""
+    """Return a Markdown table, with the notes below it."""
     figures, last = all_columns(table.rows), loss_difference_headings(table.rows)
     titles = [*(column.title for column in figures), *(heading.replace("\n", " ") for heading in last)]
     headings = ["run", "plan", "batch layout", *map(in_markdown, titles)]
@@ -83,7 +81,7 @@ def to_markdown(table: ComparisonTable) -> str:
 
 
 def to_csv(table: ComparisonTable) -> str:
-    """One line for each run: bytes and seconds, ``*_ratio`` to the baseline's; empty where a figure is unknown."""
+    """Return one line for each run: bytes, seconds, ``*_ratio`` to the baseline's; empty where one is unknown."""
     text = io.StringIO()
     records = [_record(row) for row in table.rows]
     writer = csv.DictWriter(text, fieldnames=list(dict.fromkeys(key for record in records for key in record)))
@@ -93,12 +91,12 @@ def to_csv(table: ComparisonTable) -> str:
 
 
 def loss_difference_headings(rows: Sequence[ComparisonRow]) -> list[str]:
-    """``LOSS_DIFFERENCE``, if a run is compared with another one."""
+    """Return ``LOSS_DIFFERENCE``, if a run is compared with another one."""
     return [] if all(row.is_baseline for row in rows) else [LOSS_DIFFERENCE]
 
 
 def loss_difference(row: ComparisonRow) -> str:
-    """The largest difference to the baseline's loss curve."""
+    """Return the largest difference to the baseline's loss curve."""
     if row.is_baseline:
         return "baseline"
     return "-" if row.loss_difference is None else f"{row.loss_difference:.3g}"
@@ -106,10 +104,6 @@ def loss_difference(row: ComparisonRow) -> str:
 
 def _fixed(value: float, decimals: int) -> str:
     return f"{value:.{decimals}f}" if abs(value) < HUGE else f"{value:.3g}"
-
-
-def _percentage(value: float) -> str:
-    return f"{_fixed(value, 1)} %"
 
 
 def _decimals(value: float) -> str:
@@ -148,7 +142,7 @@ class Column:
         return self.heading.replace("\n/", "/").replace("\n", " ")
 
     def texts(self, row: ComparisonRow) -> tuple[str, str | None]:
-        """The figure, and its relation to the baseline's."""
+        """Return the figure, and its relation to the baseline's."""
         figure = self.figure(row)
         return ("-" if figure.value is None else self.absolute(figure.value)), self.relative(figure)
 
@@ -160,26 +154,26 @@ COST = (
     Column("tokens\n/s", attrgetter("tokens_per_s"), format_rate, _factor, "high"),
     Column("train\ntime", attrgetter("train_time"), format_seconds, _factor, "low"),
 )
-MFU = Column("MFU", attrgetter("mfu_pct"), _percentage, _factor, "high")
+MFU = Column("MFU", attrgetter("mfu_pct"), lambda value: f"{_fixed(value, 1)} %", _factor, "high")
 TRAIN_LOSS = Column("train\nloss", attrgetter("train_loss"), _decimals, _change)
 
 
 def columns(rows: Sequence[ComparisonRow]) -> list[Column]:
-    """The columns that fit a terminal, with one metric of each evaluation."""
+    """Return the columns that fit a terminal, with one metric of each evaluation."""
     metrics = list(dict.fromkeys(row.metric for row in rows if row.metric))
     without = [TRAIN_LOSS] if any(row.metric is None for row in rows) else []
     return _filled([*COST, *map(_metric_column, metrics), *without], rows)
 
 
 def all_columns(rows: Sequence[ComparisonRow]) -> list[Column]:
-    """Every column that ``rows`` have a figure for."""
+    """Return every column that ``rows`` have a figure for."""
     found = dict.fromkeys(name for row in rows for name in row.evaluation)
     metrics = sorted(found, key=lambda name: METRICS.index(name) if name in METRICS else len(METRICS))
     return _filled([*COST, MFU, *map(_metric_column, metrics), TRAIN_LOSS], rows)
 
 
 def notes(table: ComparisonTable) -> list[str]:
-    """Notes on the figures; ``!`` begins a warning."""
+    """Return notes on the figures; ``!`` begins a warning."""
     lines = [f"peak memory: {'; '.join(table.memory_sources)}"] if table.memory_sources else []
     if any(row.saved_for_backward.value is not None for row in table.rows):
         lines.append("saved for backward: activations that the forward keeps for the backward")
@@ -191,7 +185,7 @@ def notes(table: ComparisonTable) -> list[str]:
 
 
 def warnings(rows: Sequence[ComparisonRow]) -> list[str]:
-    """A line for each trait in which the runs of a section are not comparable."""
+    """Return a line for each trait in which the runs of a section are not comparable."""
     model = rows[0].model or "unknown model"
     return [
         f"not comparable: runs of {model} differ in {difference.name}: "
@@ -201,7 +195,7 @@ def warnings(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def marks(row: ComparisonRow) -> list[str]:
-    """``pareto``, and ``!`` with the traits that differ from the baseline's."""
+    """Return ``pareto``, and ``!`` with the traits that differ from the baseline's."""
     optimal = ["pareto"] if row.is_pareto_optimal else []
     return [*optimal, f"! other {', '.join(row.differs)}"] if row.differs else optimal
 
@@ -227,26 +221,18 @@ def _name_and_marks(row: ComparisonRow) -> Text:
     return name
 
 
-def _plan_and_layout(row: ComparisonRow) -> Text:
-    return Text(f"{row.plan or '-'}\n{row.layout or '-'}")
-
-
-def _as_caption(line: str) -> Text:
-    return Text(line, style="yellow" if line.startswith("!") else "")
-
-
 def _two_lines(absolute: str, relative: str | None) -> Text:
     cell = Text(absolute)
     return cell if relative is None else cell.append(f"\n{relative}", style="cyan")
 
 
 def in_markdown(text: str) -> str:
-    """``text`` with the characters escaped that end a cell or are markup."""
+    """Escape the characters that end a cell or are markup."""
     return "".join(f"\\{letter}" if letter in MARKUP else letter for letter in text)
 
 
 def _in_csv(text: str | None) -> str | None:
-    """``text``, with an apostrophe before one that a spreadsheet would take for a formula."""
+    """Put an apostrophe before a text that a spreadsheet would take for a formula."""
     return f"'{text}" if text and text.lstrip().startswith(FORMULA) else text
 
 
@@ -279,7 +265,7 @@ IN_THE_TITLE = ("device", "mixed precision", "torch")
 
 
 def to_html(table: ComparisonTable) -> str:
-    """The whole page: for each model a table, three charts and the differences of the configurations."""
+    """Return the page: for each model a table, three charts and the differences of the configurations."""
     numbers = iter(range(1, len(table.rows) + 1))
     sections = [[(next(numbers), row) for row in rows] for rows in table.sections]
     return fill_page(
@@ -291,7 +277,7 @@ def to_html(table: ComparisonTable) -> str:
 
 
 def fill_page(title: str, subtitle: str, lines: Sequence[str], sections: str) -> str:
-    """``page.html`` with these texts, which are escaped, and ``sections``, which is HTML."""
+    """Fill ``page.html`` with these texts, which are escaped here, and ``sections``, which is HTML."""
     template = Template(resources.files("memsave_recipes.render").joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(title),
@@ -302,12 +288,12 @@ def fill_page(title: str, subtitle: str, lines: Sequence[str], sections: str) ->
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 run``, ``2 runs``."""
+    """Return ``1 run``, ``2 runs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _common(table: ComparisonTable) -> list[str]:
-    """The device, precision and version of torch, where all runs share them."""
+    """Return the device, precision and version of torch, where all runs share them."""
     known = [traits(row.run) for row in table.rows]
     shared = {trait: {traits.get(trait) for traits in known} for trait in IN_THE_TITLE}
     return [
@@ -349,15 +335,11 @@ def _table_row(number: int, row: ComparisonRow, figures: Sequence[Column], *, ha
     cells = "".join(_figure_cell(row, column) for column in figures)
     if has_loss_difference:
         cells += f'<td class="number" data-value="{sortable(row.loss_difference)}">{loss_difference(row)}</td>'
+    plan, layout = escape(row.plan or "-"), escape(row.layout or "-")
     return (
         f'<tr data-run="{number}"><th data-value="{number}"><div>{badge(number)}<span>{escape(row.name)}{tags}</span>'
-        f"</div></th>{_method_cell(row)}{cells}</tr>"
+        f'</div></th><td data-value="{plan} {layout}">{plan}<small>{layout}</small></td>{cells}</tr>'
     )
-
-
-def _method_cell(row: ComparisonRow) -> str:
-    plan, layout = escape(row.plan or "-"), escape(row.layout or "-")
-    return f'<td data-value="{plan} {layout}">{plan}<small>{layout}</small></td>'
 
 
 def _figure_cell(row: ComparisonRow, column: Column) -> str:
@@ -367,12 +349,12 @@ def _figure_cell(row: ComparisonRow, column: Column) -> str:
 
 
 def sortable(value: float | None) -> str:
-    """A figure as the script of the page sorts it; an unknown one comes last."""
+    """Return a figure as the script of the page sorts it; an unknown one comes last."""
     return "" if value is None else str(value)
 
 
 def _verdict(row: ComparisonRow, column: Column) -> str:
-    """``good`` or ``bad`` for a change of at least half a per cent, where one way is better."""
+    """Return ``good`` or ``bad`` for a change of at least half a per cent, where one way is better."""
     ratio = column.figure(row).ratio
     if ratio is None or column.good is None or abs(ratio - 1) < 0.005:
         return "even"
@@ -380,7 +362,7 @@ def _verdict(row: ComparisonRow, column: Column) -> str:
 
 
 def _differences(entries: Sequence[Entry]) -> str:
-    """The configuration values that differ within the section, each with the runs that have it."""
+    """List the configuration values that differ within the section, each with the runs that have it."""
     found = config_differences([row.run for _, row in entries])
     if not found:
         return ""

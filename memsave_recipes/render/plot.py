@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -34,7 +35,7 @@ PART_COLORS = dict(
 
 
 def write_png(table: ComparisonTable, path: Path) -> None:
-    """Draws memory against throughput, the peaks and the training losses; a chart that would be empty is left out."""
+    """Draw memory against throughput, the peaks and the training losses; leave out a chart that would be empty."""
     sections = table.sections
     heights = [max(4.0, 0.22 * len(rows) + 1.5) for rows in sections]
     charts = [(draw, has_content) for draw, has_content in CHARTS if any(map(has_content, sections))]
@@ -50,9 +51,8 @@ def write_png(table: ComparisonTable, path: Path) -> None:
 
 
 def write_frontier_png(points: Sequence[ChartPoint], path: Path, title: str, budget_bytes: int) -> None:
-    """Draws memory against throughput: a color for each kind of plan, optimal points filled and named."""
-    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    """Draw memory against throughput: a color for each kind of plan, optimal points filled and named."""
+    figure, axes = _single_plot()
     unit, size = memory_unit([point.predicted[0] for point in points])
     memory, speed = zip(*front_of(points), strict=True)
     axes.step([value / size for value in memory], speed, where="post", color="0.6", linestyle="--", zorder=1)
@@ -66,9 +66,7 @@ def write_frontier_png(points: Sequence[ChartPoint], path: Path, title: str, bud
     for (set_scale, axis), values in zip(scales, zip(*reached, strict=True), strict=True):
         if max(values) > WIDE * min(values):
             set_scale("log")
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:,g}")
-            axis.set_minor_formatter(NullFormatter())
+            _set_log_ticks(axis)
     _name_points(axes, [point for point in points if point.is_optimal], size)
     axes.legend(fontsize=9)
     figure.savefig(path, format="png")
@@ -81,15 +79,14 @@ def write_curves_png(
     cards: Mapping[str, int],
     marks: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
-    """Draws the length of rows against memory: a line for each strategy, dotted ones for the memory of cards.
+    """Draw the length of rows against memory: a line for each strategy, dotted ones for the memory of cards.
 
     Args:
         curves: by name, (bytes, tokens).
         cards: by name, usable bytes.
         marks: figures of others by name, (bytes, tokens).
     """
-    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _single_plot()
     for index, (name, points) in enumerate(curves.items()):
         needed, tokens = [num_bytes / GIB for num_bytes, _ in points], [length for _, length in points]
         style = LINE_STYLES[index // NUM_COLORS % len(LINE_STYLES)]
@@ -105,16 +102,25 @@ def write_curves_png(
     axes.set(title=_plain(title), xlabel="memory needed, GiB", ylabel="tokens of a row")
     axes.set_xscale("log")
     axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter("{x:,g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    _set_log_ticks(axes.xaxis)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(fontsize=9)
     figure.savefig(path, format="png")
 
 
+def _single_plot() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(11, 7), dpi=120, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _set_log_ticks(axis: Axis) -> None:
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def _name_points(axes: Axes, points: Sequence[ChartPoint], size: int) -> None:
-    """Names the points, the fastest first; a name that would overlap another one is left out."""
+    """Name the points, the fastest first; leave out a name that would overlap another one."""
     named: list[tuple[float, float]] = []
     for point in sorted(points, key=lambda point: -point.predicted[1]):
         place = point.predicted[0] / size, point.predicted[1]
@@ -125,7 +131,7 @@ def _name_points(axes: Axes, points: Sequence[ChartPoint], size: int) -> None:
 
 
 def _draw_family(axes: Axes, points: Sequence[ChartPoint], color: str, size: int) -> None:
-    """Predictions as circles, filled where they are optimal, each joined to the cross of its measurement."""
+    """Draw predictions as circles, filled where they are optimal, each joined to the cross of its measurement."""
     places = [(point.predicted[0] / size, point.predicted[1]) for point in points]
     faces = [color if point.is_optimal else "none" for point in points]
     across, up = zip(*places, strict=True)
@@ -185,17 +191,15 @@ def _draw_losses(axes: Axes, rows: Sequence[ComparisonRow]) -> None:
 
 
 def _has_places(rows: Sequence[ComparisonRow]) -> bool:
-    """Whether there are two runs to hold against one another."""
     return sum(row.position is not None for row in rows) > 1
 
 
 def _has_curves(rows: Sequence[ComparisonRow]) -> bool:
-    """Whether a run has two points of its loss."""
     return any(len(by_samples_seen(row.run, "train/loss")) > 1 for row in rows)
 
 
 CHARTS = ((_draw_scatter, _has_places), (_draw_bars, bool), (_draw_losses, _has_curves))
-"""What draws the runs of a model, and whether they have the content for it."""
+"""The functions that draw the runs of a model, and those that tell whether they have the content for it."""
 
 
 def _unit(rows: Sequence[ComparisonRow]) -> tuple[str, int]:
@@ -207,5 +211,5 @@ def _numbered_names(rows: Sequence[ComparisonRow]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """``text`` with its dollars escaped, between which matplotlib would set a formula."""
+    """Escape dollars, between which matplotlib would set a formula."""
     return text.replace("$", r"\$")
