@@ -1,42 +1,33 @@
 """A chain: the seconds and bytes of every block of a model, the input of the simulator and the solver.
 
 The name is that of Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains"
-(https://arxiv.org/abs/1911.13214). ``profiling`` makes a chain from a measured step, ``estimate`` from a simulated one.
+(https://arxiv.org/abs/1911.13214).
 
 NOTE [ the figures of a chain ]
-1. The blocks stand in the order in which they run and cover the *whole* forward, the loss included. Parts that no plan
-   decides about (embeddings before the layers, pooling between two stacks, head and loss) are blocks with
-   ``stack=None``. So the input of a block is the output of the block before, and the input of the first is the batch.
-2. Bytes are those of storages, each counted once, as the device's allocator counts them (``allocated_bytes``).
-   Parameters, buffers, optimizer state and the batch are ``resident_bytes`` and appear nowhere else, also where a block
-   saves them or hands them on.
+1. Blocks are in the order in which they run and cover the *whole* forward, the loss included. What no plan decides
+   about (embeddings, pooling between two stacks, head and loss) is a block with ``stack=None``. So the input of a block
+   is the output of the block before, and the input of the first is the batch.
+2. Bytes are those of storages, each counted once (``allocated_bytes``). Parameters, buffers, optimizer state and the
+   batch are ``resident_bytes`` alone, also where a block saves them or hands them on.
 3. ``output_bytes``: the storages that leave the block and are not among its inputs. A view has 0 and ``passes_input``;
-   a layer of a dense block has its one new feature map and ``passes_input``, as the older maps leave it too.
-4. ``saved_bytes``: saved for backward *besides* input and output. Whether it saves these is ``saves_input`` (a
-   convolution does) and ``saves_output`` (a ReLU does). So a map that one block saves as its output and the next as its
-   input counts once.
+   a layer of a dense block has its one new feature map and ``passes_input``.
+4. ``saved_bytes``: saved for backward *besides* input and output, which ``saves_input`` (a convolution) and
+   ``saves_output`` (a ReLU) are about. A storage that several blocks save (a mask, rotary tables) is in those of the
+   block that makes it.
 5. ``forward_transient_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it
-   began (its input and its ``beside_bytes`` live then: arguments besides the state, that the baseline does not save).
-   Output, saved bytes and workspaces are in it.
-   ``until_saved_bytes`` are the same up to the last tensor that it saves: there a second run ends, as torch stops it.
-6. ``backward_transient_bytes``: the highest live bytes in its backward less the live bytes when that began. Live then:
-   its saved tensors, and the gradient of its output, taken to be as large as all that leaves the block. The transient
-   includes the gradient of its input, the gradients of its parameters (as if there were none before), their
-   temporaries, workspaces, and the tensors that an option brings back. It is less by ``accumulated_bytes`` where
-   there are gradients of an earlier micro-batch, as each new one is gone when it has been added to them.
-7. ``gradient_bytes``: the parameter gradients that are there after its backward and were not before. A tied weight
-   counts where its gradient is born: in the later of its blocks. ``tied_gradient_bytes`` of them wait there for the
-   gradient of the earlier use, even where the gradients of an earlier micro-batch are there already.
-8. ``untracked_bytes``: the live bytes when its backward first reads what it saved that rule 6 does not name: the loss,
-   the gradient of an argument that all layers share, that of its output in another dtype. They are in the transient of
-   its backward, and live while its span runs again, which that reading starts.
-   ``variables_bytes``: likewise when its forward begins, what variables of the model hold.
-9. A storage that several blocks save (a mask, rotary tables) is in the ``saved_bytes`` of the block that makes it, and
-   in no other's.
-10. Measured seconds have a noise: the standard error of the figure, 0 where seconds are computed. The solver adds it to
-   the seconds that a plan adds, block by block, as if all of them were too low. So a plan is chosen where it is surely
-   no slower than another one; keeping everything, which adds nothing, wins every tie.
-11. The option ``RECOMPUTE_NESTED`` of a block is that of one by itself, of which the second run goes part by part where
+   began: its input, and ``beside_bytes``, arguments besides the state that the baseline does not save.
+   ``until_saved_bytes``: the same up to the last tensor that it saves, where torch stops a second run.
+6. ``backward_transient_bytes``: the highest live bytes in its backward less its saved tensors and the gradient of its
+   output, taken to be as large as all that leaves the block. It includes the gradients of its parameters, as if there
+   were none before; where there are, it is less by ``accumulated_bytes``.
+7. ``gradient_bytes``: the parameter gradients that its backward makes. A tied weight counts in the later of its blocks;
+   there ``tied_gradient_bytes`` wait for the gradient of the earlier use, under accumulation too.
+8. ``untracked_bytes``: the live bytes when its backward first reads what it saved, besides those of rule 6: the loss,
+   the gradient of an argument that all layers share. They are in the transient of its backward, and live while its span
+   runs again, which that reading starts. ``variables_bytes``: likewise when its forward begins, of variables.
+9. Measured seconds have a noise: the standard error of the figure. The solver adds it to the seconds that a plan adds,
+   block by block. So a plan is chosen where it is surely no slower; keeping everything wins every tie.
+10. The option ``RECOMPUTE_NESTED`` of a block is that of one by itself, of which the second run goes part by part where
    it has parts. In a span of several blocks each of them has these costs in its last run.
 """
 
@@ -63,11 +54,7 @@ class BlockOption:
     Args:
         action: ``KEEP``, or another one that a plan may give to a single block.
         added_s: seconds that a step takes longer than with ``KEEP``; below 0 where it is faster.
-        noise_s: of ``added_s``; rule 10 of the NOTE.
-        saved_bytes: saved on the device besides input and output.
-        saves_input, saves_output: whether it holds its input, its output.
-        forward_transient_bytes, backward_transient_bytes: the peaks of its forward and backward above their start.
-        accumulated_bytes: by which the latter is less under accumulation.
+        noise_s: of ``added_s``; rule 9 of the NOTE.
 
     Raises:
         ValueError: a figure that no measurement gives.
@@ -100,11 +87,7 @@ class BlockCosts:
         name: as in ``Plan.blocks``; of a block without a stack, any name that people understand.
         stack: the number of its stack, which no span leaves; ``None`` if it is always kept.
         forward_s, backward_s: seconds of its forward and its backward when kept.
-        forward_noise_s, backward_noise_s: of these; rule 10 of the NOTE.
-        output_bytes, passes_input: rule 3 of the NOTE.
-        gradient_bytes, tied_gradient_bytes: rule 7 of the NOTE.
-        beside_bytes, until_saved_bytes: rule 5 of the NOTE; without the second, all of its forward.
-        untracked_bytes, variables_bytes: rule 8 of the NOTE.
+        until_saved_bytes: ``None`` for all of its forward.
         options: ``KEEP``, and the other actions of a single block. A block with a stack can also ``RECOMPUTE``.
 
     Raises:
@@ -172,18 +155,16 @@ class Chain:
 
     Args:
         blocks: in the order of the forward; rule 1 of the NOTE.
-        resident_bytes: parameters, buffers, optimizer state, batch: there all the time.
+        resident_bytes: parameters, buffers, optimizer state, batch.
         gradients_resident: whether the parameter gradients of an earlier micro-batch are there from the start, as
             under accumulation. They are not in ``resident_bytes`` in either case.
         optimizer_bytes: temporaries of the optimizer's update, besides parameters, gradients and its state.
         span_bytes: held by each span that recomputes besides its input until its backward is done, and once more while
-            it runs again: the state of the random number generator, 5,056 bytes where the CPU is the device and 0
-            elsewhere, as it stays on the host.
+            it runs again: the state of the random number generator where the CPU is the device.
         beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs twice.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
         micro_batch_size, mlp_tile_tokens: likewise of actions in micro-batches and of those with tiles.
-        noise_s: of the seconds of all blocks together; rule 10 of the NOTE. Less than the sum over the blocks, whose
-            errors differ.
+        noise_s: of the seconds of all blocks together; less than the sum over the blocks, whose errors differ.
         host_bytes: pinned all the time: frozen weights that are streamed from there.
         nested: whether spans may recompute block by block in their second run.
 
@@ -230,6 +211,14 @@ class Chain:
         """``resident_bytes``, with the parameter gradients where these are resident."""
         return self.resident_bytes + (self.all_gradients_bytes if self.gradients_resident else 0)
 
+    @property
+    def states_bytes(self) -> list[int]:
+        """The bytes of the input of every block, and of the last output; 0 of the first, as the batch is resident."""
+        states = [0]
+        for block in self.blocks:
+            states.append(block.output_bytes + (states[-1] if block.passes_input else 0))
+        return states
+
     def new_gradients_bytes(self, *blocks: BlockCosts) -> int:
         """The parameter gradients that the backward of ``blocks`` leaves behind: rule 7 of the NOTE."""
         if self.gradients_resident:
@@ -237,7 +226,7 @@ class Chain:
         return sum(block.gradient_bytes for block in blocks)
 
     def nested_option(self, position: int) -> BlockOption:
-        """Of a block in a nested span: as it was measured, else that of a block which recomputes by itself."""
+        """Return the costs of a block in a nested span: as measured, else those of one that recomputes by itself."""
         block = self.blocks[position]
         keep = block.option(Action.KEEP)
         with suppress(ValueError):

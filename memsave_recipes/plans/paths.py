@@ -80,11 +80,10 @@ Edges: TypeAlias = list[list[Edge]]
 def edges_of(chain: Chain) -> Edges:
     """Every edge of every plan: O(blocks^2) of them. Their peaks are above ``chain.beside_bytes``."""
     sizes = _Sizes(chain)
-    nested = _nested if chain.nested else lambda sizes, position: []
     return [
         [_single_block(sizes, position, option) for option in block.options if not option.action.kind.is_joint]
-        + _recomputations(sizes, position)
-        + nested(sizes, position)
+        + _joint_spans(sizes, position, nested=False)
+        + (_joint_spans(sizes, position, nested=True) if chain.nested else [])
         for position, block in enumerate(chain.blocks)
     ]
 
@@ -115,9 +114,7 @@ class _Sizes:
         self.nested_option = chain.nested_option
         self.span_bytes = chain.span_bytes
         self.tick_s = tick_s(chain)
-        self.states = [0]  # of the input of every block, and of the last output; the batch is resident
-        for block in chain.blocks:
-            self.states.append(block.output_bytes + (self.states[-1] if block.passes_input else 0))
+        self.states = chain.states_bytes
         self.gradients = [0]  # made by the blocks behind each one
         for block in reversed(chain.blocks[1:]):
             self.gradients.append(self.gradients[-1] + chain.new_gradients_bytes(block))
@@ -149,49 +146,15 @@ def _single_block(sizes: _Sizes, position: int, option: BlockOption, beside_byte
     )
 
 
-def _recomputations(sizes: _Sizes, start: int) -> list[Edge]:
-    """The spans that recompute from ``start`` on: 1, 2, ... blocks of its stack. They hold all of their input."""
+def _joint_spans(sizes: _Sizes, start: int, *, nested: bool) -> list[Edge]:
+    """List the spans from ``start`` on that run again together: 1, 2, ... blocks of its stack. They hold their input.
+
+    Args:
+        nested: whether the second run keeps the inputs of the blocks alone, which then recompute one by one.
+    """
     edges: list[Edge] = []
     stack = sizes.blocks[start].stack
     passed = sizes.states[start]  # bytes of the span's input in the state behind it
-    rebuilt = EMPTY  # by the recomputation, besides the span's input
-    second_run = backward = 0
-    cost = 0
-    for position in range(start, len(sizes.blocks)):
-        block = sizes.blocks[position]
-        if stack is None or block.stack != stack:
-            break
-        keep = block.option(Action.KEEP)
-        whole = max(second_run, rebuilt[WITH_STATE] + keep.forward_transient_bytes)
-        second_run = max(second_run, rebuilt[WITH_STATE] + block.last_of_span_bytes)
-        rebuilt = _single_block(sizes, position, keep).extend(rebuilt)
-        cost += sizes.ticks(block.forward_s + block.forward_noise_s)
-        passed = passed if block.passes_input else 0
-        state = sizes.states[position + 1]
-        backward = max(backward, rebuilt[HELD] + state + keep.backward_transient_bytes + sizes.gradients[position])
-        beside = state + block.untracked_bytes + sizes.span_bytes + sizes.gradients[position]  # while it runs again
-        edges.append(
-            Edge(
-                stop=position + 1,
-                action=Action.RECOMPUTE,
-                cost=cost,
-                held_from=WITH_STATE,
-                held_bytes=sizes.span_bytes,
-                with_state_from=WITH_STATE,
-                with_state_bytes=sizes.span_bytes + state - passed,
-                peak_over_held_bytes=0,
-                peak_over_state_bytes=sizes.span_bytes + max(backward, second_run + beside),
-            )
-        )
-        second_run = whole
-    return edges
-
-
-def _nested(sizes: _Sizes, start: int) -> list[Edge]:
-    """Spans from ``start`` on whose second run keeps the inputs of their blocks, which then recompute one by one."""
-    edges: list[Edge] = []
-    stack = sizes.blocks[start].stack
-    passed = sizes.states[start]
     rebuilt = EMPTY  # by the second run, besides the span's input
     second_run = backward = 0
     cost = last_cost = 0
@@ -200,27 +163,34 @@ def _nested(sizes: _Sizes, start: int) -> list[Edge]:
         block = sizes.blocks[position]
         if stack is None or block.stack != stack:
             break
-        option = sizes.nested_option(position)
+        option = sizes.nested_option(position) if nested else block.option(Action.KEEP)
         reached = rebuilt[WITH_STATE]
-        held += option.saved_bytes
         rebuilt = _single_block(sizes, position, option).extend(rebuilt)
-        cost += last_cost + sizes.ticks(option.added_s + option.noise_s)
-        last_cost = sizes.ticks(block.forward_s + block.forward_noise_s)
+        forward_cost = sizes.ticks(block.forward_s + block.forward_noise_s)
+        last_run = 0
+        if nested:  # the second run does not reach the last block
+            held += option.saved_bytes
+            cost += last_cost + sizes.ticks(option.added_s + option.noise_s)
+            last_cost = forward_cost
+        else:
+            cost += forward_cost
+            last_run = reached + block.last_of_span_bytes
         passed = passed if block.passes_input else 0
         state = sizes.states[position + 1]
         backward = max(backward, rebuilt[HELD] + state + option.backward_transient_bytes + sizes.gradients[position])
-        beside = state + block.untracked_bytes + sizes.span_bytes + sizes.gradients[position]
+        live = state + block.untracked_bytes + sizes.span_bytes + sizes.gradients[position]  # while it runs again
+        has_second_run = not nested or position > start
         edges.append(
             Edge(
                 stop=position + 1,
-                action=Action.RECOMPUTE_NESTED,
+                action=Action.RECOMPUTE_NESTED if nested else Action.RECOMPUTE,
                 cost=cost,
                 held_from=WITH_STATE,
                 held_bytes=held,
                 with_state_from=WITH_STATE,
                 with_state_bytes=held + state - passed,
                 peak_over_held_bytes=0,
-                peak_over_state_bytes=held + max(backward, second_run + beside if position > start else 0),
+                peak_over_state_bytes=held + max(backward, max(second_run, last_run) + live if has_second_run else 0),
             )
         )
         second_run = max(second_run, reached + option.forward_transient_bytes)

@@ -1,16 +1,9 @@
 """A plan: one action for every block of a model, as frozen data in JSON; and the plans that have a name.
 
-Blocks stand in the order of the forward. A *span* is a run of neighbouring blocks with one action: the blocks of a
-``RECOMPUTE`` span keep only the input of the span and run again, together, in the backward (Chen et al. 2016,
-"Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174). Those of a ``RECOMPUTE_NESTED``
-span keep no more in that second run than the input of each block, and run a third time, one by one (section 4.3 of the
-same paper, with two levels). A plan never touches a model: ``memsave_recipes.activations.apply_plan`` does.
-
-The strategies of ``--activation_checkpointing`` that need no measurement are here, too. ``segments:K`` is the method of
-``torch.utils.checkpoint.checkpoint_sequential`` (https://pytorch.org/docs/stable/checkpoint.html): every segment but
-the last keeps its input alone and recomputes as a whole. The last segment is kept, since its backward comes first and
-recomputing it would free nothing; so ``segments:1`` is the baseline, training without checkpointing. Torch's last
-segment takes the whole remainder; here sizes differ by at most one block.
+A *span* is a run of neighbouring blocks with one action: the blocks of a ``RECOMPUTE`` span keep only the input of the
+span and run again, together, in the backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost",
+https://arxiv.org/abs/1604.06174). Those of a ``RECOMPUTE_NESTED`` span keep no more in that second run than the input
+of each block, and run a third time, one by one (section 4.3 of the same paper, with two levels).
 """
 
 import json
@@ -21,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from itertools import accumulate, pairwise
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -165,12 +159,9 @@ class Plan:
         spans: cover all blocks once, in order.
         compiled_memory_ratio: the part of its activations that a compiled block may save, from 0 to 1; for plans that
             compile, and for no others.
-        micro_batch_size: the samples that a block in micro-batches takes at once; for plans with such blocks, and for
-            no others.
-        mlp_tile_tokens: the tokens that an MLP of a block with tiles takes at once; for plans with such blocks, and for
-            no others.
-        prediction: the memory and time of a step, where ``make_plan`` has measured one. It is no part of what is
-            compared or written.
+        micro_batch_size: the samples that a block in micro-batches takes at once; likewise.
+        mlp_tile_tokens: the tokens that an MLP of a block with tiles takes at once; likewise.
+        prediction: the memory and time of a step, where ``make_plan`` has measured one; not compared, not written.
 
     Raises:
         ValueError: the spans leave a block out or name one twice, or the ratio or a size does not go with them.
@@ -297,7 +288,7 @@ class Plan:
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file.
+    """Read the plan in a file.
 
     Raises:
         InputError: there is no such file, or it holds no plan.
@@ -323,7 +314,7 @@ def count_blocks(stacks: Stacks) -> int:
 
 
 def as_they_run(stacks: Stacks, running: Sequence[str]) -> list[Sequence[str]]:
-    """The stacks of which a block runs, in the order in which they begin.
+    """Return the stacks of which a block runs, in the order in which they begin.
 
     Args:
         running: the blocks that run, in order.
@@ -347,12 +338,16 @@ def every(stacks: Stacks, interval: int) -> tuple[Span, ...]:
 
 
 def all_under(stacks: Stacks, action: Action) -> tuple[Span, ...]:
-    """Every block by itself under one action."""
+    """Put every block by itself under one action."""
     return tuple(Span(start=index, stop=index + 1, action=action) for index in range(count_blocks(stacks)))
 
 
 def segments(stacks: Stacks, count: int) -> tuple[Span, ...]:
-    """``count`` segments of nearly equal numbers of blocks; a segment is cut where a stack ends."""
+    """Cut the blocks into ``count`` segments of nearly equal size, and where a stack ends; keep the last one.
+
+    The method of ``torch.utils.checkpoint.checkpoint_sequential``. The backward of the last segment comes first, so
+    recomputing it would free nothing; ``segments:1`` is the baseline.
+    """
     last_segment = count_blocks(stacks) * (count - 1) // count
     return tuple(
         Span(start=start, stop=stop, action=Action.KEEP if start >= last_segment else Action.RECOMPUTE)
@@ -361,7 +356,7 @@ def segments(stacks: Stacks, count: int) -> tuple[Span, ...]:
 
 
 def nested(stacks: Stacks, count: int) -> tuple[Span, ...]:
-    """The same segments, all of which recompute, and in the second run each of their blocks again."""
+    """Recompute all of the same segments, and in the second run each of their blocks again."""
     spans = _cut(stacks, count)
     return tuple(Span(start=start, stop=stop, action=Action.RECOMPUTE_NESTED) for start, stop in spans)
 
@@ -399,55 +394,38 @@ def plan_for(strategy: str, stacks: Stacks) -> Plan:
     """The plan that ``strategy`` makes for the blocks in ``stacks``.
 
     Args:
-        strategy: ``none``, ``full``, ``selective``, ``offload``, ``full_offload``, ``every:K``, ``segments:K`` or
-            ``nested:K`` with K from 1 to the number of blocks, ``full_tiled`` and ``full_tiled_offload`` or these with
-            ``:TOKENS``, ``compiled`` or ``compiled:RATIO`` with a ratio from 0 to 1.
+        strategy: any of ``KNOWN`` but ``bottleneck``, ``budget`` and a path.
         stacks: names of the blocks, in the order of the forward.
 
     Raises:
         InputError: no such strategy, or K, TOKENS or RATIO is no number in its range.
     """
-    blocks = tuple(name for stack in stacks for name in stack)
+    plan = partial(Plan, strategy=strategy, blocks=tuple(name for stack in stacks for name in stack))
     name, colon, argument = strategy.partition(":")
     if name in COUNTED_STRATEGIES:
-        count = _parse_count(strategy, argument, count_blocks(stacks))
-        return Plan(strategy=strategy, blocks=blocks, spans=COUNTED_STRATEGIES[name](stacks, count))
-    if name in UNIFORM_STRATEGIES:
-        action = UNIFORM_STRATEGIES[name]
-        spans = all_under(stacks, action)
-        if action is Action.COMPILE:
-            ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
-            return Plan(strategy=strategy, blocks=blocks, spans=spans, compiled_memory_ratio=ratio)
-        if action.kind.is_tiled:
-            tokens = _parse_tokens(strategy, argument) if colon else MLP_TILE_TOKENS
-            return Plan(strategy=strategy, blocks=blocks, spans=spans, mlp_tile_tokens=tokens)
-        if not colon:
-            return Plan(strategy=strategy, blocks=blocks, spans=spans)
-    raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")
+        num_blocks = count_blocks(stacks)
+        count = _parse_count(strategy, "K", num_blocks, f"to {num_blocks}, the blocks of this model")
+        return plan(spans=COUNTED_STRATEGIES[name](stacks, count))
+    action = UNIFORM_STRATEGIES.get(name)
+    if action is None or (colon and action is not Action.COMPILE and not action.kind.is_tiled):
+        raise InputError(f"strategy {strategy}: no such strategy; choose {KNOWN}")
+    spans = all_under(stacks, action)
+    if action is Action.COMPILE:
+        ratio = _parse_ratio(strategy, argument) if colon else COMPILED_MEMORY_RATIO
+        return plan(spans=spans, compiled_memory_ratio=ratio)
+    if action.kind.is_tiled:
+        rule = "on, the tokens that an MLP takes at once"
+        tokens = _parse_count(strategy, "TOKENS", inf, rule) if colon else MLP_TILE_TOKENS
+        return plan(spans=spans, mlp_tile_tokens=tokens)
+    return plan(spans=spans)
 
 
-def _parse_whole_number(argument: str) -> int:
-    """0 where it is none."""
-    return int(argument) if argument.isascii() and argument.isdigit() and len(argument) < MAX_DIGITS else 0
-
-
-def _parse_tokens(strategy: str, argument: str) -> int:
-    tokens = _parse_whole_number(argument)
-    if not tokens:
-        raise InputError(
-            f"strategy {strategy}: TOKENS in {strategy.partition(':')[0]}:TOKENS is a whole number from 1 on, the "
-            "tokens that an MLP takes at once"
-        )
-    return tokens
-
-
-def _parse_count(strategy: str, argument: str, num_blocks: int) -> int:
-    count = _parse_whole_number(argument)
-    if not 1 <= count <= num_blocks:
-        name = strategy.partition(":")[0]
-        raise InputError(
-            f"strategy {strategy}: K in {name}:K is a whole number from 1 to {num_blocks}, the blocks of this model"
-        )
+def _parse_count(strategy: str, word: str, most: float, rule: str) -> int:
+    name, _, argument = strategy.partition(":")
+    is_number = argument.isascii() and argument.isdigit() and len(argument) < MAX_DIGITS
+    count = int(argument) if is_number else 0
+    if not 1 <= count <= most:
+        raise InputError(f"strategy {strategy}: {word} in {name}:{word} is a whole number from 1 {rule}")
     return count
 
 

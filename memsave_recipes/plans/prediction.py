@@ -1,11 +1,7 @@
-"""The predicted memory and time of a step under a plan, beside those without checkpointing: plain figures.
-
-``prediction_of`` (``simulate.py``) makes them from the costs of a chain.
-"""
+"""The predicted memory and time of a step under a plan, and those without checkpointing: plain figures."""
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from memsave_recipes.text import format_bytes
 
@@ -55,23 +51,17 @@ class Prediction:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        """A line, and a table with a row for each span."""
+        """Return a line, and a table with a row for each span."""
         noise = f" ± {1e3 * self.noise_s:.1f} ms" if self.noise_s else ""
         time = f"{1e3 * (self.baseline_s + self.added_s):.1f} ms{noise} (baseline {1e3 * self.baseline_s:.1f} ms)"
         peaks = f"{format_bytes(self.peak_bytes)} (baseline {format_bytes(self.baseline_peak_bytes)})"
         rows = [HEADINGS, *map(_cells, self.spans)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+        row_format = "  ".join(f"{{:{'<' if i < 2 else '>'}{width}}}" for i, width in enumerate(widths))
+        lines = [row_format.format(*row).rstrip() for row in rows]
         return "\n".join([f"predicted peak {peaks}, forward and backward {time}", *lines])
 
 
 def _cells(span: SpanPrediction) -> tuple[str, ...]:
     added = f"{1e3 * span.added_s:+.1f} ms" if span.added_s else ""
     return (span.blocks, span.action, format_bytes(span.saved_bytes), format_bytes(span.baseline_bytes), added)
-
-
-def _aligned(row: tuple[str, ...], widths: list[int]) -> list[Any]:
-    return [
-        cell.ljust(width) if i < 2 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]

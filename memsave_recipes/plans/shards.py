@@ -1,8 +1,8 @@
 """The memory and the traffic of a rank that holds weights in shards: ``simulate`` for ZeRO's third stage.
 
-A *unit* is weights that are gathered together (``sharding/units.py``). Of W ranks each has ``ceil(rows / W)`` rows of
-every weight, the last ones less; what travels is padded to W times as many. All bytes are those of the first rank,
-which has most.
+A *unit* is weights that are gathered together (``sharding/units.py``). Each of W ranks has ``ceil(rows / W)`` rows of
+every weight, the last ones less; what travels is padded to W times as many. Bytes are those of the first rank, which
+has most.
 
 NOTE [ a step in shards ], as of torch 2.13 and 2.15 (``torch/distributed/fsdp/_fully_shard``)
 1. Forward. When the first module of a unit is called, its shards are gathered into one buffer, and copied from there
@@ -22,9 +22,8 @@ NOTE [ a step in shards ], as of torch 2.13 and 2.15 (``torch/distributed/fsdp/_
    whole gradients. Each gradient of the others is gone when it has been added to them; that of a weight with two uses
    waits for the second. The last one reduces the sums.
 Bounds: a unit of which modules run at several places counts as gathered from the first to the last of them. The first
-run of blocks that recompute counts as if all that they save were there until their end, and variables of the model
-count as they are under no plan, and so does a norm behind layers with tiles. Of a plan that offloads, the most that a
-block moves is resident twice, as with whole weights (``profiling/step_trace.py``).
+run of blocks that recompute counts as if all that they save were there until their end. Variables of the model count as
+they are under no plan, and so does a norm behind layers with tiles.
 
 NOTE [ traffic ]
 A unit is gathered twice a micro-batch, once where its weights stay, and its gradients are reduced once, or in the last
@@ -37,7 +36,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from memsave_recipes.plans.chain import BlockCosts, Chain
+from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.plan import Action, Plan
 from memsave_recipes.plans.simulate import TimelinePoint, timeline
 
@@ -137,8 +136,10 @@ class _MicroBatch:
         self.last = {unit: found[-1] for unit, found in positions.items() if found}
         self.unit_at = {at: unit for unit, found in positions.items() for at in found}
         self.root = next((unit for unit in shards.units if unit.is_root), None)
-        self.trains = [self._trains(at) for at in range(len(chain.blocks))]
-        self.states = _states_bytes(chain)
+        units = [self.unit_at.get(at) for at in range(len(chain.blocks))]
+        of_units = [unit.reduced_bytes if unit else 0 for unit in units]
+        self.trains = [block.gradient_bytes + more > 0 for block, more in zip(chain.blocks, of_units, strict=True)]
+        self.states = chain.states_bytes
         self.whole: set[ShardedUnit] = set()
         self.incoming: set[ShardedUnit] = set()  # in their buffers
         self.behind: ShardedUnit | None = None  # the last one of the forward, in its buffer
@@ -158,29 +159,19 @@ class _MicroBatch:
         if self.reduces:
             yield self._now(points[-1])
 
-    def _trains(self, position: int) -> bool:
-        unit = self.unit_at.get(position)
-        return self.chain.blocks[position].gradient_bytes > 0 or (unit is not None and unit.reduced_bytes > 0)
-
-    def _input_has_gradient(self, unit: ShardedUnit) -> bool:
-        return unit.takes_gradient and any(self.trains[: self.first[unit]])
-
     def _now(self, point: TimelinePoint, extra_bytes: int = 0) -> TimelinePoint:
         """``point`` with the gradients and the traffic of this moment."""
         buffers = [*self.whole, *self.incoming, *([self.behind] if self.behind else [])]
         gathered_bytes = sum(unit.gathered_bytes for unit in buffers)
         reduced_bytes = self.leaving.reduced_bytes if self.leaving else 0
+        shards_bytes = sum(unit.reduced_bytes for unit in self.reduced) // self.shards.num_ranks
+        if self.shards.accumulates and self.shards.num_replicas == 1:  # rule 5
+            shards_bytes = 0
         return replace(
             point,
-            gradients_bytes=sum(self.gradients.values()) + self.waiting_bytes + self._shards_of_gradients(),
+            gradients_bytes=sum(self.gradients.values()) + self.waiting_bytes + shards_bytes,
             traffic_bytes=gathered_bytes + reduced_bytes + extra_bytes,
         )
-
-    def _shards_of_gradients(self) -> int:
-        """Of this micro-batch, by rule 5."""
-        if self.shards.accumulates and self.shards.num_replicas == 1:
-            return 0
-        return sum(unit.reduced_bytes for unit in self.reduced) // self.shards.num_ranks
 
     def _forward(self, points: list[TimelinePoint]) -> Iterator[TimelinePoint]:
         """Rule 1."""
@@ -224,8 +215,12 @@ class _MicroBatch:
                 yield from self._gather_again(unit, begins[number])
             for point in turn:
                 yield from self._run(point)
-            self._leave_gradients(position)
-            if unit is not None and self.first[unit] == position and self._input_has_gradient(unit):
+            block = self.chain.blocks[position]
+            if self.adds:
+                self.waiting_bytes += block.tied_gradient_bytes
+            else:
+                self.gradients[self.unit_at.get(position, self.root)] += block.gradient_bytes
+            if unit and self.first[unit] == position and unit.takes_gradient and any(self.trains[:position]):
                 yield from self._reduce(unit, begins[number + 1])
                 done.add(unit)
         self.waiting_bytes = 0
@@ -236,14 +231,6 @@ class _MicroBatch:
         self.leaving = None
         if self.shards.accumulates:
             self.reduced.clear()
-
-    def _leave_gradients(self, position: int) -> None:
-        """Behind the backward of a block."""
-        block = self.chain.blocks[position]
-        if self.adds:
-            self.waiting_bytes += block.tied_gradient_bytes
-        else:
-            self.gradients[self.unit_at.get(position, self.root)] += block.gradient_bytes
 
     def _run(self, point: TimelinePoint) -> Iterator[TimelinePoint]:
         """A point of the backward; blocks of a sequence that recompute together are gathered one by one."""
@@ -294,16 +281,14 @@ class _MicroBatch:
 
     def _untracked_bytes(self, position: int) -> int:
         """The loss and the like; of a part without a backward of its own, those of the next one that has one."""
-        having = (block.untracked_bytes for block in self.chain.blocks[position:] if _has_backward(block))
-        return next(having, 0)
-
-
-def _has_backward(block: BlockCosts) -> bool:
-    return block.untracked_bytes > 0 or block.option(Action.KEEP).backward_transient_bytes > 0
+        for block in self.chain.blocks[position:]:
+            if block.untracked_bytes or block.option(Action.KEEP).backward_transient_bytes:
+                return block.untracked_bytes
+        return 0
 
 
 def _position(turn: list[TimelinePoint]) -> int:
-    """Of the block whose backward it is."""
+    """Return the position of the block whose backward it is."""
     position = turn[-1].position
     assert position is not None, "of the optimizer alone"
     return position
@@ -314,7 +299,7 @@ def _before(point: TimelinePoint, own_bytes: int, phase: str) -> TimelinePoint:
 
 
 def _turns(points: list[TimelinePoint]) -> Iterator[list[TimelinePoint]]:
-    """Of every block the points of its backward, after those of the second run that it begins with."""
+    """Yield the points of each block's backward, after those of the second run that it begins with."""
     turn: list[TimelinePoint] = []
     for point in points:
         if point.phase in ("recomputation", "backward"):
@@ -322,14 +307,6 @@ def _turns(points: list[TimelinePoint]) -> Iterator[list[TimelinePoint]]:
         if point.phase == "backward":
             yield turn
             turn = []
-
-
-def _states_bytes(chain: Chain) -> list[int]:
-    """Of the input of every block, and of the last output."""
-    states = [0]
-    for block in chain.blocks:
-        states.append(block.output_bytes + (states[-1] if block.passes_input else 0))
-    return states
 
 
 def communication_s(chain: Chain, shards: Shards, bytes_per_s: float) -> tuple[float, float]:

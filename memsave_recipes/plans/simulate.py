@@ -1,21 +1,15 @@
 """Simulate a step under a plan: its memory timeline and peak, the added time, and the host memory that it pins.
 
-``simulate`` defines the costs that the solver minimises; ``prediction_of`` has them beside those of the baseline, no
-checkpointing.
-
 NOTE [ the memory of one forward and backward ]
-1. Forward: while a block runs, its input and everything that the blocks before it hold is live. Under ``KEEP`` it then
-   holds its saved tensors; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone. Where any block runs again,
-   the ``beside_bytes`` of all are held from the first forward to the last backward.
+1. Forward: while a block runs, its input and all that the blocks before it hold is live. Under ``KEEP`` it then holds
+   its saved tensors; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone. Where any block runs again, the
+   ``beside_bytes`` of all are held from the first forward to the last backward.
 2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again; the gradient of its
-   output, its untracked bytes and ``span_bytes`` more are live then. Now every block of it holds its saved tensors; the
-   input of the span stays until the span is done. In the second run of a ``RECOMPUTE_NESTED`` span each block but the
-   last, which is not reached, runs and holds its input; then each recomputes by itself, as its option says.
-3. In the backward of a block, everything held before it, its own saved tensors and the gradient of its output are live.
-   The saved tensors are freed with it; the gradients of its parameters stay.
-4. At last the optimizer's update runs with all gradients live; no plan changes that.
-5. Storages count once, however many blocks hold them (NOTE [ the figures of a chain ]).
-Not modelled: fragmentation of the allocator.
+   output, its untracked bytes and ``span_bytes`` more are live then. The input of the span stays until its end.
+   In the second run of a ``RECOMPUTE_NESTED`` span each block but the last, which is not reached, runs and holds its
+   input; then each recomputes by itself, as its option says.
+3. The saved tensors of a block are freed with its backward; the gradients of its parameters stay. At last the
+   optimizer's update runs with all gradients live.
 
 NOTE [ the memory of the host ]
 1. A block under ``OFFLOAD`` copies to the host the tensors that it saves under ``KEEP`` and not under ``OFFLOAD``, its
@@ -23,15 +17,15 @@ NOTE [ the memory of the host ]
    ``in_sublayers`` the input of its MLP, which is as large, waits there too.
 2. The last of them is never copied, as its backward comes at once; of one in sub-layers the MLP is the last.
 3. Copies are pinned in pieces that take at most an eighth more than the bytes in them (``activations/offload.py``).
-So it is the most that is pinned; small storages, which are not copied, count where they are inputs of blocks. Not
-modelled: an output that its own block saves and the next one does not.
+Small storages, which are not copied, count where they are inputs of blocks. Not modelled: an output that its own block
+saves and the next one does not.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memsave_recipes.plans.chain import BlockOption, Chain
-from memsave_recipes.plans.plan import Action, Plan, Span
+from memsave_recipes.plans.plan import Action, Plan, Span, plan_for
 from memsave_recipes.plans.prediction import Prediction, SpanPrediction
 
 PINNING = 8  # pinning wastes at most one part in so many
@@ -43,15 +37,19 @@ Storages = dict[str, int]
 class TimelinePoint:
     """The live bytes while one block runs.
 
-    ``resident_bytes`` are those of the chain; ``gradients_bytes`` the parameter gradients made so far;
-    ``held_bytes`` are held by other blocks until their backward; ``own_bytes`` are live for this block, of which
-    ``temporary_bytes`` are neither its input nor its output nor saved by it. ``traffic_bytes`` are weights that are
-    gathered and gradients on their way, where these are in shards (``shards.py``).
+    Args:
+        phase: forward, recomputation, backward or optimizer; in shards also gathering and reduction.
+        block: its name; of the optimizer, empty.
+        position: of the block in the chain.
+        gradients_bytes: the parameter gradients made so far.
+        held_bytes: held by other blocks until their backward.
+        own_bytes: live for this block, with ``temporary_bytes``: neither its input nor its output nor saved by it.
+        traffic_bytes: weights that are gathered and gradients on their way, in shards.
     """
 
-    phase: str  # forward, recomputation, backward, optimizer; in shards also gathering and reduction
-    block: str  # its name; of the optimizer, empty
-    position: int | None = None  # of the block in the chain
+    phase: str
+    block: str
+    position: int | None = None
     resident_bytes: int
     gradients_bytes: int
     held_bytes: int
@@ -86,10 +84,7 @@ class Simulation:
 
 @dataclass(frozen=True)
 class SpanCosts:
-    """The bytes that a span adds to those held when the forward ends, and the seconds that it adds to the step.
-
-    A storage that two spans hold counts in the first of them.
-    """
+    """The bytes that a span adds to those held when the forward ends, and the seconds that it adds to the step."""
 
     held_bytes: int
     added_s: float
@@ -101,19 +96,18 @@ def simulate(chain: Chain, plan: Plan) -> Simulation:
     Raises:
         ValueError: the plan was made for other blocks, joins blocks of two stacks, or needs costs that the chain lacks.
     """
+    seconds = [_seconds(chain, span) for span in _spans(chain, plan)]
     return Simulation(
         peak=max(timeline(chain, plan), key=lambda point: point.total_bytes),
-        added_s=sum(_added_s(chain, span) for span in _spans(chain, plan)),
-        noise_s=sum(_noise_s(chain, span) for span in _spans(chain, plan)),
+        added_s=sum(added_s for added_s, _ in seconds),
+        noise_s=sum(noise_s for _, noise_s in seconds),
         host_bytes=host_bytes(chain, plan),
     )
 
 
 def keep_all(chain: Chain) -> Plan:
-    """The baseline, no checkpointing, as a plan for the blocks of ``chain``."""
-    names = chain.decided_names
-    spans = tuple(Span(start=index, stop=index + 1, action=Action.KEEP) for index in range(len(names)))
-    return Plan(strategy="none", blocks=names, spans=spans)
+    """Return the baseline, no checkpointing, as a plan for the blocks of ``chain``."""
+    return plan_for("none", [chain.decided_names])
 
 
 def host_bytes(chain: Chain, plan: Plan) -> int:
@@ -159,7 +153,7 @@ def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
             now = held | _held_by_span(chain, span, states)
         else:
             now = held | _saved(chain, span.start, chain.blocks[span.start].option(span.action), states)
-        costs[span.start] = SpanCosts(_total(now) - _total(held), _added_s(chain, span))
+        costs[span.start] = SpanCosts(_total(now) - _total(held), _seconds(chain, span)[0])
         held = now
     parts = [[costs[position] for position in chain.decided[span.start : span.stop]] for span in plan.spans]
     return [SpanCosts(sum(c.held_bytes for c in part), sum(c.added_s for c in part)) for part in parts]
@@ -181,24 +175,18 @@ def _spans(chain: Chain, plan: Plan) -> list[Span]:
     return sorted(spans, key=lambda span: span.start)
 
 
-def _added_s(chain: Chain, span: Span) -> float:
+def _seconds(chain: Chain, span: Span) -> tuple[float, float]:
+    """Return the seconds that a span adds to the step, and their noise."""
     blocks = chain.blocks[span.start : span.stop]
-    if span.action is Action.RECOMPUTE:
-        return sum(block.forward_s for block in blocks)
+    if not span.action.kind.is_joint:
+        option = blocks[0].option(span.action)
+        return option.added_s, option.noise_s
+    options: list[BlockOption] = []
     if span.action is Action.RECOMPUTE_NESTED:
-        again = sum(chain.nested_option(position).added_s for position in range(span.start, span.stop))
-        return sum(block.forward_s for block in blocks[:-1]) + again
-    return blocks[0].option(span.action).added_s
-
-
-def _noise_s(chain: Chain, span: Span) -> float:
-    blocks = chain.blocks[span.start : span.stop]
-    if span.action is Action.RECOMPUTE:
-        return sum(block.forward_noise_s for block in blocks)
-    if span.action is Action.RECOMPUTE_NESTED:
-        again = sum(chain.nested_option(position).noise_s for position in range(span.start, span.stop))
-        return sum(block.forward_noise_s for block in blocks[:-1]) + again
-    return blocks[0].option(span.action).noise_s
+        options = [chain.nested_option(position) for position in range(span.start, span.stop)]
+        blocks = blocks[:-1]
+    added_s = sum(block.forward_s for block in blocks) + sum(option.added_s for option in options)
+    return added_s, sum(block.forward_noise_s for block in blocks) + sum(option.noise_s for option in options)
 
 
 def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterator[TimelinePoint]:
@@ -214,7 +202,8 @@ def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterat
     spans = _spans(chain, plan)
     states = _states(chain)
     held_before: list[Storages] = []
-    beside = held = _held_beside(chain, plan)
+    runs_again = any(span.action.kind.runs_twice for span in plan.spans)
+    held: Storages = {"beside the states": chain.beside_bytes} if runs_again else {}
     for span in spans:
         held_before.append(held)
         if span.action.kind.is_joint:
@@ -224,7 +213,9 @@ def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterat
             held = held | _held_by_span(chain, span, states)
         else:
             option = chain.blocks[span.start].option(span.action)
-            alive = states[span.start] if beside else _with_beside(chain, span.start, states)
+            alive = states[span.start]
+            if not runs_again:
+                alive = {**alive, "beside the state": chain.blocks[span.start].beside_bytes}
             yield _point(chain, "forward", span.start, held, 0, alive, option.forward_transient_bytes)
             held = held | _saved(chain, span.start, option, states)
     gradients_bytes = 0
@@ -283,17 +274,6 @@ def _states(chain: Chain) -> list[Storages]:
         passed = states[-1] if block.passes_input else {}
         states.append({**passed, f"output of {position}": block.output_bytes})
     return states
-
-
-def _held_beside(chain: Chain, plan: Plan) -> Storages:
-    """Held by all blocks together that run again."""
-    runs_again = any(span.action.kind.runs_twice for span in plan.spans)
-    return {"beside the states": chain.beside_bytes} if runs_again else {}
-
-
-def _with_beside(chain: Chain, position: int, states: list[Storages]) -> Storages:
-    """Live when the forward of a block begins, where no block runs again."""
-    return {**states[position], "beside the state": chain.blocks[position].beside_bytes}
 
 
 def _held_by_span(chain: Chain, span: Span, states: list[Storages]) -> Storages:

@@ -1,10 +1,9 @@
 """The plan that adds the least time under a byte budget: an exact shortest path search over the plans of a chain.
 
-The problem. Recomputing runs of blocks from their input is Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-Cost" (https://arxiv.org/abs/1604.06174); choosing the runs for blocks of unequal time and size by dynamic programming
-is Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova 2019, "Optimal checkpointing for heterogeneous chains"
-(https://arxiv.org/abs/1911.13214). Theirs recomputes within recomputations to any depth and rounds bytes to slots. Ours
-stays with the plans that ``apply_plan`` can apply, and rounds no bytes.
+The problem. Choosing the runs of blocks to recompute by dynamic programming is Beaumont, Eyraud-Dubois, Herrmann, Joly
+and Shilova 2019, "Optimal checkpointing for heterogeneous chains" (https://arxiv.org/abs/1911.13214). Theirs recomputes
+within recomputations to any depth and rounds bytes to slots. Ours stays with the plans that ``apply_plan`` can apply,
+and rounds no bytes.
 
 The guarantee. Of all plans (every split of the stacks into spans, every action per block that the chain has costs for)
 none whose simulated peak fits adds less time than ``solve``'s, with the noise of these seconds counted in: plans are
@@ -135,10 +134,10 @@ def _plan_of(chain: Chain, path: list[Edge]) -> Plan:
 def _too_small(chain: Chain, budget_bytes: int) -> str:
     smallest = smallest_feasible(chain)
     peak = simulate(chain, solve(chain, smallest)).peak
-    way_out = "a smaller model or optimizer" if peak.phase == "optimizer" else "a smaller batch"
+    hint = "a smaller model or optimizer" if peak.phase == "optimizer" else "a smaller batch"
     return (
         f"budget_gib {to_gib(budget_bytes):g} is too small for any plan: the smallest that works is "
-        f"{gib_that_suffice(smallest)}, needed in {_describe(peak)}; raise it to that, or take {way_out}"
+        f"{gib_that_suffice(smallest)}, needed in {_describe(peak)}; raise it to that, or take {hint}"
     )
 
 

@@ -11,7 +11,7 @@ NOTE [ rounds ]
 1. In a round the step runs once under each action. Rounds end when the standard error of the step's time is at most
    ``AGREE`` of it under every action. On a machine with nothing else to do, the first ``repetitions`` suffice.
 2. There are at most ``MOST_ROUNDS`` times as many, and none is added once the steps have taken ``MOST_S``, which groups
-   share. The noise that is left is in the chain, and the planner counts it (``plans/chain.py``, rule 10).
+   share. The noise that is left is in the chain, and the planner counts it (``plans/chain.py``, rule 9).
 3. Of a run on several ranks each rank takes the least number, as the forward of a model may wait for the other ranks
    (SyncBatchNorm), and an unequal number of forwards would wait for ever.
 
