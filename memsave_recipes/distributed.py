@@ -210,10 +210,6 @@ class RankPoll:
             return value
         if step < self._next_step:
             return 0
-        if value:
-            self.accelerator.set_trigger()
-        if not self.accelerator.check_trigger():
-            value = 0
         largest, interval = self._largest(value, self._steps_in_interval(step))
         self._next_step = step + interval
         return largest
