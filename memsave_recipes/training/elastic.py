@@ -57,6 +57,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
@@ -254,34 +255,17 @@ def _meeting(config: LaunchConfig, address: str) -> RendezvousHandler:
     return get_rendezvous_handler(parameters)
 
 
-class _OneMachine(RendezvousHandler):
+class _OneMachine(StaticTCPRendezvous):
     """The rendezvous of a machine with itself: rule 2 of NOTE [ elastic launches ]."""
 
-    use_agent_store = True
+    def __init__(self) -> None:
+        super().__init__(LOOPBACK, 0, rank=0, world_size=1, run_id=str(os.getpid()), timeout=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        return RendezvousInfo(store, rank=0, world_size=1, bootstrap_store_info=RendezvousStoreInfo(LOOPBACK, port))
-
-    def get_backend(self) -> str:
-        return "loopback"
-
-    def get_run_id(self) -> str:
-        return str(os.getpid())
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
+        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(LOOPBACK, port))
 
 
 class _Agent(LocalElasticAgent):
