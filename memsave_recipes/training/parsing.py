@@ -24,11 +24,6 @@ SCALARS = {f"{YAML}{kind}" for kind in ("str", "int", "float", "bool", "timestam
 """YAML tags of the values of a preset. Each is read as text: ``no`` is a word, and ``1:30`` is not 90."""
 MAX_LETTERS, MAX_LEVELS = 65_536, 10
 """Of a preset: more than anyone writes by hand, and read in a second."""
-LAUNCHER_FLAGS = {
-    *("config_file", "cpu", "multi_gpu", "mixed_precision", "num_processes", "gpu_ids", "num_cpu_threads_per_process"),
-    *("num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
-}
-"""Those of ``accelerate launch`` that a run can need. It takes them before the name of the script alone."""
 PRECISION = "the precision is set before the script: accelerate launch --mixed_precision {} recipes/..."
 ELSEWHERE = {
     "bf16": PRECISION.format("bf16"),
@@ -259,11 +254,13 @@ def _refuse_huge_numbers(flags: dict[str, Any]) -> None:
 
 def _refuse_launcher_flag(words: Sequence[str]) -> None:
     """Say where a flag of the launcher or of another program belongs; ``words`` begin with the flag."""
+    from accelerate.commands.launch import launch_command_parser  # slow to import
+
     flag, is_joined, _ = words[0].partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     if name in ELSEWHERE:
         raise InputError(f"{flag} is no flag of this recipe: {ELSEWHERE[name]}")
-    if name in LAUNCHER_FLAGS:
+    if f"--{name}" in launch_command_parser()._option_string_actions:
         has_value = not is_joined and len(words) > 1 and not words[1].startswith("--")
         example = " ".join(words[: 1 + has_value])
         raise InputError(f"{flag} belongs before the script: accelerate launch {example} recipes/...")

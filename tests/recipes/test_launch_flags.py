@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.training.arguments import RunArguments
-from memsave_recipes.training.parsing import ELSEWHERE, FIRST, LAUNCHER_FLAGS, SELDOM, parse_arguments
+from memsave_recipes.training.parsing import ELSEWHERE, FIRST, SELDOM, parse_arguments
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ACCELERATE = set(launch_command_parser()._option_string_actions)
@@ -41,9 +41,8 @@ def test_torchrun_takes_no_flag_for_an_abbreviation(flags):
     assert taken <= HARMLESS
 
 
-def test_what_belongs_before_the_script_is_the_launchers_and_no_flag_of_a_recipe(flags):
-    assert {f"--{name}" for name in LAUNCHER_FLAGS} <= ACCELERATE
-    assert not flags & {f"--{name}" for name in LAUNCHER_FLAGS | ELSEWHERE.keys()}
+def test_what_another_program_calls_by_its_own_name_is_no_flag_of_a_recipe(flags):
+    assert not flags & {f"--{name}" for name in ELSEWHERE}
 
 
 def test_flags_that_stand_first_or_last_in_the_help_are_flags(monkeypatch):
@@ -62,6 +61,7 @@ def test_flags_that_stand_first_or_last_in_the_help_are_flags(monkeypatch):
         (["--mixed_precision", "bf16"], "--mixed_precision bf16"),
         (["--config_file", "accelerate_configs/cpu.yaml", "--seed", "1"], "--config_file accelerate_configs/cpu.yaml"),
         (["--multi_gpu", "--seed", "1"], "--multi_gpu"),
+        (["--max_restarts", "3"], "--max_restarts 3"),
     ],
 )
 def test_a_flag_of_the_launcher_is_told_where_it_belongs(words, example):
