@@ -91,6 +91,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         rows = load_rows(
             args,
             tokenizer_name=args.tokenizer_name_or_path,
+            model_type=args.model_type,
             trust_remote_code=args.trust_remote_code,
             stream_bytes=args.stream_bytes,
             one_row=args.one_row,

@@ -89,7 +89,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         texts = load_labelled_text(args, model_labels=args.model_labels if args.eval_only else None)
         source, code = args.tokenizer_name or args.tokenizer_name_or_path, {"trust_remote_code": args.trust_remote_code}
         flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
-        tokenizer = load_text_tokenizer(source, texts, vocab_size=args.vocab_size, flag=flag, **code)
+        of_scratch = {"vocab_size": args.vocab_size, "model_type": args.model_type}
+        tokenizer = load_text_tokenizer(source, texts, flag=flag, **of_scratch, **code)
         tokens = tokenize(texts, tokenizer, max_length=args.max_length)
     batches = run.global_batches(tokens.train, collate_fn=tokens.train.collate)
 

@@ -8,10 +8,16 @@ import datasets
 import pytest
 import transformers
 from refusals import line_of
-from transformers import GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import (
+    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
+    TOKENIZER_MAPPING_NAMES,
+)
 
 from memsave_recipes.data.text import tokenizers as ours
-from memsave_recipes.data.text.tokenizers import check_vocabulary, load_tokenizer
+from memsave_recipes.data.text.labelled_text import LabelledText
+from memsave_recipes.data.text.tokenizers import check_vocabulary, load_text_tokenizer, load_tokenizer
 from memsave_recipes.errors import InputError
 
 TEXTS = [f"def square_{number}(x):\n    return x ** {number}  # naïve 🙂\n" for number in range(60)]
@@ -89,7 +95,7 @@ def test_the_cache_never_holds_half_a_file(own_cache, monkeypatch):
 def test_long_text_is_sampled_from_the_front(monkeypatch):
     taken = []
     monkeypatch.setattr(ours, "TRAINING_BYTES", 250)
-    monkeypatch.setattr(ours, "_cached", lambda texts, vocab_size: taken.extend(texts))
+    monkeypatch.setattr(ours, "_cached", lambda texts, *_: taken.extend(texts))
     with pytest.raises(ValueError, match="tokenizer"):
         load_tokenizer(None, (text for text in ["é" * 100, "b" * 100, "c", "d"]), vocab_size=300)
     assert taken == ["é" * 100, "b" * 100]
@@ -98,6 +104,27 @@ def test_long_text_is_sampled_from_the_front(monkeypatch):
 def test_a_vocabulary_smaller_than_the_bytes():
     assert refusal(None, vocab_size=256).startswith("--vocab_size 256 is too small")
     assert len(load_tokenizer(None, TEXTS, vocab_size=257)) == 257
+
+
+OF_ITS_OWN_CLASS = sorted(
+    kind
+    for kind in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    if TOKENIZER_MAPPING_NAMES[kind] != "TokenizersBackend"
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "modernbert", *OF_ITS_OWN_CLASS])
+@pytest.mark.parametrize("load", [load_tokenizer, load_text_tokenizer])
+def test_auto_tokenizer_opens_it_beside_a_model_of_its_type(tmp_path, kind, load):
+    texts = [*TEXTS, "in 1984, 1984 b's\n\n\n  (1984) cafe\u0301", "1984 1984"]
+    rows = datasets.Dataset.from_dict({"text": texts})
+    given = texts if load is load_tokenizer else LabelledText(train=rows, validation=rows, label_names=())
+    tokenizer = load(None, given, vocab_size=340, model_type=kind)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    for opened in (AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path), [])):
+        assert opened(texts)["input_ids"] == tokenizer(texts)["input_ids"]
+        assert opened.decode(opened(texts[0])["input_ids"]) == tokenizer.decode(tokenizer(texts[0])["input_ids"])
 
 
 # Given

@@ -81,6 +81,7 @@ def load_rows(
     flags: RowArguments,
     *,
     tokenizer_name: str | None,
+    model_type: str | None = None,
     trust_remote_code: bool = False,
     stream_bytes: int | None = None,
     one_row: bool = False,
@@ -91,6 +92,7 @@ def load_rows(
 
     Args:
         tokenizer_name: where ``--tokenizer_name`` is not given; with neither, one is trained on the text.
+        model_type: as ``load_tokenizer``.
         stream_bytes, seed: as ``load_documents``.
         eval_only: nothing is trained, so that ``--validation_file`` may be alone.
         one_row: as ``rows_of_documents``.
@@ -104,6 +106,7 @@ def load_rows(
     make_tokenizer = partial(
         load_tokenizer,
         source,
+        model_type=model_type,
         trust_remote_code=trust_remote_code,
         flag="--tokenizer_name" if flags.tokenizer_name else "--model_name_or_path",
     )

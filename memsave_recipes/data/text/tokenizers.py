@@ -12,13 +12,14 @@ A long document is tokenized in chunks, because the encoding of a text takes man
 
 import hashlib
 import inspect
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, ClassVar
 
 import datasets
@@ -30,6 +31,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
+    AutoTokenizer,
     DataCollatorWithPadding,
     PreTrainedConfig,
     PreTrainedModel,
@@ -237,6 +239,7 @@ def load_tokenizer(
     texts: Iterable[str],
     *,
     vocab_size: int = 8192,
+    model_type: str | None = None,
     trust_remote_code: bool = False,
     flag: str = "--tokenizer_name",
 ) -> PreTrainedTokenizerBase:
@@ -246,6 +249,8 @@ def load_tokenizer(
         tokenizer_name: a folder or a Hub id.
         texts: such as ``documents["text"]``; the first 64 MiB are trained on.
         vocab_size: of a trained tokenizer; fewer where the text has no more pairs to merge.
+        model_type: of the model with which a trained tokenizer is saved. ``AutoTokenizer`` splits words its own way for
+            some types (Qwen 2, Qwen 3.5), whatever the files say, and the training does as well.
         flag: the one that named the tokenizer, for the messages.
 
     Raises:
@@ -255,7 +260,7 @@ def load_tokenizer(
         return _load(tokenizer_name, trust_remote_code, flag)
     if vocab_size < MIN_VOCABULARY:
         raise InputError(f"--vocab_size {vocab_size} is too small: 256 bytes and the end of a text are 257 already")
-    trained = _cached(_first_bytes(texts, TRAINING_BYTES), vocab_size)
+    trained = _cached(_first_bytes(texts, TRAINING_BYTES), vocab_size, _untrained(model_type))
     return PreTrainedTokenizerFast(
         tokenizer_object=trained, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
@@ -266,6 +271,7 @@ def load_text_tokenizer(
     texts: LabelledText,
     *,
     vocab_size: int,
+    model_type: str | None = None,
     trust_remote_code: bool = False,
     flag: str = "--tokenizer_name",
 ) -> PreTrainedTokenizerBase:
@@ -278,7 +284,9 @@ def load_text_tokenizer(
         InputError: it cannot be loaded, or has neither token.
     """
     if tokenizer_name is None:
-        return _with_boundaries(load_tokenizer(None, texts.documents(), vocab_size=vocab_size - 1))  # one more token
+        # The boundary is one more token.
+        trained = load_tokenizer(None, texts.documents(), vocab_size=vocab_size - 1, model_type=model_type)
+        return _with_boundaries(trained)
     tokenizer = load_tokenizer(tokenizer_name, [], trust_remote_code=trust_remote_code, flag=flag)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -430,12 +438,12 @@ def _first_bytes(texts: Iterable[str], num_bytes: int) -> list[str]:
     return taken
 
 
-def _cached(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
-    path = _cache_path(texts, vocab_size)
+def _cached(texts: list[str], vocab_size: int, untrained: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    path = _cache_path(texts, vocab_size, untrained)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception:  # the Rust library's own, for a missing or damaged file
-        trained = _train(texts, vocab_size)
+        trained = _train(texts, vocab_size, untrained)
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
         file.write(trained.to_str())
@@ -443,18 +451,29 @@ def _cached(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
     return trained
 
 
-def _cache_path(texts: list[str], vocab_size: int) -> Path:
-    """Name the file after the texts, the vocabulary size and the version of the trainer."""
-    content = hashlib.blake2b(f"{tokenizers.__version__} {vocab_size}".encode(), digest_size=16)
+def _cache_path(texts: list[str], vocab_size: int, untrained: tokenizers.Tokenizer) -> Path:
+    """Name the file after the texts, the vocabulary size, the way of splitting words and the version of the trainer."""
+    content = hashlib.blake2b(f"{tokenizers.__version__} {vocab_size} {untrained.to_str()}".encode(), digest_size=16)
     for text in texts:
         content.update(hashlib.blake2b(text.encode()).digest())
     return Path(datasets.config.HF_DATASETS_CACHE) / "memsave_recipes_tokenizers" / f"{content.hexdigest()}.json"
 
 
-def _train(texts: list[str], vocab_size: int) -> tokenizers.Tokenizer:
+def _untrained(model_type: str | None) -> tokenizers.Tokenizer:
+    """Without merges, with the words and the normal form that ``AutoTokenizer`` takes beside a ``model_type``."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if model_type is not None:
+        with TemporaryDirectory() as folder:
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT).save_pretrained(folder)
+            Path(folder, "config.json").write_text(json.dumps({"model_type": model_type}))
+            opened = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+        tokenizer.normalizer, tokenizer.pre_tokenizer = opened.normalizer, opened.pre_tokenizer
+    return tokenizer
+
+
+def _train(texts: list[str], vocab_size: int, tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
