@@ -9,7 +9,8 @@ NOTE [ missing ranks ]
 4. All ranks find out and end; the lowest one that is not missing says so.
 5. A rank's own ticks are the clock: one that was stopped and goes on blames nobody for it.
 6. The limit of the process group itself is later. It names nobody, and where it is NCCL's it aborts.
-7. Without the store nobody watches: then the launcher, which keeps it, is gone, and ends the ranks.
+7. Without the store nobody watches: then the launcher, which keeps it, is gone, and ends the ranks. What torch's
+   C++ log says of the lost store is left out: the error says the same.
 """
 
 import itertools
@@ -31,7 +32,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.processes import LOST, MID_STEP, REPORT_DELAY_S, end_now, publish_exit_code
+from memsave_recipes.processes import (
+    LOST,
+    MID_STEP,
+    REPORT_DELAY_S,
+    end_now,
+    only_errors_of_c10,
+    publish_exit_code,
+)
 
 T = TypeVar("T")
 Failure = tuple[str, str]
@@ -158,6 +166,7 @@ def told_to_rank_0(topic: str, action: Callable[[], T], folder: Path) -> list[T]
     return [result for result, _ in of_ranks]
 
 
+@only_errors_of_c10()
 def _tell(folder: Path, topic: str, rank: int, word: str) -> None:
     """Write a file, and then to the store: the disk may be full, and the store gone with the launcher."""
     path = _told_in(folder, rank)
@@ -168,6 +177,7 @@ def _tell(folder: Path, topic: str, rank: int, word: str) -> None:
         _get_default_store().set(f"{TOLD}/{topic}/{rank}", word)
 
 
+@only_errors_of_c10()
 def _word_of(folder: Path, topic: str, rank: int) -> str | None:
     """Return what a rank has told, if it has."""
     key = f"{TOLD}/{topic}/{rank}"
@@ -228,6 +238,7 @@ class RankPoll:
         return of_ranks.amax(dim=0).tolist()
 
 
+@only_errors_of_c10()
 def _wait_for_rank_0(accelerator: Accelerator) -> None:
     """Wait, outside of a collective, until rank 0 has called this as often as the caller."""
     if accelerator.num_processes == 1:
@@ -333,6 +344,7 @@ class _RankWatch:
         self._stopped.set()
         self._thread.join(MAX_TICK_S)
 
+    @only_errors_of_c10()
     def report(self, report: str) -> None:
         with suppress(RuntimeError):  # rule 7
             self._store.set(f"{REPORT}/{self.rank}", report)
@@ -348,6 +360,7 @@ class _RankWatch:
             if missing:
                 self._end(missing)
 
+    @only_errors_of_c10()
     def _reports(self) -> list[str]:
         """Return the reports of all ranks; without the store nobody is late: rule 7."""
         keys = [f"{REPORT}/{rank}" for rank in range(self.num_ranks)]

@@ -22,15 +22,17 @@ import select
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 import psutil
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.distributed_c10d import _get_default_store
@@ -68,6 +70,11 @@ KILLED_WITHOUT_MEMORY = {
     signal.SIGBUS: "shared memory (/dev/shm) is full: enlarge it, or give",
 }
 """The signals by which a system without memory kills a data worker, with the reason and the remedy."""
+
+C10_ERROR = 2
+"""The level of errors in the C++ log of torch, above that of warnings."""
+_levels_before: list[int] = []
+_level_lock = Lock()
 
 
 class SignalHistory:
@@ -181,12 +188,36 @@ def end_now(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
+@contextmanager
+def only_errors_of_c10() -> Iterator[None]:
+    """Keep the warnings of torch's C++ log off the terminal inside, such as the frames of a lost store.
+
+    torch reads the level from the environment when it is imported (``TORCH_CPP_LOG_LEVEL``), and has no function that
+    changes it. Where its library does not export the variable, the warnings are printed.
+    """
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        yield
+        return
+    with _level_lock:
+        _levels_before.append(level.value)
+        level.value = max(level.value, C10_ERROR)
+    try:
+        yield
+    finally:
+        with _level_lock:  # the last thread that leaves restores the first one's
+            level.value = _levels_before.pop()
+
+
+@only_errors_of_c10()
 def publish_exit_code(code: int) -> None:
     """Leave the exit code of this rank for the others."""
     if dist.is_initialized():
         _get_default_store().set(ENDED_WITH, str(code))
 
 
+@only_errors_of_c10()
 def exit_code_of_another_rank() -> int | None:
     """Return the exit code that another rank has left, if one has; for a rank whose collective has failed."""
     with suppress(RuntimeError):  # the process that keeps the store has ended as well

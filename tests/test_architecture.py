@@ -33,7 +33,7 @@ TABLE = {
     "activations": ({"plans", "reduction_tree"}, {"psutil", "torch", "transformers"}),
     "sharding": ({"activations", "plans"}, {"accelerate", "torch"}),
     "step": ({"plans", "reduction_tree", "sharding"}, {"torch", "transformers", "bitsandbytes"}),
-    "profiling": ({"activations", "plans", "sharding"}, {"torch", "numpy", "psutil"}),
+    "profiling": ({"activations", "plans", "processes", "sharding"}, {"torch", "numpy", "psutil"}),
     "estimation": ({"activations", "plans", "profiling"}, {"torch"}),
     "equivalence": ({"activations", "plans", "profiling", "sharding"}, {"torch"}),
     "training": (

@@ -19,7 +19,6 @@ the step and of its own allocations. Elsewhere it is the allocator's, and anythi
 (workspaces, rounding) counts as temporary.
 """
 
-import ctypes
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -36,6 +35,7 @@ from torch._C._profiler import RecordScope, _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from memsave_recipes.activations.streaming import resident_tensors
+from memsave_recipes.processes import only_errors_of_c10
 from memsave_recipes.sharding.shards import noting_gathered
 from memsave_recipes.sharding.tensors import locals_of
 
@@ -43,8 +43,6 @@ from memsave_recipes.sharding.tensors import locals_of
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 MARK = "memsave label "
-C10_ERROR = 2
-"""The level of errors in the C++ log of torch, above that of warnings."""
 
 
 class Use(Enum):
@@ -99,30 +97,11 @@ def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
     """
     events: list[Event] = []
     profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _only_errors_of_c10(), profiling as profiler, record_function("memsave block"):
+    with only_errors_of_c10(), profiling as profiler, record_function("memsave block"):
         yield events
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     found = _walk(roots, labels.added if labels else [])
     events += [event for _, event in sorted(found, key=lambda timed: timed[0])]
-
-
-@contextmanager
-def _only_errors_of_c10() -> Iterator[None]:
-    """Without its warning that a block is released that was allocated before the profile, as some always are.
-
-    torch reads the level from the environment when it is imported (``TORCH_CPP_LOG_LEVEL``), and has no function that
-    changes it. Where its library does not export the variable, the warning is printed.
-    """
-    try:
-        level = ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):
-        yield
-        return
-    before, level.value = level.value, max(level.value, C10_ERROR)
-    try:
-        yield
-    finally:
-        level.value = before
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
