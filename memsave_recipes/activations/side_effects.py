@@ -186,6 +186,24 @@ class SideEffects:
         }
 
 
+@contextmanager
+def undone(module: nn.Module) -> Iterator[list[Any]]:
+    """Put back the attributes that runs of ``module`` inside have changed; afterwards the list has these changes.
+
+    Raises:
+        InputError: it writes on a tensor.
+    """
+    effects, found = SideEffects([module]), list[Any]()
+    effects.is_looked_at = True
+    before = _State(effects)
+    try:
+        yield found
+    finally:
+        found += before.changes()
+        for change in found:
+            _set(change.layer, change.name, change.before)
+
+
 class _State:
     """What the modules of a block hold before a run."""
 

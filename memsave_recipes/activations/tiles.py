@@ -3,8 +3,8 @@
 Arctic Long Sequence Training (https://arxiv.org/abs/2506.13996) has it as ``TiledMLP``.
 
 NOTE [ tiles ]
-1. An MLP computes each token by itself. So ``_Tiles`` runs it on some of them at a time, without gradients; in the
-   backward it runs each tile again and takes its gradients.
+1. An MLP computes each token by itself, and remembers none. So ``_Tiles`` runs it on some of them at a time, without
+   gradients; in the backward it runs each tile again and takes its gradients.
 2. Gradients of weights are summed over the tiles, in float32 for weights of 16 bits, and given to autograd as one. So
    the hooks of a weight, as DDP has them and an optimizer in the backward, run once.
 3. ``_Keep`` saves the input, in front of the tiles. torch's checkpoint ends the second run of a layer with the last
@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from memsave_recipes.activations.side_effects import undone
 from memsave_recipes.errors import InputError
 
 
@@ -96,7 +97,7 @@ def is_norm_of_a_token(module: nn.Module) -> bool:
 
 
 def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> bool:
-    """Also that ``dropout`` makes its output."""
+    """Also that ``dropout`` makes its output, and that it remembers nothing of them."""
     if len({parameter.device for parameter in module.parameters()}) > 1:  # frozen weights wait on the host
         module, dropout = copy.deepcopy((module, dropout))
         module.cpu()
@@ -106,7 +107,8 @@ def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> boo
     hook = dropout.register_forward_hook(lambda _, __, output: last.append(output)) if dropout else None
     tokens = _tokens_for(module)
     try:
-        with torch.no_grad(), torch.random.fork_rng([tokens.device] if tokens.device.type == "cuda" else []):
+        devices = [tokens.device] if tokens.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices), undone(module) as remembered:
             output = run(tokens)
             ends_with_dropout = not last or last[-1] is output
             with _without_dropout(dropout):
@@ -117,7 +119,12 @@ def _computes_tokens_alone(module: nn.Module, dropout: nn.Dropout | None) -> boo
         if hook is not None:
             hook.remove()
     same_shape = together.shape == tokens.shape
-    return ends_with_dropout and same_shape and (not _has_values(together) or _same(together[1:, 2:], alone))
+    return (
+        not remembered
+        and ends_with_dropout
+        and same_shape
+        and (not _has_values(together) or _same(together[1:, 2:], alone))
+    )
 
 
 def _stand_ins(module: nn.Module) -> dict[str, Tensor]:
