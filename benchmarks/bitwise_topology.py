@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from loop_overhead import MAX_GRAD_NORM, SEED, WORKS, Work
 
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.exact.batch_layouts import IndexedLayout
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.training.batching import GlobalBatches
 from memsave_recipes.training.launch import describe_environment, start_accelerator
 

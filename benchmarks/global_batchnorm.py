@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
+from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from memsave_recipes.models.convnets import build_densenet, build_vgg
 from memsave_recipes.plans import Plan
 

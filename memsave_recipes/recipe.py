@@ -6,7 +6,7 @@ from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.run import Run
 from memsave_recipes.run.training_run import TrainingRun
-from memsave_recipes.step.batch_layout import Batch, BatchLayout, IndexedLayout, LockstepLayout, seed_for
+from memsave_recipes.step.batch_layout import Batch, BatchLayout, seed_for
 from memsave_recipes.training.arguments import RecipeArguments
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluate_classifier
@@ -18,9 +18,7 @@ __all__ = [
     "BatchLayout",
     "GlobalBatch",
     "GlobalBatches",
-    "IndexedLayout",
     "InputError",
-    "LockstepLayout",
     "PreparedRun",
     "RecipeArguments",
     "Run",

@@ -37,10 +37,11 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import default_collate
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.compare import read_run
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, load_images
+from memsave_recipes.exact.batch_layouts import IndexedLayout, LockstepLayout
+from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import CONVOLUTIONS, VGG, convolutions
 from memsave_recipes.recipe import (
@@ -48,8 +49,6 @@ from memsave_recipes.recipe import (
     BatchLayout,
     GlobalBatch,
     GlobalBatches,
-    IndexedLayout,
-    LockstepLayout,
     RecipeArguments,
     Run,
     Task,

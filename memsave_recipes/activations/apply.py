@@ -25,7 +25,7 @@ from memsave_recipes.activations.blocks import (
     named_stack,
 )
 from memsave_recipes.activations.compiled import CompiledLayer, Region, check_compiler
-from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
+from memsave_recipes.activations.micro_batches import joined_batchnorm
 from memsave_recipes.activations.recompute import BlockRuns, modules_that_share
 from memsave_recipes.activations.spans import (
     JointLayers,
@@ -85,13 +85,9 @@ def apply_plan(model: nn.Module, plan: Plan, *, watch: Watch | None = None) -> "
             machine cannot do an action, or Accelerate offloads the model's weights.
     """
     check_not_offloaded(model)
-    if plan.micro_batch_size is not None and not has_global_batchnorm(model):
-        raise InputError(
-            f"strategy {plan.strategy} runs blocks in micro-batches, which takes batchnorm global: call "
-            "global_batchnorm(model) first"
-        )
+    options = _options_in_micro_batches(model, plan)
     stacks = _stacks_of(model, plan)
-    handle = PlanHandle(plan, runs=BlockRuns(_sharing(model, stacks)))
+    handle = PlanHandle(plan, runs=BlockRuns(_sharing(model, stacks)), options=options)
     if plan.compiled_memory_ratio is not None:
         _compile_layers(model, stacks, handle, plan.compiled_memory_ratio)
     if plan.mlp_tile_tokens is not None:
@@ -118,6 +114,7 @@ class PlanHandle:
     plan: Plan
     replaced: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     runs: BlockRuns = field(default_factory=BlockRuns)
+    options: dict[str, Any] = field(default_factory=dict)
     checked: bool = False
 
     def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
@@ -235,9 +232,7 @@ def _install_sequence(
             _nest_parts([module for block in blocks for module in block.modules], handle)
         if action is Action.SELECT_OPS:
             _set_out_of_place([module for block in blocks for module in block.modules], handle)
-    spans = [
-        SpannedBlocks(blocks, action, handle.runs, watch, _options(handle.plan, action)) for blocks, action in parts
-    ]
+    spans = [SpannedBlocks(blocks, action, handle.runs, watch, _options(handle, action)) for blocks, action in parts]
     handle.replace(stack.root, "forward", SpannedSequence(stack, spans))
 
 
@@ -259,7 +254,7 @@ def _install_layers(layers: tuple[Layer, ...], action: Action, handle: PlanHandl
         if len(layers) > 1 and action.kind.is_joint:
             forward: Any = LayerInSpan(layer.name, layer.module, method, span, position, handle.runs, action, watch)
         else:
-            options = _options(handle.plan, action)
+            options = _options(handle, action)
             forward = SpannedLayer(layer.name, action, layer.module, method, handle.runs, watch, options)
         handle.replace(layer.module, layer.method, forward)
 
@@ -308,9 +303,26 @@ def _tile_mlps(layers: list[nn.Module], handle: PlanHandle) -> None:
             handle.replace(mlp.dropout, "forward", nn.Identity().forward)
 
 
-def _options(plan: Plan, action: Action) -> dict[str, Any]:
-    """The settings of ``plan`` for ``action``."""
-    return {"micro_batch_size": plan.micro_batch_size} if action.kind.micro_batches_of else {}
+def _options(handle: PlanHandle, action: Action) -> dict[str, Any]:
+    """The settings of the plan for ``action``."""
+    return handle.options if action.kind.micro_batches_of else {}
+
+
+def _options_in_micro_batches(model: nn.Module, plan: Plan) -> dict[str, Any]:
+    """The settings of ``plan`` for blocks that run in micro-batches, where it has any.
+
+    Raises:
+        InputError: the BatchNorm layers of ``model`` do not join them, or there are none.
+    """
+    if plan.micro_batch_size is None:
+        return {}
+    joined = joined_batchnorm(model)
+    if joined is None:
+        raise InputError(
+            f"strategy {plan.strategy} runs blocks in micro-batches, which takes batchnorm global: call "
+            "global_batchnorm(model) first"
+        )
+    return {"micro_batch_size": plan.micro_batch_size, "runner": joined.in_micro_batches}
 
 
 def _set_out_of_place(modules: list[nn.Module], handle: PlanHandle) -> None:

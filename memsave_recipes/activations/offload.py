@@ -46,7 +46,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from memsave_recipes.activations.lockstep import parts_of
+from memsave_recipes.activations.micro_batches import inner_tensors
 
 SMALLEST_BYTES = 1024**2
 """Below it, starting a copy takes about as long as the copy."""
@@ -297,4 +297,4 @@ def _keys(values: Any) -> set[StorageWeakRef]:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return parts_of([value for value in tree_leaves(values) if isinstance(value, Tensor)])
+    return inner_tensors(value for value in tree_leaves(values) if isinstance(value, Tensor))

@@ -72,7 +72,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from memsave_recipes.activations.lockstep import in_parts
+from memsave_recipes.activations.micro_batches import on_inner_tensors
 from memsave_recipes.activations.side_effects import SideEffects
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan
@@ -92,8 +92,8 @@ def recompute(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.M
     """
     layers = batchnorm_layers(modules)
     context_fn = partial(_contexts, layers) if layers else noop_context_fn
-    function, parts = in_parts(function, inputs)
-    return _checkpoint(function, *parts, context_fn=context_fn)
+    function, inner = on_inner_tensors(function, inputs)
+    return _checkpoint(function, *inner, context_fn=context_fn)
 
 
 def _checkpoint(function: Callable[..., Any], *inputs: Any, context_fn: Callable[[], Any]) -> Any:
@@ -299,8 +299,8 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
             has the same or ran twice: known limit.
         RuntimeError: in the backward, if it is the second one.
     """
-    function, parts = in_parts(function, inputs)
-    first_run, second_run = _selective_contexts(list(modules), tuple(parts))
+    function, inner = on_inner_tensors(function, inputs)
+    first_run, second_run = _selective_contexts(list(modules), tuple(inner))
 
     def run(*inputs: Any) -> Any:
         try:
@@ -309,7 +309,7 @@ def select_ops(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.
             first_run.leave()
             raise
 
-    return _checkpoint(run, *parts, context_fn=lambda: (first_run, second_run))
+    return _checkpoint(run, *inner, context_fn=lambda: (first_run, second_run))
 
 
 @contextmanager

@@ -46,7 +46,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memsave_recipes.activations.blocks import Block, SequentialStack
-from memsave_recipes.activations.global_batchnorm import in_micro_batches
 from memsave_recipes.activations.offload import offload
 from memsave_recipes.activations.recompute import BlockRuns, recompute, select_ops
 from memsave_recipes.activations.side_effects import CONTAINERS, SideEffects, copied
@@ -272,6 +271,13 @@ def with_inputs_offloaded(
     return RUN[Action.OFFLOAD](partial(run, function, modules=modules, **options), *inputs, modules=modules)
 
 
+def in_micro_batches(
+    function: Callable[..., Any], *inputs: Any, modules: list[nn.Module], runner: Callable[..., Any], **options: Any
+) -> Any:
+    """``function(*inputs)`` a micro-batch at a time, as ``runner`` does it: that of the model's BatchNorm layers."""
+    return runner(function, *inputs, modules=modules, **options)
+
+
 def _run_of(action: Action) -> Callable[..., Any]:
     kind = action.kind
     if not kind.starts_again:
@@ -282,8 +288,8 @@ def _run_of(action: Action) -> Callable[..., Any]:
 
 RUN = {action: _run_of(action) for action in Action}
 """How each action runs a function: ``RUN[action](function, *inputs, modules=..., **options)``, with the options of the
-plan: ``micro_batch_size`` for those in micro-batches. ``COMPILE`` compiled it before, actions with tiles gave its
-MLPs other forwards, and ``RECOMPUTE_NESTED`` its parts."""
+plan: ``micro_batch_size`` and ``runner`` for those in micro-batches. ``COMPILE`` compiled it before, actions with tiles
+gave its MLPs other forwards, and ``RECOMPUTE_NESTED`` its parts."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from memsave_recipes.checkpoints.commit import Damaged, discard, verify_manifest
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.sharding.groups import NONE
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, SampleOrder
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH
 from memsave_recipes.training.arguments import RunArguments
 from memsave_recipes.training.launch import describe_environment
@@ -301,7 +301,7 @@ def describe_change(saved: dict[str, Any], layout: BatchLayout) -> str | None:
     if saved["geometry"] == asdict(layout):
         return None
     before = type(layout)(**saved["geometry"])
-    if isinstance(layout, IndexedLayout):
+    if layout.is_bitwise:
         return f"note: saved as {before.describe()}, going on as {layout.describe()}: bit-exact"
     return (
         f"note: saved as {before.describe()}, going on as {layout.describe()}: data-exact, every step trains the "

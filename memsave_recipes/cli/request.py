@@ -27,12 +27,11 @@ from memsave_recipes.planner.task import (
     shard_groups,
 )
 from memsave_recipes.plans import BUDGET_WORDS
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO, PER_STEP
 from memsave_recipes.text import GIB, ProgressBar, to_gib
 from memsave_recipes.training.arguments import MAX_GIB
 from memsave_recipes.training.parsing import named_flags, underscored
-from memsave_recipes.training.tree_sum import describe_cost
 
 DATA_SHEET_SECONDS = (
     "seconds are lower bounds by the data sheet, without the optimizer's update: they rank plans, they predict no clock"
@@ -106,11 +105,11 @@ class PlanRequest:
         ]
 
     def remarks_on(self, candidate: Candidate) -> list[str]:
-        """Return ``remarks``, and the cost of the sums of ``--bitwise_topology`` in a step of ``candidate``."""
-        if not isinstance(candidate.layout, IndexedLayout):
+        """Return ``remarks``, and what a step of ``candidate`` holds and sends for sums of gradients."""
+        if not candidate.layout.is_bitwise:
             return self.remarks
         model = fake_planned_model(self.task, self.launch.target)
-        return [*self.remarks, describe_cost(model, candidate.layout)]
+        return [*self.remarks, *filter(None, [candidate.layout.describe_sums(model)])]
 
     def _remarks_on_shards(self) -> list[str]:
         groups = shard_groups(self.task, self.launch)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from memsave_recipes.activations import find_stacks
 from memsave_recipes.activations.blocks import CalledLayers, find_parts
 from memsave_recipes.activations.compiled import check_compiler
-from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
+from memsave_recipes.activations.micro_batches import joined_batchnorm
 from memsave_recipes.activations.tiles import find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.targets import Target
@@ -39,15 +39,12 @@ from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, 
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.sharding.units import largest_shards
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
+from memsave_recipes.step.batch_layout import BatchLayout, GradientSums
 from memsave_recipes.step.memory import (
     clipping_bytes,
     counters_bytes,
-    exchange_bytes,
     in_order_of_steps,
     losses_bytes,
-    most_subtrees,
-    most_sums,
     state_bytes,
     update_bytes,
 )
@@ -82,10 +79,9 @@ class StaticMemory:
     Args:
         state_bytes: the optimizer's state.
         buckets_bytes: DDP's gradient buckets.
-        sums_bytes: sums of earlier gradients that are there when a micro-batch begins: of ``--bitwise_topology``, and
-            of accumulation where weights are in shards and each micro-batch is reduced; in lockstep those that
-            are in no chain.
-        exchange_bytes: of the same, buckets on their way between ranks during a backward.
+        sums_bytes: sums of earlier gradients that are there when a micro-batch begins: ``GradientSums``, and the shards
+            of gradients where each micro-batch is reduced.
+        exchange_bytes: ``GradientSums.exchanged_bytes``.
         gradients_resident: whether the gradients of an earlier micro-batch exist when a micro-batch begins.
         gradients_stay: whether a parameter's gradient outlives the backward of its block. One that is copied into a
             bucket of DDP, or used by an optimizer in the backward, does not.
@@ -174,52 +170,28 @@ def static_memory_of(
     buckets = gradients if layout.num_processes > 1 else 0
     stay = not optim.optimizer_in_backward and not (buckets and not accumulates)
     static = replace(static, buckets_bytes=buckets, gradients_resident=accumulates, gradients_stay=stay)
-    if isinstance(layout, LockstepLayout):
-        return _in_lockstep(static, trained, gradients, layout)
-    return _with_tree_sum(static, trained, gradients, layout) if isinstance(layout, IndexedLayout) else static
+    earlier = layout.gradient_sums(trained, gradients)
+    return static if earlier is None else _with_sums(static, earlier, gradients)
 
 
 def _allocated_bytes(tensors: Iterable[Tensor], on_cpu: bool) -> int:
     return allocated_bytes((tensor.nbytes for tensor in tensors), on_cpu=on_cpu)
 
 
-def _with_tree_sum(
-    static: StaticMemory, trained: Sequence[Tensor], all_bytes: int, layout: IndexedLayout
-) -> StaticMemory:
-    """The copies of gradients in NOTE [ the tree of sums ], of a full step.
+def _with_sums(static: StaticMemory, sums: GradientSums, gradients_bytes: int) -> StaticMemory:
+    """``static`` with sums of earlier gradients.
 
-    One micro-batch finds most sums of earlier ones, and its own gradient grows beside them: in DDP's buckets if it is
-    the last one.
+    One micro-batch finds most of them, and its own gradient grows beside them: in DDP's buckets if it is the last one.
     """
-    num_sums, only_beside_the_last = most_sums(layout)
-    ends_in_buckets = static.buckets_bytes > 0 and only_beside_the_last
-    sums_bytes, own_bytes = num_sums * all_bytes, 0 if ends_in_buckets else all_bytes
-    in_backward, after_it = exchange_bytes(trained, layout, num_sums)
+    ends_in_buckets = static.buckets_bytes > 0 and sums.end_in_buckets
+    freed_bytes = sums.exchanged_bytes + sums.held_bytes + (0 if ends_in_buckets else gradients_bytes)
     return replace(
         static,
-        sums_bytes=sums_bytes,
-        exchange_bytes=in_backward,
+        sums_bytes=sums.held_bytes,
+        exchange_bytes=sums.exchanged_bytes,
         gradients_resident=False,
         gradients_stay=not ends_in_buckets,
-        optimizer_bytes=max(static.optimizer_bytes, after_it - in_backward - sums_bytes - own_bytes),
-    )
-
-
-def _in_lockstep(
-    static: StaticMemory, trained: Sequence[Tensor], all_bytes: int, layout: LockstepLayout
-) -> StaticMemory:
-    """The copies of gradients that are in no chain: one backward makes those of all subtrees of a rank.
-
-    Under DDP the last one is made in its buckets, and the chain has none; without it the chain has all of them.
-    """
-    earlier = most_subtrees(layout) - 1 if static.buckets_bytes else 0
-    sums_bytes = earlier * all_bytes
-    in_backward, after_it = exchange_bytes(trained, layout, earlier)
-    return replace(
-        static,
-        sums_bytes=sums_bytes,
-        exchange_bytes=in_backward,
-        optimizer_bytes=max(static.optimizer_bytes, after_it - in_backward - sums_bytes),
+        optimizer_bytes=max(static.optimizer_bytes, sums.exchanged_after_bytes - freed_bytes),
     )
 
 
@@ -433,7 +405,7 @@ def _tokens(workload: Workload) -> list[Tensor]:
 def _can_compile(model: nn.Module) -> bool:
     """Whether its layers repeat, take the same shapes in every batch, and there is a compiler."""
     stacks = find_stacks(model)
-    if has_global_batchnorm(model) or attends_by_document(model):
+    if joined_batchnorm(model) is not None or attends_by_document(model):
         return False
     try:
         check_compiler(model)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from memsave_recipes.activations.global_batchnorm import has_global_batchnorm
+from memsave_recipes.activations.micro_batches import joined_batchnorm
 from memsave_recipes.activations.streaming import streamable_bytes, streamed_parameters
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
@@ -29,7 +29,7 @@ from memsave_recipes.planner.search import Candidate, host_memory_too_small
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.shards import Shards
 from memsave_recipes.sharding.units import sharded_units
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
 from memsave_recipes.step.settings import PER_MICRO_BATCH, OptimizerSettings, why_not_in_backward
 from memsave_recipes.step.update_rules import hidden_matrices
@@ -290,9 +290,9 @@ def needed_in_shards(
     Nothing where too many would be, the model does not go with shards (as one with weights on the host, or in 4 bits,
     does not), or the chain has no gradients.
     """
-    joins_gradients = isinstance(candidate.layout, IndexedLayout) or has_global_batchnorm(model)
+    joins = candidate.layout.is_bitwise or joined_batchnorm(model) is not None
     whole = streamed_parameters(model) or not all(map(torch.is_floating_point, model.parameters()))
-    if joins_gradients or whole or not candidate.static.gradients_stay:
+    if joins or whole or not candidate.static.gradients_stay:
         return {}
     for count in DEVICES:
         try:

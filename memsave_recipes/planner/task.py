@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
-from memsave_recipes.activations.lockstep import in_lockstep, parts_of
+from memsave_recipes.activations.micro_batches import inner_tensors
 from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
@@ -38,7 +37,7 @@ from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_s
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.sharding.groups import ShardGroups, check_precision
 from memsave_recipes.sharding.units import modules_outside_blocks
-from memsave_recipes.step.batch_layout import Batch, BatchLayout, LockstepLayout
+from memsave_recipes.step.batch_layout import Batch, BatchLayout
 from memsave_recipes.step.settings import OptimizerSettings, StepSettings
 from memsave_recipes.text import GIB
 
@@ -81,8 +80,7 @@ class Task:
         """The model with its adapters, without weights."""
         model = self.build_model()
         self.adapt(model)
-        if self.run.batchnorm == "global":
-            global_batchnorm(model)
+        self.run.convert(model)
         return model
 
 
@@ -302,7 +300,7 @@ def fake_workload(task: Task, launch: Launch, model: nn.Module, layout: BatchLay
     return Workload(
         model=model,
         forward=lambda: task.loss_of(trained, make_batch()),
-        batch=parts_of([part for part in make_batch().values() if isinstance(part, Tensor)]),
+        batch=inner_tensors(value for value in make_batch().values() if isinstance(value, Tensor)),
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),
         host_bytes=host_bytes(model),
@@ -317,10 +315,7 @@ def inputs_of(task: Task, layout: BatchLayout, tensors_of: Callable[[Batch], Bat
         tensors_of: a micro-batch for one of tensors without values.
     """
     micro_batches = [tensors_of(task.micro_batch(size)) for size in layout.largest_forward(layout.global_batch_size)]
-    if isinstance(layout, LockstepLayout):
-        return partial(in_lockstep, micro_batches)
-    (micro_batch,) = micro_batches
-    return lambda: micro_batch
+    return partial(layout.joined, micro_batches)
 
 
 EVERY = (2, 4)  # values of K in every:K

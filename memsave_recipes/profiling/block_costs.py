@@ -55,7 +55,7 @@ COMPARED = (int, float, str, bool, type(None), torch.dtype, torch.device, Functi
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model with what one forward takes: a micro-batch, or several in lockstep.
+    """A model with what one forward takes: a micro-batch, or several joined.
 
     Args:
         model: in training mode, on its device, without a plan.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memsave_recipes.activations.lockstep import parts_of
+from memsave_recipes.activations.micro_batches import inner_tensors
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.profiling.breakdown import persistent_tensors
 from memsave_recipes.sharding.shards import noting_gathered
@@ -285,6 +285,6 @@ def _ends(root: nn.Module, name: str) -> Ends:
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
-            yield from parts_of([value])
+            yield from inner_tensors([value])
         elif isinstance(value, list | tuple):
             yield from _tensors(value)

@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from memsave_recipes.activations.lockstep import parts_of
+from memsave_recipes.activations.micro_batches import inner_tensors
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, record_allocations
@@ -435,8 +435,8 @@ class StepTracer:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Those that have memory: of micro-batches in lockstep one for each."""
-    return parts_of([leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)])
+    """Those that have memory."""
+    return inner_tensors(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _output_of(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:

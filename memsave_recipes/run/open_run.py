@@ -20,7 +20,6 @@ from memsave_recipes.sharding.groups import check_precision
 from memsave_recipes.step.batch_layout import SampleOrder
 from memsave_recipes.step.settings import AUTO
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.launch import check_share_of_every_rank
 from memsave_recipes.training.optimizers import check_in_backward
 from memsave_recipes.training.parsing import flag_values
 
@@ -88,8 +87,7 @@ class OpenRun:
             num_samples=len(dataset), global_batch_size=args.global_batch_size, seed=args.seed, drop_last=args.drop_last
         )
         layout = args.layout(self.accelerator.num_processes)
-        if args.batchnorm == "global":
-            check_share_of_every_rank(order, layout)
+        args.check_order(order, layout)
         return GlobalBatches(
             self.accelerator,
             dataset,

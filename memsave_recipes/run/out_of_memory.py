@@ -185,8 +185,8 @@ def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:
     """Leave micro-batch size and strategy to the planner."""
     return replace(
         run,
-        micro_batch_size=AUTO if run.batchnorm == "local" else run.micro_batch_size,
-        activation_checkpointing="budget:bitwise" if run.bitwise_topology else "budget",
+        micro_batch_size=run.micro_batch_size if run.keeps_micro_batch else AUTO,
+        activation_checkpointing=run.budget_strategy,
         gradient_checkpointing=False,
         memory_budget_gib=to_gib(budget_bytes),
     )

@@ -7,7 +7,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.activations.streaming import leave_to_this_rank, stream_of
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import check_merging
@@ -26,7 +25,6 @@ from memsave_recipes.sharding.shards import reduce_once_a_step
 from memsave_recipes.sharding.units import joint_blocks
 from memsave_recipes.step.settings import PER_MICRO_BATCH, PER_STEP
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.launch import check_no_batchnorm
 from memsave_recipes.training.optimizers import (
     describe_lost_updates,
     describe_state_in_shards,
@@ -52,10 +50,8 @@ class PreparedRun:
         """Prepare, plan and prove; ``Run.prepare`` says what it raises."""
         self.run, self.batches, self.unwrapped = run, batches, model
         args, accelerator, groups = run.args, run.accelerator, run.groups
-        if args.batchnorm == "global":
-            global_batchnorm(model)
-        elif args.bitwise_topology:
-            check_no_batchnorm(model)
+        args.convert(model)
+        args.check_model(model)
         in_shards = None if groups is None else self._shard(task, trained, groups)
         optimizer, self.scheduler = self._make_optimizer()
         self.model, self.optimizer = self._prepare(trained, optimizer)
@@ -71,7 +67,7 @@ class PreparedRun:
             show=show_choice,
             in_shards=in_shards,
         )
-        self._check_bits()
+        args.check_plan(self.planned.plan)
         if groups is not None:
             self._settle_shards()
         self.handle = apply_plan(model, self.planned.plan)
@@ -111,18 +107,6 @@ class PreparedRun:
             leave_to_this_rank(trained)
         model, optimizer = accelerator.prepare(trained, optimizer, device_placement=[not is_streamed, True])
         return model, optimizer
-
-    def _check_bits(self) -> None:
-        """Refuse a plan that rounds otherwise than ``--bitwise_topology`` promises."""
-        args, plan = self.run.args, self.planned.plan
-        if args.bitwise_topology and not plan.is_bitwise:
-            does = "compiles, and rounds by the shapes that a rank has seen"
-            if plan.micro_batch_size is not None:
-                does = "runs blocks in micro-batches by themselves, and adds their gradients in the order of a rank"
-            raise InputError(
-                f"--bitwise_topology: the plan of --activation_checkpointing {args.activation_checkpointing} {does}: "
-                "take a plan that does not"
-            )
 
     def _settle_shards(self) -> None:
         """Reduce gradients as planned (``--reduce_gradients``), in the units that the weights are cut in."""

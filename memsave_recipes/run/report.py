@@ -24,7 +24,7 @@ from memsave_recipes.profiling.throughput import ModelFlops, StepClock, utilizat
 from memsave_recipes.run.first_steps import MemoryWatch, largest_in_gib
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.trackers import log_metrics, sync_rows, tracker_ids
-from memsave_recipes.step.batch_layout import Batch, IndexedLayout
+from memsave_recipes.step.batch_layout import Batch
 from memsave_recipes.text import printable
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.launch import device_name
@@ -85,7 +85,7 @@ class RunReport:
             accelerator,
             batches.order,
             skips=self.memory.settings.flags.get("skip_nonfinite", 0),
-            exact=isinstance(batches.layout, IndexedLayout),
+            exact=batches.layout.is_bitwise,
         )
         self.samples_seen = 0
         self.tokens_seen: Tensor | int = 0

@@ -228,7 +228,7 @@ class _Planning:
         if candidate.reduces_once and self.run.reduce_gradients == AUTO:
             self.accelerator.print(f"{trial.problem}, so {reduction_line(once=False)}")
             return layout
-        if size == 1 or self.optim.optimizer_in_backward or self.run.batchnorm == "global":
+        if size == 1 or self.optim.optimizer_in_backward or self.run.keeps_micro_batch:
             above = f" above {gib_that_suffice(trial.needed_bytes)}" if in_shards else ""
             raise InputError(f"{trial.problem}, and the micro-batch cannot be halved: raise {BUDGET_FLAG}{above}")
         smaller = layout.of(layout.global_batch_size, -(-size // 2), layout.num_processes)
@@ -299,7 +299,7 @@ class _Measured(_Planning):
         def choose() -> Choice:
             task = self.task()
             open_size: int | str | None = AUTO if len(layouts) > 1 else size
-            if self.run.batchnorm == "global":
+            if self.run.keeps_micro_batch:
                 open_size = self.run.micro_batch_size
             run = replace(task.run, micro_batch_size=open_size, activation_checkpointing=space.strategy)
             launch = Launch.here(self.accelerator.num_processes, self.accelerator.mixed_precision)

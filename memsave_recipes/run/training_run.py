@@ -17,13 +17,12 @@ from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
 from memsave_recipes.run.trackers import log_metrics
 from memsave_recipes.sharding.shards import callable_in_parts
-from memsave_recipes.step.batch_layout import Batch, IndexedLayout
+from memsave_recipes.step.batch_layout import Batch
 from memsave_recipes.text import ProgressBar
 from memsave_recipes.training.batching import GlobalBatch
 from memsave_recipes.training.evaluation import evaluation_batches
-from memsave_recipes.training.launch import batchnorm_notice, describe_environment
+from memsave_recipes.training.launch import describe_environment
 from memsave_recipes.training.optimizers import NonFiniteGuard, clip_gradients
-from memsave_recipes.training.tree_sum import describe_cost
 
 
 class TrainingRun:
@@ -226,11 +225,10 @@ class TrainingRun:
         if self.num_trained < self.num_parameters:
             yield f"{self.num_trained:,} of {self.num_parameters:,} parameters train"
         yield layout.describe()
-        yield describe_cost(model, layout) if isinstance(layout, IndexedLayout) else None
+        yield layout.describe_sums(model)
         yield self.prepared.planned.plan.describe()
         yield from (*notices, slices_of(model).line, self.batches.order.notice)
-        if self.args.batchnorm == "local":
-            yield batchnorm_notice(model, layout, in_shards=self.run.groups is not None)
+        yield self.args.notice(model, layout)
 
     def _make_checkpoints(self, data: Fingerprint) -> Checkpoints:
         prepared, folder = self.prepared, self.run.folder

@@ -4,17 +4,17 @@ The rules stand in NOTE [ the exact global batch ] in ``memsave_recipes/training
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from math import ceil
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.reduction_tree import Subtrees, deal_subtrees, largest_share
 
 Batch = dict[str, Tensor]
 """A micro-batch: its tensors by name."""
@@ -32,12 +32,34 @@ class SampleKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientSums:
+    """Bytes of a rank for sums of the gradients of earlier micro-batches.
+
+    Args:
+        held_bytes: sums that are there when a micro-batch begins.
+        exchanged_bytes: buckets on their way between ranks during a backward.
+        exchanged_after_bytes: likewise, when the last backward has ended.
+        end_in_buckets: whether there are most of them beside the gradient that DDP's buckets take.
+    """
+
+    held_bytes: int
+    exchanged_bytes: int
+    exchanged_after_bytes: int
+    end_in_buckets: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """The split of a global batch over ranks and micro-batches of at most ``micro_batch_size`` samples.
 
     Raises:
         InputError: a size below 1, or fewer samples than ranks.
     """
+
+    is_bitwise: ClassVar[bool] = False
+    """Whether gradients and losses have the same bits on any number of ranks."""
+    needs_all_gradients: ClassVar[str | None] = None
+    """Why no gradient of a step can be used before all are there, where that is so."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -89,6 +111,28 @@ class BatchLayout:
         """The samples of each micro-batch that the largest forward of a step of ``num_samples`` takes: of one."""
         return [min(self.micro_batch_size, num_samples)]
 
+    def joined(self, micro_batches: list[Batch], rank: int = 0, num_ranks: int = 1) -> Batch:
+        """Return what one forward takes, outside of steps, of as many micro-batches as ``largest_forward`` says.
+
+        Args:
+            rank, num_ranks: that forward together.
+        """
+        (micro_batch,) = micro_batches
+        return micro_batch
+
+    def gradient_sums(self, parameters: Sequence[Tensor], gradients_bytes: int) -> GradientSums | None:
+        """Return what sums of gradients take beside the gradients themselves; ``None``: nothing.
+
+        Args:
+            parameters: those that train.
+            gradients_bytes: of all of them, as the device allocates them.
+        """
+        return None
+
+    def describe_sums(self, model: nn.Module) -> str | None:
+        """Return a line on what a step of ``model`` holds and sends for sums of gradients, if it does."""
+        return None
+
     def micro_batches(self, num_samples: int) -> list[list[range]]:
         """For every rank its micro-batches, as ranges of positions among the step's ``num_samples`` samples.
 
@@ -106,11 +150,11 @@ class BatchLayout:
         size = min(self.micro_batch_size, share)
         if not num_larger and not share % size:
             return (
-                f"{_count(self.global_batch_size, 'sample')} = {size} x {_count(self.num_processes, 'rank')} "
-                f"x {_count(self.accumulation_steps, 'accumulation step')}"
+                f"{count_of(self.global_batch_size, 'sample')} = {size} x {count_of(self.num_processes, 'rank')} "
+                f"x {count_of(self.accumulation_steps, 'accumulation step')}"
             )
         shares = ((share, self.num_processes - num_larger), (share + 1, num_larger))
-        rows = [f"({self._cut(share)}) x {_count(repeated, 'rank')}" for share, repeated in shares if repeated]
+        rows = [f"({self._cut(share)}) x {count_of(repeated, 'rank')}" for share, repeated in shares if repeated]
         return f"{self.global_batch_size} samples = {' + '.join(rows)}"
 
     def _cut(self, share: int) -> str:
@@ -122,100 +166,8 @@ class BatchLayout:
         return "+".join(map(str, sizes + [0] * (self.accumulation_steps - len(sizes))))
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexedLayout(BatchLayout):
-    """The split of ``--bitwise_topology``: into the same micro-batches on any number of ranks.
-
-    Micro-batch i has the samples from ``i * micro_batch_size`` on; the last one may be short. A rank has the indices of
-    ``deal_subtrees``: rules 8 and 9 of NOTE [ the exact global batch ].
-
-    Raises:
-        InputError: as ``BatchLayout``, or fewer micro-batches than ranks.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_micro_batches < self.num_processes:
-            raise InputError(
-                f"--bitwise_topology: --micro_batch_size {self.micro_batch_size} makes "
-                f"{_count(self.num_micro_batches, 'micro-batch')} of --global_batch_size {self.global_batch_size}, "
-                f"fewer than the {self.num_processes} ranks: launch fewer processes"
-            )
-
-    @classmethod
-    def of(cls, global_batch_size: int, micro_batch_size: int | None, num_processes: int) -> "IndexedLayout":
-        """A size that is given is the same on any number of ranks; ``None`` is the largest that gives each rank one."""
-        size = micro_batch_size or cls._largest_micro_batch(global_batch_size, num_processes)
-        size = min(size, global_batch_size)
-        return cls(global_batch_size=global_batch_size, micro_batch_size=size, num_processes=num_processes)
-
-    @classmethod
-    def _largest_micro_batch(cls, global_batch_size: int, num_processes: int) -> int:
-        return max(1, global_batch_size // num_processes)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Of a full step, over all ranks."""
-        return ceil(self.global_batch_size / self.micro_batch_size)
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Micro-batches of the rank with most in a full step; padding makes up for those that others lack."""
-        return largest_share(self.subtrees(self.global_batch_size))
-
-    def subtrees(self, num_samples: int) -> Subtrees:
-        """Of a step's micro-batches, for every rank."""
-        return deal_subtrees(ceil(num_samples / self.micro_batch_size), self.num_processes)
-
-    def indices(self, num_samples: int) -> list[list[int | None]]:
-        """For every rank the indices of its micro-batches; ``None`` where its share has run out."""
-        ranks: list[list[int | None]] = [list(chain.from_iterable(own)) for own in self.subtrees(num_samples)]
-        count = max(map(len, ranks))
-        return [indices + [None] * (count - len(indices)) for indices in ranks]
-
-    def micro_batches(self, num_samples: int) -> list[list[range]]:
-        """As of ``BatchLayout``."""
-        samples, size = range(num_samples), self.micro_batch_size
-        return [
-            [range(0) if i is None else samples[i * size : (i + 1) * size] for i in indices]
-            for indices in self.indices(num_samples)
-        ]
-
-    def describe(self) -> str:
-        """``25 samples = 6 micro-batches of 4 + 1 of 1, on 2 ranks in 4 accumulation steps``."""
-        full, rest = divmod(self.global_batch_size, self.micro_batch_size)
-        cut = f"{_count(full, 'micro-batch')} of {self.micro_batch_size}" + (f" + 1 of {rest}" if rest else "")
-        ranks, steps = _count(self.num_processes, "rank"), _count(self.accumulation_steps, "accumulation step")
-        return f"{_count(self.global_batch_size, 'sample')} = {cut}, on {ranks} in {steps}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LockstepLayout(IndexedLayout):
-    """An ``IndexedLayout`` of which one forward takes all micro-batches of a rank, in lockstep.
-
-    Rule 11 of NOTE [ the exact global batch ].
-
-    Raises:
-        InputError: as ``IndexedLayout``.
-    """
-
-    @property
-    def forwards_per_step(self) -> int:
-        """One, whatever the ``accumulation_steps``."""
-        return 1
-
-    def describe(self) -> str:
-        """``25 samples = 6 micro-batches of 4 + 1 of 1, on 2 ranks in lockstep``."""
-        on_ranks, _, _ = super().describe().rpartition(" in ")
-        return f"{on_ranks} in lockstep"
-
-    def largest_forward(self, num_samples: int) -> list[int]:
-        """As of ``BatchLayout``: of all micro-batches of the rank with most samples."""
-        ranks = ([len(one) for one in of_rank if one] for of_rank in self.micro_batches(num_samples))
-        return max(ranks, key=sum)
-
-
-def _count(number: int, noun: str) -> str:
+def count_of(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 

@@ -1,22 +1,20 @@
-"""The bytes of a step that no plan changes: state and update of the optimizer, clipping, and sums of gradients.
+"""The bytes of a step that no plan changes: state and update of the optimizer, and clipping.
 
 State for each 32-bit parameter: AdamW 8 bytes, Muon 4 for its matrices, 8-bit AdamW 2, Adafactor a row and a column of
 each matrix, SGD 4 (0 without momentum).
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable
+from itertools import pairwise
 from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans.chain import allocated_bytes
-from memsave_recipes.reduction_tree import join
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import OptimizerSettings
 from memsave_recipes.step.update_rules import (
     BITSANDBYTES_BLOCK,
@@ -25,7 +23,6 @@ from memsave_recipes.step.update_rules import (
     part_numel,
     slice_bytes,
 )
-from memsave_recipes.text import MIB
 
 BITSANDBYTES_CODES = 2 * 256 * 4  # the values of its two kinds of 8-bit state, which all parameters share
 MUON_SCRATCH = 2**18  # of a thread of oneDNN, in the matrix products of an update
@@ -36,8 +33,6 @@ NUMBER_BYTES = 4
 NORM_CHUNK = 2**16
 """Numbers of a gradient to whose norm a block of CUDA's kernel adds a partial sum (``kChunkSize``, ForeachReduceOp.cu,
 which makes as many sums for every gradient as the largest has)."""
-BUCKET_LIMITS = [1 * MIB, 25 * MIB]
-"""Bytes at which DDP, as Accelerate makes it, closes its first bucket and the others."""
 
 
 def parameters_by_optimizer(optimizer: str, model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -202,56 +197,6 @@ def clipping_bytes(parameters: Iterable[Tensor], *, on_cpu: bool) -> int:
 
 def losses_bytes(layout: BatchLayout, logging_steps: int, *, on_cpu: bool) -> int:
     """Loss and norm of every step that nobody has read, and the numbers that make a loss: each a tensor."""
-    parts = layout.accumulation_steps if isinstance(layout, IndexedLayout) else 0
+    parts = layout.accumulation_steps if layout.is_bitwise else 0
     of_a_step = parts + NUMBERS_OF_A_LOSS * layout.accumulation_steps // layout.forwards_per_step
     return allocated_bytes([NUMBER_BYTES] * (of_a_step + 2 * logging_steps), on_cpu=on_cpu)
-
-
-def most_sums(layout: IndexedLayout) -> tuple[int, bool]:
-    """Sums of earlier micro-batches that a rank holds beside the gradient of the next one, in a full step.
-
-    Returns:
-        The most of them; and whether no rank has as many beside another gradient than the one that DDP's buckets take.
-    """
-    of_ranks = []
-    for indices in layout.indices(layout.global_batch_size):
-        sums: dict[range, None] = {}
-        held = []
-        for index in indices:
-            held.append(len(sums))
-            if index is not None:
-                join(sums, range(index, index + 1), None, layout.num_micro_batches, lambda left, right: None)
-        of_ranks.append((max(held), max(held) in held[:-1]))
-    most, beside_others = max(of_ranks)
-    return most, not beside_others
-
-
-def most_subtrees(layout: IndexedLayout) -> int:
-    """Of a rank in a full step."""
-    return max(map(len, layout.subtrees(layout.global_batch_size)))
-
-
-def exchange_bytes(parameters: Sequence[Tensor], layout: IndexedLayout, num_sums: int) -> tuple[int, int]:
-    """The most that buckets under way between the ranks take besides DDP's own buffers: in a backward, and after it.
-
-    A rank receives its slice of all subtrees. What it sends is in new memory, but for what is in the bucket itself; on
-    ranks with padding that is nothing. The sums that it is made from are given back, bucket by bucket. The last bucket
-    is ready when the backward has ended: no sum is then anywhere else, and of the gradients that it was filled with
-    only the last one is still there, at most the largest.
-
-    Args:
-        num_sums: that the ranks hold, at most, beside the last gradient.
-    """
-    if layout.num_processes == 1 or not parameters:
-        return 0, 0
-    indices, _ = _compute_bucket_assignment_by_size(list(reversed(parameters)), BUCKET_LIMITS)
-    sizes = [sum(parameters[-1 - index].nbytes for index in bucket) for bucket in indices]
-    subtrees = layout.subtrees(layout.global_batch_size)
-    received = sum(map(len, subtrees)) / layout.num_processes
-    sent = max(len(own) - (sum(map(len, own)) >= layout.forwards_per_step) for own in subtrees)
-    *earlier, (before_last, last) = pairwise([0, *sizes])
-    in_backward = 0.0
-    for (before, size), given_back in zip(earlier, accumulate(sizes), strict=False):
-        in_backward = max(in_backward, before + (received + sent) * size - num_sums * given_back)
-    after_it = before_last + (received + sent) * last + max(parameters[-1 - index].nbytes for index in indices[-1])
-    return ceil(in_backward), ceil(after_it)

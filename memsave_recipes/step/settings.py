@@ -6,10 +6,12 @@ The flags of a recipe are such values (``training/arguments.py``); nothing here 
 from dataclasses import Field, replace
 from typing import Any, ClassVar, Final, Self
 
+from torch import nn
+
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.sharding.groups import NONE
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import GIB, to_gib
 
 AUTO = "auto"
@@ -24,8 +26,6 @@ class StepSettings:
     Args:
         global_batch_size: samples of one optimizer step.
         micro_batch_size: samples of one forward on a rank; ``auto``: to be found; ``None``: a rank's whole share.
-        bitwise_topology: the same bits on any number of ranks.
-        batchnorm: statistics of BatchNorm: ``local`` or ``global``.
         shard: ``none``, ``full``, or how many ranks share the weights.
         reduce_gradients: in shards, gradients of every ``micro_batch``, or once a ``step``; ``auto``: to be found.
         activation_checkpointing: the strategy.
@@ -35,8 +35,6 @@ class StepSettings:
 
     global_batch_size: int
     micro_batch_size: int | str | None
-    bitwise_topology: bool
-    batchnorm: str
     shard: str | None
     reduce_gradients: str
     activation_checkpointing: str | None
@@ -45,26 +43,34 @@ class StepSettings:
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
-    def joins_micro_batches(self) -> bool:
-        """Whether BatchNorm joins several micro-batches of a rank, so that the feature maps of all of them live."""
-        return self.batchnorm == "global" and isinstance(self.micro_batch_size, int)
+    def named_micro_batch(self) -> int | None:
+        """``micro_batch_size``, where it is a number."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, int) else None
 
     @property
-    def in_lockstep(self) -> bool:
-        """Whether one forward takes all micro-batches of a rank, in lockstep, and not as one large batch."""
-        return self.batchnorm == "global" and self.bitwise_topology
+    def keeps_micro_batch(self) -> bool:
+        """Whether no search may take another micro-batch than the one that is named."""
+        return False
 
     @property
-    def is_cut_in_blocks(self) -> bool:
-        """Whether blocks cut a rank's share into micro-batches, and not the training loop."""
-        return self.joins_micro_batches and not self.bitwise_topology
+    def budget_strategy(self) -> str:
+        """The strategy that leaves the plan to a search for a budget."""
+        return "budget"
+
+    def layout(self, num_processes: int) -> BatchLayout:
+        """How a global batch is computed; undivided with ``auto``, until a size is found.
+
+        Raises:
+            InputError: as ``BatchLayout``.
+        """
+        return BatchLayout.of(self.global_batch_size, self.named_micro_batch, num_processes)
 
     def micro_batch_of_blocks(self, layout: BatchLayout) -> int | None:
-        """The samples that a block takes at once under ``--batchnorm global``; ``None`` if that is a rank's share."""
-        size = self.micro_batch_size
-        if self.batchnorm == "local" or not isinstance(size, int) or size >= layout.micro_batch_size:
-            return None
-        return size
+        """Return the samples that a block takes at once, where blocks run in micro-batches by themselves."""
+        return None
+
+    def convert(self, model: nn.Module) -> None:
+        """Change the layers of ``model`` that are to compute otherwise: none."""
 
     def check_reduction(self) -> None:
         """``--reduce_gradients`` goes with shards, which the launch file may imply.
@@ -113,17 +119,6 @@ class StepSettings:
         gib = self.memory_budget_gib if budget_bytes is None else to_gib(budget_bytes)
         return replace(self, micro_batch_size=size, memory_budget_gib=gib if self.solves else None)
 
-    def layout(self, num_processes: int) -> BatchLayout:
-        """How a global batch is computed; undivided with ``auto``, until a size is found, and if blocks cut it up.
-
-        Raises:
-            InputError: as ``BatchLayout``.
-        """
-        size = self.micro_batch_size if isinstance(self.micro_batch_size, int) and not self.is_cut_in_blocks else None
-        indexed = LockstepLayout if self.in_lockstep else IndexedLayout
-        kind = indexed if self.bitwise_topology else BatchLayout
-        return kind.of(self.global_batch_size, size, num_processes)
-
 
 class OptimizerSettings:
     """An optimizer, as far as the memory of a step depends on it.
@@ -163,10 +158,9 @@ def why_not_in_backward(
         clips: whether gradients are clipped.
         skip_nonfinite: how many steps may be left out.
     """
+    if layout.needs_all_gradients is not None:
+        return f"{layout.needs_all_gradients}: leave one of them out"
     reasons = {
-        "--bitwise_topology adds up all gradients of the global batch first: leave one of them out": isinstance(
-            layout, IndexedLayout
-        ),
         f"{layout.accumulation_steps} accumulation steps add up a gradient before it is used: make "
         "--micro_batch_size as large as --global_batch_size": layout.accumulation_steps > 1,
         f"{layout.num_processes} ranks average their gradients first: launch one process": layout.num_processes > 1,

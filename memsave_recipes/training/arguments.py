@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 
 from memsave_recipes.errors import InputError, require
+from memsave_recipes.exact.settings import ExactSettings
 from memsave_recipes.plans import BUDGET_WORDS
 from memsave_recipes.sharding.groups import FULL, NONE
-from memsave_recipes.step.settings import AUTO, OptimizerSettings, StepSettings
+from memsave_recipes.step.settings import AUTO, OptimizerSettings
 
 # Schedules that need no argument beyond the number of steps.
 Schedule = Literal["linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"]
@@ -65,7 +66,7 @@ class TrackerArguments:
 
 
 @dataclass(kw_only=True)
-class RunArguments(TrackerArguments, StepSettings):
+class RunArguments(TrackerArguments, ExactSettings):
     """The folder, global batch, memory plan and length of a run."""
 
     output_dir: str = field(metadata={"help": "folder of everything that the run writes"})
@@ -179,9 +180,9 @@ class RunArguments(TrackerArguments, StepSettings):
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
         if self.eval_only and (self.activation_checkpointing != "none" or self.verify != "off"):
             raise InputError("--eval_only trains nothing: leave out --activation_checkpointing and --verify")
-        self._check_batchnorm()
+        self.check_batchnorm()
         self._check_budget()
-        self._check_topology()
+        self.check_topology()
         self._check_shards()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
         require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "above 0 and at most 1e6")
@@ -207,19 +208,6 @@ class RunArguments(TrackerArguments, StepSettings):
             )
             self.micro_batch_size = int(str(size))
 
-    def _check_batchnorm(self) -> None:
-        """``--batchnorm global`` goes without flags that measure, compile or convert a model in another way."""
-        if self.batchnorm == "local":
-            return
-        if self.sync_batchnorm:
-            raise InputError("--batchnorm global joins the ranks, too: leave out --sync_batchnorm")
-        if self.micro_batch_size == AUTO:
-            raise InputError(
-                "--batchnorm global needs a --micro_batch_size that is a number, or none: auto is no number"
-            )
-        if str(self.activation_checkpointing).partition(":")[0] == "compiled":
-            raise InputError("--batchnorm global cannot be compiled: take full, or budget")
-
     def _check_budget(self) -> None:
         """``--memory_budget_gib`` goes with ``budget`` and ``auto``."""
         strategy, budget = self.activation_checkpointing, self.memory_budget_gib
@@ -233,24 +221,6 @@ class RunArguments(TrackerArguments, StepSettings):
                 f"--activation_checkpointing {strategy} needs --memory_budget_gib: the GiB that a step may take"
             )
         require(budget is None or 0 < budget <= MAX_GIB, "--memory_budget_gib", budget, "above 0 and at most 1e6")
-
-    def _check_topology(self) -> None:
-        """``--bitwise_topology`` needs micro-batches, and kernels, that do not depend on the number of ranks."""
-        if not self.bitwise_topology:
-            return
-        if self.micro_batch_size is None:
-            raise InputError(
-                "--bitwise_topology needs the same micro-batches on any number of ranks: give --micro_batch_size a "
-                "number, or auto"
-            )
-        strategy = self.activation_checkpointing or ""
-        if strategy == "budget" or strategy.partition(":")[0] == "compiled":
-            raise InputError(
-                f"--bitwise_topology: --activation_checkpointing {strategy} compiles for the shapes that a rank has "
-                "seen, in their order, and rounds accordingly: take budget:bitwise, or a plan that does not compile"
-            )
-        if self.sync_batchnorm:
-            raise InputError("--bitwise_topology: --sync_batchnorm normalises over the ranks: leave one of them out")
 
     def _check_shards(self) -> None:
         """``--shard`` goes without flags that need whole weights, or whole gradients, on a rank."""

@@ -18,25 +18,27 @@ NOTE [ the exact global batch ]
    neither depends on workers or on earlier steps.
 7. *Not equal* are BatchNorm, which normalises by micro-batch, and dropout masks, which depend on the batch layout.
    Under ``--batchnorm global`` BatchNorm is: a rank's share is one micro-batch, which the blocks of the model cut up
-   (``activations/global_batchnorm.py``).
+   (``exact/global_batchnorm.py``).
 
 With ``--bitwise_topology`` the result has the same bits on any number of ranks, with dropout too:
 
 8. *Micro-batches.* Micro-batch i has the samples i * m to (i + 1) * m - 1 of the step, with m the micro-batch size, so
-   its shapes and its rounding do not depend on the ranks (``IndexedLayout``). Padding is left out of the sums.
-9. *Sums.* Gradients are added in one tree over i, and not divided: NOTE [ the tree of sums ] in ``tree_sum.py``. The
-   norm, clipping and the optimizer then see equal bits. Losses are rounded once, after an exact sum over all i.
+   its shapes and its rounding do not depend on the ranks. Padding is left out of the sums.
+9. *Sums.* Gradients are added in one tree over i, and not divided: NOTE [ the tree of sums ] in
+   ``exact/tree_sum.py``. The norm, clipping and the optimizer then see equal bits. Losses are rounded once, after an
+   exact sum over all i.
 10. *Dropout* is seeded by (seed, step, i).
 11. *BatchNorm* joins the micro-batches of all ranks where ``--batchnorm global`` is given too. One forward then takes
-    all micro-batches of a rank, in lockstep and without padding: NOTE [ lockstep ] in ``activations/lockstep.py``.
+    all micro-batches of a rank, in lockstep and without padding: NOTE [ lockstep ] in ``exact/lockstep.py``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from math import fsum, isfinite
 from typing import Any
 
 import torch
@@ -46,20 +48,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import default_collate
 
-from memsave_recipes.activations.lockstep import Lockstep, MicroBatched, in_lockstep, micro_batched
+from memsave_recipes.activations.micro_batches import WrapperTensor, inner_tensors
+from memsave_recipes.exact.step_sums import StepSums, step_sums
+from memsave_recipes.exact.tree_sum import TreeSum
 from memsave_recipes.processes import end_workers_at_exit, serve_parent_only
-from memsave_recipes.reduction_tree import Subtrees, count_leaves
 from memsave_recipes.step.batch_layout import (
     Batch,
     BatchLayout,
-    IndexedLayout,
-    LockstepLayout,
     MicroBatchSampler,
     SampleKey,
     SampleOrder,
     seed_for,
 )
-from memsave_recipes.training.tree_sum import TreeSum
 
 
 class GlobalBatches:
@@ -69,9 +69,9 @@ class GlobalBatches:
         accelerator: for the ranks, the device and the backward.
         dataset: indexed by ``SampleKey``; gives the label -100 where ``counted`` is false.
         order: which samples each step trains.
-        layout: how a step is cut up; another one may be set before the first step is taken. An ``IndexedLayout`` gives
+        layout: how a step is cut up; another one may be set before the first step is taken. One that is bitwise gives
             the same bits on any number of ranks, to one model; with a single rank in it, each rank computes all of it
-            by itself, with a model that Accelerate has not prepared. With a ``LockstepLayout`` rule 11 holds.
+            by itself, with a model that Accelerate has not prepared.
         num_steps: where the run ends.
         count_valid: the number of positions of a micro-batch that count in the loss, such as its labels after the shift
             that are not -100. Without it every sample counts once, as in classification, and nothing needs counting.
@@ -144,17 +144,15 @@ class GlobalBatches:
             )
 
     def _make_batch(self, *, num_samples: int, **parts: Any) -> "GlobalBatch":
-        if not isinstance(self.layout, IndexedLayout):
+        sums = step_sums(self.layout, num_samples, self._rank, self._tree_sum)
+        if sums is None:
             return GlobalBatch(num_samples=num_samples, **parts)
-        parts |= {"num_samples": num_samples, "tree_sum": self._tree_sum, "subtrees": self.layout.subtrees(num_samples)}
-        parts |= {"indices": self.layout.indices(num_samples)[self._rank]}
-        if isinstance(self.layout, LockstepLayout):
-            return LockstepGlobalBatch(rank=self._rank, **parts)
-        return IndexedGlobalBatch(**parts)
+        return BitwiseGlobalBatch(num_samples=num_samples, sums=sums, **parts)
 
     def outside_of_steps(self, micro_batch: Batch) -> Batch:
         """A micro-batch on the device as a forward takes it that is no part of a step: one for each rank."""
-        return self._together([send_to_device(micro_batch, self.accelerator.device)])
+        on_device = send_to_device(micro_batch, self.accelerator.device)
+        return self.layout.joined([on_device], self._rank, self.layout.num_processes)
 
     def largest_forward(self, layout: BatchLayout) -> Callable[[], Batch]:
         """Makes what the largest forward of a step takes, outside of steps, anew for each forward.
@@ -167,14 +165,8 @@ class GlobalBatches:
         micro_batches = [
             self.collate_fn([self.dataset[SampleKey(index)] for index in islice(longest, size)]) for size in sizes
         ]
-        return partial(self._together, send_to_device(micro_batches, self.accelerator.device))
-
-    def _together(self, micro_batches: list[Batch]) -> Batch:
-        """As one forward takes them."""
-        if not isinstance(self.layout, LockstepLayout):
-            (micro_batch,) = micro_batches
-            return micro_batch
-        return in_lockstep(micro_batches, self._rank, self.layout.num_processes)
+        on_device = send_to_device(micro_batches, self.accelerator.device)
+        return partial(layout.joined, on_device, self._rank, layout.num_processes)
 
     @property
     def _rank(self) -> int:
@@ -227,11 +219,20 @@ class GlobalBatch:
 
     def forwards(self, model: nn.Module) -> Iterator[Batch]:
         """The micro-batches on the device, for one forward and backward each; the last backward synchronises."""
-        last = len(self.micro_batches) - 1
-        for index, micro_batch in enumerate(self.micro_batches):
+        taken = self._taken_at_once()
+        for index, micro_batches in enumerate(taken):
             self._seed_dropout(index)
-            with nullcontext() if index == last else self.accelerator.no_sync(model):
-                yield send_to_device(micro_batch, self.accelerator.device, non_blocking=True)
+            with nullcontext() if index == len(taken) - 1 else self.accelerator.no_sync(model):
+                yield self._joined(send_to_device(micro_batches, self.accelerator.device, non_blocking=True))
+
+    def _taken_at_once(self) -> list[list[Batch]]:
+        """Those of each forward."""
+        return [[micro_batch] for micro_batch in self.micro_batches]
+
+    def _joined(self, micro_batches: list[Batch]) -> Batch:
+        """As their forward takes them."""
+        (micro_batch,) = micro_batches
+        return micro_batch
 
     def _seed_dropout(self, index: int) -> None:
         """Rule 6, for the host and this device; ``torch.manual_seed`` costs 0.1 ms for each kind that is not there."""
@@ -271,80 +272,47 @@ class GlobalBatch:
 
 
 @dataclass(kw_only=True)
-class IndexedGlobalBatch(GlobalBatch):
-    """A global batch whose result has the same bits on any number of ranks: rules 8 to 10.
+class BitwiseGlobalBatch(GlobalBatch):
+    """A global batch whose result has the same bits on any number of ranks: rules 8 to 11."""
 
-    Args:
-        indices: of this rank's micro-batches in the global batch; ``None`` for padding.
-        subtrees: the indices of all ranks.
-    """
-
-    indices: list[int | None]
-    subtrees: Subtrees
-    tree_sum: TreeSum
-    _losses: list[Tensor] = field(init=False, default_factory=list)
+    sums: StepSums
 
     def forwards(self, model: nn.Module) -> Iterator[Batch]:
-        """As of ``GlobalBatch``."""
-        self._losses.clear()
-        self.tree_sum.begin(model, self.subtrees)
+        """As of ``GlobalBatch``; in lockstep one forward takes all of them, as ``WrapperTensor``."""
+        self.sums.begin(model)
         yield from super().forwards(model)
 
     @property
     def loss_parts(self) -> list[Tensor]:
         """The parts of this rank's micro-batches."""
-        return self._losses
+        return self.sums.losses
 
     def backward(self, loss_sum: Tensor) -> None:
         """As of ``GlobalBatch``; the last one leaves the sum over all ranks on the parameters."""
         super().backward(loss_sum)
-        is_padding = self.indices[len(self._losses)] is None
-        part = self._weighted(loss_sum.detach())
-        self._losses.append(torch.zeros_like(part) if is_padding else part)
-        if len(self._losses) == len(self.indices):
-            self.tree_sum.finish()
-        else:
-            self.tree_sum.take()
+        losses = [self._weighted(loss.detach()) for loss in inner_tensors([loss_sum])]
+        if isinstance(loss_sum, WrapperTensor):
+            self.loss = torch.stack(losses).sum()
+        self.sums.take(losses)
+
+    def _taken_at_once(self) -> list[list[Batch]]:
+        return self.sums.taken_at_once(self.micro_batches)
+
+    def _joined(self, micro_batches: list[Batch]) -> Batch:
+        return self.sums.joined(micro_batches)
 
     def _position(self, index: int) -> tuple[int | None, ...]:
-        return (self.indices[index],)
+        return self.sums.position(index)
 
     @property
     def _divisor(self) -> int:
         return 1
 
 
-@dataclass(kw_only=True)
-class LockstepGlobalBatch(IndexedGlobalBatch):
-    """An ``IndexedGlobalBatch`` of which one forward takes all micro-batches of this rank: rule 11."""
-
-    rank: int
-
-    def forwards(self, model: nn.Module) -> Iterator[Batch]:
-        """Once: the micro-batches without padding, as ``MicroBatched`` tensors on the device."""
-        lockstep = Lockstep(self.subtrees, self.rank, count_leaves(self.subtrees))
-        self._losses.clear()
-        self.tree_sum.begin(model, self.subtrees, lockstep.sums)
-        self._seed_dropout(0)
-        counted = self.micro_batches[: len(lockstep.indices)]
-        yield micro_batched(send_to_device(counted, self.accelerator.device, non_blocking=True), lockstep)
-
-    def backward(self, loss_sum: Tensor) -> None:
-        """As of ``GlobalBatch``, of all micro-batches; leaves the sum over all ranks on the parameters.
-
-        Args:
-            loss_sum: ``MicroBatched``.
-        """
-        assert isinstance(loss_sum, MicroBatched)
-        GlobalBatch.backward(self, loss_sum)
-        parts = [self._weighted(part.detach()) for part in loss_sum.parts]
-        self.loss = torch.stack(parts).sum()
-        self._losses = parts + [torch.zeros_like(parts[0])] * self.indices.count(None)
-        self.tree_sum.finish()
-
-    def _position(self, index: int) -> tuple[int | None, ...]:
-        """The step's alone: the index of a micro-batch is part of rule 4 of NOTE [ lockstep ]."""
-        return ()
+def exact_sum(values: Iterable[float]) -> float:
+    """The sum, rounded once, so that no order changes it."""
+    terms = list(values)
+    return fsum(terms) if all(map(isfinite, terms)) else sum(terms)
 
 
 def make_loader(

@@ -14,8 +14,7 @@ from memsave_recipes.errors import packages_of
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, MicroBatchSampler, SampleOrder
 from memsave_recipes.text import ProgressBar
-from memsave_recipes.training.batching import make_loader
-from memsave_recipes.training.tree_sum import exact_sum
+from memsave_recipes.training.batching import exact_sum, make_loader
 
 with packages_of("vision,text", "accuracies"):
     import datasets
@@ -42,7 +41,7 @@ def evaluation_batches(
     """This rank's part of a data set, or of its first ``num_samples``, each once over all ranks, on the device.
 
     All ranks get equally many batches, some of them padding with the label -100; ``gather_counted`` takes it out. With
-    ``layout=IndexedLayout`` the batches are the same on any number of ranks, which take them by turns.
+    a bitwise ``layout`` the batches are the same on any number of ranks, which take them by turns.
     """
     num_processes = accelerator.num_processes
     dealt = layout(

@@ -63,13 +63,11 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.processes import end_with_launcher, launch_arguments
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, SampleOrder
 from memsave_recipes.text import SAID
 
 GROUP_TIMEOUT_MARGIN_S = 30 * 60.0
@@ -324,50 +322,6 @@ def drain_gloo() -> None:
     """
     if torch.distributed.is_initialized():
         time.sleep(0.2)
-
-
-def batchnorm_notice(model: nn.Module, layout: BatchLayout, *, in_shards: bool = False) -> str | None:
-    """In one line, where it applies: a model with local BatchNorm whose global batch is not normalised as one."""
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    synchronised = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
-    parts = layout.accumulation_steps * (1 if synchronised else layout.num_processes)
-    if not layers or parts == 1:
-        return None
-    way_out = "" if in_shards else "; --batchnorm global takes all of them together"
-    return (
-        f"note: {len(layers)} BatchNorm layers normalise each of {parts} micro-batches by itself, so other numbers of "
-        f"ranks or accumulation steps give another curve{way_out}"
-    )
-
-
-def check_no_batchnorm(model: nn.Module) -> None:
-    """Refuse for ``--bitwise_topology`` what follows the micro-batches of one rank: the statistics of BatchNorm.
-
-    Raises:
-        InputError: the model has such layers.
-    """
-    names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise InputError(
-            f"--bitwise_topology: {names[0]}{more} are BatchNorm layers, whose running statistics follow the "
-            "micro-batches of one rank: add --batchnorm global, or take a model without BatchNorm"
-        )
-
-
-def check_share_of_every_rank(order: SampleOrder, layout: BatchLayout) -> None:
-    """Refuse a step in which a rank has padding alone, whose values would count in ``--batchnorm global``.
-
-    Raises:
-        InputError: the last step of an epoch is such a one.
-    """
-    num_samples = order.num_samples_in(order.steps_per_epoch - 1)
-    if not all(any(micro_batches) for micro_batches in layout.micro_batches(num_samples)):
-        of_size = f" in micro-batches of {layout.micro_batch_size}" if isinstance(layout, IndexedLayout) else ""
-        raise InputError(
-            f"--batchnorm global: the last step of an epoch has {num_samples} samples{of_size} for "
-            f"{layout.num_processes} ranks, and padding would count in the statistics: add --drop_last"
-        )
 
 
 def synchronize_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:

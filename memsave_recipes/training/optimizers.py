@@ -47,8 +47,7 @@ from memsave_recipes.step.update_rules import (
     has_8bit_state,
 )
 from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batching import GlobalBatch
-from memsave_recipes.training.tree_sum import exact_sum
+from memsave_recipes.training.batching import GlobalBatch, exact_sum
 
 BFLOAT16_STEP = 2**-9  # of a number: less is rounded away
 LOOKED_AT_ONCE = 2**20  # numbers of a weight
@@ -170,7 +169,7 @@ def check_in_backward(
 
     Raises:
         InputError: ``--optimizer_in_backward`` beside accumulation, several ranks, clipping, fp16, steps left out or
-            ``--bitwise_topology``.
+            a layout that adds up all gradients first.
     """
     if optim.optimizer_in_backward:
         clips = optim.max_grad_norm > 0

@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm, in_micro_batches
 from memsave_recipes.errors import InputError
+from memsave_recipes.exact.global_batchnorm import global_batchnorm, in_micro_batches
 from memsave_recipes.models.convnets import build_densenet, build_vgg
 from memsave_recipes.plans import Action, Plan
 from tests.convnets import build

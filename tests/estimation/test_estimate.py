@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from workloads import CPU, peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation import fake_step
 from memsave_recipes.estimation.estimate import CudaWorkspaces, cuda_kernels, estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from memsave_recipes.models.adapters import LoraArguments, add_lora
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.convnets import build_vgg

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
-from memsave_recipes.activations.lockstep import in_lockstep, parts_of
+from memsave_recipes.activations.micro_batches import inner_tensors
 from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.exact.batch_layouts import IndexedLayout, LockstepLayout
+from memsave_recipes.exact.global_batchnorm import global_batchnorm
+from memsave_recipes.exact.lockstep import in_lockstep
 from memsave_recipes.models.convnets import build_densenet, build_vgg
 from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure, static_memory_of
 from memsave_recipes.planner.search import Candidate
@@ -18,7 +20,7 @@ from memsave_recipes.plans import Action
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 
 CPU = torch.device("cpu")
@@ -42,7 +44,7 @@ def workload_of(model, micro_batches):
     return Workload(
         model=model,
         forward=forward,
-        batch=parts_of(list(in_lockstep(micro_batches).values())),
+        batch=inner_tensors(in_lockstep(micro_batches).values()),
         device=CPU,
         stacks=block_names(find_stacks(model)),
     )

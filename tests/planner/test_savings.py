@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from memsave_recipes.exact.batch_layouts import IndexedLayout
 from memsave_recipes.planner.savings import SAME_CURVE, Setup, savings_of
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import state_bytes
 from memsave_recipes.training.arguments import OptimizerArguments
 from memsave_recipes.training.optimizers import make_optimizer

@@ -9,6 +9,7 @@ from torch import nn
 
 from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights
 from memsave_recipes.estimation.targets import find_target
+from memsave_recipes.exact.batch_layouts import IndexedLayout, LockstepLayout
 from memsave_recipes.planner.budget import (
     Forecast,
     StaticMemory,
@@ -32,7 +33,7 @@ from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.render.choice import fits_text, rival_lines, summarize
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import state_bytes
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from tests.decoders import CopiesAtOnce, causal_model

@@ -16,11 +16,11 @@ from transformers import MegatronBertConfig, MegatronBertForMaskedLM, T5Config, 
 from workloads import CPU, peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import FakeInstruments, Rates, Workspaces
+from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import Action, Span, plan_for
 from memsave_recipes.plans.simulate import host_bytes, simulate

@@ -15,8 +15,9 @@ from samples import sample
 
 from memsave_recipes.checkpoints.resume import check_same_flags, describe_change, with_previous_plan
 from memsave_recipes.errors import InputError
+from memsave_recipes.exact.batch_layouts import IndexedLayout
 from memsave_recipes.plans import plan_for
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout
+from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.training.arguments import RecipeArguments
 
 RECIPE = "image_classification"

@@ -25,10 +25,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.step.batch_layout import Batch, BatchLayout, SampleKey, SampleOrder
-from memsave_recipes.training.arguments import OptimizerArguments
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import GlobalBatch, GlobalBatches
 from memsave_recipes.training.evaluation import evaluation_batches, gather_counted
-from memsave_recipes.training.launch import batchnorm_notice
 from memsave_recipes.training.optimizers import make_optimizer, make_scheduler
 
 GLOBAL_BATCH_SIZE, SEED, WINDOW = 24, 3, 10
@@ -463,7 +462,7 @@ def test_batchnorm_says_what_is_not_the_same(layout: str, parts: int) -> None:
 
 def test_batchnorm_in_shards_is_not_advised_to_be_global() -> None:
     layer, layout = nn.BatchNorm1d(2), BatchLayout.of(GLOBAL_BATCH_SIZE, 12, 2)
-    said = batchnorm_notice(layer, layout, in_shards=True)
+    said = RunArguments(output_dir="", shard="full").notice(layer, layout)
     assert said is not None
     assert said.endswith("give another curve")
 
@@ -477,9 +476,8 @@ def test_nothing_is_said_where_the_curve_is_the_same(layer: nn.Module, layout: s
 
 def notice_of(layer: nn.Module, layout: str) -> str | None:
     num_ranks, micro_batch_size = GEOMETRIES[layout]
-    return batchnorm_notice(
-        nn.Sequential(nn.Linear(2, 2), layer), BatchLayout.of(GLOBAL_BATCH_SIZE, micro_batch_size, num_ranks)
-    )
+    cut = BatchLayout.of(GLOBAL_BATCH_SIZE, micro_batch_size, num_ranks)
+    return RunArguments(output_dir="").notice(nn.Sequential(nn.Linear(2, 2), layer), cut)
 
 
 @pytest.mark.parametrize(

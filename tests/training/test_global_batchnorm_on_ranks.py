@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from host_copies import LateCopies, moving_everything
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
 from memsave_recipes.equivalence import verify
+from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from tests.convnets import build
 
 NUM_IMAGES = 7

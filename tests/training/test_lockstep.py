@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.global_batchnorm import global_batchnorm
-from memsave_recipes.activations.lockstep import Lockstep, MicroBatched
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.errors import InputError
+from memsave_recipes.exact.batch_layouts import IndexedLayout, LockstepLayout
+from memsave_recipes.exact.global_batchnorm import global_batchnorm
+from memsave_recipes.exact.lockstep import Lockstep, MicroBatched
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import build_densenet, build_vgg
 from memsave_recipes.planner.budget import static_memory_of
@@ -29,11 +30,10 @@ from memsave_recipes.profiling.breakdown import break_down_peak
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.run.run_plan import RunPlan, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, LockstepLayout, SampleOrder
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
 from memsave_recipes.text import GIB
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
 from memsave_recipes.training.batching import GlobalBatches
-from memsave_recipes.training.launch import check_share_of_every_rank
 from memsave_recipes.training.optimizers import StepLosses, clip_gradients, make_optimizer
 
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, NUM_STEPS = 11, 19, 3  # the second step has 8 samples
@@ -303,7 +303,7 @@ def test_of_the_gradients_of_a_weight_few_are_there_at_once() -> None:
 def test_another_length_is_refused_where_a_model_reads_it() -> None:
     lockstep = Lockstep([[range(2)]], 0, 2)
     images = MicroBatched.of([torch.randn(2, 3), torch.randn(1, 3)], lockstep)
-    assert images.flatten(1).parts[1].shape == (1, 3)
+    assert images.flatten(1).tensors[1].shape == (1, 3)
     with pytest.raises(InputError, match="so they cannot run in lockstep: take a global batch"):
         images.size(0)
 
@@ -317,9 +317,10 @@ def test_tensors_made_of_parameters_alone_are_refused() -> None:
 
 def test_a_step_with_a_rank_of_padding_alone_is_refused() -> None:
     order = SampleOrder(num_samples=15, global_batch_size=10, seed=3)
-    check_share_of_every_rank(order, IndexedLayout.of(10, 3, 2))
+    flags = RunArguments(output_dir="", batchnorm="global")
+    flags.check_order(order, IndexedLayout.of(10, 3, 2))
     with pytest.raises(InputError, match="has 5 samples in micro-batches of 3 for 3 ranks, and padding would count"):
-        check_share_of_every_rank(order, IndexedLayout.of(10, 3, 3))
+        flags.check_order(order, IndexedLayout.of(10, 3, 3))
 
 
 def test_without_the_flag_they_differ(trained: Train) -> None:

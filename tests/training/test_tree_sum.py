@@ -24,16 +24,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.errors import InputError
+from memsave_recipes.exact.batch_layouts import IndexedLayout
+from memsave_recipes.exact.reduction_tree import MAX_SUBTREES, deal_subtrees, halves, join, largest_share, parent
+from memsave_recipes.exact.tree_sum import TreeSum
 from memsave_recipes.losses import IGNORED_LABEL
-from memsave_recipes.reduction_tree import MAX_SUBTREES, deal_subtrees, halves, join, largest_share, parent
-from memsave_recipes.step.batch_layout import BatchLayout, IndexedLayout, SampleOrder
-from memsave_recipes.step.memory import most_sums
-from memsave_recipes.training.arguments import OptimizerArguments
-from memsave_recipes.training.batching import GlobalBatches
+from memsave_recipes.step.batch_layout import BatchLayout, SampleOrder
+from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
+from memsave_recipes.training.batching import GlobalBatches, exact_sum
 from memsave_recipes.training.evaluation import evaluate_classifier, evaluation_batches
-from memsave_recipes.training.launch import check_no_batchnorm
 from memsave_recipes.training.optimizers import NonFiniteGuard, StepLosses, clip_gradients, make_optimizer
-from memsave_recipes.training.tree_sum import TreeSum, exact_sum
 
 GLOBAL_BATCH_SIZE, NUM_STEPS = 24, 7
 VOCABULARY, LENGTH = 32, 12
@@ -137,7 +136,7 @@ def test_another_order_would_have_other_bits() -> None:
     ],
 )
 def test_sums_that_wait_for_a_micro_batch(num_micro_batches: int, num_ranks: int, expected: tuple[int, bool]) -> None:
-    assert most_sums(IndexedLayout.of(num_micro_batches, 1, num_ranks)) == expected
+    assert IndexedLayout.of(num_micro_batches, 1, num_ranks).most_sums == expected
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 7])
@@ -173,7 +172,7 @@ def test_a_sum_of_losses_is_rounded_once() -> None:
 def test_batchnorm_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4))
     with pytest.raises(InputError, match="--bitwise_topology: 1 and 1 more are BatchNorm layers"):
-        check_no_batchnorm(model)
+        RunArguments(output_dir="", bitwise_topology=True, micro_batch_size=1).check_model(model)
 
 
 def test_a_parameter_without_a_gradient_counts_as_zeros() -> None:

@@ -99,7 +99,7 @@ def _images_of(
     return (images,)
 
 
-@wrap_torch_function(_images_of)  # micro-batches in lockstep: the whole function for each of them
+@wrap_torch_function(_images_of)  # of a wrapper tensor: the whole function for each inner one
 def to_pixel_values(
     images: Tensor, affine: Tensor | None, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:

@@ -37,7 +37,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import wrap_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from memsave_recipes.activations.lockstep import (
+from memsave_recipes.activations.micro_batches import JoinedBatchNorm
+from memsave_recipes.activations.recompute import batchnorm_layers
+from memsave_recipes.activations.side_effects import SideEffects
+from memsave_recipes.errors import InputError
+from memsave_recipes.exact.lockstep import (
     Lockstep,
     MicroBatched,
     device_of,
@@ -45,9 +49,6 @@ from memsave_recipes.activations.lockstep import (
     own_random_numbers,
     seed_generators,
 )
-from memsave_recipes.activations.recompute import batchnorm_layers
-from memsave_recipes.activations.side_effects import SideEffects
-from memsave_recipes.errors import InputError
 
 
 def global_batchnorm(model: nn.Module) -> None:
@@ -66,12 +67,6 @@ def global_batchnorm(model: nn.Module) -> None:
         raise InputError("batchnorm global: SyncBatchNorm joins the ranks already: take the model without it")
     for layer in layers:
         layer.forward = GlobalBatchNorm(layer)  # type: ignore[method-assign]
-
-
-def has_global_batchnorm(model: nn.Module) -> bool:
-    """Whether ``global_batchnorm`` was called on ``model``."""
-    layers = batchnorm_layers([model])
-    return bool(layers) and all(is_global(layer.forward) for layer in layers)
 
 
 class Statistics(NamedTuple):
@@ -151,7 +146,7 @@ def is_global(forward: Callable[..., Any]) -> TypeGuard["GlobalBatchNorm"]:
 
 
 @dataclass(eq=False)
-class GlobalBatchNorm:
+class GlobalBatchNorm(JoinedBatchNorm):
     """The forward of a BatchNorm layer of ``global_batchnorm``; ``run`` is that of the block that calls it."""
 
     layer: _BatchNorm
@@ -170,10 +165,17 @@ class GlobalBatchNorm:
         self.record(statistics)
         return self.normalized(input, statistics)
 
+    @staticmethod
+    def in_micro_batches(
+        function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module], micro_batch_size: int
+    ) -> Any:
+        """As the function of that name below."""
+        return in_micro_batches(function, *inputs, modules=modules, micro_batch_size=micro_batch_size)
+
     def in_lockstep(self, x: MicroBatched) -> Tensor:
         """For all micro-batches of this rank, each with the statistics of those of all ranks: rule 7 of the NOTE."""
-        *by_part, num_values = _StatisticsInLockstep.apply(x.lockstep, *x.parts)  # type: ignore[no-untyped-call]
-        means, variances = by_part[: len(x.parts)], by_part[len(x.parts) :]
+        *by_part, num_values = _StatisticsInLockstep.apply(x.lockstep, *x.tensors)  # type: ignore[no-untyped-call]
+        means, variances = by_part[: len(x.tensors)], by_part[len(x.tensors) :]
         self.record(Statistics(means[0], variances[0], num_values))
         mean, var = (MicroBatched.of(parts, x.lockstep) for parts in (means, variances))
         return self.normalized(x, Statistics(mean, var, num_values))

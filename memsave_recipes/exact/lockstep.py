@@ -21,6 +21,7 @@ NOTE [ lockstep ]
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -31,24 +32,29 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from memsave_recipes.activations.micro_batches import WrapperTensor
 from memsave_recipes.errors import InputError
-from memsave_recipes.reduction_tree import Subtrees, deal_subtrees, join
+from memsave_recipes.exact.reduction_tree import Subtrees, deal_subtrees, join
 
 NO_VALUES = torch.empty(0)
 
 
-class MicroBatched(Tensor):
-    """The tensors of several micro-batches, ``parts``, on each of which every function runs by itself."""
+class MicroBatched(WrapperTensor):
+    """The tensors of several micro-batches, on each of which every function runs by itself."""
 
-    parts: list[Tensor]
     lockstep: "Lockstep"
 
     @classmethod
-    def of(cls, parts: Sequence[Tensor], lockstep: "Lockstep") -> "MicroBatched":
+    def of(cls, inner: Sequence[Tensor], lockstep: "Lockstep") -> "MicroBatched":
         """One for each of ``lockstep.indices``."""
         whole: MicroBatched = Tensor._make_subclass(cls, NO_VALUES)
-        whole.parts, whole.lockstep = list(parts), lockstep
+        whole.tensors, whole.lockstep = list(inner), lockstep
         return whole
+
+    @property
+    def wrap(self) -> Callable[[Sequence[Tensor]], WrapperTensor]:
+        """As of ``WrapperTensor``."""
+        return partial(MicroBatched.of, lockstep=self.lockstep)
 
     @classmethod
     def __torch_function__(
@@ -65,7 +71,7 @@ class MicroBatched(Tensor):
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Of all micro-batches together."""
-        torch.autograd.backward(self.parts)
+        torch.autograd.backward(self.tensors)
 
 
 @dataclass(eq=False)
@@ -120,7 +126,7 @@ class Lockstep:
     def _of(self, leaf: Any, number: int, function: Callable[..., Any]) -> Any:
         """An argument as the micro-batch with this number has it."""
         if isinstance(leaf, MicroBatched):
-            return leaf.parts[number]
+            return leaf.tensors[number]
         if not isinstance(leaf, Tensor) or not leaf.requires_grad or not torch.is_grad_enabled():
             return leaf
         if not leaf.is_leaf:
@@ -145,25 +151,6 @@ class Lockstep:
                 "shorter one at the end of an epoch"
             )
         return values[0]
-
-
-def parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """``tensors``, and in place of a ``MicroBatched`` one its parts: those that have memory."""
-    return [part for one in tensors for part in (one.parts if isinstance(one, MicroBatched) else [one])]
-
-
-def in_parts(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-    """``function`` and ``inputs`` as a function of plain tensors, for whoever keeps the inputs for a second run."""
-    if not any(isinstance(one, MicroBatched) for one in inputs):
-        return function, list(inputs)
-    locksteps = [one.lockstep if isinstance(one, MicroBatched) else None for one in inputs]
-
-    def run(*parts: Any) -> Any:
-        rest = iter(parts)
-        wholes = (one and MicroBatched.of([next(rest) for _ in one.indices], one) for one in locksteps)
-        return function(*(next(rest) if whole is None else whole for whole in wholes))
-
-    return run, parts_of(inputs)
 
 
 class _View(torch.autograd.Function):
@@ -245,7 +232,7 @@ def _seeds(function: Callable[..., Any], leaves: Sequence[Any]) -> Iterator[Call
     if getattr(function, "__name__", "") == "__get__":
         yield lambda index: None
         return
-    device = next(leaf.parts[0].device for leaf in leaves if isinstance(leaf, MicroBatched))
+    device = next(leaf.tensors[0].device for leaf in leaves if isinstance(leaf, MicroBatched))
     seed = draw_seed()
     with own_random_numbers(device):
         yield lambda index: seed_generators(seed + index, device)

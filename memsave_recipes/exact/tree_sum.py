@@ -12,9 +12,9 @@ NOTE [ the tree of sums ]
 4. *Order of collectives.* The sums of a bucket are made when the next one is ready, in the one thread that runs the
    hooks of DDP, in the order of its buckets; that is the same on all ranks. Two buckets are under way at most.
 5. *Not divided.* DDP leaves the division by the number of ranks to the hook. It is not exact for 3, and there is none.
-6. *In lockstep* (``LockstepGlobalBatch``) one backward takes all micro-batches of a rank, and gives the sums of its
+6. *In lockstep* (``LockstepSums``) one backward takes all micro-batches of a rank, and gives the sums of its
    subtrees, the last one as the gradients of the parameters: rule 2 of NOTE [ lockstep ] in
-   ``activations/lockstep.py``.
+   ``lockstep.py``.
 7. *Why a tree.* Sums of 64-bit integers on a grid for each tensor are exact in any order, but the grid has to be agreed
    before the largest gradient is known. Of 12 gradients whose sizes vary by e^4, the median relative error against
    float64 was 5e-8 for the tree; for integers 2e-8 on the best grid, and 1e-3 on one with 20 bits to spare. Integers
@@ -24,7 +24,6 @@ NOTE [ the tree of sums ]
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from math import fsum, isfinite
 from typing import Any
 from weakref import WeakSet
 
@@ -35,21 +34,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from memsave_recipes.reduction_tree import Subtrees, count_leaves, join, largest_share
-from memsave_recipes.step.batch_layout import IndexedLayout
-from memsave_recipes.step.memory import most_subtrees
-from memsave_recipes.text import format_bytes
+from memsave_recipes.exact.reduction_tree import Subtrees, count_leaves, join, largest_share
 
 Gradients = dict[Tensor, Tensor]
 """By parameter; one without a gradient is missing."""
 PADDING = range(0)
 """The node of a backward whose gradients do not count."""
-
-
-def exact_sum(values: Iterable[float]) -> float:
-    """The sum, rounded once, so that no order changes it."""
-    terms = list(values)
-    return fsum(terms) if all(map(isfinite, terms)) else sum(terms)
 
 
 class TreeSum:
@@ -282,14 +272,3 @@ class _Exchange:
         """How many elements of a bucket each rank adds up."""
         ends = [len(buffer) * rank // len(self.subtrees) for rank in range(len(self.subtrees) + 1)]
         return [stop - start for start, stop in pairwise(ends)]
-
-
-def describe_cost(model: nn.Module, layout: IndexedLayout) -> str:
-    """A line on what a step holds and sends for its sums."""
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    copies = layout.accumulation_steps.bit_length()
-    held = f"at most {copies} x {format_bytes(num_bytes)} of gradients at once"
-    if layout.num_processes == 1:
-        return f"bitwise topology: {held}"
-    ratio = (most_subtrees(layout) + 1) / 2
-    return f"bitwise topology: {held} besides DDP's, {ratio:g} x the bytes of an all-reduce between the ranks"
