@@ -82,7 +82,9 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     training = run.begin(prepared, data=images.fingerprint, work=work, notices=images.notices)
 
     logits_of = partial(logits_of_images, pixels=pixels_for(args))
-    validate = partial(evaluate_classifier, model, run.accelerator, logits_of=logits_of, exact=args.bitwise_topology)
+    validate = partial(
+        evaluate_classifier, model, run.accelerator, logits_of=logits_of, exact=batches.layout.is_bitwise
+    )
     training.evaluate_if_due(validate, images.validation)  # a signal may have ended that of a resumed run
     for batch in training.steps():
         with training.measured(batch):

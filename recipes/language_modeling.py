@@ -121,7 +121,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     training = run.begin(prepared, data=rows.fingerprint, work=work, saved=saved, notices=(rows.notice, line))
 
     evaluation = {"num_samples": args.max_eval_samples, "collate_fn": rows.validation.collate}
-    validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, exact=args.bitwise_topology)
+    exact = batches.layout.is_bitwise
+    validate = partial(evaluate_model, model, accelerator, tokens=rows.validation.tokens, exact=exact)
     training.evaluate_if_due(validate, rows.validation, **evaluation)  # a signal may have ended that of a resumed run
     for batch in training.steps():
         with training.measured(batch):

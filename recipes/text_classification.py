@@ -111,7 +111,7 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
     work, notices = f"{args.name}-gbs{args.global_batch_size}-{args.max_length}tok", (texts.notice, tokens.notice)
     training = run.begin(prepared, data=tokens.fingerprint, work=work, saved=saved, notices=notices)
 
-    options = {"logits_of": logits_of_texts, "with_f1": True, "exact": args.bitwise_topology}
+    options = {"logits_of": logits_of_texts, "with_f1": True, "exact": batches.layout.is_bitwise}
     validate = partial(evaluate_classifier, model, run.accelerator, **options)
     training.evaluate_if_due(validate, tokens.validation, collate_fn=tokens.train.collate)
     for batch in training.steps():

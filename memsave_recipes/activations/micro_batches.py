@@ -1,6 +1,6 @@
 """What a plan knows of models that join several micro-batches: tensors that stand for them, and their BatchNorm.
 
-``exact/`` makes such tensors and layers. Blocks, meters and plans only ask what is here.
+A package above makes such tensors and layers. Blocks, meters and plans only ask what is here.
 """
 
 from abc import ABC, abstractmethod

@@ -121,12 +121,13 @@ def savings_of(setup: Setup, rules: Sequence[Rule] | None = None) -> list[Saving
 
 
 def _smaller_micro_batches(setup: Setup) -> Iterator[Saving]:
-    """Halves and quarters; the optimizer in the backward cannot accumulate, nor does global BatchNorm."""
+    """Halves and quarters; the optimizer in the backward cannot accumulate, nor does BatchNorm that joins them."""
     size, activations = setup.layout.micro_batch_size, setup.activations_bytes
     has_batchnorm = any(isinstance(module, _BatchNorm) for module in setup.model.modules())
+    if setup.flags.get("optimizer_in_backward") or joined_batchnorm(setup.model) is not None:
+        return
     for smaller in (size // 2, size // 4):
-        is_cut_in_blocks = setup.flags.get("batchnorm") == "global"
-        if smaller and not (setup.flags.get("optimizer_in_backward") or is_cut_in_blocks):
+        if smaller:
             yield Saving(
                 flags=f"--micro_batch_size {smaller}",
                 activations_bytes=None if activations is None else activations * (size - smaller) // size,

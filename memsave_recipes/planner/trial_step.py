@@ -1,8 +1,8 @@
 """One micro-batch on this device before training: the memory of a step under a plan.
 
 NOTE [ trial step ]
-1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate; in lockstep
-   those of the largest share, on every rank. Gradients, random state and running statistics are restored.
+1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate, or of all
+   micro-batches that one forward takes, on every rank. Gradients, random state and running statistics are restored.
 2. On an accelerator, memory of the size of the optimizer's state is allocated meanwhile, so a device that is too small
    fails now. On a CPU the allocations of the trial step are added to the static memory.
 3. It runs no collective, so a rank without memory leaves no other rank waiting; afterwards all ranks learn of it.

@@ -3,7 +3,6 @@
 NOTE [ decisions ]
 * The scheduler and the loader are not prepared by Accelerate: it would step the one once for every rank, and shard
   and pad the other. NOTE [ the exact global batch ] in ``batching.py`` has the formula.
-* ``--bitwise_topology`` adds gradients in a tree and not as integers: NOTE [ the tree of sums ] in ``tree_sum.py``.
 * ``--optimizer_in_backward`` uses any optimizer that treats each parameter by itself, one parameter at a time.
 * Lost ranks start again all together, from a checkpoint. The others could go on without them, as torchft does, but not
   with the samples of the step.

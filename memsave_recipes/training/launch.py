@@ -4,10 +4,6 @@
 with 0: a run on the wrong number of devices that looks like any other. ``start_accelerator`` either returns the world
 that was asked for or raises one line that says how to get it.
 
-BatchNorm normalises by the statistics of one micro-batch of one rank, so its loss is no mean over samples, unless
-``--batchnorm global`` asks for one: rule 7 of NOTE [ the exact global batch ] in
-``memsave_recipes/training/batching.py``.
-
 NOTE [ silent launches ], as of Accelerate 1.15
 
 1. ``--cpu --num_processes 2``, a ``MULTI_CPU`` or ``NO`` config file with 2 processes, or ``--num_processes 2`` alone
