@@ -169,8 +169,26 @@ class GlobalBatchNorm(JoinedBatchNorm):
     def in_micro_batches(
         function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module], micro_batch_size: int
     ) -> Any:
-        """As the function of that name below."""
-        return in_micro_batches(function, *inputs, modules=modules, micro_batch_size=micro_batch_size)
+        """``function(*inputs)`` a micro-batch at a time, of which only the inputs are saved for backward.
+
+        Statistics of BatchNorm are those of all micro-batches of all ranks: NOTE [ statistics first ].
+
+        Args:
+            function: of a batch; its outputs are as long as its inputs.
+            inputs: tensors of one length among them, the samples of this rank.
+            modules: run by ``function``; their BatchNorm layers are those of ``global_batchnorm``.
+
+        Raises:
+            InputError: the tensors differ in length, or a module writes on a tensor of its own in every forward.
+        """
+        modules = list(modules)
+        leaves, structure = tree_flatten(inputs)
+        parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
+        checked, _ = SideEffects(modules).around(function)
+        block = _Block(checked, modules, parameters, structure, micro_batch_size)
+        made = _InMicroBatches.apply(block, len(leaves), *leaves, *parameters)  # type: ignore[no-untyped-call]
+        assert block.outputs is not None
+        return block.outputs.filled(leaves, made)
 
     def in_lockstep(self, x: MicroBatched) -> Tensor:
         """For all micro-batches of this rank, each with the statistics of those of all ranks: rule 7 of the NOTE."""
@@ -326,31 +344,6 @@ class _Run:
         elif number in self.gradients and x.requires_grad:
             x = _WithGradientByStatistics.apply(x, self.gradients[number], *self.known[number])  # type: ignore[no-untyped-call]
         return norm.normalized(x, self.known[number])
-
-
-def in_micro_batches(
-    function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module], micro_batch_size: int
-) -> Any:
-    """``function(*inputs)`` a micro-batch at a time, of which only the inputs are saved for backward.
-
-    Statistics of BatchNorm are those of all micro-batches of all ranks: NOTE [ statistics first ].
-
-    Args:
-        function: of a batch; its outputs are as long as its inputs.
-        inputs: tensors of one length among them, the samples of this rank.
-        modules: run by ``function``; their BatchNorm layers are those of ``global_batchnorm``.
-
-    Raises:
-        InputError: the tensors differ in length, or a module writes on a tensor of its own in every forward.
-    """
-    modules = list(modules)
-    leaves, structure = tree_flatten(inputs)
-    parameters = list(dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad))
-    checked, _ = SideEffects(modules).around(function)
-    block = _Block(checked, modules, parameters, structure, micro_batch_size)
-    made = _InMicroBatches.apply(block, len(leaves), *leaves, *parameters)  # type: ignore[no-untyped-call]
-    assert block.outputs is not None
-    return block.outputs.filled(leaves, made)
 
 
 @dataclass(frozen=True)

@@ -219,20 +219,11 @@ class GlobalBatch:
 
     def forwards(self, model: nn.Module) -> Iterator[Batch]:
         """The micro-batches on the device, for one forward and backward each; the last backward synchronises."""
-        taken = self._taken_at_once()
-        for index, micro_batches in enumerate(taken):
+        last = len(self.micro_batches) - 1
+        for index, micro_batch in enumerate(self.micro_batches):
             self._seed_dropout(index)
-            with nullcontext() if index == len(taken) - 1 else self.accelerator.no_sync(model):
-                yield self._joined(send_to_device(micro_batches, self.accelerator.device, non_blocking=True))
-
-    def _taken_at_once(self) -> list[list[Batch]]:
-        """Those of each forward."""
-        return [[micro_batch] for micro_batch in self.micro_batches]
-
-    def _joined(self, micro_batches: list[Batch]) -> Batch:
-        """As their forward takes them."""
-        (micro_batch,) = micro_batches
-        return micro_batch
+            with nullcontext() if index == last else self.accelerator.no_sync(model):
+                yield send_to_device(micro_batch, self.accelerator.device, non_blocking=True)
 
     def _seed_dropout(self, index: int) -> None:
         """Rule 6, for the host and this device; ``torch.manual_seed`` costs 0.1 ms for each kind that is not there."""
@@ -278,9 +269,14 @@ class BitwiseGlobalBatch(GlobalBatch):
     sums: StepSums
 
     def forwards(self, model: nn.Module) -> Iterator[Batch]:
-        """As of ``GlobalBatch``; in lockstep one forward takes all of them, as ``WrapperTensor``."""
+        """As of ``GlobalBatch``, or once with all micro-batches joined."""
         self.sums.begin(model)
-        yield from super().forwards(model)
+        if not self.sums.joins:
+            yield from super().forwards(model)
+            return
+        self._seed_dropout(0)
+        counted = self.micro_batches[: self.sums.num_counted]
+        yield self.sums.joined(send_to_device(counted, self.accelerator.device, non_blocking=True))
 
     @property
     def loss_parts(self) -> list[Tensor]:
@@ -294,12 +290,6 @@ class BitwiseGlobalBatch(GlobalBatch):
         if isinstance(loss_sum, WrapperTensor):
             self.loss = torch.stack(losses).sum()
         self.sums.take(losses)
-
-    def _taken_at_once(self) -> list[list[Batch]]:
-        return self.sums.taken_at_once(self.micro_batches)
-
-    def _joined(self, micro_batches: list[Batch]) -> Batch:
-        return self.sums.joined(micro_batches)
 
     def _position(self, index: int) -> tuple[int | None, ...]:
         return self.sums.position(index)

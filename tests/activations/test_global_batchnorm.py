@@ -11,10 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.exact.global_batchnorm import global_batchnorm, in_micro_batches
+from memsave_recipes.exact.global_batchnorm import GlobalBatchNorm, global_batchnorm
 from memsave_recipes.models.convnets import build_densenet, build_vgg
 from memsave_recipes.plans import Action, Plan
 from tests.convnets import build
+
+in_micro_batches = GlobalBatchNorm.in_micro_batches
 
 LEARNING_RATE = 1e-4  # small: a large one multiplies any rounding, that of the undivided forward too
 
