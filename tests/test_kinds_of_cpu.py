@@ -33,7 +33,7 @@ PREDICTIONS = ["profiling/test_block_costs.py", MUON, "activations/test_nested.p
 
 def run_tests(tests, environment):
     """In a process of their own: the libraries read their variables when they are loaded."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "900", "-m", "not slow"]
     done = subprocess.run(
         [*command, *(str(TESTS / test) for test in tests)],
         cwd=TESTS.parent,
