@@ -26,7 +26,7 @@ NOTE [ statistics first ]
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -138,11 +138,6 @@ def _from_all_ranks(row: Tensor) -> Tensor:
 
 def _summed_over_ranks(values: Tensor) -> Tensor:
     return _from_all_ranks(values.flatten()).sum(0).view_as(values)
-
-
-def is_global(forward: Callable[..., Any]) -> TypeGuard["GlobalBatchNorm"]:
-    """Whether it is that of a layer of ``global_batchnorm``."""
-    return isinstance(forward, GlobalBatchNorm)
 
 
 @dataclass(eq=False)
@@ -422,7 +417,8 @@ class _Block:
 
     @contextmanager
     def _followed(self, run: _Run) -> Iterator[None]:
-        norms = [forward for layer in batchnorm_layers(self.modules) if is_global(forward := layer.forward)]
+        forwards: list[Any] = [layer.forward for layer in batchnorm_layers(self.modules)]
+        norms = [forward for forward in forwards if isinstance(forward, GlobalBatchNorm)]
         try:
             for norm in norms:
                 norm.run = run

@@ -226,7 +226,8 @@ class NonFiniteGuard:
         self.has_scaler = accelerator.scaler is not None
         self.optimizer: Any = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper hands nothing on
         self.takes_found_inf = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        self.statistics = [(buffer, buffer.clone()) for buffer in _statistics(model)] if skips else []
+        norms = [module for module in model.modules() if skips and isinstance(module, _BatchNorm)]
+        self.statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
 
     def should_step(self, batch: GlobalBatch, grad_norm: Tensor | None) -> bool:
         """Whether to call ``optimizer.step()``; sets its ``found_inf``, and puts BatchNorm's statistics back.
@@ -245,10 +246,6 @@ class NonFiniteGuard:
             self.optimizer.found_inf = is_bad.to(torch.float32)
             return True
         return not is_bad.item()
-
-
-def _statistics(model: nn.Module) -> list[Tensor]:
-    return [buffer for module in model.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()]
 
 
 class StepLosses:
