@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from memsave_recipes.errors import InputError
@@ -220,7 +219,9 @@ class RankPoll:
             return value
         if step < self._next_step:
             return 0
-        largest, interval = self._largest(value, self._steps_in_interval(step))
+        mine = torch.tensor([(value, self._steps_in_interval(step))], device=self.accelerator.device)  # (1, 2)
+        of_ranks: list[int] = self.accelerator.gather(mine).amax(dim=0).tolist()  # gathered: (ranks, 2)
+        largest, interval = of_ranks
         self._next_step = step + interval
         return largest
 
@@ -231,11 +232,6 @@ class RankPoll:
         pace = steps / max(now - self._last_time, 1e-9)
         self._last_step, self._last_time = step, now
         return max(1, int(pace * POLL_EVERY_S))
-
-    def _largest(self, *numbers: int) -> list[int]:
-        mine = torch.tensor([numbers], device=self.accelerator.device)  # (1, N)
-        of_ranks: Tensor = self.accelerator.gather(mine)  # (ranks, N)
-        return of_ranks.amax(dim=0).tolist()
 
 
 @only_errors_of_c10()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Lock, Thread
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
@@ -91,57 +91,6 @@ class SignalHistory:
         return at - asked_at.get(signal.Signals(number), at) >= SAME_KEYSTROKE_S
 
 
-class ForcedEnd:
-    """Ends the process by NOTE [ forced end ], until ``remove()``. For the main thread.
-
-    Args:
-        exit_codes: of the signals that ask to stop, by number; they have handlers.
-        limit_s: rule 4; none by default.
-    """
-
-    def __init__(self, exit_codes: dict[signal.Signals, int], limit_s: float | None = None) -> None:
-        self.exit_codes = exit_codes
-        self.limit_s = limit_s
-        self._history = SignalHistory()
-        self._numbers, self._wakeup = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        self._before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        self._thread = Thread(target=self._listen, name="forced end", daemon=True)
-        self._thread.start()
-
-    def remove(self) -> None:
-        """Restore the wakeup descriptor of before."""
-        signal.set_wakeup_fd(self._before)
-        os.write(self._wakeup, bytes([REMOVED]))  # closing it would not do: data workers hold it open
-        self._thread.join()
-        os.close(self._wakeup)
-        os.close(self._numbers)
-
-    def _listen(self) -> None:
-        while select.select([self._numbers], [], [], self._left_s())[0]:
-            numbers = os.read(self._numbers, select.PIPE_BUF)
-            if REMOVED in numbers:
-                return
-            for number in (one for one in self.exit_codes if one in numbers):
-                if self._history.forces_end(number, time.monotonic()):
-                    self._end(f"{number.name} after {self._first}: ended at once,", self.exit_codes[number])
-        self._end(f"error: {self.limit_s:g} s after {self._first} the run has not stopped: ended", LOST)
-
-    def _left_s(self) -> float | None:
-        """Return the seconds until rule 4 ends the process; ``None`` for ever."""
-        if self.limit_s is None or not self._history.first_at:
-            return None
-        asked_at = next(iter(self._history.first_at.values()))
-        return max(0.0, asked_at + self.limit_s - time.monotonic())
-
-    @property
-    def _first(self) -> str:
-        return signal.Signals(next(iter(self._history.first_at))).name
-
-    def _end(self, message: str, code: int) -> NoReturn:
-        end_now(f"{message} {MID_STEP}", code)
-
-
 class StoppedBySignal(SystemExit):
     """The run has stopped with a checkpoint saved; the code is that of the signal, ``message`` one line for people."""
 
@@ -159,27 +108,56 @@ class StopSignals:
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
+        self.limit_s = limit_s
         self.received = 0
         """The signal's number, 0 for none."""
-        self._before: dict[int, Any] = {number: signal.signal(number, self._record) for number in EXIT_CODES}
-        self._forced_end = ForcedEnd(EXIT_CODES, limit_s)
+        self._history = SignalHistory()
+        self._handlers: dict[int, Any] = {number: signal.signal(number, self._record) for number in EXIT_CODES}
+        self._numbers, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._thread = Thread(target=self._listen, name="forced end", daemon=True)
+        self._thread.start()
 
     def remove(self) -> None:
-        """Put back the handlers that were there."""
-        self._forced_end.remove()
-        for number, handler in self._before.items():
+        """Put back the handlers and the wakeup descriptor that were there."""
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.write(self._wakeup, bytes([REMOVED]))  # closing it would not do: data workers hold it open
+        self._thread.join()
+        os.close(self._wakeup)
+        os.close(self._numbers)
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def __enter__(self) -> "StopSignals":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
+
+    def _listen(self) -> None:
+        while select.select([self._numbers], [], [], self._left_s())[0]:
+            numbers = os.read(self._numbers, select.PIPE_BUF)
+            if REMOVED in numbers:
+                return
+            for number in (one for one in EXIT_CODES if one in numbers):
+                if self._history.forces_end(number, time.monotonic()):
+                    end_now(f"{number.name} after {self._first}: ended at once, {MID_STEP}", EXIT_CODES[number])
+        end_now(f"error: {self.limit_s:g} s after {self._first} the run has not stopped: ended {MID_STEP}", LOST)
+
+    def _left_s(self) -> float | None:
+        """Return the seconds until rule 4 ends the process; ``None`` for ever."""
+        if self.limit_s is None or not self._history.first_at:
+            return None
+        asked_at = next(iter(self._history.first_at.values()))
+        return max(0.0, asked_at + self.limit_s - time.monotonic())
+
+    @property
+    def _first(self) -> str:
+        return signal.Signals(next(iter(self._history.first_at))).name
 
 
 def end_now(message: str, code: int) -> NoReturn:

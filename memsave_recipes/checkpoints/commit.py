@@ -46,9 +46,9 @@ DISK_ERRORS = {
     errno.EACCES: "it may not be written by you",
     errno.EPERM: "it may not be written by you",
     errno.EIO: "the disk fails",
-    errno.ENOTDIR: "a part of its path is a file",
+    errno.ENOTDIR: "a folder of its path is a file",
     errno.ENAMETOOLONG: "its path is too long",
-    errno.ELOOP: "a part of its path is a link to itself",
+    errno.ELOOP: "a folder of its path is a link to itself",
     errno.ESTALE: "the disk of another machine has been taken away",
 }
 
@@ -91,24 +91,24 @@ def commit_together(
     folder: Path,
     name: str,
     writers: Iterable[Writer],
-    telling: Callable[[], AbstractContextManager[None]],
+    disk_errors: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Commit what ``writers`` write on rank 0: rule 7 of NOTE [ the commit ]. For all ranks.
 
     Args:
         writers: all ranks take one after the other, and may gather for the next one as they do.
-        telling: inside, errors of the disk become the line that the user is told.
+        disk_errors: turns errors of the disk inside into a line for the user.
 
     Raises:
-        InputError: on all ranks, as ``telling`` raises it.
+        InputError: on all ranks, as ``disk_errors`` raises it.
     """
 
     def on_rank_0(action: Callable[[], T]) -> T:
-        def told() -> T:
-            with telling():
+        def attempt() -> T:
+            with disk_errors():
                 return action()
 
-        return on_main_process(accelerator, told)
+        return on_main_process(accelerator, attempt)
 
     temporary = on_rank_0(lambda: begin(folder, name))
     try:

@@ -72,7 +72,7 @@ WHY_NOT_BIT_EXACT = {
     "num_threads": "a sum is cut up among the threads",
     "deterministic_algorithms": "others add in no fixed order",
 }
-"""The parts of the environment on which the last bits of a result depend, and why."""
+"""The entries of the environment on which the last bits of a result depend, and why."""
 OF_A_CPU = {"processor", "num_threads"}
 
 

@@ -340,8 +340,8 @@ class Checkpoints:
             InputError: it could not be saved; the one before is as it was.
         """
         name = f"{BEST}-{step}"
-        telling = partial(disk_errors_as_input_error, self.folder, name)
-        commit_together(self.accelerator, self.folder, name, writers, telling)
+        disk_errors = partial(disk_errors_as_input_error, self.folder, name)
+        commit_together(self.accelerator, self.folder, name, writers, disk_errors)
         on_main_process(self.accelerator, lambda: prune(self.folder, BEST, newest=step, keep=1))
 
     def has_best(self) -> bool:
@@ -378,7 +378,7 @@ class Checkpoints:
         return self.signals.received if self.signals is not None else 0
 
     def _written(self, step: int, state: Record, *, in_background: bool) -> bool:
-        """Return whether the weights are finite, so that they were saved, or are being saved."""
+        """Return whether the weights are finite, so that they have been saved, or are being saved."""
         if self.training.is_sharded:
             return self._write_by_all(step, state, in_background=in_background)
         written = on_main_process(self.accelerator, lambda: self._write(step, state))

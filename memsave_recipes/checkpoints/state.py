@@ -32,7 +32,7 @@ from memsave_recipes.step.memory import parameters_by_optimizer, state_bytes
 from memsave_recipes.text import MIB
 
 PART_BYTES = 256 * MIB
-"""Of a file, about: a device's tensors are copied to the host a file at a time, and digests are made of several."""
+"""The size of a file, about: a device's tensors are copied to the host file by file, and digests run in parallel."""
 RECORD, FROZEN = "record", "frozen"
 PyTree = Any
 """Tensors, dicts with keys of text or whole numbers, lists, tuples, None, truth values, numbers and text."""

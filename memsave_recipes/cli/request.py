@@ -95,7 +95,7 @@ class PlanRequest:
     def remarks(self) -> list[str]:
         """The sources of the figures, in sentences."""
         target = self.launch.target
-        takes_images = any(isinstance(part, Tensor) and part.ndim == 4 for part in self.task.micro_batch(1).values())
+        takes_images = any(isinstance(one, Tensor) and one.ndim == 4 for one in self.task.micro_batch(1).values())
         no_figure = (NO_FIGURE_OF_CONVOLUTIONS if takes_images else NO_FIGURE) + DEFAULT_LEAVES
         return [
             f"for {self.place}" + (f" ({target.remark})" if target.remark else ""),
@@ -249,7 +249,7 @@ def _as_bytes(letter: str) -> str:
 
 
 def _config_file(request: PlanRequest) -> Path:
-    """Next to the folder of the recipe or, for a recipe from elsewhere, in the current folder."""
+    """Return the launch file, next to the folder of the recipe or, for a recipe of others, in the current folder."""
     several = request.launch.num_processes > 1
     if request.launch.target.device_type == "cpu":
         name = "cpu_ddp.yaml" if several else "cpu.yaml"

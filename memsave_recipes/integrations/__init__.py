@@ -5,8 +5,8 @@ NOTE [ decisions ]
    its device, wrapped and resumed, and the batch is there: nothing is drawn from the data loader, its sampler or their
    random numbers. Collating rows of the data set instead would run its transforms and draw their random numbers.
 2. The measured forward is the trainer's own: ``compute_loss`` or ``training_step``, under its precision. Gradients,
-   buffers and generators are put back by ``preserve_state``, and the numbers that a trainer keeps beside them (sums of
-   metrics, say) by ``preserve_attributes``. So a training with the plan ``none`` is that without us, bit for bit.
+   buffers and generators are put back by ``preserve_state``, and a trainer's own numbers (sums of metrics, say) by
+   ``preserve_attributes``. So a training with the plan ``none`` is that without us, bit for bit.
 3. Later batches may be longer. A plan for a budget is made again before the first forward of a batch with more
    elements than any before, of which there are about as many as the logarithm of the number of steps. On several ranks,
    whose batches differ, it is not, and a line says so.

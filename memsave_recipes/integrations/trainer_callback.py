@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.integrations.planned_training import (
@@ -37,13 +37,11 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
             plan, and a budget that no plan fits in.
     """
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Refuse arguments before ``train()`` acts on them."""
         _check_arguments(args)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *others: Any, **kwargs: Any) -> None:
         """Wrap the trainer's ``compute_loss``."""
         self.remove()  # after a training that ended outside of a step, by an exception
         trainer = _calling_trainer()
@@ -63,9 +61,7 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
         self.patches.enter_context(replaced(trainer, "compute_loss", _planned_loss(self.training, trainer)))
         self.patches.enter_context(replaced(trainer, "training_step", step))
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a trainer that never calls ``compute_loss``, before it changes a weight."""
         if self.training is not None and self.plan is None:
             self.remove()
@@ -74,14 +70,12 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
                 "loop of your own"
             )
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Compare the step with its prediction."""
         if self.training is not None:
             self.training.after_step()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Set the trainer and its model back."""
         self.remove()
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from memsave_recipes.planner.budget import WORKSPACES, Forecast
 from memsave_recipes.planner.search import Candidate, Choice, host_line, reduction_line
-from memsave_recipes.plans.plan import Plan, Span
+from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import SpanCosts, keep_all, span_costs
 from memsave_recipes.render import new_table, show_all
 from memsave_recipes.step.batch_layout import BatchLayout
@@ -256,31 +256,22 @@ def _rows(forecast: Forecast) -> Iterator[_Row]:
     """Yield a row for consecutive spans of the same action, length and costs."""
     chain, plan = forecast.chain, forecast.plan
     baseline = [costs.held_bytes for costs in span_costs(chain, keep_all(chain))]
-    spans = [
-        _CostedSpan(span, costs, sum(baseline[span.start : span.stop]))
-        for span, costs in zip(plan.spans, span_costs(chain, plan), strict=True)
-    ]
-    for _, group in groupby(spans, key=_equal_in_a_row):
+    costed = zip(plan.spans, span_costs(chain, plan), strict=True)
+
+    def shared(one: tuple[Span, SpanCosts]) -> tuple[Action, int, int, int]:
+        span, costs = one
+        return span.action, span.stop - span.start, sum(baseline[span.start : span.stop]), costs.held_bytes
+
+    for (_, _, baseline_bytes, held_bytes), group in groupby(costed, key=shared):
         alike = list(group)
+        first, last = alike[0][0], alike[-1][0]
         yield _Row(
-            blocks=_block_names(plan, alike[0].span.start, alike[-1].span.stop),
-            action=_action_name(alike[0].span, len(alike)),
-            saved_bytes=sum(costed.costs.held_bytes for costed in alike),
-            baseline_bytes=sum(costed.baseline_bytes for costed in alike),
-            added_s=sum(costed.costs.added_s for costed in alike),
+            blocks=_block_names(plan, first.start, last.stop),
+            action=_action_name(first, len(alike)),
+            saved_bytes=held_bytes * len(alike),
+            baseline_bytes=baseline_bytes * len(alike),
+            added_s=sum(costs.added_s for _, costs in alike),
         )
-
-
-@dataclass(frozen=True)
-class _CostedSpan:
-    span: Span
-    costs: SpanCosts
-    baseline_bytes: int
-
-
-def _equal_in_a_row(costed: _CostedSpan) -> tuple[object, ...]:
-    span = costed.span
-    return span.action, span.stop - span.start, costed.baseline_bytes, costed.costs.held_bytes
 
 
 def _block_names(plan: Plan, start: int, stop: int) -> str:

@@ -2,5 +2,5 @@
 
 NOTE [ decisions ]
 * JSON files are never half written, and a run folder is cleared only when everything before training has succeeded,
-  so a mistake beside ``--overwrite`` costs nothing.
+  so a mistake with ``--overwrite`` costs nothing.
 """

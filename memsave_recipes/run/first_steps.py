@@ -32,7 +32,7 @@ from memsave_recipes.profiling.memory import (
 from memsave_recipes.run.failures import VerificationFailed
 from memsave_recipes.run.out_of_memory import Failure, RunSettings
 from memsave_recipes.step.batch_layout import Batch, SampleOrder
-from memsave_recipes.text import to_gib
+from memsave_recipes.text import first_line, to_gib
 from memsave_recipes.training.batching import GlobalBatches
 
 GO_ON = "or go on with --verify warn"
@@ -88,8 +88,16 @@ def verify_plan(
             batch.backward(loss_of(micro_batch))
         return torch.as_tensor(batch.loss)
 
-    with _without_loss_scaling(accelerator), _saying_who_had_no_memory():
-        verdict = verify(model, handle, step)
+    try:
+        with _without_loss_scaling(accelerator):
+            verdict = verify(model, handle, step)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            "error: no memory left in --verify, which also runs one global batch without the plan: leave it out, or "
+            f"verify once with a smaller --micro_batch_size ({first_line(error)})"
+        ) from error
     if verdict.passed:
         accelerator.print(f"--verify: one global batch, without the plan and with it: {verdict.describe()}")
     elif mode == "warn":
@@ -135,19 +143,6 @@ def _without_loss_scaling(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         accelerator.scaler = scaler
-
-
-@contextmanager
-def _saying_who_had_no_memory() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise torch.OutOfMemoryError(
-            "error: no memory left in --verify, which also runs one global batch without the plan: leave it out, or "
-            f"verify once with a smaller --micro_batch_size ({str(error).strip().splitlines()[0]})"
-        ) from error
 
 
 COUNTS = ("num_alloc_retries", "num_ooms")  # the figures that are no bytes

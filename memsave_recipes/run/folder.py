@@ -309,8 +309,8 @@ def save_final(accelerator: Accelerator, folder: Path, model: nn.Module, *writer
     Raises:
         InputError: on all ranks, where the disk does not take it; an earlier ``final/`` is left as it was.
     """
-    telling = partial(disk_errors_as_input_error, folder / FINAL, f"{FINAL}/", hint=GO_ON)
-    commit_together(accelerator, folder, FINAL, chain(weight_writers(accelerator, model), writers), telling)
+    disk_errors = partial(disk_errors_as_input_error, folder / FINAL, f"{FINAL}/", hint=GO_ON)
+    commit_together(accelerator, folder, FINAL, chain(weight_writers(accelerator, model), writers), disk_errors)
 
 
 def write_results(accelerator: Accelerator, folder: Path, results: dict[str, Any], checkpoints: Checkpoints) -> None:

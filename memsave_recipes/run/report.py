@@ -146,7 +146,7 @@ class RunReport:
         with self.clock.paused():
             perf |= self._utilization(perf)
             of_ranks = gather_figures(self.accelerator, {**losses, **self.memory.end_window()})
-            self.losses.take_in({part: of_ranks.pop(part) for part in losses})
+            self.losses.take_in({name: of_ranks.pop(name) for name in losses})
             self.train_loss = self.losses.end_window()
             memory = largest_in_gib(of_ranks) | self.memory.prediction(max(of_ranks.get("peak_allocated", [0])))
             train = {"loss": self.train_loss, "lr": learning_rate, **self.losses.skipped()}

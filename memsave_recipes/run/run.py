@@ -97,7 +97,7 @@ class Run(OpenRun):
                     run = cls(args, recipe, accelerator, folder)
                     try:
                         yield run
-                    except NotFinite:  # so all ranks are well, and end a save beside the training
+                    except NotFinite:  # so all ranks are well, and end a save in the background
                         if run.training is not None:
                             run.training.finish_writing()
                         raise

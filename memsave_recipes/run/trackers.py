@@ -73,7 +73,7 @@ def resolve_trackers(report_to: list[str], output_dir: Path) -> list[str | Gener
     TensorBoard is an object, so that its files lie in the run's folder whatever Accelerate's project folder is.
 
     Raises:
-        InputError: a tracker is not known or not installed, or ``none`` is beside another one.
+        InputError: a tracker is not known or not installed, or ``none`` is one of several.
     """
     names = list(dict.fromkeys(report_to))
     for name in names:

@@ -13,13 +13,10 @@ SAME_KEYSTROKE_S = 0.2
 
 # It waits as in a collective: in C, without Python's lock, in calls that a signal does not end.
 HANGING = """
-import ctypes, signal, sys
+import ctypes, sys
 from memsave_recipes import processes
 processes.SAME_KEYSTROKE_S = float(sys.argv[1])
-codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGUSR1: 143}
-for number in codes:
-    signal.signal(number, lambda number, frame: None)
-processes.ForcedEnd(codes, float(sys.argv[2]) or None)
+processes.StopSignals(float(sys.argv[2]) or None)
 print("ready", flush=True)
 lock = (ctypes.c_char * 256)()
 libc = ctypes.CDLL(None)
