@@ -1,30 +1,22 @@
 """Estimate a step on a target device: a model without weights, a batch without values, simulated copies to the host.
 
-``fake_model`` and ``fake_batch`` make fake tensors: shapes, dtypes and storages with no memory behind them, which
-autograd and every operator work on as if they were real. They report the CPU as their device, whatever the target is,
-as a torch that was built without CUDA knows no other; ``cuda_kernels`` puts CUDA's kernels in place of the CPU's: the
-tensors that they save for backward and allocate.
-
-Offloading runs the engine of ``activations/offload.py``, with copies that only take time. They travel one after the
-other at the rate of the link to the host, in parallel with the operators; waiting for one sets the clock forward to its
-end. So transients and added seconds of a block that offloads come from the code that a device runs.
+Fake tensors report the CPU as their device, whatever the target is, as a torch that was built without CUDA knows no
+other; ``cuda_kernels`` puts CUDA's kernels in place of the CPU's: the tensors that they save for backward and allocate.
+Offloading runs the engine of ``activations/offload.py``, with copies that only take time.
 
 NOTE [ where CUDA differs ]
 1. Attention: torch takes its flash kernel for half precision without a mask (from Ampere on), the memory-efficient one
    for float32 or with a mask, and writes the scores out where neither can (a head's size, keys that heads share).
-   The two fused ones save queries, keys, values, output and one float32 a row. A boolean mask becomes one of the
-   queries' dtype in every layer, and the memory-efficient kernel pads its rows to a multiple of 16.
-   (``attention.cpp`` and ``cuda/sdp_utils.cpp`` in ATen/native/transformers. On Hopper and B200 cuDNN's kernel comes
-   first since cuDNN 9.15.1; it saves the same, but does not pad masks.)
-   Attention by document asks which one torch would take, and runs all documents at once where it is the flash kernel.
+   A boolean mask becomes one of the queries' dtype in every layer, and the memory-efficient kernel pads its rows to a
+   multiple of 16. (``attention.cpp`` and ``cuda/sdp_utils.cpp`` in ATen/native/transformers. On Hopper and B200 cuDNN's
+   kernel comes first since cuDNN 9.15.1; it saves the same, but does not pad masks.)
 2. Autocast: CUDA casts the inputs of norms, losses, powers and softmax to float32 (``AT_FORALL_FP32`` in
    ATen/autocast_mode.h), the CPU leaves most of them in bfloat16.
 3. Dropout saves a mask of one byte an element, the CPU's one of the input's dtype.
 4. ``tensor.is_cuda`` is true.
-Not known without the device, and so left out: the workspaces of cuDNN's convolutions (it chooses among algorithms; 0 to
-some hundred MiB; where one finds no memory, torch tries the next: ``try_plans`` in ATen/native/cudnn/Conv_v8.cpp), and
-the scratch of sorts and reductions. Nor is it known how many documents are in a row: beyond those of the estimate, each
-adds ``FLASH_BLOCK`` rows to the sums of attention's backward.
+Not known without the device, and so left out: the workspaces of cuDNN's convolutions, the scratch of sorts and
+reductions, and how many documents are in a row: beyond those of the estimate, each adds ``FLASH_BLOCK`` rows to the
+sums of attention's backward.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,14 +54,12 @@ FLASH_BLOCK = 128  # rows that the backward of flash attention rounds up to
 
 
 def fake_model(build: Callable[[], M]) -> M:
-    """The model of ``build()``, with fake tensors for parameters and buffers; takes no memory and no time for weights.
+    """Build a model with fake tensors for parameters and buffers; takes no memory and no time for weights.
 
-    Tied weights stay tied, and each tensor keeps its dtype, layout and ``requires_grad``. The model is in the mode that
-    ``build`` leaves it in.
+    Tied weights stay tied, and each tensor keeps its dtype, layout and ``requires_grad``.
 
     Args:
-        build: makes the model on torch's default device, which is ``meta`` inside. It may load a configuration, but no
-            weights.
+        build: makes the model, without weights, on torch's default device, which is ``meta`` inside.
     """
     with torch.device("meta"):
         model = build()
@@ -86,11 +76,7 @@ def fake_model(build: Callable[[], M]) -> M:
 
 
 def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Fake tensors of the shapes and dtypes of ``batch``, for a model that ``fake_model`` made.
-
-    Args:
-        batch: real tensors or those of the ``meta`` device, whose values do not count; anything else stays as it is.
-    """
+    """Make fake tensors like those of ``batch``, for a model that ``fake_model`` made; anything else stays as it is."""
     mode = _fake_mode_of(model)
     return {name: _as_fake(part, mode) if isinstance(part, Tensor) else part for name, part in batch.items()}
 
@@ -98,43 +84,38 @@ def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 def estimate_on_target(
     workload: Workload, plans: Sequence[Plan], target: Target, *, autocast_dtype: torch.dtype | None = None
 ) -> Measurement:
-    """``measure`` by simulation: one run under each plan, which gives its bytes and its seconds at once.
-
-    ``offload`` is among the plans that a CUDA target can be asked for.
-
-    Args:
-        workload: of a model from ``fake_model`` and a batch from ``fake_batch``, ``device`` the CPU; its forward
-            needs no autocast of its own.
-        plans: as for ``measure``.
-        autocast_dtype: of mixed precision (``torch.bfloat16`` for ``bf16``); ``None`` for none.
-
-    Returns:
-        A measurement whose workload is on the target's device, so that its chains are those of the target.
-
-    Raises:
-        InputError: as ``measure``.
-    """
+    """``Estimator.estimate`` for a single micro-batch."""
     return Estimator(workload.model, target, autocast_dtype).estimate(workload, plans)
 
 
 class Estimator:
-    """``estimate_on_target`` for several micro-batches of one model; what it has found out is not looked for again.
+    """``measure`` by simulation, for several micro-batches of one model; results for operators are shared.
 
     Args:
-        model: of all workloads; it does not change.
-        target, autocast_dtype: as for ``estimate_on_target``.
+        model: from ``fake_model``; it does not change.
+        autocast_dtype: of mixed precision (``torch.bfloat16`` for ``bf16``); ``None`` for none.
     """
 
     def __init__(self, model: nn.Module, target: Target, autocast_dtype: torch.dtype | None = None) -> None:
         self.target = target
         self.autocast_dtype = autocast_dtype
         on_cpu = target.device_type == "cpu"
-        workspaces = Workspaces() if on_cpu else CudaWorkspaces()
-        self._instruments = FakeInstruments(target.rates, workspaces, on_cpu=on_cpu)
+        workspace_of = Workspaces().of if on_cpu else cuda_workspace
+        self._instruments = FakeInstruments(target.rates, workspace_of, on_cpu=on_cpu)
         self._kinds = cache(partial(kinds_of, model))
 
     def estimate(self, workload: Workload, plans: Sequence[Plan]) -> Measurement:
-        """As ``estimate_on_target``."""
+        """Run once under each plan, which gives its bytes and its seconds at once.
+
+        Args:
+            workload: with a batch from ``fake_batch``, ``device`` the CPU, and no autocast of its own.
+
+        Returns:
+            A measurement whose workload is on the target's device, so that its chains are those of the target.
+
+        Raises:
+            InputError: as ``measure``.
+        """
         dtype = self.autocast_dtype
 
         def forward() -> Tensor:
@@ -144,14 +125,15 @@ class Estimator:
 
         instruments = replace(self._instruments, clock=(clock := SimulatedClock()))
         on_cpu = replace(workload, forward=forward, device=CPU)
-        _simulate_stream(workload.model, self.target, clock)
+        if (stream := stream_of(workload.model)) is not None:
+            stream.copies = SimulatedStream(clock, self.target.host_bytes_per_s)
         with _fake_mode_of(workload.model), cuda_kernels(self.target), simulated_offloading(self.target, clock):
             measured = _measure(on_cpu, plans, instruments, find_repeats(workload, plans, self._kinds))
         return replace(measured, workload=replace(workload, device=self.target.device))
 
 
 def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstruments, repeats: Repeats) -> Measurement:
-    """``measure``, with layers that are alike traced once, where the model lets us."""
+    """``measure``, with layers that are alike traced once where that is possible."""
     if repeats.periods:
         shortened = {repeats.shorten_plan(plan): plan for plan in plans}
         stacks = [repeats.shorten(names) for names in workload.stacks]
@@ -167,7 +149,7 @@ def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstrum
 
 @contextmanager
 def simulated_offloading(target: Target, clock: SimulatedClock) -> Iterator[None]:
-    """Inside, blocks under ``OFFLOAD`` copy to the host of a CUDA target; on a CPU they keep everything, as ever."""
+    """Simulate copies of blocks under ``OFFLOAD`` to the host of a CUDA target; on a CPU they keep everything."""
     if target.device_type == "cpu":
         yield
         return
@@ -181,24 +163,24 @@ def simulated_offloading(target: Target, clock: SimulatedClock) -> Iterator[None
 
 @dataclass
 class SimulatedCopies:
-    """``Copies`` that take the time of the link; their event is the second at which they end."""
+    """``Copies`` one after the other that take the time of the link; their event is the second at which they end."""
 
     clock: SimulatedClock
     bytes_per_s: float
     busy_until: float = 0.0
 
     def empty_on_host(self, num_bytes: int) -> Any:
-        """Host memory, which is not counted: only its length is read."""
+        """Return host memory, which is not counted: only its length is read."""
         return range(num_bytes)
 
     def start(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
-        """After the copies before them, and the computation so far."""
+        """Begin after the copies before them, and the computation so far."""
         num_bytes = sum(len(target) for target, _ in pairs)
         self.busy_until = max(self.busy_until, self.clock.now) + num_bytes / self.bytes_per_s
         return self.busy_until
 
     def wait(self, event: float) -> None:
-        """The computation goes on when they are done."""
+        """Set the clock forward to the end of the copies."""
         self.clock.now = max(self.clock.now, event)
 
 
@@ -208,13 +190,13 @@ class SimulatedStream(SimulatedCopies):
     began: float = 0.0
 
     def start(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
-        """Beside the computation of the layer before, while the link has nothing else to do."""
+        """Begin during the computation of the layer before."""
         num_bytes = sum(target.nbytes for target, _ in pairs)
         self.busy_until = max(self.busy_until, self.began) + num_bytes / self.bytes_per_s
         return self.busy_until
 
     def wait(self, event: float) -> None:
-        """The computation goes on when they are done, and the next copies begin."""
+        """Set the clock forward to the end of the copies, and begin the next ones."""
         super().wait(event)
         self.began = self.clock.now
 
@@ -226,12 +208,6 @@ def stream_on_target(model: nn.Module) -> None:
         InputError: as ``stream_frozen_weights``.
     """
     stream_frozen_weights(model, WeightStream(CPU, SimulatedStream(SimulatedClock(), inf), looks_ahead=False))
-
-
-def _simulate_stream(model: nn.Module, target: Target, clock: SimulatedClock) -> None:
-    stream = stream_of(model)
-    if stream is not None:
-        stream.copies = SimulatedStream(clock, target.host_bytes_per_s)
 
 
 def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
@@ -268,7 +244,7 @@ FLOAT32_RESULT_UNDER_AUTOCAST = frozenset({"prod", "softmax", "log_softmax", "cu
 
 @contextmanager
 def cuda_kernels(target: Target) -> Iterator[None]:
-    """Inside, the fake tensors of the CPU go through the kernels of a CUDA target; nothing changes for a CPU."""
+    """Let the fake tensors of the CPU go through the kernels of a CUDA target; nothing changes for a CPU."""
     if target.device_type == "cpu":
         yield
     else:
@@ -276,25 +252,25 @@ def cuda_kernels(target: Target) -> Iterator[None]:
             yield
 
 
-class CudaWorkspaces:
-    """The workspaces of fused attention's backward, by flash_api.cpp and attention_backward.cu."""
+def cuda_workspace(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
+    """Return the workspace of fused attention's backward, by flash_api.cpp and attention_backward.cu, and its results.
 
-    def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
-        """Its workspace and its results; ``None`` for other operators."""
-        if func is aten._scaled_dot_product_flash_attention_backward.default:
-            batch, _, length, _ = args[1].shape
-            return KernelRun(_flash_backward_bytes(args[1], args[2], rows=batch * rounded_up(length, FLASH_BLOCK)), ())
-        if func is torch_attn._varlen_attn_backward.default:
-            tokens, documents = len(args[1]), len(args[6]) - 1
-            return KernelRun(_flash_backward_bytes(args[1], args[2], rows=tokens + FLASH_BLOCK * documents), ())
-        if func is aten._scaled_dot_product_efficient_attention_backward.default:
-            return KernelRun(_efficient_backward_bytes(*args[1:4]), ())
-        return None
+    ``None`` for other operators.
+    """
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        batch, _, length, _ = args[1].shape
+        return KernelRun(_flash_backward_bytes(args[1], args[2], rows=batch * rounded_up(length, FLASH_BLOCK)), ())
+    if func is torch_attn._varlen_attn_backward.default:
+        tokens, documents = len(args[1]), len(args[6]) - 1
+        return KernelRun(_flash_backward_bytes(args[1], args[2], rows=tokens + FLASH_BLOCK * documents), ())
+    if func is aten._scaled_dot_product_efficient_attention_backward.default:
+        return KernelRun(_efficient_backward_bytes(*args[1:4]), ())
+    return None
 
 
 def _flash_backward_bytes(query: Tensor, key: Tensor, rows: int) -> int:
-    """Gradients of query, key and value; sums for that of the query in float32, and one float32 a row; where heads
-    share keys, gradients of keys and values for every head.
+    """Add up gradients of query, key and value, sums for that of the query in float32, and one float32 a row; where
+    heads share keys, gradients of keys and values for every head.
 
     Args:
         query, key: (B, H, T, D) or (tokens, H, D).
@@ -308,7 +284,7 @@ def _flash_backward_bytes(query: Tensor, key: Tensor, rows: int) -> int:
 
 
 def _efficient_backward_bytes(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Gradients of query, key and value, one float32 a row; in float32 the product that this is the sum of."""
+    """Add up gradients of query, key and value, one float32 a row; in float32 the product that this is the sum of."""
     batch, heads, length, _ = query.shape
     rows = batch * heads * length
     product = 4 * rows * value.shape[-1] if query.dtype == torch.float32 else 0
@@ -346,7 +322,7 @@ _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 def _backward(loss: Tensor) -> None:
-    """``loss.backward()`` by the engine itself: torch's own function would end up in the mode again."""
+    """Call the engine itself: ``loss.backward()`` would end up in the mode again."""
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -354,14 +330,10 @@ def _backward(loss: Tensor) -> None:
 
 def _under_autocast(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if name in FLOAT32_UNDER_AUTOCAST:
-        args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda one: one.float() if one.dtype in HALF else one, (args, kwargs))
     elif name in FLOAT32_RESULT_UNDER_AUTOCAST and isinstance(args[0], Tensor) and args[0].dtype in HALF:
         kwargs = kwargs if kwargs.get("dtype") else {**kwargs, "dtype": torch.float32}
     return args, kwargs
-
-
-def _in_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -412,7 +384,7 @@ def attention(
 
 
 def _choice(query: Tensor, key: Tensor, value: Tensor, *, varlen: bool) -> int:
-    """CUDA's choice, for attention by document, which alone asks, and only where one call may take all documents."""
+    """Return CUDA's choice for attention by document, which alone asks: whether one call may take all documents."""
     choice = SDPBackend.FLASH_ATTENTION if varlen and _flash_can(query, key, value) else SDPBackend.MATH
     return int(choice.value)
 
@@ -432,13 +404,13 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causa
 
 
 def _efficient_can(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Its heads are a multiple of 16 bytes, and it shares no keys among them."""
+    """Return whether heads are a multiple of 16 bytes and share no keys."""
     aligned = query.shape[-1] * query.element_size() % 16 == 0 and value.shape[-1] * value.element_size() % 16 == 0
     return query.ndim == 4 and aligned and query.dtype != torch.float64 and key.shape[1] == query.shape[1]
 
 
 def _aligned(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """(B, H, T, S), each row starting at a multiple of 16 elements."""
+    """Expand to (B, H, T, S), each row starting at a multiple of 16 elements."""
     length = mask.shape[-1]
     if missing := -length % MASK_ALIGNMENT:
         mask = F.pad(mask, (0, missing))[..., :length]

@@ -1,14 +1,8 @@
 """Read a step without running it: bytes and seconds from the operators that fake tensors go through.
 
-For a device that is not there, or a model that does not fit. Every operator takes the longer of its FLOPs at the
-device's rate and its bytes at the device's bandwidth (Williams, Waterman and Patterson 2009, "Roofline",
-https://doi.org/10.1145/1498765.1498785), and no less than any kernel does. Time is ideal: the ratios of blocks and
-plans mean something, seconds of a real run do not.
-
-``bytes_moved`` counts the bytes that the kernel of an operator reads and writes. ``Workspaces`` measures the memory
-that the kernels of this CPU allocate for themselves: oneDNN brings images and weights into layouts of its own, products
-in bfloat16 pack their operands, sums of two dtypes cast first, and neither inputs nor results show any of that. So each
-operator runs once for every shape, on zeros, under torch's profiler. Workspaces of other devices have to be given.
+Every operator takes the longer of its FLOPs at the device's rate and its bytes at the device's bandwidth (Williams,
+Waterman and Patterson 2009, "Roofline", https://doi.org/10.1145/1498765.1498785), and no less than any kernel does. The
+time is ideal: compare blocks and plans by it, and do not expect the seconds.
 """
 
 import weakref
@@ -16,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,23 +48,12 @@ PUTS = {aten.index_put_, aten.scatter_, aten.scatter_add_, aten.index_add_, aten
 
 
 def is_view(func: Any) -> bool:
-    """Whether an operator only looks at memory in another way, or asks about it (``prim.device``)."""
+    """Return whether an operator only looks at memory in another way, or asks about it (``prim.device``)."""
     return getattr(func, "is_view", False) or getattr(func, "namespace", None) == "prim"
 
 
-def has_kernel(func: Any) -> bool:
-    """Whether an operator gives the device anything to do."""
-    in_place_view = torch.Tag.inplace_view in getattr(func, "tags", ())
-    return not (is_view(func) or in_place_view or getattr(func, "_overloadpacket", None) in NO_KERNEL)
-
-
 def bytes_moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """The bytes that the kernel of ``func`` reads and writes.
-
-    Args:
-        args, kwargs: of the call.
-        out: its result.
-    """
+    """Return the bytes that the kernel of ``func`` reads and writes in the call whose result is ``out``."""
     operation = getattr(func, "_overloadpacket", None)
     written = _tensors(out)
     if operation in PICKS:
@@ -89,12 +72,12 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """In memory: what an expanded tensor repeats, and where windows overlap, counts once."""
+    """Add up the bytes in memory: what an expanded tensor repeats, and where windows overlap, counts once."""
     return sum(tensor.itemsize * _num_places(tensor.shape, tensor.stride()) for tensor in tensors)
 
 
 def _num_places(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Different elements of a storage that a view of it has, at most."""
+    """Return how many different elements of a storage a view of it has, at most."""
     if 0 in shape:
         return 0
     steps = [(size, stride) for size, stride in zip(shape, strides, strict=True) if stride]
@@ -108,7 +91,7 @@ LARGEST_BYTES = 2**30  # of an operator's tensors: a larger one is not run for i
 class KernelRun:
     """A run of an operator's kernel: its peak of allocated bytes, results included, and the results as meta tensors.
 
-    Without ``results`` these are those of the fake tensors.
+    No ``results`` mean those of the fake tensors.
     """
 
     peak_bytes: int
@@ -116,24 +99,23 @@ class KernelRun:
 
 
 class Workspaces:
-    """Runs of operators' kernels; each is run once for every shape."""
+    """Runs of operators' kernels on this CPU, once for every shape, on zeros.
+
+    Neither inputs nor results show the memory that kernels allocate for themselves: oneDNN's layouts, packed operands.
+    """
 
     def __init__(self) -> None:
         self._measured: dict[Any, KernelRun | None] = {}
 
     def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
-        """The run of ``func`` with tensors like these; ``None`` if they are too large to try.
-
-        Args:
-            args, kwargs: as fake tensors.
-        """
-        leaves, form = tree_flatten((args, kwargs))
-        key = (func, str(form), tuple(_shape(leaf) for leaf in leaves))
+        """Return the run of ``func`` with tensors like these fake ones; ``None`` if they are too large to try."""
+        key = func, _key((args, kwargs))
         if key not in self._measured:
-            self._measured[key] = self._measure(func, leaves, form)
+            self._measured[key] = self._measure(func, args, kwargs)
         return self._measured[key]
 
-    def _measure(self, func: Callable[..., Any], leaves: list[Any], form: Any) -> KernelRun | None:
+    def _measure(self, func: Callable[..., Any], *call: Any) -> KernelRun | None:
+        leaves, form = tree_flatten(call)
         if sum(leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)) > LARGEST_BYTES:
             return None
         with unset_fake_temporarily(), _same_random_numbers_after():
@@ -176,7 +158,7 @@ NUMBER_BYTES = 8
 
 TAKES_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
 NAMES_OFFSET = aten.as_strided.default
-"""Its result lies where it says in the storage, wherever its argument lies."""
+"""Its result does not begin where its argument does, but at the offset that is given."""
 
 GROUPED_PRODUCT = aten._grouped_mm.default
 ASKS_DEVICE = torch.ops.prim.device.default
@@ -203,7 +185,7 @@ class Rates:
     kernel_s: float = 0.0
 
     def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int) -> float:
-        """The time of an operator, by the roofline."""
+        """Return the time of an operator, by the roofline."""
         precision = str(dtype).removeprefix("torch.")
         if operation in CONVOLUTIONS and dtype == torch.float32 and "tf32" in self.by_precision:
             precision = "tf32"
@@ -211,11 +193,8 @@ class Rates:
         return max(flops / flops_per_s, num_bytes / self.bytes_per_s, self.kernel_s)
 
 
-class KernelWorkspaces(Protocol):
-    """The workspaces of a device's kernels, which fake tensors do not show."""
-
-    def of(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> KernelRun | None:
-        """The run of ``func``'s kernel with such tensors; ``None`` where it has no workspace."""
+WorkspaceOf: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], KernelRun | None]
+"""The run of an operator's kernel on a device with such arguments; ``None`` where it has no workspace."""
 
 
 @dataclass
@@ -230,7 +209,7 @@ class FakeInstruments:
     """Readings of steps on fake tensors: the same every time, bytes and seconds in one run.
 
     Args:
-        workspaces: of the kernels; without them none has any.
+        workspace_of: an operator's kernel; without it none has any.
         on_cpu: whether the memory that is read is the host's: states of the generator that checkpoints keep, and
             numbers that autograd saves, are in no other.
         clock: runs while a step is read.
@@ -238,21 +217,21 @@ class FakeInstruments:
     """
 
     rates: Rates
-    workspaces: KernelWorkspaces | None = None
+    workspace_of: WorkspaceOf | None = None
     on_cpu: bool = False
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     known: "KnownOperators" = field(default_factory=lambda: KnownOperators())
     repetitions: int = 0
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
-        """Bytes of the tensors that are alive, above those at the first boundary, and seconds by the roofline."""
+        """Read the bytes of the tensors that are alive, above those at the beginning, and seconds by the roofline."""
         operators = _Operators(self)
         with operators, operators.seeing_random_states() if self.on_cpu else nullcontext():
             step(operators)
         return operators.readings
 
     def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
-        """The seconds of ``read_memory``."""
+        """Return the seconds of ``read_memory``."""
         return [reading.seconds or 0.0 for reading in self.read_memory(step)[1:]]
 
 
@@ -269,7 +248,7 @@ class _Operators(TorchDispatchMode):
         self._counted_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def mark(self) -> None:
-        """A boundary is here."""
+        """Read a boundary."""
         now = self.instruments.clock.now
         self.readings.append(Reading(self.live_bytes, self.peak_bytes, now - self._last_s))
         self.peak_bytes, self._last_s = self.live_bytes, now
@@ -288,7 +267,9 @@ class _Operators(TorchDispatchMode):
         if func is aten.add.Tensor and _engine_owns(args[0]):
             func = aten.add_.Tensor
         if func in TAKES_STORAGE:
-            return _with_storage(*args)
+            # Below ``FakeTensorMode``, whose cache would keep that storage alive.
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+                return args[0].set_(*args[1:])
         key, out = self.instruments.known.results_of(func, args, kwargs)
         if is_view(func):
             return out
@@ -296,12 +277,13 @@ class _Operators(TorchDispatchMode):
             return self._counted(func, args, kwargs, key, out)
 
     def _counted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable, out: Any) -> Any:
-        """``out``, in the form that the kernel gives it, after its bytes and seconds are added."""
-        if self.instruments.on_cpu and _saves_number(func, args):
+        """Add the bytes and seconds of ``out``, and return it in the form that the kernel gives it."""
+        saves_number = func in SAVES_NUMBERS and torch.is_grad_enabled() and not isinstance(args[1], Tensor)
+        if self.instruments.on_cpu and saves_number:
             self.live_bytes += NUMBER_BYTES
         taken = {id(storage) for storage in _storages((args, kwargs))}
-        workspaces = self.instruments.workspaces
-        if workspaces and (run := workspaces.of(func, args, kwargs)):
+        workspace_of = self.instruments.workspace_of
+        if workspace_of and (run := workspace_of(func, args, kwargs)):
             self.peak_bytes = max(self.peak_bytes, self.live_bytes + run.peak_bytes)
             out = _as_the_kernel_does(out, run, taken) if run.results else out
         for storage in _storages(out):
@@ -342,7 +324,7 @@ class _Operators(TorchDispatchMode):
     def _by_the_roofline(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> float:
         operation = getattr(func, "_overloadpacket", None)
         tensors = _tensors((args, kwargs, out))
-        if not tensors or not has_kernel(func):
+        if not tensors or operation in NO_KERNEL or torch.Tag.inplace_view in getattr(func, "tags", ()):
             return 0.0
         count = FORMULAS_OF_ALL_THAT_RUNS.get(operation)
         flops = count(*args, **kwargs, out_val=out) if count else 0
@@ -362,7 +344,7 @@ class KnownOperators:
         self._forms: dict[Hashable, _ResultForms | None] = {}
 
     def results_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Any]:
-        """A key, equal for calls of the same operator with arguments of the same forms, and the result."""
+        """Return a key, equal for calls of an operator with arguments of the same forms, and the result."""
         with torch._C.DisableTorchFunction():
             key = func, _key((args, kwargs)), torch.get_default_dtype()
             forms = self._forms.get(key)
@@ -377,7 +359,7 @@ class KnownOperators:
 
 
 def _grouped(factor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of a group of matrices; without values torch takes bfloat16 alone, and kernels float32 too."""
+    """Multiply groups of matrices; without values torch takes bfloat16 alone, and kernels float32 too."""
     others, named = tree_map_only(
         Tensor, lambda one: one.bfloat16() if one.is_floating_point() else one, (args, kwargs)
     )
@@ -405,7 +387,7 @@ class _ResultForm:
     is_argument: bool
 
     def made(self, args: tuple[Any, ...]) -> Any:
-        """Such a result of a call with ``args``."""
+        """Make such a result of a call with ``args``."""
         if self.shares is not None and self.is_argument:
             return args[self.shares]
         with torch._C._DisableTorchDispatch():
@@ -421,23 +403,19 @@ class _ResultForm:
 
 @dataclass(frozen=True)
 class _ResultForms:
-    """The forms of all results of a call.
-
-    Args:
-        container: of the results; ``None`` for one result by itself.
-    """
+    """The forms of all results of a call, in their container; ``None`` for one result by itself."""
 
     forms: tuple[_ResultForm, ...]
     container: type | None
 
     def made(self, args: tuple[Any, ...]) -> Any:
-        """Such results of a call with ``args``."""
+        """Make such results of a call with ``args``."""
         made = [form.made(args) for form in self.forms]
         return made[0] if self.container is None else self.container(made)
 
 
 def _result_forms(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> _ResultForms | None:
-    """The forms of the results of a call; ``None`` where such forms do not tell all."""
+    """Return the forms of the results of a call; ``None`` where such forms do not tell all."""
     container = type(out) if type(out) in (tuple, list) and len(out) > 0 else None
     outs = (out,) if container is None else out
     if not all(map(_is_plain, (*_tensors((args, kwargs)), *outs))):
@@ -469,13 +447,13 @@ def _result_form(args: tuple[Any, ...], out: FakeTensor) -> _ResultForm:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``value`` is a fake tensor of which its form tells all."""
+    """Return whether ``value`` is a fake tensor of which its form tells all."""
     is_known = type(value) is FakeTensor and value.constant is None
     return is_known and value.layout == torch.strided and not (value.is_conj() or value.is_neg())
 
 
 def _key(value: Any) -> Hashable:
-    """Equal for arguments of an operator of the same forms."""
+    """Make a key that is equal for arguments of the same forms."""
     if isinstance(value, Tensor):
         is_known = type(value) is FakeTensor and value.constant is None
         return value.shape, value.stride(), value.dtype, is_known
@@ -487,7 +465,7 @@ def _key(value: Any) -> Hashable:
 
 
 def _engine_owns(total: Any) -> bool:
-    """Whether autograd's engine sums the gradients of a tensor that was used twice, and ``total`` is no one else's.
+    """Return whether autograd's engine sums the gradients of a tensor that was used twice, and owns ``total``.
 
     It then adds in place, to real tensors outside of modes; here it asks for a new one (``can_accumulate_inplace`` in
     torch/csrc/autograd/input_buffer.cpp), while the node that made the second gradient still counts as running. A node
@@ -499,40 +477,21 @@ def _engine_owns(total: Any) -> bool:
     return torch._C._storage_Use_Count(total.untyped_storage()._cdata) == 2  # by the tensor and by the caller
 
 
-def _saves_number(func: Any, args: tuple[Any, ...]) -> bool:
-    return func in SAVES_NUMBERS and torch.is_grad_enabled() and not isinstance(args[1], Tensor)
-
-
-def _with_storage(fake: Tensor, *layout: Any) -> Tensor:
-    """``fake`` with another storage: below ``FakeTensorMode``, whose cache would keep that storage alive."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        return fake.set_(*layout)
-
-
 def rounded_up(num_bytes: int, multiple: int) -> int:
-    """The least multiple that is no less."""
+    """Return the least multiple that is no less."""
     return -(-num_bytes // multiple) * multiple
 
 
 def _as_the_kernel_does(out: Any, run: KernelRun, taken: set[int]) -> Any:
-    """``out`` in the layouts and dtypes of the kernel's own results, where the fake ones differ."""
+    """Return ``out`` in the layouts and dtypes of the kernel's own results, where the fake ones differ."""
     leaves, form = tree_flatten(out)
     for position, (leaf, real) in enumerate(zip(leaves, run.results, strict=True)):
         if not isinstance(leaf, Tensor) or real is None:  # a gradient that nobody asked for
             continue
-        if _form(leaf) != _form(real) and id(leaf.untyped_storage()) not in taken:
+        is_same = (leaf.shape, leaf.stride(), leaf.dtype) == (real.shape, real.stride(), real.dtype)
+        if not is_same and id(leaf.untyped_storage()) not in taken:
             leaves[position] = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=leaf.device)
     return tree_unflatten(leaves, form)
-
-
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _shape(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype
-    return leaf if isinstance(leaf, int | float | str | bool | None) else str(leaf)
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:

@@ -1,25 +1,24 @@
 """Layers that are alike are traced once: the trace of a step of all layers, from a step of some.
 
 NOTE [ layers that are alike ]
-1. Which layers are alike is said by the NOTE of this name in ``profiling/block_costs.py``.
-2. Layers need not all be alike: attention may be local in five layers and global in the sixth. A *period* is the least
-   number of layers after which their kinds repeat. Whole periods are left out of the middle of a list, so that every
-   layer that is traced has neighbours of the same kinds as in the model. The first layers and the last two may be of
-   any kind and are always traced: the input of the first may need no gradient, the last offloads nothing. As many as a
-   period are first: where a layer is the first of its kind, its backward frees the mask that all of its kind share.
-   Of the layers that remain, neighbours of one kind are periods of one layer each: of five local ones three are traced.
+1. ``kinds_of`` in ``profiling/block_costs.py`` tells which layers are alike.
+2. A *period* is the least number of layers after which their kinds repeat: six, where attention is local in five and
+   global in the sixth. Whole periods are left out of the middle of a list, so that every layer that is traced has
+   neighbours of the same kinds as in the model. The first layers and the last two are always traced: the input of the
+   first may need no gradient, the last offloads nothing. As many as a period are first: where a layer is the first of
+   its kind, its backward frees the mask that all of its kind share. Of the layers that remain, neighbours of one kind
+   are periods of one layer each.
 3. A layer that is left out returns its input. Afterwards the readings of the period before it are copied into the
    trace, each copy higher by the bytes that a period leaves behind, and so are its parts, with storages of their own.
-   So bytes, peaks and seconds are those of a trace of all layers; seconds up to the rounding of sums.
 4. A storage is a copy's own if the layers of the period made it: it is no argument of theirs besides the hidden states,
    and no part before them knows it.
 5. Where a layer returns more than its hidden states, or the model does something between two layers, all are traced.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count, groupby
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from memsave_recipes.activations.spans import split_call
 from memsave_recipes.plans import Plan, Span
 from memsave_recipes.profiling.block_costs import Workload, action_of
+from memsave_recipes.profiling.preserve_state import replaced
 from memsave_recipes.profiling.step_trace import StepTrace
 from memsave_recipes.profiling.trace_events import Ends, Part, Reading, Storages
 
@@ -51,7 +51,7 @@ class Period:
 
     @property
     def copies(self) -> int:
-        """Periods that are left out."""
+        """How many periods are left out."""
         return len(self.left_out) // len(self.traced)
 
     @property
@@ -67,7 +67,7 @@ class Repeats:
     periods: tuple[Period, ...]
     """Those inside another one before it."""
 
-    @property
+    @cached_property
     def like(self) -> dict[str, str]:
         """By the names of the layers that are left out: one that is traced and is like it."""
         found: dict[str, str] = {}
@@ -76,12 +76,11 @@ class Repeats:
         return found
 
     def shorten(self, names: Sequence[str]) -> list[str]:
-        """``names`` without the layers that are left out."""
-        left_out = self.like
-        return [name for name in names if name not in left_out]
+        """Return ``names`` without the layers that are left out."""
+        return [name for name in names if name not in self.like]
 
     def shorten_plan(self, plan: Plan) -> Plan:
-        """A plan with all blocks under one action, for those that are traced."""
+        """Return a plan with all blocks under one action, for those that are traced."""
         blocks = tuple(self.shorten(plan.blocks))
         spans = tuple(Span(start=at, stop=at + 1, action=action_of(plan)) for at in range(len(blocks)))
         return replace(plan, blocks=blocks, spans=spans)
@@ -90,7 +89,7 @@ class Repeats:
 def find_repeats(
     workload: Workload, plans: Sequence[Plan], kinds: Callable[[tuple[str, ...]], Sequence[Hashable]]
 ) -> Repeats:
-    """The layers of ``workload`` that need no trace of their own under ``plans``; none where all layers differ.
+    """Find the layers of ``workload`` that need no trace of their own under ``plans``.
 
     Args:
         kinds: ``kinds_of`` the model.
@@ -117,7 +116,7 @@ def _periods(names: Sequence[str], kinds: Sequence[Hashable], least: int) -> Ite
 
 
 def _longest(kinds: Sequence[Hashable], least: int) -> tuple[int, int, int]:
-    """Where the period in the middle begins, where those begin that are left out behind it, and where these end.
+    """Return where the period in the middle begins, and where those begin and end that are left out behind it.
 
     Where no period can be left out, all three are the number of layers.
     """
@@ -144,70 +143,47 @@ class Arguments:
     of_runs: list[set[int]] = field(default_factory=list)
 
     def end_run(self) -> None:
-        """A run has ended."""
+        """Keep the storages of the run that has ended."""
         self.of_runs.append({reference.cdata for reference in self.references})
 
 
 @contextmanager
 def left_out(model: nn.Module, repeats: Repeats) -> Iterator[Arguments]:
-    """Inside, the layers of ``repeats`` return their input, in the form in which those before them return theirs.
+    """Let the layers of ``repeats`` return their input, in the form in which those before them return theirs.
 
     Raises:
         Irregular: a layer returns more than a tensor of its input's shape.
     """
     forms: dict[str, type] = {}
     arguments = Arguments()
-    undo: list[Callable[[], Any]] = []
-    for name in set(repeats.like.values()):
-        note = _Note(name, forms, arguments.references)
-        undo.append(model.get_submodule(name).register_forward_hook(note, with_kwargs=True).remove)
-    for name, like in repeats.like.items():
-        module = model.get_submodule(name)
-        before = module.__dict__.get("forward")
-        undo.append(partial(setattr, module, "forward", before) if before else partial(delattr, module, "forward"))
-        module.forward = _Pass(module, like, forms)
-    try:
-        yield arguments
-    finally:
-        for one in undo:
-            one()
 
-
-@dataclass(frozen=True)
-class _Note:
-    """A forward hook that notes how a layer returns its hidden states, and its other arguments."""
-
-    name: str
-    forms: dict[str, type]
-    references: list[StorageWeakRef]
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def note(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         call, state = split_call(module, module.forward, args, kwargs)
         first, *others = output if isinstance(output, tuple) else (output,)
         if len(state) != 1 or others or not isinstance(first, Tensor) or first.shape != state[0].shape:
-            raise Irregular(f"{self.name} returns more than its hidden states")
-        self.forms[self.name] = type(output)
+            raise Irregular(f"{name} returns more than its hidden states")
+        forms[name] = type(output)
         tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-        self.references.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+        arguments.references.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
 
+    def pass_on(module: nn.Module, like: str, *args: Any, **kwargs: Any) -> Any:
+        if like not in forms:
+            raise Irregular(f"{like} has not run")
+        _, state = split_call(module, type(module).forward, args, kwargs)
+        return state if forms[like] is tuple else state[0]
 
-@dataclass(frozen=True)
-class _Pass:
-    """The forward of a layer that is left out."""
-
-    module: nn.Module
-    like: str
-    forms: Mapping[str, type]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.like not in self.forms:
-            raise Irregular(f"{self.like} has not run")
-        _, state = split_call(self.module, type(self.module).forward, args, kwargs)
-        return state if self.forms[self.like] is tuple else state[0]
+    with ExitStack() as undo:
+        for name in set(repeats.like.values()):
+            hook = model.get_submodule(name).register_forward_hook(partial(note, name), with_kwargs=True)
+            undo.callback(hook.remove)
+        for name, like in repeats.like.items():
+            module = model.get_submodule(name)
+            undo.enter_context(replaced(module, "forward", partial(pass_on, module, like)))
+        yield arguments
 
 
 def expanded(trace: StepTrace, repeats: Repeats, shared: set[int]) -> StepTrace:
-    """The trace of all layers, from that of some: rule 3 of the NOTE.
+    """Make the trace of all layers from that of some: rule 3 of the NOTE.
 
     Args:
         shared: the storages of the layers' arguments.
@@ -221,11 +197,7 @@ def expanded(trace: StepTrace, repeats: Repeats, shared: set[int]) -> StepTrace:
 
 
 class _Expansion:
-    """A trace with copies of one period behind it.
-
-    Args:
-        shared: the storages of the layers' arguments.
-    """
+    """A trace with copies of one period behind it."""
 
     def __init__(self, trace: StepTrace, period: Period, shared: set[int]) -> None:
         at = {part.block: index for index, part in enumerate(trace.parts) if part.block is not None}
@@ -244,15 +216,13 @@ class _Expansion:
             raise Irregular(f"{period.traced[0]} takes or returns more than its hidden states")
 
     def trace(self) -> StepTrace:
-        """The whole trace."""
+        """Return the whole trace."""
         memory = self._memory()
-        seconds = [[reading.seconds or 0.0 for reading in memory[1:]]]
-        ends = Ends(*map(self._moved, self.ends))
         return StepTrace(
             parts=list(self._all_parts()),
-            ends=ends,
+            ends=Ends(*map(self._moved, self.ends)),
             memory=memory,
-            seconds=seconds,
+            seconds=[[reading.seconds or 0.0 for reading in memory[1:]]],
             variables_bytes=self.variables_bytes,
         )
 
@@ -275,7 +245,7 @@ class _Expansion:
         return memory + _raised(self.readings[down + 1 :], copies * (added + freed))
 
     def _moved(self, boundary: int) -> int:
-        """The number of a boundary that is not in a copy."""
+        """Return the number of a boundary that is not in a copy."""
         (begin, end), (down, up), copies = self.forward, self.backward, self.period.copies
         return boundary + copies * ((end - begin) * (boundary >= end) + (up - down) * (boundary >= down))
 
@@ -289,21 +259,21 @@ class _Expansion:
             flowing = {taken: last.get(given, given) for taken, given in self.flowing.items()}
             for position, part in enumerate(self.parts):
                 name = self.period.left_out[copy * len(self.parts) + position]
-                copied = _higher(self._copied(part, copy), (copy + 1) * self.added_bytes)
-                yield _renamed(copied, own | flowing, name)
+                copied = self._copied(part, copy)
+                yield _renamed(copied, own | flowing, name, (copy + 1) * self.added_bytes)
             last = own
         given = {storage: last[storage] for storage in self.flowing.values()}
         for part in self.behind:
             if self.own & _storages(part) - given.keys():
                 raise Irregular(f"{part.block} takes more of {self.period.traced[-1]} than its hidden states")
-            yield _renamed(_higher(self._moved_part(part), self.period.copies * self.added_bytes), given, part.block)
+            yield _renamed(self._moved_part(part), given, part.block, self.period.copies * self.added_bytes)
 
     def _moved_part(self, part: Part) -> Part:
         backward = None if part.backward is None else self._moved(part.backward)
         return replace(part, forward=self._moved(part.forward), backward=backward)
 
     def _copied(self, part: Part, copy: int) -> Part:
-        """The backward of the last copy comes first."""
+        """Return a part of a copy; the backward of the last copy comes first."""
         (begin, end), (down, up), copies = self.forward, self.backward, self.period.copies
         backward = _backward(part) + copies * (end - begin) + (copies - 1 - copy) * (up - down)
         return replace(part, forward=part.forward + (copy + 1) * (end - begin), backward=backward)
@@ -319,23 +289,20 @@ def _raised(readings: Sequence[Reading], num_bytes: int) -> list[Reading]:
     return [replace(r, live_bytes=r.live_bytes + num_bytes, peak_bytes=r.peak_bytes + num_bytes) for r in readings]
 
 
-def _higher(part: Part, num_bytes: int) -> Part:
-    """A part of which the readings are so many bytes higher."""
-    until = part.until_saved_bytes
-    return replace(part, until_saved_bytes=until + num_bytes if until else 0)
-
-
 def _storages(part: Part) -> set[int]:
     return {*part.inputs, *part.outputs, *part.saved}
 
 
-def _renamed(part: Part, names: Mapping[int, int], block: str | None) -> Part:
+def _renamed(part: Part, names: Mapping[int, int], block: str | None, added_bytes: int) -> Part:
+    """Return a part with other storages, of which the readings are so many bytes higher."""
+
     def rename(storages: Storages) -> Storages:
         return {names.get(storage, storage): num_bytes for storage, num_bytes in storages.items()}
 
     return replace(
         part,
         block=block,
+        until_saved_bytes=part.until_saved_bytes + added_bytes if part.until_saved_bytes else 0,
         inputs=rename(part.inputs),
         outputs=rename(part.outputs),
         saved=rename(part.saved),

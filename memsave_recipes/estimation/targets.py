@@ -25,6 +25,7 @@ GENERIC = "a100-80gb"
 NO_DEVICE = "no CUDA device is here: an A100 with 80 GB stands for one"
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 REPETITIONS, ENOUGH_S = 5, 0.2  # of a rate that is measured
+COPIED_BYTES = 32 * MIB
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 KERNEL_S = 3e-6
@@ -48,11 +49,9 @@ class Target:
     Args:
         word: as ``--target`` names it.
         name: as ``torch.cuda.get_device_name`` calls it.
-        device_type: ``cpu`` or ``cuda``.
         flops_per_s: by precision, as ``peak_flops`` names them; one that is missing is not in the vendor's tables.
         bytes_per_s: of its memory.
         host_bytes_per_s: between it and the host's memory, one way.
-        memory_bytes: that it has.
         kernel_s: the least time of any kernel.
         context_bytes: held by the driver besides torch's memory.
         cublas_workspace_bytes: allocated by the first matrix product, for good.
@@ -77,12 +76,12 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        """For functions of the device type alone, such as ``losses.default_chunk_bytes``; nothing can be put on it."""
+        """A device of its type; nothing can be put on it."""
         return torch.device(self.device_type)
 
     @property
     def rates(self) -> Rates:
-        """For the roofline. A precision that is in no table computes as float32 does."""
+        """Its rates for the roofline; a precision that is in no table computes as float32 does."""
         return Rates(
             flops_per_s=self.flops_per_s["float32"],
             bytes_per_s=self.bytes_per_s,
@@ -107,7 +106,7 @@ ALIASES = {"a100": "a100-80gb", "a100-40g": "a100-40gb", "v100-32gb": "v100"}
 
 
 def find_target(word: str) -> Target:
-    """The target that ``--target`` names.
+    """Return the target that ``--target`` names.
 
     Args:
         word: ``cpu`` (this one; its rates are measured, which takes about a second), ``cuda`` (the device that is
@@ -134,7 +133,7 @@ def find_target(word: str) -> Target:
 
 
 def target_of(word: str | None, memory_gib: float | None) -> Target:
-    """The device ``word`` with so much memory, where that is given: a part of a device, or a variant of it.
+    """Return the device ``word``, with so much memory where that is given.
 
     Args:
         word: as ``find_target``. ``None``: where ``memory_gib`` is given any GPU, at the rates of an A100; else this
@@ -155,12 +154,12 @@ def target_of(word: str | None, memory_gib: float | None) -> Target:
 
 
 def _plain(word: str) -> str:
-    """Without the maker's name, blanks and hyphens: ``NVIDIA RTX 3060 Ti`` is ``rtx3060ti``."""
+    """Leave out the maker's name, blanks and hyphens: ``NVIDIA RTX 3060 Ti`` is ``rtx3060ti``."""
     return re.sub(r"nvidia|geforce|tesla|amd|instinct|radeon|[ _-]", "", word.lower())
 
 
 def known_targets() -> list[str]:
-    """The words that ``find_target`` knows."""
+    """List the words that ``find_target`` knows."""
     return ["cpu", "cuda", *SHEETS]
 
 
@@ -193,9 +192,10 @@ def _flops_per_s(sheet: _Sheet | Card) -> dict[str, float]:
 
 
 def _this_device() -> Target:
-    """The current CUDA device, with its own memory in place of the sheet's."""
+    """Return the current CUDA device, with its own memory in place of the sheet's."""
     name, memory_bytes = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
-    alike = [word for word, sheet in SHEETS.items() if _same_rates(sheet.name, name)]
+    patterns = [pattern for pattern in PEAK_TFLOPS if re.fullmatch(pattern, name)]
+    alike = [word for word, sheet in SHEETS.items() if any(re.fullmatch(one, sheet.name) for one in patterns)]
     if not alike:
         raise InputError(
             f"target cuda: no figures of the {name} that is here; name one of {', '.join(known_targets())}"
@@ -204,18 +204,16 @@ def _this_device() -> Target:
     return replace(_from_sheet(word), name=name, memory_bytes=memory_bytes, remark="the device that is here")
 
 
-def _same_rates(name: str, other: str) -> bool:
-    return any(re.fullmatch(pattern, name) and re.fullmatch(pattern, other) for pattern in PEAK_TFLOPS)
-
-
 def _this_cpu() -> Target:
-    """Rates of a product, of a copy and of operators that do nothing, the best of a few."""
+    """Measure a product, a copy and operators that do nothing, the best of a few."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
     return Target(
         word="cpu",
         name="this CPU",
         device_type="cpu",
         flops_per_s={str(dtype).removeprefix("torch."): _product_rate(dtype) for dtype in CPU_DTYPES},
-        bytes_per_s=_copy_rate(),
+        bytes_per_s=2 * COPIED_BYTES / _shortest_s(lambda: target.copy_(source)),
         host_bytes_per_s=float("inf"),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         kernel_s=_operator_s(),
@@ -228,14 +226,8 @@ def _product_rate(dtype: torch.dtype, width: int = 512) -> float:
     return 2 * width**3 / _shortest_s(lambda: factor @ factor)
 
 
-def _copy_rate(num_bytes: int = 32 * MIB) -> float:
-    source = torch.zeros(num_bytes, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / _shortest_s(lambda: target.copy_(source))
-
-
 def _operator_s(count: int = 200) -> float:
-    """The time of an operator that has nothing to compute, with autograd's part and that of its backward."""
+    """Time an operator that has nothing to compute, with autograd and its backward."""
 
     def chain() -> None:
         value = torch.ones(1, requires_grad=True)
@@ -247,7 +239,7 @@ def _operator_s(count: int = 200) -> float:
 
 
 def _shortest_s(run: Callable[[], object]) -> float:
-    """The best of ``REPETITIONS``, or of those that ``ENOUGH_S`` hold, after one that warms up."""
+    """Return the best of ``REPETITIONS``, or of those that ``ENOUGH_S`` hold, after one that warms up."""
     run()
     seconds: list[float] = []
     while len(seconds) < REPETITIONS and sum(seconds) < ENOUGH_S:

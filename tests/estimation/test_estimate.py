@@ -22,7 +22,7 @@ from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation import fake_step
-from memsave_recipes.estimation.estimate import CudaWorkspaces, cuda_kernels, estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import cuda_kernels, cuda_workspace, estimate_on_target, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from memsave_recipes.models.adapters import LoraArguments, add_lora
@@ -111,7 +111,7 @@ def test_flash_attention_pads_heads_to_a_multiple_of_eight(cuda):
 def test_the_backward_of_flash_attention_sums_in_float32(cuda):
     query, key = heads(8, length=200, size=40), heads(2, length=200, size=40)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    run = CudaWorkspaces().of(backward, (query, query, key, key), {})
+    run = cuda_workspace(backward, (query, query, key, key), {})
     results = query.nbytes + 2 * key.nbytes
     sums, repeated = 2 * 8 * 256 * (64 + 1) * FLOAT32, 2 * query.nbytes
     assert run.peak_bytes == results + sums + repeated
@@ -121,7 +121,7 @@ def test_the_backward_of_many_documents_has_a_block_more_for_each(cuda):
     query, key = (torch.empty(200, count, 40, dtype=torch.bfloat16) for count in (8, 2))
     backward = torch.ops.torch_attn._varlen_attn_backward.default
     bounds = torch.empty(4, dtype=torch.int32)
-    run = CudaWorkspaces().of(backward, (query, query, key, key, query, None, bounds, bounds, 100, 100), {})
+    run = cuda_workspace(backward, (query, query, key, key, query, None, bounds, bounds, 100, 100), {})
     results = query.nbytes + 2 * key.nbytes
     sums, repeated = 8 * (200 + 3 * 128) * (64 + 1) * FLOAT32, 2 * query.nbytes
     assert run.peak_bytes == results + sums + repeated
@@ -131,7 +131,7 @@ def test_the_memory_efficient_backward_multiplies_float32_outputs(cuda):
     backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
     for dtype, products in ((torch.float32, 1), (torch.bfloat16, 0)):
         x = heads(4, dtype=dtype)
-        run = CudaWorkspaces().of(backward, (x, x, x, x), {})
+        run = cuda_workspace(backward, (x, x, x, x), {})
         assert run.peak_bytes == (3 + products) * x.nbytes + 2 * 4 * 100 * FLOAT32
 
 

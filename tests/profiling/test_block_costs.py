@@ -301,7 +301,7 @@ def test_on_paper_the_peaks_are_those_of_the_device(make_case, name):
     with mode:
         fake = workload_of(model, case.loss_of, batch)
         rates = Rates(flops_per_s=5e10, bytes_per_s=1e10)
-        on_paper = measure(fake, [keep], instruments=FakeInstruments(rates, Workspaces(), on_cpu=True)).chain()
+        on_paper = measure(fake, [keep], instruments=FakeInstruments(rates, Workspaces().of, on_cpu=True)).chain()
     assert on_paper.resident_bytes == chain.resident_bytes
     for strategy in ("none", "full", "segments:3"):
         plan = plan_for(strategy, real.stacks)
