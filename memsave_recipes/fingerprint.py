@@ -73,7 +73,6 @@ class Fingerprint:
     Args:
         contents: by split, where there is a list of the files' SHA-256.
         times: by split, when the files were last modified.
-        label_names: of the classes, in the order of their labels.
         tokenizer: a digest of its vocabulary.
     """
 

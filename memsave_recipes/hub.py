@@ -22,8 +22,6 @@ with packages_of("vision,text", "names on the Hub"):
 
 ANSWERS_WITHIN_S = float(os.environ.get("HF_HUB_ETAG_TIMEOUT", 5))  # that library's variable for slow networks
 MISSING_WHILE_OFFLINE = (ConnectionError, LocalEntryNotFoundError)
-INVALID_CONFIGURATION = StrictDataclassError
-"""Raised by transformers where an entry of a configuration contradicts its type or another entry."""
 
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # or every local file that it reads is counted on a server
 
@@ -51,11 +49,7 @@ def folder_of(name: str) -> Path:
 
 @contextmanager
 def loading_by_name(name: str, source: str, hint: str) -> Iterator[None]:
-    """Load ``name`` inside, from the Hub, the cache or a folder.
-
-    Raises:
-        InputError: it cannot be loaded; ``source`` is the flag with its value, ``hint`` the way out.
-    """
+    """Load ``name``, which ``source`` (a flag and its value) gave, inside; raise ``InputError`` where that fails."""
     ask_hub_for(name)
     try:
         yield

@@ -38,7 +38,6 @@ class PredictArguments:
 
     Attributes:
         top_k: classes of each input, the most probable first.
-        max_new_tokens: of a continuation.
         chat: whether a prompt is a message; by default where the tokenizer has a chat template.
     """
 
@@ -63,11 +62,7 @@ class Input:
 
 
 def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False) -> SavedModel:
-    """Load a model on a device, such as ``cpu`` or ``cuda:1``; by default on a GPU where there is one.
-
-    Raises:
-        InputError: as ``load``; or there is no such device.
-    """
+    """Load a model on ``device``, by default a GPU where there is one; raise ``InputError`` without such a device."""
     word = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=word).item()
@@ -82,8 +77,7 @@ def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False)
 def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments) -> list[Input]:
     """Read the inputs that ``words`` name: images and folders of them; or texts, and files with a text a line or row.
 
-    Raises:
-        InputError: a file is missing, unreadable, or not what the model takes.
+    Raises ``InputError`` where a file is missing, unreadable, or not what the model takes.
     """
     read = _images_of if saved.task == "image-classification" else _texts_of
     inputs = [found for word in words for found in read(word, flags)]

@@ -180,12 +180,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @dataclass(eq=False)
 class TiedGradient:
-    """The gradient of a weight that is embedding and head: NOTE [ tied weights ].
-
-    Args:
-        of_head: (V, D), between the backwards of the loss and of the lookup.
-        lookup: the node of the lookup in the graph.
-    """
+    """The gradient, (V, D), of a weight that is embedding and head, and the lookup's node: NOTE [ tied weights ]."""
 
     of_head: Tensor | None = None
     lookup: Any = None
@@ -206,25 +201,32 @@ class TiedGradient:
 def tied_gradient(embedding: nn.Embedding) -> Iterator[TiedGradient | None]:
     """Let the lookup of ``embedding`` wait, inside, for the gradient of a head with the same weight.
 
-    Gives ``None``, and changes nothing, where the embedding's gradient is sparse or scaled, or its rows renormalised.
+    Gives ``None`` where the embedding's gradient is sparse or scaled, or its rows renormalised.
     """
     if embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm is not None:
         yield None
         return
     tied, before = TiedGradient(), embedding.forward
-    is_own = "forward" in vars(embedding)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Lookups(embedding.weight, tied):
             return before(*args, **kwargs)
 
-    embedding.forward = forward  # type: ignore[method-assign]
-    try:
+    with forward_of(embedding, forward):
         yield tied
+
+
+@contextmanager
+def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let ``module``, inside, run ``forward`` in place of its own."""
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+    try:
+        yield
     finally:
-        del embedding.forward
-        if is_own:
-            embedding.forward = before  # type: ignore[method-assign]
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 class _Lookups(TorchFunctionMode):

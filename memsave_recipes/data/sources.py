@@ -53,13 +53,7 @@ Row = tuple[int, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFiles:
-    """The files of each word of a flag, none of them twice.
-
-    Args:
-        by_word: in the order in which they are read.
-        num_skipped: those of other endings in folders and among the matches of patterns.
-        num_repeated: how often a word named a file again.
-    """
+    """The files of each word of a flag, none twice; files of other endings are skipped, and repeated ones counted."""
 
     by_word: tuple[tuple[Path, ...], ...]
     num_skipped: int
@@ -85,10 +79,7 @@ class FoundFiles:
 
 
 def find_files(flag: str, words: Sequence[str], endings: Collection[str]) -> FoundFiles:
-    """Find the files that ``words`` of a ``flag`` name: NOTE [ words for files ].
-
-    Args:
-        endings: of the files that are wanted, in lower case.
+    """Find the files of ``endings`` (in lower case) that ``words`` of a ``flag`` name: NOTE [ words for files ].
 
     Raises:
         InputError: a word that names nothing, or nothing with such an ending; a name that is not UTF-8.
@@ -139,7 +130,6 @@ def rows_of(path: str, source: str, *, column: str | None = None) -> Iterator[Ro
     """Read the rows of a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet``, one by one but for a ``.json`` of an array.
 
     Args:
-        source: the flag and the path, for the messages.
         column: the only one that is needed, so that a ``.parquet`` that has it is read no further.
 
     Raises:
@@ -216,14 +206,7 @@ def not_utf_8(source: str, error: UnicodeDecodeError) -> InputError:
 def choose_splits(
     available: Iterable[str], source: str, *hints: str, needed: Collection[str] = ("train",)
 ) -> dict[str, str]:
-    """Find the names that ``train`` and, where there is one, ``validation`` have in a source.
-
-    Args:
-        hints: further ways out of a missing split.
-
-    Raises:
-        InputError: a split that is ``needed`` is not there.
-    """
+    """Find the names of ``train`` and ``validation`` in a source; raise ``InputError`` where a ``needed`` one lacks."""
     available = list(available)
     chosen = {}
     for split, names in SPLIT_NAMES.items():
@@ -258,12 +241,7 @@ def of_each(
     threads: int = 0,
     desc: str | None = None,
 ) -> list[Any]:
-    """Apply ``function`` to each value of a column; ``datasets`` keeps the answers, of type ``dtype``.
-
-    Args:
-        threads: that run at once, where they leave Python's lock.
-        desc: of the progress bar, which many rows get on a terminal.
-    """
+    """Apply ``function`` to each value of a column, in ``threads``; ``datasets`` keeps the answers (``dtype``)."""
     with progress_bars(desc is not None and len(rows) > MANY_ROWS):
         answered = rows.map(
             _answers,
@@ -313,8 +291,7 @@ def generated(
 ) -> datasets.Dataset:
     """Cache the rows of ``generator(**options)`` under the hash of both; ``version`` is there for the hash alone.
 
-    Raises:
-        InputError: the generator's own; there are no rows; a file or the cache cannot be read.
+    Raises ``InputError`` where there are no rows, or a file or the cache cannot be read.
     """
     options |= {"generator": generator, "source": source}
     try:

@@ -133,10 +133,9 @@ class LoraArguments:
 
 
 def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) -> "PreTrainedModel | PeftModel":
-    """Give ``model`` adapters, new ones or those of a folder, freeze everything else, and return peft's model.
+    """Give ``model`` adapters, new ones or those of a folder, in place, freeze all else, and return peft's model.
 
     Args:
-        model: changed in place; returned as it is where the flags name no adapters.
         task_type: ``CAUSAL_LM``, or ``SEQ_CLS``, which trains the head in any case.
 
     Raises:
@@ -180,10 +179,8 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
 def copied_modules(model: PreTrainedModel, task_type: str) -> list[str]:
     """Name the modules of which peft is to train and save a copy: those with new weights, and the head.
 
-    peft goes by endings of names, so what happens to end alike is among them.
-
-    Raises:
-        InputError: a new weight is in no module but the model itself.
+    peft goes by endings of names, so what happens to end alike is among them. Raises ``InputError`` where a new weight
+    is in no module but the model itself.
     """
     new = new_weights(model)
     if new is None:  # from scratch: nothing was in a file, and the head trains with the adapters
@@ -215,12 +212,9 @@ def _covering(module: nn.Module, new: set[nn.Parameter], prefix: str = "") -> It
 def load_adapters(
     model: PreTrainedModel, folder: str | Path, *, task_type: str, source: str, is_trainable: bool = False
 ) -> "PeftModel":
-    """Give ``model`` the LoRA adapters of ``folder``, and freeze everything else.
+    """Give ``model`` the LoRA adapters of ``folder``, in place, and freeze everything else.
 
-    Args:
-        model: changed in place; on the meta device it gets adapters of their shapes, and none are read.
-        task_type: as ``add_lora``.
-        source: names the folder in messages.
+    A model on the meta device gets adapters of their shapes, and none are read.
 
     Raises:
         InputError: they are of another kind or for another task, are no safetensors, or do not fit the model.

@@ -3,8 +3,8 @@
 One module, so that DDP, autocast and activation plans see the whole forward.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import Parameter, signature
@@ -22,6 +22,7 @@ from memsave_recipes.losses import (
     IGNORED_LABEL,
     TiedGradient,
     default_chunk_bytes,
+    forward_of,
     linear_cross_entropy,
     num_chunks,
     tied_gradient,
@@ -124,7 +125,7 @@ class Head:
 
         The layer itself is called for it, so that its hooks run, which gather weights that are in shards.
         """
-        with _forward_of(self.linear, lambda states: self._loss(states, targets, chunk_bytes, tied)):
+        with forward_of(self.linear, lambda states: self._loss(states, targets, chunk_bytes, tied)):
             loss: Tensor = self.linear(hidden)
         return loss
 
@@ -141,18 +142,6 @@ class Head:
         )
 
 
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Let ``module``, inside, run ``forward`` in place of its own."""
-    own = dict(vars(module))
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        vars(module).update({name: value for name, value in own.items() if name == "forward"})
-
-
 def pays(targets: Tensor, head: Head, chunk_bytes: int | None = None) -> bool:
     """Tell whether the logits of ``targets`` are more than one chunk."""
     return num_chunks(targets.numel(), len(head.linear.weight), chunk_bytes or default_chunk_bytes(targets.device)) > 1
@@ -161,8 +150,7 @@ def pays(targets: Tensor, head: Head, chunk_bytes: int | None = None) -> bool:
 def with_liger(head: Head) -> Head:
     """Give ``head`` the fused loss of Liger Kernel (Hsu et al. 2024, https://arxiv.org/abs/2410.10989).
 
-    Raises:
-        InputError: no CUDA device, no liger-kernel, or logits that it cannot scale.
+    Raises ``InputError`` without a CUDA device or liger-kernel, and for logits that it cannot scale.
     """
     if not torch.cuda.is_available():
         raise InputError("--loss liger needs a CUDA device, and there is none: pass --loss chunked")
@@ -280,11 +268,7 @@ def continue_text(
     prompt: str | list[dict[str, str]],
     num_tokens: int = 60,
 ) -> str:
-    """Return ``prompt`` as the model continues it, drawn at temperature 0.8 and seed 0; or why it does not.
-
-    Args:
-        prompt: a text, or the messages before a reply of the assistant, as the chat template takes them.
-    """
+    """Return ``prompt``, a text or messages, as the model continues it at temperature 0.8; or why it does not."""
     num_positions = getattr(model.config, "max_position_embeddings", None) or 0
     num_tokens = min(num_tokens, num_positions // 2) if num_positions > 0 else num_tokens
     if isinstance(prompt, str):

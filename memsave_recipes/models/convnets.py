@@ -41,7 +41,6 @@ class VGG(nn.Module):
     """Stacked 3x3 convolutions, then three linear layers.
 
     Args:
-        features: the convolutions, giving ``out_channels`` maps.
         pooled_size: side of the map that the classifier sees, whatever the image size.
         hidden_size: width of the two hidden linear layers.
     """
@@ -165,11 +164,18 @@ class DenseNet(nn.Module):
     activation_stacks: ClassVar = ("features",)
 
     def __init__(
-        self, *, growth_rate: int, stem_channels: int, layers_per_block: tuple[int, ...], num_classes: int = 1000
+        self, growth_rate: int, stem_channels: int, layers_per_block: tuple[int, ...], *, num_classes: int = 1000
     ) -> None:
         super().__init__()
-        self.features = nn.Sequential(_stem(stem_channels))
         channels = stem_channels
+        self.features = nn.Sequential(
+            OrderedDict(
+                conv0=nn.Conv2d(3, channels, kernel_size=7, stride=2, padding=3, bias=False),
+                norm0=nn.BatchNorm2d(channels),
+                relu0=nn.ReLU(inplace=True),
+                pool0=nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
+            )
+        )
         for i, num_layers in enumerate(layers_per_block, start=1):
             self.features.add_module(f"denseblock{i}", DenseBlock(num_layers, channels, growth_rate))
             channels += num_layers * growth_rate
@@ -189,19 +195,7 @@ class DenseNet(nn.Module):
 
 def build_densenet(name: str, *, num_classes: int = 1000) -> DenseNet:
     """Build ``densenet121``, ``densenet169``, ``densenet201`` or ``densenet_small``."""
-    growth_rate, stem_channels, layers_per_block = SIZES[name]
-    return DenseNet(
-        growth_rate=growth_rate, stem_channels=stem_channels, layers_per_block=layers_per_block, num_classes=num_classes
-    )
-
-
-def _stem(channels: int) -> "OrderedDict[str, nn.Module]":
-    return OrderedDict(
-        conv0=nn.Conv2d(3, channels, kernel_size=7, stride=2, padding=3, bias=False),
-        norm0=nn.BatchNorm2d(channels),
-        relu0=nn.ReLU(inplace=True),
-        pool0=nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-    )
+    return DenseNet(*SIZES[name], num_classes=num_classes)
 
 
 def _transition(channels: int) -> nn.Sequential:

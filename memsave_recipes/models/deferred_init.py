@@ -35,13 +35,9 @@ View = tuple[torch.Size, tuple[int, ...], int]
 
 
 def deferred_init(make: Callable[[], PreTrainedModel], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Make a model from scratch with stand-ins on ``device``: NOTE [ deferred initialization ].
+    """Make a model from scratch in ``dtype`` with stand-ins on ``device``: NOTE [ deferred initialization ].
 
-    Args:
-        dtype: of the parameters, whose numbers are drawn in torch's default one.
-
-    Raises:
-        WholeOnly: by rule 4; the generator may have gone on.
+    Raises ``WholeOnly`` by rule 4; the generator may have advanced.
     """
     with _Recording() as recording:
         model = make()
@@ -59,11 +55,7 @@ def deferred_init(make: Callable[[], PreTrainedModel], dtype: torch.dtype, devic
 
 @dataclass(frozen=True, eq=False)
 class _Written:
-    """An operation in place on a tensor without memory, or on a view of it.
-
-    Args:
-        state: of the generator before it; ``None`` where it draws nothing.
-    """
+    """An operation in place on a tensor without memory; ``state`` is that of the generator where it draws numbers."""
 
     function: Any
     view: View
@@ -115,11 +107,7 @@ class _Recording(TorchDispatchMode):
         self._unmade: dict[torch.UntypedStorage, _Unmade] = {}
 
     def rows_of(self, weight: Tensor) -> Rows:
-        """Return what draws rows of a tensor without memory.
-
-        Raises:
-            WholeOnly: nothing has been written into it.
-        """
+        """Return what draws rows of a tensor without memory; raise ``WholeOnly`` where nothing was written."""
         unmade, view = self._memory_of(weight), _view_of(weight)
         if not unmade.written:
             raise WholeOnly("its initialisation leaves a weight as it is")

@@ -148,8 +148,7 @@ def read_convnet(folder: str | Path) -> ConvnetConfig | None:
 def load_saved_convnet(model: nn.Module, folder: str | Path, *, source: str, new_head: bool = False) -> None:
     """Load the weights of ``folder`` into one of our models; raises as ``load_weights``.
 
-    Args:
-        new_head: leave the last layer as it is, because the classes are others; a line says so.
+    With ``new_head`` the last layer stays as it is, because the classes are others; a line says so.
     """
     load_weights(model, Path(folder, WEIGHTS), source=source, new_head=new_head)
     if new_head and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -158,16 +157,14 @@ def load_saved_convnet(model: nn.Module, folder: str | Path, *, source: str, new
 
 def normalization(flags: ImageModelArguments) -> dict[str, Any]:
     """Return ``mean`` and ``std`` of the images that a pretrained network expects; ImageNet's where it says nothing."""
-    name = flags.model_name_or_path
-    expected = {} if name is None else image_processor_config(name)
+    expected = image_processor_config(flags.model_name_or_path)
     mean, std = expected.get("image_mean"), expected.get("image_std")
     return {"mean": mean or IMAGENET_DEFAULT_MEAN, "std": std or IMAGENET_DEFAULT_STD}
 
 
 def pretrained_grey_bits(flags: ImageModelArguments) -> int | None:
     """Return the bits of 16-bit grey images that a pretrained network was trained on, if there were any."""
-    name = flags.model_name_or_path
-    return None if name is None else read_grey_bits(image_processor_config(name))
+    return read_grey_bits(image_processor_config(flags.model_name_or_path))
 
 
 def read_grey_bits(entries: Mapping[str, Any]) -> int | None:
@@ -202,14 +199,9 @@ def _side(size: Any) -> int | None:
 
 
 def check_image_size(model: nn.Module, image_size: int, num_images: int = 2) -> None:
-    """Raise ``InputError`` for images that shrink to nothing in ``model``, or that it was not made for.
+    """Raise ``InputError`` where a batch (num_images, 3, image_size, image_size) shrinks to nothing in ``model``.
 
     One that shrinks to a single pixel cannot be trained alone where there is BatchNorm: a value has no deviation.
-
-    Args:
-        model: takes images (B, 3, S, S); is left as it is.
-        image_size: S.
-        num_images: B.
     """
     on_meta = {name: tensor.to("meta") for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     images = torch.empty(num_images, 3, image_size, image_size, dtype=next(model.parameters()).dtype, device="meta")
@@ -233,7 +225,6 @@ def load_weights(model: nn.Module, path: str | Path, *, source: str | None = Non
     Reads ``.safetensors`` and what ``torch.save(model.state_dict())`` wrote, torchvision's published files among them.
 
     Args:
-        source: names the file in messages; default: the flag ``--weights`` and the path.
         new_head: pass over tensors of the classifier that have another shape.
 
     Raises:

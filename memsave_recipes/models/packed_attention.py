@@ -104,11 +104,7 @@ AttentionInterface.register(BY_DOCUMENT, attention_by_document)
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, lengths: DocumentLengths, scale: float | None, window: int | None
 ) -> Tensor:
-    """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ].
-
-    Args:
-        window: how many tokens one sees, itself included; ``None``: all before it.
-    """
+    """Attend from (B, H, T, D) and twice (B, K, T, D) to (B, T, H, D): rule 3 of NOTE [ attention by document ]."""
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (B * T, H or K, D)
     bounds, longest = _bounds(lengths, query), max(map(max, lengths))
     seen = (-1 if window is None else window - 1, 0)  # before and behind, without itself; -1: all
@@ -238,8 +234,7 @@ def set_packed_attention(
 ) -> tuple[PackedAttention, str]:
     """Choose how the model attends to packed rows, ``document`` or ``mask``; return that, and a line that says so.
 
-    Raises:
-        InputError: it cannot attend by document as wanted.
+    Raises ``InputError`` where it cannot attend by document as wanted.
     """
     if wanted == "mask":
         reason: str | None = "as told"
@@ -256,12 +251,9 @@ def set_packed_attention(
 
 @torch.no_grad()
 def attend_by_document(model: PreTrainedModel) -> str | None:
-    """Let a causal language model attend by document, where that gives its own logits.
+    """Let a causal language model attend by document, where that gives its own logits; else return why not.
 
     A model on the ``meta`` device has none to compare; the arguments of its attention decide.
-
-    Returns:
-        Why it keeps its masks; ``None`` where it does not.
     """
     before = model.config._attn_implementation
     if before != "sdpa":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import (
@@ -25,7 +26,7 @@ from transformers.image_processing_base import ImageProcessingMixin
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.hub import INVALID_CONFIGURATION, ask_hub_for, reason
+from memsave_recipes.hub import ask_hub_for, reason
 from memsave_recipes.models.deferred_init import deferred_init
 from memsave_recipes.models.slices import ON_META, WholeOnly, leave_in_files, made_whole, mark_as_read
 from memsave_recipes.profiling.memory import is_out_of_memory
@@ -33,7 +34,7 @@ from memsave_recipes.text import read_json, sanitized
 
 LOADING_ERRORS = (
     *(OSError, ValueError, KeyError, TypeError, ImportError, ArithmeticError, AssertionError, AttributeError),
-    *(RuntimeError, IndexError, SafetensorError, INVALID_CONFIGURATION),
+    *(RuntimeError, IndexError, SafetensorError, StrictDataclassError),
 )
 """What damaged files and impossible configurations raise; of the RuntimeErrors not those of memory."""
 MOST_LAYERS = 2000
@@ -105,11 +106,7 @@ class TransformerArguments:
 
     @property
     def model_labels(self) -> tuple[str, ...] | None:
-        """The classes of ``--model_name_or_path``, in the order of its outputs; ``None`` for a model from scratch.
-
-        Raises:
-            InputError: its configuration cannot be read.
-        """
+        """The classes of ``--model_name_or_path``, in the order of its outputs; ``None`` for a model from scratch."""
         if self.model_name_or_path is None:
             return None
         names: Any = configuration_of(self).id2label if self.adapter is None else read_labels(self.adapter)
@@ -216,13 +213,9 @@ def _brings_adapters(flags: TransformerArguments) -> bool:
 def build_text_classifier(
     flags: TransformerArguments, label_names: tuple[str, ...], dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """Build the text classifier that the flags name, with one output a label.
+    """Build the text classifier that the flags name, with one output a label, as ``build_transformer`` does.
 
-    Args:
-        options: as ``build_transformer``; ``pad_token_id`` has to be among them.
-
-    Raises:
-        InputError: as ``build_transformer``.
+    ``pad_token_id`` has to be among the options.
     """
     model = build_transformer(
         AutoModelForSequenceClassification,
@@ -321,7 +314,7 @@ def _drop_padding_outside_the_vocabulary(config: PreTrainedConfig) -> None:
     if isinstance(padding, int) and isinstance(vocab_size, int) and padding >= vocab_size:
         try:
             config.pad_token_id = None
-        except INVALID_CONFIGURATION as error:  # ModernBERT's decoder has to have one
+        except StrictDataclassError as error:  # ModernBERT's decoder has to have one
             raise ValueError(
                 f"its pad_token_id {padding} is none of {vocab_size} tokens, so --config_overrides has to name another"
             ) from error
@@ -389,11 +382,12 @@ def _in_slices(in_slices: Callable[[], PreTrainedModel], whole: Callable[[], Pre
     return made_whole(whole(), why)
 
 
-def image_processor_config(name_or_path: str) -> dict[str, Any]:
+def image_processor_config(name_or_path: str | None) -> dict[str, Any]:
     """Read the image processor's entries of a pretrained model, such as ``image_mean``; none without such a file."""
-    ask_hub_for(name_or_path)
-    with suppress(OSError):
-        return ImageProcessingMixin.get_image_processor_dict(name_or_path)[0]
+    if name_or_path is not None:
+        ask_hub_for(name_or_path)
+        with suppress(OSError):
+            return ImageProcessingMixin.get_image_processor_dict(name_or_path)[0]
     return {}
 
 

@@ -72,11 +72,9 @@ OF_ADAPTERS: dict[str, TaskName] = {"SEQ_CLS": "text-classification", "CAUSAL_LM
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SavedModel:
-    """A trained model, in eval mode, with all that it needs for an input.
+    """A trained model in eval mode, with the image processor or tokenizer of transformers.
 
-    Attributes:
-        processor: the image processor or the tokenizer, of transformers.
-        label_names: the classes in the order of the logits; none of a language model.
+    ``label_names`` are the classes in the order of the logits; none of a language model.
     """
 
     model: nn.Module
@@ -91,11 +89,7 @@ class SavedModel:
 
     @torch.no_grad()
     def logits(self, inputs: Sequence[Any]) -> Tensor:
-        """Return the (B, num_classes) logits of a classifier, in at least float32.
-
-        Args:
-            inputs: PIL images; or texts, or pairs of them as tuples.
-        """
+        """Return the (B, num_classes) logits, in at least float32, of PIL images, texts, or tuples of two texts."""
         weight = next(self.model.parameters())
         output = self.model(**self._encoded(inputs, weight.dtype).to(weight.device))
         logits: Tensor = getattr(output, "logits", output)
@@ -203,7 +197,6 @@ def load(folder: str | Path, *, trust_remote_code: bool = False) -> SavedModel:
 
     Args:
         folder: ``final/``, or the folder of the run around it.
-        trust_remote_code: run the code that comes with the model.
 
     Raises:
         InputError: there is no model in it, a file is missing or damaged, or the base model of adapters is not there.

@@ -64,12 +64,7 @@ def slices_of(model: nn.Module) -> Slices:
 def leave_in_files(load: Callable[..., PreTrainedModel], source: str, device: torch.device) -> PreTrainedModel:
     """Load a model with stand-ins on ``device``: NOTE [ stand-ins ].
 
-    Args:
-        load: takes a ``device_map``.
-        source: a folder, or a name on the Hub.
-
-    Raises:
-        WholeOnly: by rule 5.
+    ``load`` takes a ``device_map``; ``source`` is a folder or a name on the Hub. Raises ``WholeOnly`` by rule 5.
     """
     from memsave_recipes.hub import folder_of  # needs datasets, which are of no use to a plan with adapters
 
@@ -201,11 +196,7 @@ def _find(name: str, model: PreTrainedModel, stored: dict[str, _Stored]) -> _Sto
 
 
 def _stand_in(parameter: Tensor, generator: torch.Generator, device: torch.device, matrix: Tensor) -> Tensor:
-    """Make a stand-in by rule 2; that of a vector has numbers about 1, as the weights of norms.
-
-    Args:
-        matrix: the numbers of tensors of more than two dimensions.
-    """
+    """Make a stand-in by rule 2, from ``matrix`` for experts; a vector has numbers about 1, as norms do."""
     if parameter.ndim > 2:
         size = parameter.shape[-2:]
         return matrix[: size.numel()].to(parameter.dtype).view(size).expand(parameter.shape)

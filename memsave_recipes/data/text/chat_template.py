@@ -83,7 +83,6 @@ class TokenizedConversations(TokenLine):
     """The conversations of a split as a line of tokens, in their order; a piece holds a whole one.
 
     Args:
-        pieces: with the columns ``input_ids``, ``counted`` and ``reply_ends``.
         first_counted: of each conversation the first token behind its beginning that counts, or its length; int64 (N,).
     """
 
@@ -102,8 +101,7 @@ class TokenizedConversations(TokenLine):
     def lengths_within(self, block_size: int, too_long: TooLong, split: str) -> np.ndarray:
         """Count the tokens of each conversation that a row takes; 0 where none of them is trained on. int64 (N,).
 
-        Raises:
-            InputError: none has a reply within a row; or one is longer, and ``too_long`` is ``error``.
+        Raises ``InputError`` where none has a reply within a row, or one is longer and ``too_long`` is ``error``.
         """
         is_longer = self.lengths > block_size
         if too_long == "error" and is_longer.any():
@@ -163,11 +161,7 @@ def _chatml_end(tokenizer: PreTrainedTokenizerBase) -> str:
 def tokenize_conversations(
     conversations: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, *, train_on_prompt: bool = False
 ) -> TokenizedConversations:
-    """Tokenize ``conversations`` (columns ``messages`` and ``place``); ``datasets`` caches the tokens.
-
-    Raises:
-        InputError: with the place of the conversation, as ``encode``.
-    """
+    """Tokenize ``conversations`` (columns ``messages`` and ``place``); raises as ``encode``; cached by ``datasets``."""
     share = len(conversations) / conversations.data.num_rows  # the table may hold those of another split as well
     with progress_bars(share * conversations.data.nbytes > LONG_BYTES):
         rows = conversations.map(
@@ -339,11 +333,7 @@ class _Template:
     def _start_of_rewritten(
         self, before: list[Message], text: str, prompt: str, head: str, head_at_end: str
     ) -> int | None:
-        """Find the end of the generation prompt: rule 3.
-
-        Args:
-            head, head_at_end: the text before the content, in the conversation and at the end of one.
-        """
+        """Find the end of the generation prompt by the text before the content, ``head``: rule 3."""
         if not prompt:
             return len(head)
         if text.startswith(prompt):

@@ -98,10 +98,6 @@ def load_conversations(
 ) -> ConversationSplits:
     """Load the conversations that the flags name: NOTE [ conversations ].
 
-    Args:
-        stream_bytes: given by ``--streaming``, which is for data sets of the Hub alone.
-        only_validation: ``--validation_file`` may be alone, and is the training split as well.
-
     Raises:
         InputError: with file and row (from 1), what is malformed or not supported there; too few to hold any out.
     """

@@ -306,11 +306,7 @@ def _num_bytes(text: str) -> int:
 def mix(
     documents: datasets.Dataset, names: Sequence[str], weights: Sequence[float], seed: int
 ) -> tuple[datasets.Dataset, str]:
-    """Draw a pass over ``documents`` (``text``, and ``source`` from 0 on) by NOTE [ mixture ]; with a line about it.
-
-    Raises:
-        InputError: a source has no documents.
-    """
+    """Draw a pass over ``documents`` (``text``, and ``source`` from 0 on) by NOTE [ mixture ]; with a line about it."""
     generator = np.random.Generator(np.random.Philox(seed))
     num_bytes = np.array(of_each(documents, column="text", function=_num_bytes, dtype="int64"))
     source_of = documents.with_format("numpy")["source"][:]

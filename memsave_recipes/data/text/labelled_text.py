@@ -333,11 +333,7 @@ def _with_class_indices(table: _Table, names: list[str], index_of: dict[str, int
 
 @progress_bars(False)
 def load_docstrings() -> Splits:
-    """Read ``train`` and ``validation`` with the columns ``text`` and ``label``: some seconds, then cached.
-
-    Raises:
-        InputError: a library came without its source files.
-    """
+    """Read ``train`` and ``validation`` with the columns ``text`` and ``label``: some seconds, then cached."""
     for library in LIBRARIES:
         if not any(source_folder(library).rglob("*.py")):
             raise InputError(f"--dataset docstrings finds no source files of {library}: pass --train_file or a Hub id")

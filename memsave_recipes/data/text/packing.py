@@ -120,12 +120,7 @@ def rows_of_documents(
 ) -> Rows:
     """Cut the documents (column ``text``), one behind another, into rows of ``block_size`` tokens.
 
-    Args:
-        packing: else each row holds at most so many tokens of one document.
-        one_row: for flash attention, rule 5 of NOTE [ packing ].
-
-    Raises:
-        InputError: a tokenizer without an end-of-text token.
+    Without ``packing`` each row holds at most so many tokens of one document. ``one_row``: rule 5 of NOTE [ packing ].
     """
     tokens = tokenize_documents(documents, tokenizer)
     starts, length = tokens.document_starts, tokens.document_starts[-1]
@@ -171,11 +166,9 @@ def rows_of_conversations(
 
 
 def best_fit_decreasing(numbers: np.ndarray, lengths: np.ndarray, block_size: int) -> list[list[int]]:
-    """Put ``numbers`` in rows: the longest first, each into the row with the least space that is enough; ties in order.
+    """Put ``numbers``, int64 (M,), in rows: the longest first, each into the row with the least space that is enough.
 
-    Args:
-        numbers: int64 (M,).
-        lengths: in tokens, at the place of each number, none above ``block_size``; int64 (N,).
+    ``lengths``, int64 (N,), are in tokens, none above ``block_size``. Ties come in order.
     """
     rows: list[list[int]] = []
     by_space: dict[int, list[list[int]]] = defaultdict(list)

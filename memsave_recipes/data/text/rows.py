@@ -51,7 +51,6 @@ class TokenRows:
     Args:
         held_out_prompt: for the trained model: text to continue, or the messages before a reply.
         end_of_turn: of conversations, the token at which replies end; ``None`` where the template has none.
-        notice: a line on the documents held or left out.
     """
 
     train: Rows
@@ -168,11 +167,7 @@ def _rows_of_conversations(
 
 
 def _notes(rows: Rows, lengths: np.ndarray, taken: np.ndarray, split: str) -> list[str]:
-    """Say how full the rows are, and how many conversations lose their end or all, in a few words each.
-
-    Args:
-        lengths, taken: of each conversation its tokens, and those in a row; int64 (N,).
-    """
+    """Say how full the rows are, and how many conversations, of int64 (N,) tokens, lose their end or all."""
     block_size = rows.block_size
     notes = [f"{len(rows):,} {split} rows, {taken.sum() / (len(rows) * block_size):.0%} full"] if rows.packing else []
     is_longer = (lengths > block_size) & (taken > 0)

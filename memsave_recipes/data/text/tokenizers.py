@@ -87,17 +87,18 @@ class TokenLine:
     def read(self, spans: np.ndarray, column: str = "input_ids") -> np.ndarray:
         """Read the tokens of ``spans``, int64 (S, 2), of the line; int64 (sum of their lengths,)."""
         breaks = np.flatnonzero(spans[1:, 0] != spans[:-1, 1]) + 1  # neighbours are read at once
-        return np.concatenate([self._between(run[0, 0], run[-1, 1], column) for run in np.split(spans, breaks)])
+        read = []
+        for run in np.split(spans, breaks):
+            start, stop = run[0, 0], run[-1, 1]
+            first, last = np.searchsorted(self.piece_starts, [start, stop - 1], side="right") - 1
+            tokens = np.concatenate(self.pieces[int(first) : int(last) + 1][column])
+            skipped = start - self.piece_starts[first]
+            read.append(tokens[skipped : skipped + stop - start])
+        return np.concatenate(read)
 
     def is_counted(self, spans: np.ndarray) -> np.ndarray:
         """Return which of these tokens count in the loss: all; bool (sum of their lengths,)."""
         return np.ones(np.diff(spans).sum(), dtype=bool)
-
-    def _between(self, start: int, stop: int, column: str) -> np.ndarray:
-        first, last = np.searchsorted(self.piece_starts, [start, stop - 1], side="right") - 1
-        tokens = np.concatenate(self.pieces[int(first) : int(last) + 1][column])
-        skipped = start - self.piece_starts[first]
-        return tokens[skipped : skipped + stop - start]
 
     def samples(self, split: str) -> Samples:
         """Return the digests of the pieces, for a fingerprint; ``split`` names the documents in messages."""
@@ -112,11 +113,8 @@ class TokenLine:
 def tokenize_documents(documents: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> TokenLine:
     """Tokenize ``documents`` (column ``text``); ``datasets`` caches the tokens, whatever the length of the rows.
 
-    A document begins as the tokenizer begins a text, such as with Llama's ``<|begin_of_text|>``. Special tokens that
-    are spelt out in a text are taken as such.
-
-    Raises:
-        InputError: the tokenizer has no end-of-text token.
+    A document begins as the tokenizer begins a text. Special tokens that are spelt out in it are taken as such. Raises
+    ``InputError`` where the tokenizer has no end-of-text token.
     """
     if tokenizer.eos_token_id is None:
         raise InputError(
@@ -278,10 +276,7 @@ def load_text_tokenizer(
     """Load the tokenizer ``tokenizer_name``, or train one on ``texts``, with the special tokens of a classifier.
 
     The trained one puts a token before, between and after texts: encoders classify by the state of the first token,
-    decoders by that of the last. One without a padding token pads with its end-of-text token.
-
-    Raises:
-        InputError: it cannot be loaded, or has neither token.
+    decoders by that of the last. Raises ``InputError`` where it has neither a padding nor an end-of-text token.
     """
     if tokenizer_name is None:
         # The boundary is one more token.
@@ -354,11 +349,7 @@ class TokenizedSplits:
 
 
 def tokenize(texts: LabelledText, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> TokenizedSplits:
-    """Tokenize both splits, at most ``max_length`` tokens of a text or pair, special ones included.
-
-    Raises:
-        InputError: a text has no tokens at all.
-    """
+    """Tokenize both splits, at most ``max_length`` tokens of a text or pair; raise ``InputError`` if one has none."""
     train, validation = (_encode(rows, tokenizer, max_length) for rows in (texts.train, texts.validation))
     num_full, samples = 0, {}
     for split, rows in (("training", train), ("held-out", validation)):

@@ -93,13 +93,7 @@ def warp(images: Tensor, affine: Tensor) -> Tensor:
         return warp_affine(images, affine.to(images), dsize=(images.shape[-2], images.shape[-1]))
 
 
-def _images_of(
-    images: Tensor, affine: Tensor | None, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
-) -> tuple[Tensor]:
-    return (images,)
-
-
-@wrap_torch_function(_images_of)  # of a wrapper tensor: the whole function for each inner one
+@wrap_torch_function(lambda images, *_, **__: (images,))  # of a wrapper tensor: the whole function for each inner one
 def to_pixel_values(
     images: Tensor, affine: Tensor | None, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:

@@ -52,14 +52,11 @@ of_each_image = partial(of_each, column="image", dtype="string", threads=8)  # r
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """One split, decoded sample by sample.
+    """One split, decoded sample by sample; an image that cannot be raises ``InputError`` with its path.
 
     A key is an ``int`` (a counted sample of epoch 0) or has ``index``, ``epoch`` and ``counted``. A sample suits
     torch's default collation: ``images`` uint8 (3, S, S), not to be changed in place, ``labels`` int64 () that is -100
     where it is not counted, ``index``, and with an augmentation ``affine`` float32 (2, 3).
-
-    Raises:
-        InputError: an image cannot be decoded; the message holds its path.
     """
 
     rows: datasets.Dataset
@@ -144,11 +141,7 @@ def without_broken(
 
 
 def bits_of_grey(grey: Sequence[datasets.Dataset]) -> int:
-    """Count the bits of the largest value in images of 16 bits, at least 8.
-
-    Raises:
-        InputError: one of them cannot be decoded.
-    """
+    """Count the bits, at least 8, of the largest value of images of 16 bits; raise ``InputError`` if one is broken."""
     largest = [
         int(one) for rows in grey for one in of_each_image(rows, function=_largest_grey, desc="reading grey values")
     ]
@@ -165,11 +158,7 @@ def _largest_grey(stored: Stored) -> str:
 
 
 def pixels_of(stored: Stored, image_size: int, resize_mode: ResizeMode, grey_bits: int = MAX_GREY_BITS) -> Tensor:
-    """Return the pixels of an image, uint8 (3, image_size, image_size).
-
-    Raises:
-        Exception: of nearly any kind, where the image is broken; ``reason_of`` puts it into words.
-    """
+    """Return the pixels of an image, uint8 (3, image_size, image_size); raises as ``decode``."""
     image = resized(decode(stored, grey_bits), image_size, resize_mode)
     return torch.from_numpy(np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1)))
 
@@ -177,8 +166,7 @@ def pixels_of(stored: Stored, image_size: int, resize_mode: ResizeMode, grey_bit
 def decode(stored: Stored, grey_bits: int = MAX_GREY_BITS) -> Image.Image:
     """Decode an image upright and as RGB; Pillow's plugins raise nearly any exception where it is broken.
 
-    Args:
-        grey_bits: of the values in a grey image of 16 bits; larger ones become white.
+    Values in a grey image of 16 bits that are larger than ``grey_bits`` hold become white.
     """
     image: Image.Image = datasets.Image().decode_example(stored)
     _check_mode(image)
@@ -258,14 +246,10 @@ SPLITS = {"train": "training images", "validation": "held-out images"}
 
 
 def check_against_list(splits: dict[str, datasets.Dataset], data_dir: str) -> dict[str, str]:
-    """Compare every image with ``SHA256SUMS`` of its folder.
-
-    Returns:
-        The digest of each that was compared, by its name below the folder; empty where there is no list.
+    """Compare every image with ``SHA256SUMS`` of its folder; return the digest of each by its name below the folder.
 
     Raises:
-        InputError: an image has other bytes, is not in the list or not in the folder; or a line of the list is
-            malformed.
+        InputError: an image has other bytes, is not in the list or not in the folder; or a malformed line.
     """
     if not Path(data_dir, LIST).exists():
         return {}

@@ -63,11 +63,7 @@ def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links:
 
 
 def read_folder(files: ImageFiles, source: str) -> Splits:
-    """Read each split with the columns ``image`` (a path) and ``label``; cached until a file changes.
-
-    Raises:
-        InputError: the files or the cache cannot be read.
-    """
+    """Read each split with the columns ``image`` (a path) and ``label``; cached until a file changes."""
     names = files.label_names
     features = datasets.Features(image=datasets.Image(decode=False), label=datasets.ClassLabel(names=names))
     splits = {}

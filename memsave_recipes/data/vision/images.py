@@ -107,7 +107,6 @@ class ImageSplits:
     Args:
         num_listed: images that agree with ``SHA256SUMS``.
         grey_bits: of the values in grey images of 16 bits; ``None`` where there are none.
-        broken: those that are left out, by name.
         held_out_by: the flags that hold out validation images; ``None`` where the source has a validation split.
     """
 
@@ -263,11 +262,7 @@ def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, s
     """Choose the images to hold out, sorted, by NOTE [ images held out ]; none where no class can spare one.
 
     scikit-learn's stratified split, which ``datasets`` uses, refuses a class of one image, and fewer held-out images
-    than classes.
-
-    Args:
-        labels: int64 (N,), from 0.
-        names: of the images; their order does not matter.
+    than classes. ``labels`` are int64 (N,), from 0; the order of ``names`` does not matter.
     """
     hashes = np.array([digest_of(f"{seed} {name}".encode()) for name in names])
     sizes = np.bincount(labels)
