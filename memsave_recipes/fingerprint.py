@@ -85,7 +85,7 @@ class Fingerprint:
     def record(self) -> Record:
         """Return all digests, for a checkpoint."""
         kinds = {"samples": self.samples, "contents": self.contents, "times": self.times}
-        splits = {kind: {name: part.record() for name, part in parts.items()} for kind, parts in kinds.items()}
+        splits = {kind: {name: one.record() for name, one in found.items()} for kind, found in kinds.items()}
         return {**splits, "label_names": list(self.label_names), "tokenizer": self.tokenizer}
 
     def differences(self, saved: Record) -> list[str]:

@@ -63,10 +63,8 @@ def open_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool) -> Any:
     """Open the tokenizer of a folder or of the Hub, with the tokens that it was saved with.
 
     ``AutoTokenizer`` takes the class that belongs to some types of models (Qwen 2, Qwen 3.5), which splits words in its
-    own way, also where ``tokenizer.json`` holds another tokenizer, such as one that was trained from scratch.
-
-    Raises:
-        OSError, ValueError: there is none; and whatever else transformers raises of damaged files.
+    own way, also where ``tokenizer.json`` holds another tokenizer, such as one that was trained from scratch. It raises
+    ``OSError``, ``ValueError`` and whatever else of damaged files.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import get_tokenizer_config

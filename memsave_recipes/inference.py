@@ -28,8 +28,7 @@ with packages_of("vision", "images"):
 
 TABLES = (".txt", ".jsonl")
 MESSAGES = "messages"  # of a conversation, in a .jsonl
-TEMPLATE_S = 20
-"""For the prompts of a batch; a template may have loops that do not end in a life."""
+TEMPLATE_S = 20  # for the prompts of a batch, since a template may have loops that never end
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,8 +38,7 @@ from torch.overrides import TorchFunctionMode
 
 from memsave_recipes.text import MIB
 
-IGNORED_LABEL = -100
-"""The label of a position or sample that does not count, as everywhere in torch and transformers."""
+IGNORED_LABEL = -100  # of what does not count, as everywhere in torch and transformers
 
 
 def default_chunk_bytes(device: torch.device) -> int:

@@ -27,14 +27,8 @@ MAX_NAMED = 12  # columns, splits or classes in a message
 def in_classes_of_model(names: Sequence[str], model_labels: Sequence[str], source: str) -> tuple[list[str], list[int]]:
     """Return the classes in the order of the model's outputs, and the place of each class of the data among them.
 
-    Args:
-        names: of the data, in the order of its labels.
-        model_labels: of the model, in the order of its outputs; where it has no names for them, those of the data
-            count.
-        source: names the data in messages.
-
-    Raises:
-        InputError: a class that the model does not know, or another number of them.
+    Where the model has no names for its outputs, those of the data count. Raises ``InputError`` for a class that the
+    model does not know, or another number of them; ``source`` names the data.
     """
     if all(map(UNNAMED.fullmatch, model_labels)):
         if len(names) != len(model_labels):

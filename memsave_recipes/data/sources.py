@@ -47,8 +47,7 @@ VALIDATION_NAMES = ("validation", "validation_matched", "valid", "val", "dev", "
 SPLIT_NAMES = {"train": ("train",), "validation": VALIDATION_NAMES}
 
 Splits = dict[str, datasets.Dataset]
-Row = tuple[int, Any]
-"""Its number in its file, from 1, and its values by their columns."""
+Row = tuple[int, Any]  # its number in its file, from 1, and its values by their columns
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,10 +37,9 @@ class CausalLMLoss(nn.Module):
     """Next-token cross-entropy, summed over the positions that count.
 
     Args:
-        model: a transformers ``...ForCausalLM``; kept as ``.model``.
+        model: a transformers ``...ForCausalLM``.
         loss: ``full`` makes all logits at once, ``chunked`` and ``liger`` (Liger Kernel's, on CUDA) never do; ``auto``
             is chunked as soon as the logits are more than one chunk and the model's head allows it.
-        chunk_bytes: of the logits at a time; by default chosen for the device of the states.
 
     Raises:
         InputError: ``chunked`` or ``liger``, but the model computes its logits in an unknown way; ``liger`` without
@@ -71,13 +70,10 @@ class CausalLMLoss(nn.Module):
         document_lengths: DocumentLengths | None = None,
         **attention: Any,
     ) -> Tensor:
-        """Compute the summed loss, a scalar in at least float32.
+        """Compute the summed loss, a scalar in at least float32, of tensors (B, T).
 
-        Args:
-            input_ids, labels, position_ids, attention_mask: (B, T). Labels are not shifted; -100 does not count.
-                Position ids that start again keep documents apart, if there is no attention mask.
-            document_lengths: of each row, for a model that attends by document.
-            attention: further arguments of the model's attention, such as where documents end.
+        Labels are not shifted; -100 does not count. Position ids that start again keep documents apart, if there is no
+        attention mask. Further arguments go to the model's attention.
         """
         inputs = attention if self.takes_attention else {}
         inputs |= {"input_ids": input_ids, "position_ids": position_ids, "attention_mask": attention_mask}

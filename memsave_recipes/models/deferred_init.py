@@ -28,10 +28,8 @@ from transformers import PreTrainedModel
 from memsave_recipes.models.slices import Rows, WholeOnly, replace_parameters, with_stand_ins
 
 CPU, ATEN = torch.device("cpu"), torch.ops.aten
-OVERWRITING = {ATEN.normal_, ATEN.uniform_, ATEN.zero_, ATEN.fill_}
-"""Operations after which it does not matter what was there."""
-View = tuple[torch.Size, tuple[int, ...], int]
-"""Size, strides and offset of a tensor in its memory."""
+OVERWRITING = {ATEN.normal_, ATEN.uniform_, ATEN.zero_, ATEN.fill_}  # whatever was there before
+View = tuple[torch.Size, tuple[int, ...], int]  # size, strides and offset of a tensor in its memory
 
 
 def deferred_init(make: Callable[[], PreTrainedModel], dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

@@ -35,8 +35,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(build_densenet, name) for name in SIZES},
 }
 """Our own models: ``MODELS[name](num_classes=10)``."""
-GREY_BITS = "grey_bits"
-"""An entry of our own in image processors: how many bits the values of 16-bit grey images had in training."""
+GREY_BITS = "grey_bits"  # our own entry of image processors: bits of the values in 16-bit grey images in training
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +99,8 @@ def build_image_classifier(
 ) -> nn.Module:
     """Build the network that the flags name, with one output a label, for images of ``image_size``.
 
-    Pretrained for another number of classes, it gets a new last layer.
-
-    Args:
-        dtype: of the parameters.
-        with_weights: read those of a pretrained model; else it is only made by its configuration.
-        slices_on: as ``build_transformer``; ours are made whole.
+    Pretrained for another number of classes, it gets a new last layer. Without ``with_weights`` a pretrained model is
+    only made by its configuration. ``slices_on``: as ``build_transformer``; ours are made whole.
 
     Raises:
         InputError: no such model or weights, or it does not take images of that size.

@@ -38,8 +38,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from memsave_recipes.errors import InputError
 
 PackedAttention = Literal["auto", "document", "mask"]
-DocumentLengths = Sequence[Sequence[int]]
-"""For each row, the tokens of its documents."""
+DocumentLengths = Sequence[Sequence[int]]  # for each row, the tokens of its documents
 
 BY_DOCUMENT = "sdpa_by_document"
 TAKEN = frozenset({"document_lengths", "dropout", "scaling", "sliding_window"})
@@ -64,20 +63,13 @@ def attention_by_document(
     keys_so_far: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as an attention function of transformers: NOTE [ attention by document ].
+    """Attend as an attention function of transformers, (B, H, T, D) to (B, T, H, D): NOTE [ attention by document ].
 
     Args:
-        query: (B, H, T, D).
         key, value: (B, K, T, D), of heads that ``H / K`` heads of the query share.
         attention_mask: not read.
-        document_lengths: of each row, T in sum; ``None``: each row is one document.
+        document_lengths: of each row, T in sum, else ``ValueError`` or ``RuntimeError``; ``None``: a row is a document.
         keys_so_far: ``KeysSoFar`` of ``activations/tiled_attention.py``, where T are the tokens of a tile.
-
-    Returns:
-        (B, T, H, D).
-
-    Raises:
-        ValueError, RuntimeError: the documents are not as long as the rows.
     """
     query, key, value = (_as_sdpa_casts(states) for states in (query, key, value))
     if keys_so_far is not None:
@@ -175,8 +167,8 @@ class _FlashOnCpu(torch.autograd.Function):
             aten._scaled_dot_product_flash_attention_for_cpu_backward(*states, sums, 0.0, True, scale=ctx.scale)
             for states, sums in documents
         ]
-        of_each = ([part.transpose(1, 2) for part in parts] for parts in zip(*gradients, strict=True))
-        return *(_rows(parts, len(ctx.lengths)).transpose(1, 2) for parts in of_each), None, None
+        of_each = ([one.transpose(1, 2) for one in documents] for documents in zip(*gradients, strict=True))
+        return *(_rows(documents, len(ctx.lengths)).transpose(1, 2) for documents in of_each), None, None
 
 
 def _has_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:

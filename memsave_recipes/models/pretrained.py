@@ -173,13 +173,11 @@ def build_transformer(
 
     Args:
         auto_class: such as ``AutoModelForCausalLM``.
-        dtype: of the parameters.
         with_weights: else a pretrained model is only made by its configuration, and no weights are read.
         slices_on: the device of a rank that is to have a shard of the weights: where they can, they then stay in their
             files, or are drawn later, as ``slices_of`` the model tells.
         in_4bit: pack the linear layers' weights on the current CUDA device; they cannot train.
-        **config_changes: entries of its configuration, such as ``id2label``; those of a tokenizer (``vocab_size``,
-            ``*_token_id``) only count for a model from scratch.
+        **config_changes: such as ``id2label``; those of a tokenizer only count for a model from scratch.
 
     Raises:
         InputError: no such model, overrides that it does not know, or code of its own without ``--trust_remote_code``.
@@ -257,8 +255,8 @@ def check_configuration(config: PreTrainedConfig) -> None:
     """Raise ``ValueError`` for entries with which transformers would build for hours, or take text for a list."""
     if not isinstance(config.architectures or [], list):
         raise ValueError("architectures is no list")
-    for part in (config, config.get_text_config()):
-        layers = getattr(part, "num_hidden_layers", None)
+    for described in (config, config.get_text_config()):
+        layers = getattr(described, "num_hidden_layers", None)
         if isinstance(layers, int) and layers > MOST_LAYERS:
             raise ValueError(f"num_hidden_layers={layers} is more than {MOST_LAYERS}")
 

@@ -122,10 +122,8 @@ def save_image_classifier(
 
     Args:
         architecture: the name of our model; ``None`` for one of transformers, which writes its own configuration.
-        image_size: S, in pixels.
         resize_mode: ``squash`` to (S, S); or ``crop``: the shorter side to S, then (S, S) from the middle.
         mean, std: of each channel, for values from 0 to 1.
-        grey_bits: of the values in grey images of 16 bits, where there were any.
     """
     square, crops = {"height": image_size, "width": image_size}, resize_mode == "crop"
     own: dict[str, Any] = {} if grey_bits is None else {GREY_BITS: grey_bits}

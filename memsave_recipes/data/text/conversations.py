@@ -236,7 +236,7 @@ def _docstring_chats() -> ConversationSplits:
     with progress_bars(False):
         rows = generated(_toy_conversations, CONVERSATION, source, version=" ".join(versions))
         splits = hold_out(rows, np.array(rows["held_out"][:]))
-    sizes = {split: f"{len(part):,}" for split, part in splits.items()}
+    sizes = {split: f"{len(chats):,}" for split, chats in splits.items()}
     notice = f"{source} is a toy: {sizes['train']} questions about Python with answers from docstrings"
     return ConversationSplits(**splits, notice=f"{notice}, {sizes['validation']} held out")
 

@@ -318,8 +318,8 @@ def mix(
     drawn = [_drawn(indices, num_bytes, share, generator) for indices, share in zip(members, shares, strict=True)]
     sizes = [num_bytes[indices].sum() for indices in drawn]
     taken = [
-        f"{len(part):,} documents from {name} (of {len(indices):,}; {size / sum(sizes):.1%} of the bytes)"
-        for name, indices, part, size in zip(names, members, drawn, sizes, strict=True)
+        f"{len(chosen):,} documents from {name} (of {len(indices):,}; {size / sum(sizes):.1%} of the bytes)"
+        for name, indices, chosen, size in zip(names, members, drawn, sizes, strict=True)
     ]
     mixed = documents.select(generator.permutation(np.concatenate(drawn)))
     return mixed, f"a pass takes {', '.join(taken)}"

@@ -139,9 +139,7 @@ class LabelledText:
 def load_labelled_text(flags: LabelledTextArguments, *, model_labels: Sequence[str] | None = None) -> LabelledText:
     """Load the labelled texts that the flags name: built in, of files, or of the Hub (``glue`` is ``nyu-mll/glue``).
 
-    Args:
-        model_labels: the classes of the model that is evaluated, which trains nothing: they are those of the texts, and
-            ``--validation_file`` may be alone.
+    With ``model_labels``, the classes of a model that is only evaluated, ``--validation_file`` may be alone.
 
     Raises:
         InputError: two sources; a file, split, column, row, text or label is missing; fewer than two classes; a

@@ -94,7 +94,6 @@ def load_rows(
         model_type: as ``load_tokenizer``.
         stream_bytes, seed: as ``load_documents``.
         eval_only: nothing is trained, so that ``--validation_file`` may be alone.
-        one_row: as ``rows_of_documents``.
 
     Raises:
         InputError: as ``load_documents`` or ``load_conversations``, ``load_tokenizer`` and ``rows_of_documents``.
@@ -124,8 +123,8 @@ def _rows_of_documents(
             raise InputError(f"{flag} is for conversations, and the data are plain text: leave it out")
     tokenizer = make_tokenizer(text.train["text"], vocab_size=flags.vocab_size)
     train, validation = (
-        rows_of_documents(part, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
-        for part in (text.train, text.validation)
+        rows_of_documents(documents, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
+        for documents in (text.train, text.validation)
     )
     prompt = text.validation[0]["text"][:PROMPT_CHARACTERS]
     return TokenRows(
@@ -145,8 +144,8 @@ def _rows_of_conversations(
     tokenizer = make_tokenizer(chats.texts(), vocab_size=vocab_size)
     set_chat_template(tokenizer, flags.chat_template, is_new=is_new)
     notes, rows = [chats.notice], []
-    for split, part in (("training", chats.train), ("held-out", chats.validation)):
-        tokens = tokenize_conversations(part, tokenizer, train_on_prompt=flags.train_on_prompt)
+    for split, conversations in (("training", chats.train), ("held-out", chats.validation)):
+        tokens = tokenize_conversations(conversations, tokenizer, train_on_prompt=flags.train_on_prompt)
         lengths = tokens.lengths_within(flags.block_size, flags.too_long, split)
         rows.append(
             rows_of_conversations(tokens, lengths, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)

@@ -71,7 +71,6 @@ class TokenLine:
         pieces: rows of tokens on disk; no row holds tokens of two documents.
         piece_starts: where each piece begins in the line, and the length of the line; int64 (P + 1,).
         document_starts: where each document begins, and the length of the line; int64 (D + 1,).
-        piece_digests: int64 (P,).
         num_tokens: those that count in the loss.
         num_bytes: of their text in UTF-8.
     """
@@ -241,15 +240,12 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     flag: str = "--tokenizer_name",
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer ``tokenizer_name``, or train a byte-level BPE on ``texts``; the cache keeps it.
+    """Load the tokenizer ``tokenizer_name`` (a folder or a Hub id), or train a byte-level BPE on ``texts``.
 
-    Args:
-        tokenizer_name: a folder or a Hub id.
-        texts: such as ``documents["text"]``; the first 64 MiB are trained on.
-        vocab_size: of a trained tokenizer; fewer where the text has no more pairs to merge.
-        model_type: of the model with which a trained tokenizer is saved. ``AutoTokenizer`` splits words its own way for
-            some types (Qwen 2, Qwen 3.5), whatever the files say, and the training does as well.
-        flag: the one that named the tokenizer, for the messages.
+    The cache keeps the trained one. It has fewer than ``vocab_size`` tokens where the first 64 MiB, which it is trained
+    on, have no more pairs to merge.
+    ``AutoTokenizer`` splits words its own way for some types of models (Qwen 2, Qwen 3.5), whatever the files say: the
+    training does as well, by the ``model_type`` that the tokenizer is saved with.
 
     Raises:
         InputError: it cannot be loaded, has no vocabulary, wants to run code; a vocabulary below 257.

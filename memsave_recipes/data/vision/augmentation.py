@@ -23,13 +23,9 @@ with packages_of("vision", "images"):
 class Augmentation:
     """The ranges that a sample's affine map is drawn from: uniformly, the aspect ratio uniformly in its logarithm.
 
-    Applied in this order: rotate about the centre, shift, flip left to right, crop and resize back to the whole image.
-
-    Attributes:
-        degrees: largest rotation either way.
-        translate: largest shift either way, on each axis, as a fraction of the image's side.
-        scale: smallest and largest crop, as a fraction of the image's area.
-        ratio: smallest and largest width / height of the crop, before each side is cut to the image's.
+    Applied in this order: rotate by ``degrees`` either way about the centre, shift by ``translate`` of the side either
+    way, flip left to right, crop a ``scale`` of the area with a ``ratio`` of width to height, and resize to the whole
+    image.
     """
 
     degrees: float

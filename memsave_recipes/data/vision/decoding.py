@@ -40,8 +40,7 @@ with packages_of("vision", "images"):
 
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # twice as many pixels are an error
 
-Stored = dict[str, Any]
-"""An image as ``datasets`` stores it: ``bytes``, ``path``, or both."""
+Stored = dict[str, Any]  # an image as ``datasets`` stores it: ``bytes``, ``path``, or both
 ResizeMode = Literal["crop", "squash"]
 MAX_ASPECT = 16
 MAX_KEPT_BYTES = 256 * 1024**2
@@ -112,16 +111,10 @@ class ImageDataset(torch.utils.data.Dataset[dict[str, Any]]):
 def without_broken(
     splits: Splits, source: str, folder: str | None, *, skip: bool
 ) -> tuple[Splits, list[str], list[datasets.Dataset]]:
-    """Leave out the broken images of ``source``, whose paths are given below ``folder``.
-
-    Args:
-        skip: decode every image and leave out the broken ones; else only their headers are read.
+    """Leave out the broken images of ``source``; without ``skip`` only headers are read, and they raise ``InputError``.
 
     Returns:
-        The other images, the names of the broken ones with the reasons, and the images of 16 bits.
-
-    Raises:
-        InputError: there are broken ones, and ``skip`` is false.
+        The other images, the names (below ``folder``) of the broken ones with the reasons, and the images of 16 bits.
     """
     whole, broken, grey = {}, [], []
     look = defect_of_pixels if skip else defect_of_header
@@ -278,9 +271,6 @@ def fingerprint_of_images(
         splits: with the columns ``image``, still encoded, and ``label``.
         data_dir: the folder that they are files of; ``None`` for a data set.
         listed: the result of ``check_against_list``.
-
-    Raises:
-        InputError: a file cannot be found any more.
     """
     label_names = tuple(splits["train"].features["label"].names)
     named = {SPLITS[split]: rows for split, rows in splits.items()}
