@@ -242,12 +242,12 @@ def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
     except LOADING_ERRORS as error:
         raise _refusal(path, error) from error
     is_image = task == "image-classification"
-    names = tuple(str(name) for _, name in sorted(config.id2label.items()))
+    names = () if task == "text-generation" else tuple(str(name) for _, name in sorted(config.id2label.items()))
     return SavedModel(
         model=model.eval(),
         task=task,
         processor=(_image_processor if is_image else _tokenizer)(path, trust_remote_code),
-        label_names=() if task == "text-generation" else names,
+        label_names=names,
     )
 
 

@@ -1,13 +1,7 @@
-"""Conversations, train and held out: files in the three usual formats, or a toy set made of docstrings.
+"""Conversations, train and held out: files in the formats of docs/data.md, or a toy set made of docstrings.
 
-NOTE [ conversations ]
-1. The keys of a file's first row tell its format: ``FORMATS``, whose last one is ShareGPT's. A prompt and a completion
-   are both texts (a user's and an assistant's turn) or both lists of messages. A file whose first row has a text in
-   ``--text_column`` is a file of documents, whatever other keys there are.
-2. A conversation begins with at most one system message and has at least one turn of the assistant. No content is
-   blank. Tool calls, preference pairs and separate reasoning are refused: none of them would be trained on as meant.
-3. *Held out.* Without a validation file, the 5 % of the conversations with the smallest hashes are held out, at least
-   one; copies stay together.
+A file whose first row has a text in ``--text_column`` is a file of documents, whatever other keys there are. What is
+refused would not be trained on as meant. Copies of a conversation are all held out, or none.
 """
 
 import ast
@@ -77,7 +71,7 @@ class ConversationSplits(NamedTuple):
 
 
 def names_conversations(flags: TextArguments) -> bool:
-    """Tell whether the data that the flags name are conversations, by rule 1 of NOTE [ conversations ]."""
+    """Tell by the keys of the first row whether the data that the flags name are conversations."""
     if flags.dataset == DOCSTRING_CHATS:
         return True
     if flags.dataset is not None:
@@ -96,7 +90,7 @@ def names_conversations(flags: TextArguments) -> bool:
 def load_conversations(
     flags: TextArguments, *, stream_bytes: int | None = None, only_validation: bool = False
 ) -> ConversationSplits:
-    """Load the conversations that the flags name: NOTE [ conversations ].
+    """Load the conversations that the flags name.
 
     Raises:
         InputError: with file and row (from 1), what is malformed or not supported there; too few to hold any out.
@@ -167,7 +161,7 @@ def _format_of(row: Any, place: str) -> tuple[str, ...]:
 
 
 def _messages_of(row: Any, keys: tuple[str, ...], place: str) -> list[Message]:
-    """Check the messages of a row in the format ``keys``: rule 2 of NOTE [ conversations ]."""
+    """Check the messages of a row in the format ``keys``."""
     if not _holds(row)(keys):
         others = " and ".join(_format_of(row, place))
         raise InputError(
@@ -222,7 +216,6 @@ def _check_order(roles: list[str], place: str) -> None:
 
 
 def _held_out(rows: datasets.Dataset, source: str) -> ConversationSplits:
-    """Rule 3 of NOTE [ conversations ]."""
     splits = hold_out_smallest(rows, rows.with_format("numpy")["digest"][:], HELD_OUT)
     if not len(splits["train"]):
         raise InputError(f"{source} has too few different conversations to hold any out: give --validation_file")

@@ -1,24 +1,14 @@
-"""Documents of text, train and held out: Python's own library, files, or a data set of the Hub.
-
-Each source becomes a data set with the column ``text`` in the cache of ``datasets``.
+"""Documents of text, train and held out: Python's own library, files, or a data set of the Hub, as docs/data.md says.
 
 NOTE [ documents ]
-1. A document is one text to the model: a file of the standard library, a row of a data set or of a table, a ``.txt`` or
-   ``.md`` in UTF-8, or what is between ``<|endoftext|>`` in one: nothing would be learnt across lines.
-2. Rows without text (null, blanks, or without the column where other rows of the file have it) are left out and
-   counted. One document must fit into memory, and so must a ``.json`` with an array.
-3. *Held out.* Without a validation split, the 5 % of the documents with the smallest hashes are held out: hashes of the
+1. A document is one text to the model: nothing would be learnt across the lines of a table or a file. It must fit into
+   memory, and so must a ``.json`` with an array.
+2. *Held out.* Without a validation split, the 5 % of the documents with the smallest hashes are held out: hashes of the
    text, so that copies stay together, or of the path where documents have one. Of fewer than 20 documents the last 5 %
    of the text of each are held out. No seed, run or number of ranks changes that.
-4. *Streaming* keeps the first documents of a data set on disk, up to as many bytes as asked for. They are no fair
-   sample of a sorted data set.
-
-NOTE [ mixture ]
-1. A pass over a mixture has as much text as its sources have together. The weights are shares of its bytes in UTF-8, up
-   to a document: tokens follow bytes, whereas documents may differ in length from source to source.
-2. A source with more text than its share leaves documents out, at random by the seed, the same ones in every pass. One
-   with less repeats all its documents equally often, and some of them once more.
-3. Documents of all sources are in a random order by the seed, so that a tokenizer is trained on the mixture, too.
+3. *Mixture.* Weights are shares of bytes, up to a document: tokens follow bytes, whereas documents may differ in length
+   from source to source. The same ones are left out in every pass. Documents of all sources are in a random order by
+   the seed, so that a tokenizer is trained on the mixture, too.
 """
 
 import hashlib
@@ -268,7 +258,7 @@ def _train_and_validation(splits: Splits, sources: dict[str, str]) -> tuple[Spli
 
 
 def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
-    """Split into ``train`` and ``validation`` by rule 3 of NOTE [ documents ], with a line that says how."""
+    """Split into ``train`` and ``validation`` by rule 2 of NOTE [ documents ], with a line that says how."""
     count = len(documents)
     if not count:
         raise InputError(f"{source} has no text: give documents that are not blank")
@@ -306,7 +296,7 @@ def _num_bytes(text: str) -> int:
 def mix(
     documents: datasets.Dataset, names: Sequence[str], weights: Sequence[float], seed: int
 ) -> tuple[datasets.Dataset, str]:
-    """Draw a pass over ``documents`` (``text``, and ``source`` from 0 on) by NOTE [ mixture ]; with a line about it."""
+    """Draw a pass over ``documents`` (``text``, and ``source`` from 0 on); say how: rule 3 of NOTE [ documents ]."""
     generator = np.random.Generator(np.random.Philox(seed))
     num_bytes = np.array(of_each(documents, column="text", function=_num_bytes, dtype="int64"))
     source_of = documents.with_format("numpy")["source"][:]

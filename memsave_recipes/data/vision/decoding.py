@@ -1,15 +1,11 @@
 """Images one by one: whether one can be read, its digest, and its pixels, upright, in RGB and at the model's size.
 
-NOTE [ images kept in memory ] Where both splits, decoded and resized, take at most 256 MiB, an image is decoded once. A
-data worker keeps none: each would hold a copy.
+Where both splits take at most 256 MiB, decoded and resized, an image is decoded once, but not in a data worker, each of
+which would hold a copy. The largest value of a data set decides for all grey images of 16 bits, whose files do not say
+how many bits they use: ``grey_bits`` of the saved image processor. PGM files state theirs, and Pillow scales by it.
 
-NOTE [ grey images of more than 8 bits ] A 16-bit file may hold values of 10, 12 or 14 bits, and does not say so. The
-largest value of a data set decides for all images, in training, evaluation and, by ``grey_bits`` of the saved image
-processor, in predictions. PGM files state their largest value, and Pillow scales by it.
-
-NOTE [ digests of images ] Many a damaged image decodes, to wrong pixels: with a bit flipped 48 of 60 JPEGs did, with a
-zeroed tail all of 60. A list ``SHA256SUMS``, made by ``sha256sum`` when the images were whole, can tell. The cache of
-``datasets`` keeps the digests until a file changes its time.
+Many a damaged image decodes, to wrong pixels: with a bit flipped 48 of 60 JPEGs did, with a zeroed tail all of 60. So
+``SHA256SUMS`` is compared.
 """
 
 import os

@@ -1,13 +1,8 @@
 """A folder of images: its splits, its class folders and the files in them, each checked by name before one is read.
 
-NOTE [ folders of images ]
-1. A folder holds ``train/CLASS/*`` and ``validation/CLASS/*`` (or the first there is of valid, val, dev, test),
-   ``train/CLASS/*`` alone, or ``CLASS/*``: it is flat where none of its folders is named as a split.
-2. The class of an image is the name of the folder directly below the split. A folder inside a class folder is refused,
-   unless ``--nested_classes`` counts it to the class. A class folder without images is no class.
-3. Hidden files and folders are not read, nor files that do not end as an image does, nor files next to class folders.
-4. Links to images and to class folders are followed, links to folders inside of a class folder are refused.
-5. Images come by class, then by path, whatever order the file system has.
+docs/data.md has the layout. Files next to class folders are not read, and a class folder without images is no class.
+Links to images and to class folders are followed, links to folders inside of a class folder are refused. Images come by
+class, then by path, whatever order the file system has.
 """
 
 import os
@@ -39,7 +34,7 @@ class ImageFiles:
 
 
 def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links: bool = False) -> ImageFiles:
-    """Find the images of a folder as NOTE [ folders of images ] says, without reading one.
+    """Find the images of a folder, without reading one.
 
     Raises:
         InputError: no such folder, split or images; a folder inside a class folder; a link that leads nowhere, unless

@@ -2,12 +2,6 @@
 
 Each source is read as splits with the columns ``image``, still encoded, and ``label``; ``decoding.py`` makes samples of
 them.
-
-NOTE [ images held out ]
-1. Without a validation split ``--validation_fraction`` of every class is held out. Every class keeps an image to train
-   on, and at least one is held out.
-2. Which ones follows by a hash from ``--seed`` and the paths below the folder, or the places in a data set of the Hub.
-   Ranks, the order of the file system and other images' contents have no influence.
 """
 
 from collections.abc import Sequence
@@ -153,7 +147,7 @@ def load_images(
     Args:
         seed: of the augmentation, and of the images that are held out; the digits are always split alike.
         model_labels: the classes of the model that is evaluated, by which the images are labelled then.
-        grey_bits: with which the model was trained; by default NOTE [ grey images of more than 8 bits ].
+        grey_bits: with which the model was trained; by default those of the largest value.
 
     Raises:
         InputError: as ``read_images``; an image is broken, or differs from the list; there are too few to hold out.
@@ -259,10 +253,11 @@ def _labelled_as(rows: datasets.Dataset, model_labels: Sequence[str], source: st
 
 
 def choose_held_out(labels: np.ndarray, names: Sequence[str], fraction: float, seed: int) -> np.ndarray:
-    """Choose the images to hold out, sorted, by NOTE [ images held out ]; none where no class can spare one.
+    """Choose the images to hold out, sorted, by a hash of seed and name; none where no class can spare one.
 
-    scikit-learn's stratified split, which ``datasets`` uses, refuses a class of one image, and fewer held-out images
-    than classes. ``labels`` are int64 (N,), from 0; the order of ``names`` does not matter.
+    Every class keeps an image to train on, and at least one is held out. scikit-learn's stratified split, which
+    ``datasets`` uses, refuses a class of one image, and fewer held-out images than classes. ``labels`` are int64 (N,),
+    from 0; the order of ``names`` does not matter.
     """
     hashes = np.array([digest_of(f"{seed} {name}".encode()) for name in names])
     sizes = np.bincount(labels)
