@@ -225,9 +225,9 @@ def hold_out(rows: datasets.Dataset, is_held_out: np.ndarray) -> Splits:
     return {split: rows.select(np.flatnonzero(numbers)) for split, numbers in chosen.items()}
 
 
-def hold_out_smallest(rows: datasets.Dataset, hashes: np.ndarray, share: float) -> Splits:
-    """Hold out the ``share`` of the rows with the smallest hashes, int64 (N,), so that copies stay on one side."""
-    quota = ceil(share * len(hashes))
+def hold_out_smallest(rows: datasets.Dataset, hashes: np.ndarray) -> Splits:
+    """Hold out the 5 % of the rows with the smallest hashes, int64 (N,), so that copies stay together."""
+    quota = ceil(HELD_OUT * len(hashes))
     return hold_out(rows, hashes <= np.partition(hashes, quota - 1)[quota - 1])
 
 

@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import (
 from memsave_recipes.errors import InputError
 from memsave_recipes.hub import ask_hub_for, open_tokenizer, reason
 from memsave_recipes.models.adapters import load_adapters
-from memsave_recipes.models.convnets import ConvnetConfig
+from memsave_recipes.models.convnets import CONFIG, ConvnetConfig
 from memsave_recipes.models.image_classifiers import GREY_BITS, MODELS, load_saved_convnet, read_convnet, read_grey_bits
 from memsave_recipes.models.pretrained import (
     LABELS,
@@ -55,7 +55,6 @@ from memsave_recipes.models.pretrained import (
     read_labels,
 )
 
-CONFIG = "config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 BILINEAR = 2  # of PIL.Image.Resampling
 SIDES, MAX_SIDE = ("height", "width", "shortest_edge", "longest_edge"), 10_000

@@ -17,7 +17,6 @@ import numpy as np
 from datasets import Features, List, Value
 
 from memsave_recipes.data.sources import (
-    HELD_OUT,
     LONG_BYTES,
     find_files,
     generated,
@@ -216,7 +215,7 @@ def _check_order(roles: list[str], place: str) -> None:
 
 
 def _held_out(rows: datasets.Dataset, source: str) -> ConversationSplits:
-    splits = hold_out_smallest(rows, rows.with_format("numpy")["digest"][:], HELD_OUT)
+    splits = hold_out_smallest(rows, rows.with_format("numpy")["digest"][:])
     if not len(splits["train"]):
         raise InputError(f"{source} has too few different conversations to hold any out: give --validation_file")
     notice = f"{len(splits['validation']):,} of the {len(rows):,} conversations of {source} are held out"

@@ -268,7 +268,7 @@ def _hold_out(documents: datasets.Dataset, source: str) -> tuple[Splits, str]:
         return splits, f"the last {HELD_OUT:.0%} of {kind} are held out of {source}"
     named = "path" if "path" in documents.column_names else "text"
     hashes = of_each(documents, column=named, function=_hash, dtype="int64")
-    splits = hold_out_smallest(documents, np.array(hashes), HELD_OUT)
+    splits = hold_out_smallest(documents, np.array(hashes))
     return splits, f"{len(splits['validation'])} of the {count} documents of {source} are held out"
 
 
