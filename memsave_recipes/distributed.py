@@ -219,11 +219,11 @@ class RankPoll:
             return value
         if step < self._next_step:
             return 0
-        mine = torch.tensor([(value, self._steps_in_interval(step))], device=self.accelerator.device)  # (1, 2)
-        of_ranks: list[int] = self.accelerator.gather(mine).amax(dim=0).tolist()  # gathered: (ranks, 2)
-        largest, interval = of_ranks
+        mine = torch.tensor([[value, self._steps_in_interval(step)]], device=self.accelerator.device)  # (1, 2)
+        of_ranks: Tensor = self.accelerator.gather(mine)  # (ranks, 2)
+        value, interval = of_ranks.amax(dim=0).tolist()
         self._next_step = step + interval
-        return largest
+        return value
 
     def _steps_in_interval(self, step: int) -> int:
         """Return the steps until the next answer, by the pace since the last; 1 where that is not known."""
