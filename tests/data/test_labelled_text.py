@@ -4,6 +4,8 @@ import json
 import re
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from memsave_recipes.data.text.labelled_text import LabelledTextArguments, load_labelled_text
@@ -169,6 +171,11 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "a decimal point": ("csv", ["1.0", "1", "0"], ["1"], ("0", "1", "1.0")),
     "a space": ("csv", [" 1", "1", "0"], ["1"], (" 1", "0", "1")),
     "a power of ten": ("csv", ["1e3", "1000", "2"], ["2"], ("1000", "1e3", "2")),
+    "a plus sign": ("csv", ["+1", "1"], ["1"], ("+1", "1")),
+    "an underscore": ("csv", ["1_0", "10"], ["10"], ("10", "1_0")),
+    "no numbers": ("csv", ["inf", "nan", "-inf"], ["nan"], ("-inf", "inf", "nan")),
+    "digits of another base": ("csv", ["0x10", "16"], ["16"], ("0x10", "16")),
+    "dates": ("csv", ["2020-01-01", "2020-02-01"], ["2020-01-01"], ("2020-01-01", "2020-02-01")),
     "truth": ("csv", ["true", "false", "True"], ["true"], ("True", "false", "true")),
     "another spelling of truth": ("csv", ["true", "false"], ["False"], "row 1 has the label False"),
     "words for nothing": ("csv", ["NA", "None", "null"], ["NA"], ("NA", "None", "null")),
@@ -181,6 +188,9 @@ AS_WRITTEN = {  # the labels of a file as they stand there, of both splits, and 
     "0 beside false": ("jsonl", ["0", "1", "false"], ["1"], "has true or false among other labels"),
     "truth in JSON": ("jsonl", ["true", "false"], ["false"], ("False", "True")),
     "a list": ("jsonl", ["[0]", "[1]"], ["[1]"], "row 1 has the label [0]"),
+    "an empty list": ("jsonl", ["[]", "[]"], ["[]"], "row 1 has the label []"),
+    "a list beside a word": ("jsonl", ['["a"]', '"b"'], ['"b"'], "row 1 has the label ['a']"),
+    "no number": ("jsonl", ["NaN", "1"], ["1"], "row 1 has the label nan"),
     "an object": ("jsonl", ['{"a": 1}', '{"a": 2}'], ['{"a": 1}'], "row 1 has the label {'a': 1}"),
     "words and numbers": ("jsonl", ['"1"', "1", "0"], ["1"], ("0", "1")),
     "numbers, then words": ("jsonl", ["0", "1", "3"], ['"3"', '"0"'], ("0", "1", "3")),
@@ -222,6 +232,32 @@ def test_labels_are_what_the_file_says(tmp_path, case):
         assert [texts.label_names[index] for index in split["label"]] == [
             str(json.loads(one)) if suffix == "jsonl" else one for one in written
         ]
+
+
+OF_PARQUET = {  # values of a column, their type, and the classes or the refusal
+    "truth": ([True, False], pa.bool_(), ("False", "True")),
+    "64 bits": ([2**64 - 1, 0], pa.uint64(), ("0", str(2**64 - 1))),
+    "categories": ([0, 1], pa.dictionary(pa.int8(), pa.string()), ("a", "b")),
+    "bytes": ([b"a", b"b"], pa.binary(), "row 1 has the label b'a'"),
+    "days": ([0, 1], pa.date32(), "row 1 has the label 1970-01-01"),
+    "objects": ([{"a": 1}, {"a": 2}], pa.struct({"a": pa.int8()}), "row 1 has the label {'a': 1}"),
+    "nothing": ([None, None], pa.null(), "row 1 has no label"),
+}
+
+
+@pytest.mark.parametrize("case", OF_PARQUET)
+def test_labels_are_what_the_types_of_parquet_say(tmp_path, case):
+    values, kind, expected = OF_PARQUET[case]
+    is_category = pa.types.is_dictionary(kind)
+    labels = pa.DictionaryArray.from_arrays(values, ["a", "b"]) if is_category else pa.array(values, kind)
+    pyarrow.parquet.write_table(pa.table({"text": ["one", "two"], "label": labels}), tmp_path / "a.parquet")
+    files = [str(tmp_path / "a.parquet")]
+    flags = LabelledTextArguments(train_file=files, validation_file=files)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=re.escape(expected)):
+            load_labelled_text(flags)
+    else:
+        assert load_labelled_text(flags).label_names == expected
 
 
 def test_a_csv_of_pandas_has_a_column_without_a_name(tmp_path):

@@ -1,4 +1,4 @@
-"""The chat templates that TRL ships, on ten conversations: replies and their marks count, or one line says why not."""
+"""The chat templates that TRL ships, on many conversations: replies and their marks count, or one line says why."""
 
 import re
 from pathlib import Path
@@ -41,6 +41,14 @@ CHATS = {
     "greets": [reply("rrr0"), user("uuu1"), reply("rrr1")],
     "asked last": [user("uuu1"), reply("rrr1"), user("uuu2")],
     "blanks": [user("uuu1"), reply("\n rrr1 \n\n"), user("uuu2"), reply("  rrr2")],
+    "replies twice": [user("uuu1"), reply("rrr1"), reply("rrr2")],
+    "told again": [user("uuu1"), reply("rrr1"), {"role": "system", "content": "sss"}, user("uuu2"), reply("rrr2")],
+    "the same again": [user("uuu1"), reply("rrr1"), user("uuu1"), reply("rrr1")],
+    "greets with a thought": [FIRST, user("uuu1"), LAST],
+    "lines of code": [user("uuu1\n\n```\nuuu\n```"), reply("rrr1\n\n```\nrrr\n```\n"), user("uuu2"), reply("rrr2")],
+    "three turns": [user("uuu1"), reply("rrr1"), user("uuu2"), FIRST, user("uuu3"), reply("rrr3")],
+    "a thought alone": [user("uuu1"), reply("<think>\nttt1\n</think>\n\n"), user("uuu2"), reply("rrr2")],
+    "a role as reply": [user("uuu1"), reply("assistant rrr1"), user("uuu2"), reply("user rrr2")],
 }
 
 
