@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from memsave_recipes.errors import InputError

@@ -248,7 +248,7 @@ FIGURES = {
     },
     "docs/files.md": {"more than 5 GB in several files": SAVED_IN_SHARDS},
     "docs/failures.md": {
-        "2,000 command lines": Asserted("tests/recipes/test_fuzz.py"),
+        "400 command lines": Asserted("tests/recipes/test_fuzz.py"),
         "once, for 5 s": Stated("a setting"),
     },
     "docs/long_context.md": {
@@ -363,7 +363,7 @@ FIGURES = {
             "frontier-cpu.json", 100 * frontier("resnet50")["every block"]["share"]
         ),
         "down to 31 % at x1.35": measured("frontier-cpu.json", *share_and_time("resnet50", "budget 116 MiB")),
-        "2,000 command lines": Asserted("tests/recipes/test_fuzz.py"),
+        "400 command lines": Asserted("tests/recipes/test_fuzz.py"),
     },
     "docs/scale.md": {
         "A card of 24 GiB has 22.8 for it, one of 80 GiB 76.": Stated("arithmetic: 95 %"),

@@ -4,11 +4,11 @@ import pytest
 from trials.killing import kill_trials
 from trials.run import Run
 
-FEW, ALL = range(3), pytest.param(range(10, 175), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+FEW, ALL = range(3), pytest.param(range(10, 74), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 FEW_SAVES = range(600, 601)
-ALL_SAVES = pytest.param(range(610, 670), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+ALL_SAVES = pytest.param(range(610, 634), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 FEW_OF_THE_RECIPE = range(400, 401)
-ALL_OF_THE_RECIPE = pytest.param(range(410, 445), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+ALL_OF_THE_RECIPE = pytest.param(range(410, 420), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
 def kill(run_trial, run, seeds):
@@ -16,7 +16,6 @@ def kill(run_trial, run, seeds):
     print(f"{outcome['kills']} kills in {len(seeds)} trials of {run.world} process(es)")
     assert outcome["problems"] == {}
     assert outcome["kills"] >= len(seeds)
-    return outcome["kills"]
 
 
 @pytest.mark.parametrize("seeds", [FEW, ALL], ids=lambda seeds: f"{len(seeds)} trials")
@@ -29,9 +28,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(run_trial, tmp_path, wo
 @pytest.mark.parametrize("seeds", [FEW_SAVES, ALL_SAVES], ids=lambda seeds: f"{len(seeds)} trials")
 @pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the training"])
 def test_so_does_one_in_shards_that_is_killed_while_it_saves(run_trial, tmp_path, seeds, beside):
-    """At random times within saves, to which every rank writes its part; a hundred kills in all."""
-    kills = kill(run_trial, Run(folder=tmp_path, world=2, shard="full", every_steps=1, beside=beside), seeds)
-    assert kills >= 100 or seeds == FEW_SAVES
+    """At random times within saves, to which every rank writes its part."""
+    kill(run_trial, Run(folder=tmp_path, world=2, shard="full", every_steps=1, beside=beside), seeds)
 
 
 @pytest.mark.parametrize("seeds", [FEW_OF_THE_RECIPE, ALL_OF_THE_RECIPE], ids=lambda seeds: f"{len(seeds)} trials")
@@ -43,7 +41,7 @@ def test_so_does_the_recipe_with_its_default_data(run_trial, tmp_path, world, se
 @pytest.mark.slow
 def test_so_does_the_recipe_on_three_ranks(run_trial, tmp_path):
     """Where the order of a sum depends on where DDP puts a gradient."""
-    kill(run_trial, Run(folder=tmp_path, world=3, recipe=True), range(500, 502))
+    kill(run_trial, Run(folder=tmp_path, world=3, recipe=True), range(500, 504))
 
 
 def test_a_killed_run_with_data_workers(run_trial, tmp_path):

@@ -10,7 +10,7 @@ from trials.signalling import ALL, GROUP, ONE, signal_trials
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 FEW = [(TERM, ONE, 2), (INT, ALL, 0), (INT, GROUP, 2)]
-ONCE, OFTEN = range(1), pytest.param(range(1, 11), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
+ONCE, OFTEN = range(1), pytest.param(range(1, 6), marks=[pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
 @pytest.mark.parametrize("seeds", [ONCE, OFTEN], ids=lambda seeds: f"{len(seeds)} trials")
