@@ -1,7 +1,7 @@
 """Outcomes of a global batch, the first difference of two of them, and one verdict for all ranks.
 
 NOTE [ equality ]
-1. Values are equal bit for bit; 0 and -0 are equal, and so are two NaN at the same place. A NaN beside a number, or NaN
+1. Values are equal bit for bit; 0 and -0 are equal, and so are two NaN at the same place. A NaN and a number, or NaN
    at other places, is a difference.
 2. A distance in ulp counts the floating-point numbers between two values of one dtype: 0 for equal ones, 1 for
    neighbours (Goldberg 1991, https://doi.org/10.1145/103162.103163). It has no meaning where one of them is not finite.
@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ class Outcome:
 
     Args:
         tensors: by kind and name, in the order of ``KINDS``, on whichever device they are.
-        block_runs: how often the modules of a block were called; empty where nobody counted.
+        block_runs: how often the modules of a block were called; empty where they were not counted.
         error: in one line, if the run was aborted.
     """
 
@@ -44,7 +45,7 @@ class Outcome:
     error: str | None = None
 
     def on_host(self) -> "Outcome":
-        """A copy that no later run can change."""
+        """Return a copy that no later run can change."""
         return replace(
             self, tensors={key: tensor.detach().to("cpu", copy=True) for key, tensor in self.tensors.items()}
         )
@@ -67,7 +68,7 @@ class Difference:
     absolute: float | None = None
 
     def describe(self) -> str:
-        """``gradient of features.0.weight: 12 of 864 values differ, by up to 3 ulp (1.2e-07)``."""
+        """Return a line: ``gradient features.0.weight: 12 of 864 values differ, by up to 3 ulp (1.2e-07)``."""
         largest = [] if self.absolute is None else [f"by up to {self.absolute:.1e}"]
         if self.ulp is not None:
             largest = [f"by up to {self.ulp:,} ulp ({self.absolute:.1e})"]
@@ -100,7 +101,7 @@ class Verdict:
         return self.status in ("identical", "as exact as plain", "nothing to verify")
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for people."""
         parts = [self.status]
         if self.first:
             where = "" if self.rank is None else f" on rank {self.rank}"
@@ -111,49 +112,60 @@ class Verdict:
         return "; ".join([*parts, *filter(None, [self.note])])
 
     def to_dict(self) -> dict[str, object]:
-        """The entry of ``results.json``, without unknown values."""
+        """Return the entry of ``results.json``, without unknown values."""
         first = {f"first_{name}": value for name, value in asdict(self.first).items()} if self.first else {}
         entries = {**{k: v for k, v in asdict(self).items() if k not in ("status", "first")}, **first}
         return {"verdict": self.status, **{name: value for name, value in entries.items() if value not in (None, "")}}
 
 
 def compare_runs(plain: Outcome, planned: Outcome, *, kept_blocks: tuple[str, ...] = ()) -> Verdict:
-    """The verdict on a baseline and a planned run, by NOTE [ equality ].
+    """Return the verdict on a baseline and a planned run, by NOTE [ equality ].
 
     Args:
         kept_blocks: must have run as often in one as in the other.
     """
-    differences = list(_differences(plain, planned)) + _block_differences(plain, planned, kept_blocks)
+    differences = [
+        found
+        for key in keys_of(plain, planned)
+        for found in difference_of(key, plain.tensors.get(key), planned.tensors.get(key))
+    ]
+    differences += [
+        Difference(kind="block", name=name, words="it ran again, and the plan keeps it")
+        for name in kept_blocks
+        if planned.block_runs.get(name, 0) > plain.block_runs.get(name, 0)
+    ]
     return verdict_of("identical", differences, len(plain.tensors), planned)
 
 
 def difference_in_values(key: Key, one: Tensor, other: Tensor) -> Difference | None:
-    """The difference of two tensors; ``None`` where rule 1 calls them equal."""
+    """Return the difference of two tensors; ``None`` where rule 1 calls them equal."""
     kind, name = key
+    difference = partial(Difference, kind=kind, name=name)
     if one.shape != other.shape or one.dtype != other.dtype:
         words = f"{tuple(one.shape)} in {one.dtype} became {tuple(other.shape)} in {other.dtype}".replace("torch.", "")
-        return Difference(kind=kind, name=name, words=words)
+        return difference(words=words)
     one, other = dense(one), dense(other)
     differ = (one != other) & ~((one != one) & (other != other))
     count = int(differ.sum())
     if not count:
         return None
     if kind == "RNG":
-        return Difference(kind=kind, name=name, words="another state")
+        return difference(words="another state")
     one, other = one[differ], other[differ]
     words = f"{count} of {differ.numel()} values differ"
     if nans := int((one.isnan() != other.isnan()).sum()):
         words += f", {nans} of them NaN in one run and a number in the other"
     finite = one.isfinite() & other.isfinite()
     if not finite.any():
-        return Difference(kind=kind, name=name, words=words)
+        return difference(words=words)
     one, other = one[finite], other[finite]
     ulp = int(distance_in_ulp(one, other).max()) if one.is_floating_point() else None
-    return Difference(kind=kind, name=name, words=words, ulp=ulp, absolute=_absolute(one, other))
+    wide = torch.float64 if one.is_floating_point() or one.dtype is torch.bool else torch.int64
+    return difference(words=words, ulp=ulp, absolute=float((one.to(wide) - other.to(wide)).abs().max()))
 
 
 def distance_in_ulp(one: Tensor, other: Tensor) -> Tensor:
-    """Rule 2 for each pair of finite values of one floating dtype: int64, at most its largest number."""
+    """Return rule 2's distance of each pair of finite values of one floating dtype: int64, at most its largest."""
     bits = [x.contiguous().view(_BITS[x.element_size()]).to(torch.int64) for x in (one, other)]
     mask = _LARGEST >> (64 - 8 * one.element_size())
     magnitudes = [b & mask for b in bits]  # without the sign; neighbours of one sign are neighbours as integers
@@ -164,7 +176,7 @@ def distance_in_ulp(one: Tensor, other: Tensor) -> Tensor:
 
 
 def verdict_of(if_equal: str, differences: list[Difference], num_compared: int, planned: Outcome) -> Verdict:
-    """``if_equal``, unless something differs or is not finite."""
+    """Return the verdict ``if_equal``, unless something differs or is not finite."""
     if planned.error:
         return Verdict(status="different", first=Difference(kind="run", name="", words=planned.error))
     if differences:
@@ -175,31 +187,18 @@ def verdict_of(if_equal: str, differences: list[Difference], num_compared: int, 
 
 
 def keys_of(plain: Outcome, planned: Outcome) -> list[Key]:
-    """Of both, in the order of ``KINDS``."""
+    """Return the keys of both, in the order of ``KINDS``."""
     return sorted({**plain.tensors, **planned.tensors}, key=lambda key: KINDS.index(key[0]))
 
 
-def _differences(plain: Outcome, planned: Outcome) -> Iterator[Difference]:
-    for key in keys_of(plain, planned):
-        yield from difference_of(key, plain.tensors.get(key), planned.tensors.get(key))
-
-
 def difference_of(key: Key, plain: Tensor | None, planned: Tensor | None) -> list[Difference]:
-    """None or one, wherever the tensors are, and whether there are two."""
+    """List no difference or one, wherever the tensors are, also where one of them is missing."""
     if plain is None or planned is None:
         which = "planned" if plain is None else "plain"
         words = f"only the {which} run {'changed it' if key[0] == 'parameter' else 'has one'}"
         return [Difference(kind=key[0], name=key[1], words=words)]
     found = difference_in_values(key, plain.cpu(), planned.cpu())
     return [found] if found else []
-
-
-def _block_differences(plain: Outcome, planned: Outcome, kept_blocks: tuple[str, ...]) -> list[Difference]:
-    return [
-        Difference(kind="block", name=name, words="it ran again, and the plan keeps it")
-        for name in kept_blocks
-        if planned.block_runs.get(name, 0) > plain.block_runs.get(name, 0)
-    ]
 
 
 def _first_not_finite(outcome: Outcome) -> Difference | None:
@@ -210,24 +209,19 @@ def _first_not_finite(outcome: Outcome) -> Difference | None:
     return None
 
 
-def _absolute(one: Tensor, other: Tensor) -> float:
-    wide = torch.float64 if one.is_floating_point() or one.dtype is torch.bool else torch.int64
-    return float((one.to(wide) - other.to(wide)).abs().max())
-
-
 def dense(tensor: Tensor) -> Tensor:
-    """Of a sparse gradient, its values at all places."""
+    """Return a tensor with the values of a sparse gradient at all places."""
     tensor = tensor.detach()
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def without_wrapper(model: nn.Module) -> nn.Module:
-    """The module inside DDP."""
+    """Return the module inside DDP."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def reducer_of_its_own(model: nn.Module) -> AbstractContextManager[None]:
-    """Rule 4 of NOTE [ the proof ]: a copy of a DDP shares the module inside and makes a reducer for it."""
+    """Replace DDP's reducer meanwhile: a copy of a DDP shares the module inside and makes a reducer for it."""
     if not isinstance(model, DistributedDataParallel):
         return nullcontext()
     return swap_contents(model, dict(vars(copy.copy(model))))
@@ -235,7 +229,7 @@ def reducer_of_its_own(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def swap_contents(module: nn.Module, attributes: dict[str, Any]) -> Iterator[None]:
-    """Inside, ``module`` has the attributes of another one."""
+    """Give ``module`` the attributes of another one meanwhile."""
     own = dict(vars(module))
     try:
         vars(module).clear()
@@ -247,7 +241,7 @@ def swap_contents(module: nn.Module, attributes: dict[str, Any]) -> Iterator[Non
 
 
 def agree(verdict: Verdict) -> Verdict:
-    """The verdict of the first rank that objects; of this one where all pass."""
+    """Return the verdict of the first rank that objects; of this one where all pass."""
     verdicts = _gather(verdict)
     objections = [replace(found, rank=rank) for rank, found in enumerate(verdicts) if not found.passed]
     if not objections or len(verdicts) == 1:
@@ -256,14 +250,14 @@ def agree(verdict: Verdict) -> Verdict:
 
 
 def shared_at_the_start(model: nn.Module) -> dict[Key, Tensor]:
-    """Tensors that must be equal on all ranks before a step: parameters that train, buffers that DDP leaves alone."""
+    """Return what must be equal on all ranks before a step: trained parameters, buffers that DDP leaves alone."""
     inner = without_wrapper(model)
     parameters = {("parameter", name): p.detach() for name, p in inner.named_parameters() if p.requires_grad}
     return parameters | {("buffer", name): b for name, b in inner.named_buffers() if not _is_broadcast(model, name)}
 
 
 def shared_after(model: nn.Module, outcome: Outcome) -> dict[Key, Tensor]:
-    """And after it: gradients, buffers that DDP leaves alone. The other buffers follow rank 0 at the next forward."""
+    """Return what must be equal after it: gradients, buffers that DDP does not give out at the next forward."""
     return {
         (kind, name): tensor
         for (kind, name), tensor in outcome.tensors.items()
@@ -272,7 +266,7 @@ def shared_after(model: nn.Module, outcome: Outcome) -> dict[Key, Tensor]:
 
 
 def out_of_step(model: nn.Module, shared: dict[Key, Tensor]) -> Difference | None:
-    """The first tensor that is not the same on all ranks; the same answer on all of them."""
+    """Return the first tensor that is not the same on all ranks; the same answer on all of them."""
     if not isinstance(model, DistributedDataParallel) or dist.get_world_size() == 1:
         return None
     digests = _gather({key: _digest(tensor) for key, tensor in shared.items()})
@@ -297,7 +291,7 @@ def _between_ranks(key: Key, tensor: Tensor | None, other: int) -> Difference:
 
 
 def _is_broadcast(model: nn.Module, name: str) -> bool:
-    """Whether DDP gives all ranks the buffer of rank 0 before a forward."""
+    """Return whether DDP gives all ranks the buffer of rank 0 before a forward."""
     if not isinstance(model, DistributedDataParallel):
         return False
     return bool(model.broadcast_buffers) and name not in model.parameters_to_ignore

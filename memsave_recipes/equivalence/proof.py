@@ -10,27 +10,21 @@ relative to the size of the tensor, the baseline's error over all gradients or R
 floating point have to be equal.
 
 NOTE [ deterministic kernels ]
-1. Torch can be told to raise at an operator that has no deterministic kernel, or to warn. On CUDA the backward of flash
-   and of memory-efficient attention has one, but takes it only where torch would raise: told to warn, it warns as well
-   and adds in any order (ATen/native/transformers/cuda/attention_backward.cu of torch 2.11 to 2.13).
-2. So torch is told to raise. Where an operator does, the run begins again with warnings, and the operator is named.
-3. The flash-attn package takes its deterministic backward where transformers is asked for it by a variable.
+On CUDA the backward of flash and of memory-efficient attention is deterministic only where torch is told to raise: told
+to warn, it warns and adds in any order (ATen/native/transformers/cuda/attention_backward.cu of torch 2.11 to 2.13). So
+torch is told to raise. Where an operator does, the run begins again with warnings, and the operator is named. The
+flash-attn package takes its deterministic backward where transformers is asked for it by a variable.
 
 NOTE [ the proof ]
-1. The same global batch runs forward and backward without the plan and with it, both from one state, without an
-   optimizer. Compared are loss, every gradient, buffers, parameters, RNG, and which blocks ran again; equality is
-   defined in ``outcomes.py``.
-2. It costs two global batches. On a difference the baseline runs a second time: a model that does not repeat itself (it
-   counts calls outside of its own state, or uses a nondeterministic operator) says nothing about the plan.
-3. Everything is put back (``preserve_state``). The baseline's results wait on the host; the device needs the memory of
-   training without a plan, and under DDP that of one more set of gradients.
-4. DDP sorts its buckets after its first backward, which changes the order of sums over three ranks and more. So each
+1. The same global batch runs without the plan and with it, both from one state, without an optimizer. On a difference
+   the baseline runs a second time: a model that does not repeat itself says nothing about the plan.
+2. The baseline's results wait on the host; the device needs the memory of training without a plan, and under DDP that
+   of one more set of gradients.
+3. DDP sorts its buckets after its first backward, which changes the order of sums over three ranks and more. So each
    run gets a reducer of its own, and the one that trains has seen nothing.
-5. A plan that compiles is as exact as the baseline or not, which takes a third global batch, in float64 on a copy of
-   the model (8 bytes a parameter, as much for the gradients, and activations of twice the size). Dropout draws other
-   masks in float64: it is off in all three runs, so whether a compiled one drops the same is not seen.
-6. Nondeterministic operators would make two baseline runs differ: see NOTE [ deterministic kernels ].
-7. Not seen: state that a model keeps elsewhere, such as a global variable. It has to repeat itself without it.
+4. A plan that compiles takes a third global batch, in float64 on a copy of the model. Dropout draws other masks in
+   float64: it is off in all three runs, so whether a compiled one drops the same is not seen.
+5. Not seen: state that a model keeps outside of it, such as a global variable.
 """
 
 import copy
@@ -40,6 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite, sqrt
 from typing import Any
 
@@ -81,10 +76,14 @@ from memsave_recipes.sharding.tensors import local
 
 @contextmanager
 def count_block_runs(model: nn.Module, plan: Plan | None) -> Iterator[Counter[str]]:
-    """How often the innermost modules of each block are called, in the forward and in recomputations."""
+    """Count how often the innermost modules of each block are called, in the forward and in recomputations."""
     runs: Counter[str] = Counter()
+
+    def count(name: str, *_: object) -> None:
+        runs[name] += 1
+
     leaves = _leaves_of_blocks(model, plan) if plan else {}
-    handles = [leaf.register_forward_pre_hook(_Count(runs, name)) for leaf, name in leaves.items()]
+    handles = [leaf.register_forward_pre_hook(partial(count, name)) for leaf, name in leaves.items()]
     try:
         yield runs
     finally:
@@ -92,17 +91,8 @@ def count_block_runs(model: nn.Module, plan: Plan | None) -> Iterator[Counter[st
             handle.remove()
 
 
-class _Count:
-    def __init__(self, runs: Counter[str], name: str) -> None:
-        self.runs = runs
-        self.name = name
-
-    def __call__(self, module: nn.Module, inputs: object) -> None:
-        self.runs[self.name] += 1
-
-
 def _leaves_of_blocks(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
-    """The block of every module without children; a module that several blocks share belongs to none."""
+    """Return the block of every module without children; a module that several blocks share belongs to none."""
     owners: dict[nn.Module, set[str]] = {}
     for name, parts in _blocks_of(model, plan).items():
         for leaf in (module for part in parts for module in part.modules() if not any(module.children())):
@@ -111,7 +101,7 @@ def _leaves_of_blocks(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
 
 
 def _blocks_of(model: nn.Module, plan: Plan) -> dict[str, Iterable[nn.Module]]:
-    """The modules of each block. The plan was made for the model, or for one that it wraps."""
+    """Return the modules of each block. The plan was made for the model, or for one that it wraps."""
     for module in model.modules():
         with suppress(AttributeError):  # most blocks bear the name of the one module that they are
             return {name: (module.get_submodule(name),) for name in plan.blocks}
@@ -127,7 +117,7 @@ ROUNDING = 4.0
 
 
 def compare_by_reference(plain: Outcome, planned: Outcome, reference: Outcome) -> Verdict:
-    """The verdict by NOTE [ as exact as plain ]; ``reference`` is the baseline in float64."""
+    """Return the verdict by NOTE [ as exact as plain ]; ``reference`` is the baseline in float64."""
     differences: list[Difference] = []
     # Compiled code may draw from a generator of its own.
     keys = [key for key in keys_of(plain, planned) if key[0] != "RNG"]
@@ -142,7 +132,7 @@ def compare_by_reference(plain: Outcome, planned: Outcome, reference: Outcome) -
 
 
 def _usual_error(plain: Outcome, reference: Outcome) -> float:
-    """Of all gradients together, relative to their size; 0 where it is not finite."""
+    """Return the error of all gradients together, relative to their size; 0 where it is not finite."""
     keys = [key for key in reference.tensors if key[0] == "gradient" and key in plain.tensors]
     error = size = 0.0
     for key in keys:
@@ -175,7 +165,7 @@ FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 
 @contextmanager
 def only_deterministic_kernels() -> Iterator[None]:
-    """All operators take their deterministic kernels; torch raises at one that has none."""
+    """Let all operators take their deterministic kernels; torch raises at one that has none."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, variable = torch.backends.cudnn.benchmark, os.environ.get(FLASH_ATTENTION)
     try:
@@ -193,7 +183,7 @@ def only_deterministic_kernels() -> Iterator[None]:
 
 
 def nondeterministic_operator(error: RuntimeError) -> str | None:
-    """The operator without a deterministic kernel that raised ``error``, if one did."""
+    """Return the operator without a deterministic kernel that raised ``error``, if one did."""
     name, words, _ = str(error).partition(" does not have a deterministic implementation")
     if words:
         return name.splitlines()[-1]
@@ -201,13 +191,8 @@ def nondeterministic_operator(error: RuntimeError) -> str | None:
     return "cuBLAS without CUBLAS_WORKSPACE_CONFIG=:4096:8" if is_cublas else None
 
 
-def only_warn() -> None:
-    """Of operators without a deterministic kernel: rule 2."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-
 def use_deterministic_kernels(model: nn.Module, trial: Callable[[], Any]) -> str | None:
-    """From now on torch raises at an operator without a deterministic kernel, unless ``trial()`` meets one.
+    """Let torch raise from now on at an operator without a deterministic kernel, unless ``trial()`` meets one.
 
     Args:
         model: run forward and backward by ``trial``, as wrapped for training. Its state is preserved.
@@ -224,7 +209,7 @@ def use_deterministic_kernels(model: nn.Module, trial: Callable[[], Any]) -> str
         operator = nondeterministic_operator(error)
         if operator is None:
             raise
-        only_warn()
+        torch.use_deterministic_algorithms(True, warn_only=True)
         return operator
 
 
@@ -233,12 +218,12 @@ Step = Callable[[], Tensor]
 
 
 def verify(model: nn.Module, plan: Plan | PlanHandle, step: Step) -> Verdict:
-    """Whether ``step`` has the same results with and without the plan (NOTE [ the proof ]); one verdict for all ranks.
+    """Return whether ``step`` has the same results with and without the plan; one verdict for all ranks.
 
     Args:
         model: run by ``step``, as wrapped for training; one that is in evaluation mode trains meanwhile.
         plan: one to apply meanwhile, or the handle of the one that is applied already.
-        step: may be called two or three times.
+        step: called two or three times.
 
     Raises:
         InputError: ``model`` cannot follow the plan.
@@ -258,7 +243,7 @@ def verify(model: nn.Module, plan: Plan | PlanHandle, step: Step) -> Verdict:
 
 
 def capture(model: nn.Module, loss: Tensor, state: SavedState) -> Outcome:
-    """The results of a step, without copies; of gradients in shards, those of this rank."""
+    """Return the results of a step, without copies; of gradients in shards, those of this rank."""
     inner = without_wrapper(model)
     tensors: dict[Key, Tensor] = {("loss", ""): loss.detach()}
     tensors |= {("gradient", name): local(p.grad) for name, p in inner.named_parameters() if p.grad is not None}
@@ -285,7 +270,7 @@ class _Proof:
         return replace(verdict, note=", ".join([*filter(None, [verdict.note]), *notes]))
 
     def check_bitwise(self) -> Verdict:
-        """Rules 1 and 2."""
+        """Compare bit for bit: rule 1."""
         plan = self.handle.plan
         plain = self.run_plain().on_host()
         self.state.restart()
@@ -300,7 +285,7 @@ class _Proof:
         return replace(again, status="not repeatable") if again.status == "different" else verdict
 
     def check_within_rounding(self) -> Verdict:
-        """Rule 5."""
+        """Compare errors against float64: rule 4."""
         plain = self.run_plain().on_host()
         self.state.restart()
         reference = self.run_plain_in_float64()
@@ -317,7 +302,7 @@ class _Proof:
             return self._run()
 
     def run_planned(self) -> Outcome:
-        """An error under the plan is a difference, unless it tells the user what to do."""
+        """Take an error under the plan as a difference, unless it tells the user what to do."""
         try:
             return self._run()
         except Exception as error:
@@ -326,7 +311,7 @@ class _Proof:
             return Outcome(tensors={}, error=_in_one_line(error))
 
     def run_plain_in_float64(self) -> Outcome:
-        """Fails without the memory for it, or where an operator does not support float64."""
+        """Run in float64; an error where there is no memory, or an operator does not support it."""
         try:
             with _plan_removed(self.handle):
                 inner = without_wrapper(self.model)
@@ -338,7 +323,7 @@ class _Proof:
             return Outcome(tensors={}, error=_in_one_line(error))
 
     def _run(self) -> Outcome:
-        """Begins again where a nondeterministic operator raised: rule 6."""
+        """Begin again where a nondeterministic operator raised."""
         try:
             return self._run_once()
         except RuntimeError as error:
@@ -346,7 +331,7 @@ class _Proof:
             if operator is None:
                 raise
         self.nondeterministic.append(operator)
-        only_warn()
+        torch.use_deterministic_algorithms(True, warn_only=True)
         self.state.restart()
         return self._run_once()
 
@@ -362,7 +347,7 @@ class _Proof:
 
 @contextmanager
 def _plan_removed(handle: PlanHandle) -> Iterator[None]:
-    """Inside, the model has no plan."""
+    """Take the plan off the model meanwhile."""
     applied = [(module, attribute, module.__dict__[attribute]) for module, attribute, _ in handle.replaced]
     handle.remove()
     try:
@@ -373,12 +358,12 @@ def _plan_removed(handle: PlanHandle) -> Iterator[None]:
 
 
 def _has_nondeterministic_kernels(device: torch.device) -> bool:
-    """Whether it has such operators."""
+    """Return whether the device has such operators."""
     return device.type != "cpu"
 
 
 def _without_dropout(model: nn.Module) -> None:
-    """Evaluation mode, but for BatchNorm; ``SavedState`` puts it back."""
+    """Set evaluation mode, but for BatchNorm; ``SavedState`` puts it back."""
     model.eval()
     for layer in batchnorm_layers([model]):
         layer.train()
