@@ -1,7 +1,7 @@
 """The planner: the fastest micro-batch size and activation checkpointing plan that fit a memory budget.
 
 NOTE [ decisions ]
-* A recipe describes its task: ``task`` beside ``main`` gives the model, the loss and a micro-batch before there are
+* A recipe describes its task: ``task`` next to ``main`` gives the model, the loss and a micro-batch before there are
   data or weights; ``memsave plan`` needs nothing else.
 * Nothing is interpolated: each micro-batch size, halvings of a rank's share, is measured or estimated by itself, and
   the search ends with the first size in which nothing fits.

@@ -20,11 +20,11 @@ NEXT = "next"
 
 @contextmanager
 def ahead(items: Iterator[T]) -> Iterator[Iterator[T]]:
-    """Inside, ``items`` as another process makes them: the first from now on, any further one when it is asked for.
+    """Let another process make ``items``: the first from now on, any further one when it is asked for.
 
-    That process is a fork, as torch's data workers are: it imports nothing again, and knows what this one knows. It
-    writes nothing, and is killed at the end. Where it is lost, on systems other than Linux, and where torch has been
-    built for a device, whose threads of autograd no fork has, ``items`` are made here, when they are asked for.
+    That process is a fork, as torch's data workers are: it imports nothing again. It writes nothing, and is killed at
+    the end. Where it is lost, on systems other than Linux, and where torch has been built for a device, whose threads
+    of autograd no fork has, ``items`` are made here.
 
     Args:
         items: they, and the exceptions that making them raises, can be pickled.

@@ -1,10 +1,7 @@
 """The fastest plan for a memory budget, with the memory that a run needs besides its forward and backward.
 
-``StaticMemory`` is that of the optimizer and of DDP, ``overheads_of_*`` that of the device. Keeping activations,
-selecting operators, offloading (to the host of an accelerator) and compiling (where a layer repeats and there is a
-compiler) are measured; the costs of recomputing follow from those of keeping. ``forecast`` then asks the solver of
-``plans/solver.py`` for the plan that adds least time and fits: once for every ratio of compiled memory, as a plan has
-one ratio, and twice with offloading, which sets memory aside.
+``StaticMemory`` is that of the optimizer and of DDP, ``overheads_of_*`` that of the device. ``forecast`` asks the
+solver for the plan that adds least time and fits, under each set of actions that a plan may have.
 """
 
 import os
@@ -31,7 +28,6 @@ from memsave_recipes.plans.plan import (
     OFFLOADING_STRATEGIES,
     TILED_STRATEGIES,
     UNIFORM_STRATEGIES,
-    count_blocks,
     offloads,
 )
 from memsave_recipes.plans.shards import Shards, communication_s, peak_in_shards
@@ -107,11 +103,11 @@ class StaticMemory:
 
     @property
     def added_bytes(self) -> int:
-        """There all the time, besides gradients."""
+        """The bytes that are there all the time, besides gradients."""
         return self.state_bytes + self.communication_bytes + self.sums_bytes + self.losses_bytes
 
     def added_to(self, chain: Chain) -> Chain:
-        """``chain`` with this memory in it."""
+        """Return ``chain`` with this memory in it."""
         blocks = chain.blocks if self.gradients_stay else [replace(block, gradient_bytes=0) for block in chain.blocks]
         return replace(
             chain,
@@ -131,17 +127,14 @@ def static_memory_of(
     logging_steps: int = 1,
     device_type: str = "cpu",
 ) -> StaticMemory:
-    """The static memory of a run on a device of this type, in shards that of the first rank.
+    """Compute the static memory of a run on a device of this type, in shards that of the first rank.
 
-    Under DDP the gradients live in its buckets from the start; under accumulation those of the micro-batches do, too.
+    Under DDP gradients live in its buckets from the start; under accumulation those of the micro-batches live on, too.
     In shards each micro-batch is reduced by itself, so gradients of earlier ones are shards (``InShards.reduced_once``
     is for the other way), and SGD, which is not fused for them, adds the decay of the weights to a copy of gradients.
 
     Args:
         num_shards: ranks that the weights are cut up over; ``None``: each rank has all of them.
-
-    Raises:
-        InputError: as ``parameters_by_optimizer``.
     """
     on_cpu = device_type == "cpu"
     shares = in_order_of_steps(optim, model)
@@ -196,14 +189,14 @@ def _with_sums(static: StaticMemory, sums: GradientSums, gradients_bytes: int) -
 
 
 def usable_bytes(memory_bytes: int, device_type: str) -> int:
-    """The default budget: the device's memory without the ``FRAGMENTATION`` of an accelerator."""
+    """Return the default budget: the device's memory without the ``FRAGMENTATION`` of an accelerator."""
     return memory_bytes if device_type == "cpu" else int((1 - FRAGMENTATION) * memory_bytes)
 
 
 def usable_host_bytes(device: torch.device) -> int | None:
-    """Available memory of this machine for each of its ranks; ``None`` on a CPU, where nothing is offloaded.
+    """Return this machine's available memory for each of its ranks; ``None`` on a CPU, where nothing is offloaded.
 
-    Known limit: it ignores the memory limit of a container.
+    It ignores the memory limit of a container.
     """
     if device.type == "cpu":
         return None
@@ -211,7 +204,7 @@ def usable_host_bytes(device: torch.device) -> int | None:
 
 
 def overheads_of_target(target: Target) -> dict[str, int]:
-    """Bytes of a device besides the tensors, by purpose."""
+    """Return the bytes of a device besides the tensors, by purpose."""
     lines = {
         "CUDA context": target.context_bytes,
         WORKSPACES: MULTIPLYING_THREADS * target.cublas_workspace_bytes,
@@ -220,7 +213,7 @@ def overheads_of_target(target: Target) -> dict[str, int]:
 
 
 def overheads_of_device(device: torch.device) -> dict[str, int]:
-    """Memory of this accelerator that is in use outside torch; nothing on a CPU."""
+    """Return the memory of this accelerator that is in use outside torch; nothing on a CPU."""
     if device.type == "cpu":
         return {}
     free, total = torch.get_device_module(device).mem_get_info(device)
@@ -228,7 +221,7 @@ def overheads_of_device(device: torch.device) -> dict[str, int]:
 
 
 def workspaces_of_device(device: torch.device, known_bytes: int) -> dict[str, int]:
-    """Memory that torch has allocated besides ``known_bytes`` of tensors after steps have run; nothing on a CPU."""
+    """Return what torch has allocated besides ``known_bytes`` of tensors after steps have run; nothing on a CPU."""
     if device.type == "cpu":
         return {}
     return {WORKSPACES: max(0, torch.accelerator.memory_allocated(device) - known_bytes)}
@@ -247,11 +240,7 @@ class InShards:
     bytes_per_s: float
 
     def reduced_once(self, static: StaticMemory, accumulation_steps: int) -> tuple["InShards", StaticMemory]:
-        """The same with gradients that are reduced once a step, and the static memory with them.
-
-        Args:
-            static: where each micro-batch is reduced.
-        """
+        """Return the same with gradients that are reduced once a step, and ``static`` with them."""
 
         def of_plan(plan: Plan) -> Shards:
             return replace(self.of_plan(plan), accumulates=False, num_unreduced=accumulation_steps - 1)
@@ -273,7 +262,7 @@ class Forecast:
 
     @cached_property
     def shards(self) -> Shards | None:
-        """In the units of the plan; ``None`` for whole weights."""
+        """The shards in the units of the plan; ``None`` for whole weights."""
         return None if self.in_shards is None else self.in_shards.of_plan(self.plan)
 
     @property
@@ -293,7 +282,7 @@ class Forecast:
 
     @property
     def reserve_bytes(self) -> int:
-        """Memory kept free: 1 % of the activations that the baseline saves for backward."""
+        """Memory kept free."""
         return reserve_bytes(self.chain)
 
     @property
@@ -318,10 +307,7 @@ class Forecast:
 
     @property
     def micro_batch_s(self) -> float:
-        """Seconds of one forward and backward under the plan, with those of the traffic that nothing hides.
-
-        The mean over the micro-batches of a step.
-        """
+        """Seconds of one forward and backward under the plan, with the traffic that nothing hides: a step's mean."""
         return self.baseline_s + self.added_s + self.communication_s[1]
 
     @cached_property
@@ -333,7 +319,7 @@ class Forecast:
 
     @property
     def noise_s(self) -> float:
-        """By which ``micro_batch_s`` may be wrong because the measured times of the blocks vary; 0 of estimates."""
+        """The error of ``micro_batch_s``, as the measured times of the blocks vary; 0 of estimates."""
         return self.chain.noise_s + self._simulated.noise_s
 
     @cached_property
@@ -353,7 +339,7 @@ def plans_to_measure(
     ratios: Sequence[float] = COMPILED_RATIOS,
     micro_batch_size: int | None = None,
 ) -> list[Plan]:
-    """The plans to measure for a strategy; the first is the baseline.
+    """Return the plans to measure for a strategy; the first is the baseline.
 
     Args:
         device_type: of the step; a CPU has no host to offload to.
@@ -361,19 +347,23 @@ def plans_to_measure(
         ratios: of compiled memory, for a budget.
         micro_batch_size: of the blocks that run in micro-batches, where some may.
     """
+    modules = dict(workload.model.named_modules())
+    blocks = [modules.get(name) for names in workload.stacks for name in names]
     strategies = ["none"]
     if strategy in BUDGET_WORDS:
         to_host = device_type != "cpu"
         strategies += ["selective", *(OFFLOADING_STRATEGIES if to_host else ())]
         if compiles and strategy == "budget" and _can_compile(workload.model):
             strategies += [f"compiled:{ratio}" for ratio in ratios]
-        if strategy == "budget" and _has_tiles(workload):
-            is_long = to_host and max(tokens.shape[-1] for tokens in _tokens(workload)) >= LONG_ROW
+        tokens = [tensor for tensor in workload.batch if tensor.dtype == torch.long and tensor.ndim > 0]  # (..., T)
+        if strategy == "budget" and _has_tiles(blocks, tokens):
+            is_long = to_host and max(one.shape[-1] for one in tokens) >= LONG_ROW
             strategies += [name for name in TILED_STRATEGIES if is_long or not offloads(name)]
     elif strategy.partition(":")[0] in UNIFORM_STRATEGIES.keys() - {"none", "full"}:
         strategies.append(strategy)
-    if (strategy in BUDGET_WORDS or strategy.startswith("nested")) and _has_parts(workload):
-        strategies.append(f"nested:{count_blocks(workload.stacks)}")
+    may_nest = strategy in BUDGET_WORDS or strategy.startswith("nested")
+    if may_nest and any(find_parts(block) for block in blocks if block is not None):
+        strategies.append(f"nested:{len(blocks)}")
     plans = [plan_for(one, workload.stacks) for one in strategies]
     if micro_batch_size is not None and strategy not in ("none", "budget:bitwise"):
         recomputing = ["full", *(one for one in strategies if one == "full_offload")]
@@ -381,29 +371,16 @@ def plans_to_measure(
     return plans
 
 
-def _has_parts(workload: Workload) -> bool:
-    """Whether blocks are made of parts that could recompute by themselves."""
-    modules = dict(workload.model.named_modules())
-    return any(find_parts(modules[name]) for names in workload.stacks for name in names if name in modules)
-
-
-def _has_tiles(workload: Workload) -> bool:
-    """Whether a batch has the tokens of more than one tile, and every block an MLP."""
-    if max((tokens.numel() for tokens in _tokens(workload)), default=0) <= MLP_TILE_TOKENS:
+def _has_tiles(blocks: Sequence[nn.Module | None], tokens: Sequence[Tensor]) -> bool:
+    """Return whether a batch has the tokens of more than one tile, and every block an MLP."""
+    if max((one.numel() for one in tokens), default=0) <= MLP_TILE_TOKENS:
         return False
-    modules = dict(workload.model.named_modules())
-    blocks = [modules.get(name) for names in workload.stacks for name in names]
     one_of_each = {type(block): block for block in blocks}
     return all(block is not None and find_mlps(block) for block in one_of_each.values())
 
 
-def _tokens(workload: Workload) -> list[Tensor]:
-    """Find the tensors (..., T) of whole numbers in the batch."""
-    return [tensor for tensor in workload.batch if tensor.dtype == torch.long and tensor.ndim > 0]
-
-
 def _can_compile(model: nn.Module) -> bool:
-    """Whether its layers repeat, take the same shapes in every batch, and there is a compiler."""
+    """Return whether its layers repeat, take the same shapes in every batch, and there is a compiler."""
     stacks = find_stacks(model)
     if joined_batchnorm(model) is not None or attends_by_document(model):
         return False
@@ -423,7 +400,7 @@ def forecast(
     host_budget_bytes: int | None = None,
     joins: bool = True,
 ) -> Forecast:
-    """The fastest plan whose predicted peak stays below ``budget_bytes``.
+    """Find the fastest plan whose predicted peak stays below ``budget_bytes``.
 
     The noise of the measured times counts against a plan. One with compiled blocks or tiles, which round differently,
     is chosen only where it saves ``MIN_GAIN``.
@@ -439,7 +416,10 @@ def forecast(
     best: Forecast | None = None
     errors: dict[int, InputError] = {}  # by the smallest budget that works
     for chain in (static.added_to(chain) for chain in _chains(measurement)):
-        chain = chain if joins else _block_by_block(chain)
+        if not joins:  # every block in a stack of its own, which no span leaves
+            numbered = enumerate(chain.blocks)
+            alone = (b if b.stack is None else replace(b, stack=number) for number, b in numbered)
+            chain = replace(chain, blocks=tuple(alone))
         if chain.nested and best is not None and not best.host_bytes:
             continue
         reserved = _with_reserve(chain, missed_bytes)
@@ -456,14 +436,8 @@ def forecast(
     return best
 
 
-def _block_by_block(chain: Chain) -> Chain:
-    """``chain`` with every block in a stack of its own, which no span leaves."""
-    numbered = enumerate(chain.blocks)
-    return replace(chain, blocks=tuple(b if b.stack is None else replace(b, stack=number) for number, b in numbered))
-
-
 def least_memory(measurement: Measurement, static: StaticMemory, host_budget_bytes: int | None = None) -> Forecast:
-    """The plan with the lowest predicted peak among those that the host has memory for."""
+    """Find the plan with the lowest predicted peak among those that the host has memory for."""
     chains = [static.added_to(chain) for chain in _chains(measurement)]
     smallest = sorted(((smallest_feasible(_with_reserve(c)), c) for c in chains), key=lambda pair: pair[0])
     found = (Forecast(plan=solve(_with_reserve(chain), num_bytes), chain=chain) for num_bytes, chain in smallest)
@@ -471,13 +445,13 @@ def least_memory(measurement: Measurement, static: StaticMemory, host_budget_byt
 
 
 def fits_host(found: Forecast, host_budget_bytes: int | None) -> bool:
-    """Whether the host has the memory that the plan offloads to; assumed where the host is not known."""
+    """Return whether the host has the memory that the plan offloads to; assumed where the host is not known."""
     return host_budget_bytes is None or found.host_bytes <= host_budget_bytes
 
 
 def _chains(measurement: Measurement) -> Iterator[Chain]:
-    """The costs of all bitwise actions without offloading and with it, both with tiles, and with each ratio that none
-    dominates; and those of nested spans, which are for where nothing else fits without the host.
+    """Yield the costs of all bitwise actions without offloading and with it, both with tiles; with each ratio that none
+    dominates; and of nested spans, which are for where nothing else fits without the host.
 
     Offloading sets memory aside: little for the inputs of blocks that recompute, more for all that a block saves.
     """
@@ -497,10 +471,10 @@ def _chains(measurement: Measurement) -> Iterator[Chain]:
 
 
 def _undominated(compiled: Sequence[Chain]) -> Iterator[Chain]:
-    """Without ratios under which the blocks take at least the bytes and the time that they take under another one.
+    """Leave out ratios under which the blocks take at least the bytes and the time that they take under another one.
 
-    A plan that fits with such a ratio fits with the other one, too, and takes no more time. torch's ratio does not
-    bound the memory of a step: a smaller one may take more (https://github.com/pytorch/pytorch/issues/197838).
+    torch's ratio does not bound the memory of a step: a smaller one may take more
+    (https://github.com/pytorch/pytorch/issues/197838).
     """
     first_of_equal: dict[tuple[float, ...], Chain] = {}
     for chain in compiled:
@@ -529,7 +503,7 @@ def _costs_of_compiling(chain: Chain) -> tuple[float, ...]:
 
 
 def reserve_bytes(chain: Chain) -> int:
-    """``Forecast.reserve_bytes``."""
+    """Return the memory to keep free: ``RESERVE`` of the activations that the baseline saves for backward."""
     return int(RESERVE * sum(costs.held_bytes for costs in span_costs(chain, keep_all(chain))))
 
 

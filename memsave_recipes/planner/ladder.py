@@ -212,7 +212,7 @@ class KnownEstimates(Estimates):
             ) from error
 
     def largest(self, loss: str | None) -> int:
-        """The largest micro-batch that has been estimated with this loss."""
+        """Return the largest micro-batch that has been estimated with this loss."""
         return max(size for size, its_loss in self._known if its_loss == loss)
 
 
@@ -242,7 +242,7 @@ class Setting:
 
     @property
     def layouts(self) -> list[BatchLayout]:
-        """As ``open_layouts``."""
+        """The layouts of ``open_layouts``."""
         return open_layouts(self.task.run, self.task.optim, self.launch.num_processes)
 
     def plain(self, loss: str | None) -> Candidate:

@@ -1,12 +1,7 @@
 """Memory against the length of rows: what a step needs under each strategy, and the longest rows that fit.
 
-NOTE [ lengths ]
-1. Lengths double from ``FIRST_LENGTH`` tokens on, up to the first at which nothing fits, or the positions that a model
-   has. A strategy that no longer fits has that length as its last point.
-2. Between two lengths the bytes of a step grow with the tokens, in proportion, so the longest rows are interpolated;
-   ``memsave plan --largest block_size`` asks for every length.
-3. The strategies are those whose costs ``memsave plan`` looks at for a budget: offloading on a GPU, MLPs in tiles from
-   the second tile on. The solver's plan, a mixture of them, uses what memory there is, so it has no curve.
+The strategies are those whose costs ``memsave plan`` looks at for a budget. The solver's plan uses what memory there
+is, so it has no curve.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +24,9 @@ class Curve:
     points: tuple[tuple[int, Candidate], ...]
 
     def longest(self, budget_bytes: int) -> int | None:
-        """The longest rows that fit in a budget, in multiples of ``TOKENS_APART``; ``None`` where the first do not.
+        """Return the longest rows that fit in a budget; ``None`` where the first do not.
 
-        Those of the last point where all fit.
+        Bytes are interpolated between two lengths, to multiples of ``TOKENS_APART``. Where all fit, it is the last one.
         """
         fitting = [(length, one.needed_bytes) for length, one in self.points if one.needed_bytes <= budget_bytes]
         if not fitting:
@@ -45,7 +40,7 @@ class Curve:
 
 
 def under_each(space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None) -> list[Candidate]:
-    """The candidate of each strategy, for ``choose_for_target``; where the flags name one, its candidate alone."""
+    """Make the candidate of each strategy, for ``choose_for_target``; only of the one that the flags name."""
     if space.strategy not in BUDGET_WORDS:
         return space.candidates(measurement, layout, loss)
     strategies = dict.fromkeys(("none", "full", *(plan.strategy for plan, _ in measurement.traces)))
@@ -53,7 +48,7 @@ def under_each(space: SearchSpace, measurement: Measurement, layout: BatchLayout
 
 
 def lengths(most: int) -> Iterator[int]:
-    """Rule 1 of NOTE [ lengths ]; the last one is ``most`` itself."""
+    """Yield lengths that double from ``FIRST_LENGTH`` on, and ``most`` as the last one."""
     length = min(FIRST_LENGTH, most)
     while length < most:
         yield length
@@ -62,14 +57,13 @@ def lengths(most: int) -> Iterator[int]:
 
 
 def curves(choose: Callable[[int], Choice], most: int) -> list[Curve]:
-    """The curve of every strategy.
+    """Make the curve of every strategy, up to the first length at which nothing fits.
+
+    One that no longer fits has that length as its last point.
 
     Args:
         choose: the candidates for a length.
         most: the longest rows that make sense.
-
-    Raises:
-        InputError: as ``choose``.
     """
     found: dict[str, list[tuple[int, Candidate]]] = {}
     for length in lengths(most):
@@ -84,5 +78,5 @@ def curves(choose: Callable[[int], Choice], most: int) -> list[Curve]:
 
 
 def lengths_of(curves: Sequence[Curve]) -> list[int]:
-    """All lengths of which a curve has a point."""
+    """Return all lengths of which a curve has a point."""
     return sorted({length for curve in curves for length, _ in curve.points})

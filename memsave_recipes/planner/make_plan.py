@@ -2,12 +2,6 @@
 
 ``make_plan`` is for a model with a batch; ``plan_step`` for any forward that ends in a loss, on one rank or on several,
 which then take the same plan.
-
-The state of an optimizer that is there already is counted. That of an optimizer which has not stepped yet is made on
-torch's ``meta`` device, where tensors have no memory: a copy of the optimizer steps a parameter of each shape.
-
-``Ranks`` asks ``torch.distributed`` alone, so the ranks may be those of Accelerate, of Lightning or of a script; every
-method is called on all of them.
 """
 
 import copy
@@ -34,7 +28,7 @@ from memsave_recipes.planner.budget import (
     plans_to_measure,
     usable_host_bytes,
 )
-from memsave_recipes.planner.trial_step import MAX_TRIALS, group_counts, step_bytes, with_smaller_ratio
+from memsave_recipes.planner.trial_step import MAX_TRIALS, step_bytes, with_smaller_ratio
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.prediction import Prediction
@@ -50,24 +44,24 @@ MAX_GIB = 1e6
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a training; by default a process that is alone."""
+    """The ranks of a training, of any launcher; by default a process alone. Call every method on all of them."""
 
     rank: int = 0
     number: int = 1
 
     @classmethod
     def of_world(cls) -> "Ranks":
-        """The ranks of the default process group, if there is one."""
+        """Return the ranks of the default process group, if there is one."""
         grouped = dist.is_available() and dist.is_initialized()
         return cls(dist.get_rank(), dist.get_world_size()) if grouped else cls()
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that prints."""
+        """Whether this rank prints."""
         return self.rank == 0
 
     def of_first(self, action: Callable[[], T]) -> T:
-        """What the first rank's ``action()`` returns, on all ranks.
+        """Return the result of the first rank's ``action()`` on all ranks.
 
         Raises:
             InputError, RuntimeError: on all ranks, where the first one failed.
@@ -77,28 +71,25 @@ class Ranks:
         return found
 
     def largest(self, number: int) -> int:
-        """The largest number of all ranks."""
+        """Return the largest number of all ranks."""
         of_ranks: list[int] = self._of_all(number)
         return max(of_ranks)
 
     def attempt(self, action: Callable[[], T]) -> T | None:
-        """``action()`` of this rank; ``None`` on all ranks, where one of them ran out of memory.
+        """Return this rank's ``action()``; ``None`` on all ranks, where one of them ran out of memory.
 
         Raises:
             InputError, RuntimeError: on all ranks, where one failed otherwise; its own error on that one.
         """
-        result, failed, other = None, False, None
+        result, failed = None, False
         try:
             result = action()
-        except Exception as error:  # not kept where memory is out: its frames hold the tensors of the failed step
-            failed, other = (True, None) if is_out_of_memory(error) else (False, error)
-        told = None if other is None else (isinstance(other, InputError), str(other) or type(other).__name__)
-        of_ranks = self._of_all((failed, told))
-        try:
-            if other is not None:
-                raise other
-        finally:
-            other = None  # it holds this frame, which would hold it, and the tensors of both, until they are collected
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self._of_all((False, (isinstance(error, InputError), str(error) or type(error).__name__)))
+                raise
+            failed = True  # the error is not kept: its frames hold the tensors of the failed step
+        of_ranks = self._of_all((failed, None))
         for is_mistake, message in (told for _, told in of_ranks if told):
             raise InputError(message) if is_mistake else RuntimeError(f"another rank failed: {message}")
         return None if any(failed for failed, _ in of_ranks) else result
@@ -125,7 +116,7 @@ def make_plan(
     static: StaticMemory | None = None,
     predict: bool = False,
 ) -> Plan:
-    """The plan that ``strategy`` makes for ``model``; ``apply_plan`` puts it into effect.
+    """Return the plan that ``strategy`` makes for ``model``; ``apply_plan`` puts it into effect.
 
     A plan for a budget is measured, so that it has a ``prediction`` of memory and time (``print(plan)``), and it is run
     before it is returned. The model, its gradients and the random state stay as they were.
@@ -174,7 +165,7 @@ def make_plan(
 
 
 def static_of(optimizer: Optimizer) -> StaticMemory:
-    """The state of an optimizer, or of a wrapper of it, and the temporaries of its update."""
+    """Return the state of an optimizer, or of a wrapper of it, and the temporaries of its update."""
     optimizer = torch_optimizer(optimizer)
     return StaticMemory(state_bytes=state_bytes_of(optimizer), optimizer_bytes=update_bytes_of(optimizer))
 
@@ -190,14 +181,11 @@ def plan_step(
     progress: ProgressBar | None = None,
     ranks: Ranks = ALONE,
 ) -> Plan:
-    """As ``make_plan``, for a forward that ends in a loss.
+    """Make a plan as ``make_plan`` does, for a forward that ends in a loss.
 
     Args:
         named: whether the workload's stacks are the user's choice, and not those that are found in the model.
         progress: of the forwards and backwards that measure.
-
-    Raises:
-        InputError: as ``make_plan``.
     """
     progress = ProgressBar(shown=False) if progress is None else progress
     if strategy in BUDGET_WORDS:
@@ -215,7 +203,7 @@ def plan_step(
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Refuse modules that are compiled in place: what stands around a block then runs inside the compiled code, or not.
+    """Refuse modules that are compiled in place: code around a block then runs inside the compiled code, or not.
 
     Raises:
         InputError: ``module.compile()`` was called on one.
@@ -227,18 +215,14 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def check_budget(budget_gib: float | None) -> None:
-    """Refuse what is no amount of memory.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Raise ``InputError`` if it is no amount of memory."""
     is_number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool)
     if budget_gib is not None and not (is_number and 0 < budget_gib < MAX_GIB):
         raise InputError(f"budget_gib {budget_gib!r}: it must be above 0, and a number of GiB")
 
 
 def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -> list[str]:
-    """The names of the blocks that the user names; none where they are to be found.
+    """Return the names of the blocks that the user names; none where they are to be found.
 
     Raises:
         InputError: the model has none of that class.
@@ -257,9 +241,7 @@ def names_of(model: nn.Module, blocks: Sequence[str] | type[nn.Module] | None) -
 def _predicted(
     plan: Plan, workload: Workload, static: StaticMemory, progress: ProgressBar, ranks: Ranks
 ) -> Prediction | None:
-    """By measured costs; ``None`` for a plan of other blocks than the stacks' (``bottleneck``), and for one that
-    compiles, which would take as long as compiling for the training.
-    """
+    """Predict by measured costs; ``None`` for a plan of other blocks than the stacks', and for one that compiles."""
     is_measured = plan.compiled_memory_ratio is None and plan.micro_batch_size is None
     if not is_measured or not set(plan.blocks) <= {name for stack in workload.stacks for name in stack}:
         return None
@@ -277,10 +259,9 @@ def _planned(
     progress: ProgressBar,
     ranks: Ranks,
 ) -> Forecast:
-    """The fastest plan that fits, both in prediction and in a trial step.
+    """Find the fastest plan that fits, both in prediction and in a trial step: NOTE [ trial step ].
 
-    A trial step takes two forwards and backwards, three under accumulation. Most models need one. On several ranks the
-    first one's prediction chooses, and the largest trial step of all of them has to fit. NOTE [ trial step ] 4.
+    On several ranks the first one's prediction chooses, and the largest trial step of all of them has to fit.
 
     Raises:
         InputError: the model has no blocks, no plan is predicted to fit, or none of ``MAX_TRIALS`` does.
@@ -315,7 +296,7 @@ def _planned(
 
 
 def _measured(workload: Workload, plans: Sequence[Plan], progress: ProgressBar, ranks: Ranks) -> Measurement:
-    """All blocks at once, or group by group where memory is too small for that.
+    """Measure all blocks at once, or group by group where memory is too small for that.
 
     Raises:
         torch.OutOfMemoryError: it is too small for the smallest groups as well.
@@ -337,27 +318,28 @@ def _measured(workload: Workload, plans: Sequence[Plan], progress: ProgressBar, 
 def measured_together(
     measure: Callable[[int], Measurement], num_blocks: int, device: torch.device, ranks: Ranks
 ) -> Measurement | None:
-    """What ``measure`` makes of all blocks in one group, or in more where a rank has too little memory for that.
+    """Measure all blocks in one group, or in twice as many until no rank has too little memory.
 
     Called on all ranks; ``None`` where there is too little for the smallest groups as well.
     """
-    for num_groups in group_counts(num_blocks):
-        measured = ranks.attempt(partial(measure, num_groups))
-        if measured is not None:
-            return measured
+    num_groups = 1
+    while (measured := ranks.attempt(partial(measure, num_groups))) is None:
         empty_cache(device)  # here, where no frame of the failed step holds its tensors any more
-    return None
+        if num_groups >= num_blocks:
+            return None
+        num_groups = min(2 * num_groups, num_blocks)
+    return measured
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """The output of ``model`` for a mapping, a sequence, or a single argument."""
+    """Call ``model`` with a mapping, a sequence, or a single argument."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, list | tuple) else model(batch)
 
 
 def loss_of(output: Any) -> Tensor:
-    """Its ``loss``, or the sum of its first tensor."""
+    """Return the ``loss`` of an output, or the sum of its first tensor."""
     loss: Tensor | None = getattr(output, "loss", None)
     if loss is not None:
         return loss
@@ -372,7 +354,7 @@ PLAIN = {"fused": False, "foreach": False}
 
 
 def torch_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer inside the wrappers of Accelerate, Lightning and Fabric."""
+    """Return the optimizer inside the wrappers of Accelerate, Lightning and Fabric."""
     while (inner := getattr(optimizer, "optimizer", None)) is not None:
         optimizer = inner
     found: Optimizer = optimizer
@@ -380,13 +362,16 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 
 
 def state_bytes_of(optimizer: Optimizer) -> int:
-    """The bytes of the state after a step; leaves the optimizer as it is."""
+    """Return the bytes of the state after a step; leaves the optimizer as it is.
+
+    Where it has not stepped yet, a copy of it steps a parameter of each shape on torch's ``meta`` device.
+    """
     there = sum(_bytes(state.values(), parameter.device) for parameter, state in optimizer.state.items())
     return there or sum(_bytes_to_come(optimizer, group, shape) for group, shape in _parameters(optimizer))
 
 
 def update_bytes_of(optimizer: Optimizer) -> int:
-    """Temporaries of a step: a copy of all parameters where the device's update is neither fused nor by parameter.
+    """Return the temporaries of a step: a copy of all parameters where the update is neither fused nor by parameter.
 
     That is what torch's documentation of ``foreach`` states, which is the default on CUDA but for Adafactor.
     """

@@ -1,14 +1,8 @@
 """Which flags free memory, and how much: the advice of the out-of-memory page and of a budget that is too small.
 
-NOTE [ predicted savings ]
-
-1. Every figure is computed from the tensors of this run; where that is not possible there is none.
-2. A figure is the part of the peak that becomes smaller. The peak may then lie elsewhere in the step, so less can come
-   free, and savings do not add up. A budget's advice simulates the step again instead (``needed_with``).
-3. Gradients and optimizer state count as they are in every step, also where the run ended before they were allocated.
-4. Activations shrink with the micro-batch. Temporaries are left out, since some depend on the weights alone. Where a
-   run ended inside its first forward, only what had been saved until then is known: the figures are a lower bound.
-5. ``full`` recomputation: from what the first forward saved in each block and outside (``ForwardMeter``).
+Every figure is computed from the tensors of this run: how much less is in use at the peak. The peak may then be at
+another point of the step, so less can come free, and savings do not add up. A budget's advice simulates the step again
+instead (``needed_with``). Where a run ended inside its first forward, the figures of activations are a lower bound.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +35,7 @@ DEVICES = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Something to type that frees memory. NOTE [ predicted savings ].
+    """Something to type that frees memory.
 
     Args:
         flags: of the recipe, or of ``accelerate launch`` where it says so.
@@ -59,7 +53,7 @@ class Saving:
 
     @property
     def freed_bytes(self) -> int | None:
-        """All of them together."""
+        """The bytes that it frees, all together."""
         if self.activations_bytes is None:
             return None
         return max(0, self.weights_bytes + self.gradients_bytes + self.state_bytes + self.activations_bytes)
@@ -73,7 +67,6 @@ class Setup:
         flags: of the recipe with their values; a saving is only offered where its flag is among them.
         activations_bytes: at the peak, as far as they are known.
         freed_by_recomputation_bytes: ``ForwardMeter``'s.
-        device_type: of the run.
     """
 
     flags: dict[str, Any]
@@ -90,17 +83,17 @@ class Setup:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def gradients_bytes(self, parameters: Iterable[Tensor]) -> int:
-        """The gradients of ``parameters`` that exist at the same time."""
+        """Return the bytes of gradients of ``parameters`` that exist at the same time."""
         sizes = [parameter.nbytes for parameter in parameters]
         return max(sizes, default=0) if self.flags.get("optimizer_in_backward") else sum(sizes)
 
     def state_bytes(self, optimizer: str) -> int:
-        """The state of an optimizer of this model from its first step on."""
+        """Return the bytes of the state of an optimizer of this model from its first step on."""
         shares = parameters_by_optimizer(optimizer, self.model)
         return sum(self.state_bytes_of(name, share) for name, share in shares.items())
 
     def state_bytes_of(self, optimizer: str, parameters: Iterable[Tensor]) -> int:
-        """The state of ``parameters``, all of which the optimizer steps."""
+        """Return the bytes of the state of ``parameters``, all of which the optimizer steps."""
         momentum, on_cpu = self.flags.get("momentum", 0), self.device_type == "cpu"
         return state_bytes(optimizer, parameters, momentum=momentum, on_cpu=on_cpu)
 
@@ -115,13 +108,13 @@ Rule = Callable[[Setup], Iterator[Saving]]
 
 
 def savings_of(setup: Setup, rules: Sequence[Rule] | None = None) -> list[Saving]:
-    """What would help, the savings that change no loss curve first, then by what they free."""
+    """List the savings, those that change no loss curve first, then by what they free."""
     found = [saving for rule in rules or ALL_RULES for saving in rule(setup) if saving.freed_bytes != 0]
     return sorted(found, key=lambda saving: (saving.curve != SAME_CURVE, -(saving.freed_bytes or 0)))
 
 
 def _smaller_micro_batches(setup: Setup) -> Iterator[Saving]:
-    """Halves and quarters; the optimizer in the backward cannot accumulate, nor does BatchNorm that joins them."""
+    """Offer halves and quarters; the optimizer in the backward cannot accumulate, nor does BatchNorm that joins them."""
     size, activations = setup.layout.micro_batch_size, setup.activations_bytes
     has_batchnorm = any(isinstance(module, _BatchNorm) for module in setup.model.modules())
     if setup.flags.get("optimizer_in_backward") or joined_batchnorm(setup.model) is not None:
@@ -143,27 +136,25 @@ def _recomputation(setup: Setup) -> Iterator[Saving]:
 
 
 def _chunked_loss(setup: Setup) -> Iterator[Saving]:
-    """The log-probabilities in float32 and their gradient, which are both there when the backward begins."""
-    vocabulary = getattr(getattr(_unwrapped(setup.model), "config", None), "vocab_size", None)
+    """Free the log-probabilities in float32 and their gradient, both of which exist when the backward begins."""
+    configs = (module.config for module in setup.model.modules() if hasattr(module, "config"))  # inside wrappers
+    vocabulary = getattr(next(configs, None), "vocab_size", None)
     if setup.flags.get("loss") == "full" and vocabulary:
         rows = setup.layout.micro_batch_size * setup.flags["block_size"]
         yield Saving(flags="--loss auto", activations_bytes=2 * rows * vocabulary * torch.float32.itemsize)
 
 
 def _optimizer_in_backward(setup: Setup) -> Iterator[Saving]:
-    """All gradients but the largest one."""
-    if setup.flags.get("optimizer_in_backward") is False and _can_step_in_backward(setup):
+    """Free all gradients but the largest one."""
+    skips = setup.flags.get("skip_nonfinite") or 0
+    refusal = why_not_in_backward(setup.layout, setup.mixed_precision, clips=False, skip_nonfinite=skips)
+    if setup.flags.get("optimizer_in_backward") is False and refusal is None:
         trained = setup.trained
         yield Saving(
             flags="--optimizer_in_backward --max_grad_norm 0",
             gradients_bytes=setup.gradients_bytes(trained) - max((p.nbytes for p in trained), default=0),
             curve="nothing is clipped",
         )
-
-
-def _can_step_in_backward(setup: Setup) -> bool:
-    skips = setup.flags.get("skip_nonfinite") or 0
-    return why_not_in_backward(setup.layout, setup.mixed_precision, clips=False, skip_nonfinite=skips) is None
 
 
 def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
@@ -176,7 +167,7 @@ def _smaller_optimizers(setup: Setup) -> Iterator[Saving]:
 
 
 def _adapters(setup: Setup) -> Iterator[Saving]:
-    """Frozen weights without gradients and state, less the adapters of all linear layers with theirs."""
+    """Free gradients and state of frozen weights, and add the adapters of all linear layers with theirs."""
     if setup.flags.get("lora") is False:
         added = adapters_on_meta(setup.model, setup.flags["lora_rank"])
         yield Saving(
@@ -189,18 +180,15 @@ def _adapters(setup: Setup) -> Iterator[Saving]:
 
 
 def _streamed_weights(setup: Setup) -> Iterator[Saving]:
-    """Frozen weights of layers, but of the two that are on the device at a time."""
-    if (
-        setup.flags.get("stream_frozen") == "none"
-        and not setup.flags.get("load_in_4bit")
-        and setup.device_type != "cpu"
-    ):
+    """Free frozen weights of layers, but of the two that are on the device at a time."""
+    is_off = setup.flags.get("stream_frozen") == "none" and not setup.flags.get("load_in_4bit")
+    if is_off and setup.device_type != "cpu":
         of_layers = sorted(streamable_bytes(setup.model))
         yield Saving(flags="--stream_frozen host", weights_bytes=sum(of_layers[:-2]))
 
 
 def _half_precision(setup: Setup) -> Iterator[Saving]:
-    """Autocast's activations, or everything in 16 bits."""
+    """Offer autocast, or everything in 16 bits."""
     if setup.flags.get("dtype") != "float32":
         return
     if setup.mixed_precision == "no":
@@ -237,18 +225,17 @@ def budget_too_small(
     mixed_precision: str = "no",
     device_type: str = "cpu",
 ) -> InputError:
-    """The error for a budget that nothing fits in: the smallest that works, what takes it, and what would need less.
+    """Return the error for a budget that nothing fits in: the smallest that works, its uses, and what needs less.
 
     Args:
         smallest: the candidate that needs least.
-        model: that it trains.
         takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
-        mixed_precision, device_type: of the launch.
     """
     if not smallest.fits_host:
         return host_memory_too_small(smallest)
+    lora = False if takes_adapters else None
     setup = Setup(
-        flags=_flags_of(optim, takes_adapters),
+        flags={"lora_rank": LoraArguments.lora_rank, **vars(optim), "lora": lora},
         layout=smallest.layout,
         model=model,
         mixed_precision=mixed_precision,
@@ -274,22 +261,18 @@ def budget_too_small(
     )
 
 
-def _flags_of(optim: OptimizerSettings, takes_adapters: bool) -> dict[str, Any]:
-    return {"lora_rank": LoraArguments.lora_rank, **vars(optim), "lora": False if takes_adapters else None}
-
-
 def beyond_the_plan(candidate: Candidate, setup: Setup) -> list[Saving]:
-    """Savings that leave the activations as they are: fewer gradients, state and trained weights."""
+    """List the savings that leave the activations as they are: fewer gradients, state and trained weights."""
     return savings_of(setup, (_optimizer_in_backward, _smaller_optimizers, _adapters, _streamed_weights))
 
 
 def needed_in_shards(
     candidate: Candidate, model: nn.Module, optim: OptimizerSettings, device_type: str = "cpu"
 ) -> dict[str, int]:
-    """The bytes that a rank needs under ``full`` with ``--shard full``, over as few devices as suffice.
+    """Return the bytes that a rank needs under ``full`` with ``--shard full``, over as few devices as suffice.
 
-    Nothing where too many would be, the model does not go with shards (as one with weights on the host, or in 4 bits,
-    does not), or the chain has no gradients.
+    Empty where too many would be, the model cannot be cut up (weights on the host, or in 4 bits), or the chain has no
+    gradients.
     """
     joins = candidate.layout.is_bitwise or joined_batchnorm(model) is not None
     whole = streamed_parameters(model) or not all(map(torch.is_floating_point, model.parameters()))
@@ -331,7 +314,7 @@ def _in_shards(
 
 
 def needed_with(saving: Saving, candidate: Candidate, setup: Setup) -> int:
-    """The bytes that the candidate's plan needs with a saving of weights, gradients and optimizer state."""
+    """Return the bytes that the candidate's plan needs with a saving of weights, gradients and optimizer state."""
     chain, static = candidate.forecast.chain, candidate.static
     before = setup.gradients_bytes(setup.trained)
     share = (before - saving.gradients_bytes) / before if before else 1.0  # of each block's gradients and DDP's buckets
@@ -348,8 +331,3 @@ def needed_with(saving: Saving, candidate: Candidate, setup: Setup) -> int:
         static=replace(static, state_bytes=static.state_bytes - saving.state_bytes, buckets_bytes=buckets_bytes),
         forecast=replace(candidate.forecast, chain=changed),
     ).needed_bytes
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside its wrappers: the outermost module with a configuration."""
-    return next((module for module in model.modules() if hasattr(module, "config")), model)

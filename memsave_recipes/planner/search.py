@@ -1,8 +1,6 @@
 """The fastest step that fits a budget: a search over micro-batch size, plan and loss, at the same global batch size.
 
-Micro-batch sizes are halvings of a rank's share of the global batch. The step peak is piecewise linear in the
-micro-batch size, so each size is predicted by itself and nothing is interpolated. The candidates of a size are the
-baseline, the plans of the other ``STRATEGIES`` and the solver's plan for the budget.
+The candidates of a micro-batch size are the plans of ``STRATEGIES`` and the solver's plan for the budget.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -46,11 +44,9 @@ class Candidate:
     """A way to compute the global batch, with its predicted memory and time.
 
     Args:
-        layout: the batch layout, of this micro-batch size.
         loss: value of ``--loss``, where the recipe has a choice.
         forecast: of the largest forward of a step; its chain includes ``weights_bytes`` and ``static``.
         weights_bytes: parameters and buffers; in shards those of one rank.
-        static: optimizer state and DDP's buckets.
         overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
         budget_bytes: for all of them together.
         host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
@@ -113,7 +109,7 @@ class Candidate:
 
     @property
     def noise_s(self) -> float:
-        """By which ``step_s`` may be wrong."""
+        """The error of ``step_s``."""
         return self.layout.forwards_per_step * self.forecast.noise_s
 
     @property
@@ -162,14 +158,15 @@ class Choice:
         fitting = [candidate for candidate in self.candidates if candidate.fits]
         if not fitting:
             return None
-        limit_s = (1 + AS_FAST) * min(_slowest_s(candidate) for candidate in fitting)
-        return min((candidate for candidate in fitting if _slowest_s(candidate) <= limit_s), key=_complexity)
+        slowest_s = [candidate.step_s + candidate.noise_s for candidate in fitting]
+        limit_s = (1 + AS_FAST) * min(slowest_s)
+        return min((one for one, most_s in zip(fitting, slowest_s, strict=True) if most_s <= limit_s), key=_complexity)
 
     @property
     def rivals(self) -> list[tuple[Candidate, float]]:
-        """The other candidates that fit and whose step is as fast as that of the chosen one within the noise.
+        """The other candidates that fit and are as fast as the chosen one within the noise, each with that noise.
 
-        Each with that noise, as a part of the chosen one's step.
+        It is a fraction of the chosen one's step.
         """
         chosen = self.chosen
         if chosen is None:
@@ -181,10 +178,6 @@ class Choice:
     def smallest(self) -> Candidate:
         """The candidate that needs least; one that the host has memory for, if there is any."""
         return min(self.candidates, key=lambda candidate: (not candidate.fits_host, candidate.needed_bytes))
-
-
-def _slowest_s(candidate: Candidate) -> float:
-    return candidate.step_s + candidate.noise_s
 
 
 def _complexity(candidate: Candidate) -> tuple[int, int, bool, float]:
@@ -199,8 +192,7 @@ class SearchSpace:
 
     Args:
         budget_bytes: of the device, overheads included.
-        strategy: of ``--activation_checkpointing``: with ``budget`` all plans are candidates, else this one alone.
-        static: the static memory of a batch layout.
+        strategy: of ``--activation_checkpointing``: with ``budget`` all plans are candidates, else only this one.
         overheads, host_budget_bytes: see ``Candidate``.
         plan_of: the plan of a strategy for the blocks that run.
         plan: the one candidate, in place of those of the strategy.
@@ -226,7 +218,7 @@ class SearchSpace:
     reductions: tuple[bool, ...] = (False,)
 
     def candidates(self, measurement: Measurement, layout: BatchLayout, loss: str | None = None) -> list[Candidate]:
-        """The candidates of one layout, by the costs of a micro-batch; none where the host was too small to measure."""
+        """Make the candidates of a layout by the costs of a micro-batch; none if the host was too small to measure."""
         return [
             Candidate(
                 layout=layout,
@@ -243,7 +235,7 @@ class SearchSpace:
         ]
 
     def _ways_to_reduce(self, layout: BatchLayout) -> Iterator[tuple[InShards | None, StaticMemory]]:
-        """``in_shards`` and the static memory for each of ``reductions``; for one where nothing accumulates."""
+        """Yield ``in_shards`` and the static memory for each of ``reductions``; for one where nothing accumulates."""
         static, steps = self.static(layout), layout.accumulation_steps
         in_shards = None if self.in_shards is None else self.in_shards(layout)
         if in_shards is None or steps == 1:
@@ -262,21 +254,22 @@ class SearchSpace:
             if not offloads(self.strategy) or _is_measured(self.strategy, measurement):
                 yield self._under(self.strategy, measurement, static, in_shards)
             return
-        named = []
-        for strategy in STRATEGIES:
-            if strategy in ("none", "full") or _is_measured(strategy, measurement):
-                named.append(self._under(strategy, measurement, static, in_shards))
+        named = [
+            self._under(strategy, measurement, static, in_shards)
+            for strategy in STRATEGIES
+            if strategy in ("none", "full") or _is_measured(strategy, measurement)
+        ]
         yield from named
         solved: Forecast | None
         if in_shards is None:
             solved = self._solved(measurement, static)
         else:
             solved = self._solved_in_shards(measurement, static, in_shards)
-        if solved is not None and not any(_same_costs(solved, known) for known in named):
+        if solved is not None and _costs(solved) not in map(_costs, named):
             yield solved
 
     def _under(
-        self, strategy: str, measurement: Measurement, static: StaticMemory, in_shards: InShards | None = None
+        self, strategy: str, measurement: Measurement, static: StaticMemory, in_shards: InShards | None
     ) -> Forecast:
         plan = self.plan_of(strategy, measurement.running)
         if self.micro_batch_size is not None and self.strategy not in BUDGET_WORDS:
@@ -293,9 +286,9 @@ class SearchSpace:
         return Forecast(plan=plan, chain=static.added_to(measurement.chain_under(plan)), in_shards=in_shards)
 
     def _solved_in_shards(self, measurement: Measurement, static: StaticMemory, in_shards: InShards) -> Forecast | None:
-        """The solver's plan for the budget as ``timeline_in_shards`` judges it, or the one of those that needs least.
+        """Return the solver's plan for the budget as ``timeline_in_shards`` judges it, or the one that needs least.
 
-        What is gathered at the peak follows from the spans of a plan, of which the solver knows nothing. So it solves
+        The weights gathered at the peak follow from the spans of a plan, which the solver does not know. So it solves
         for less and less memory, each time by as much as the plan before was too large: first for plans whose blocks
         recompute one by one, which all gather alike, then for any. ``None`` where no plan leaves enough units.
         """
@@ -325,7 +318,7 @@ class SearchSpace:
         return min(judged, key=lambda pair: pair[0])[1] if judged else None
 
     def _solved(self, measurement: Measurement, static: StaticMemory) -> Forecast:
-        """The solver's plan for the budget, or the one that needs least where none fits."""
+        """Return the solver's plan for the budget, or the one that needs least where none fits."""
         try:
             budget_bytes = self.budget_bytes - sum(self.overheads.values())
             return forecast(
@@ -352,10 +345,9 @@ def search_space(
     groups: ShardGroups | None = None,
     bytes_per_s: float = inf,
 ) -> SearchSpace:
-    """The space of what ``run`` leaves open for a model on such devices.
+    """Make the space of what ``run`` leaves open for a model on such devices.
 
     Args:
-        overheads, host_budget_bytes: see ``Candidate``.
         groups: of ranks that hold the model in shards; ``None``: each rank has all of it.
         bytes_per_s: that a rank sends to others.
     """
@@ -388,11 +380,7 @@ def search_space(
 
 
 def open_layouts(run: StepSettings, optim: OptimizerSettings, num_processes: int) -> list[BatchLayout]:
-    """The batch layouts to search, small micro-batches first: one, unless ``--micro_batch_size`` is auto.
-
-    Raises:
-        InputError: as ``BatchLayout``.
-    """
+    """Return the batch layouts to search, small micro-batches first: one, unless ``--micro_batch_size`` is auto."""
     named = run.layout(num_processes)  # without a size in the flags, a single micro-batch
     if run.micro_batch_size != AUTO or optim.optimizer_in_backward:  # the latter cannot accumulate
         return [named]
@@ -408,11 +396,7 @@ def search(
 
     Args:
         layouts: small micro-batches first.
-        losses: to try with each layout.
         candidates_of: the candidates of a layout and a loss; empty where it does not run at all.
-
-    Raises:
-        InputError: as ``candidates_of``.
     """
     found: list[Candidate] = []
     for layout in layouts:
@@ -427,13 +411,12 @@ def _is_measured(strategy: str, measurement: Measurement) -> bool:
     return any(plan.strategy == strategy for plan, _ in measurement.traces)
 
 
-def _same_costs(one: Forecast, other: Forecast) -> bool:
-    costs = [(found.peak, found.added_s, found.noise_s, found.host_bytes) for found in (one, other)]
-    return costs[0] == costs[1]
+def _costs(found: Forecast) -> tuple[object, ...]:
+    return found.peak, found.added_s, found.noise_s, found.host_bytes
 
 
 def host_memory_too_small(candidate: Candidate) -> InputError:
-    """The error for a plan that offloads more than the host has memory for."""
+    """Return the error for a plan that offloads more than the host has memory for."""
     there = format_bytes(candidate.host_budget_bytes or 0)
     return InputError(
         f"--activation_checkpointing {candidate.strategy}: a rank would move {format_bytes(candidate.host_bytes)} to "
@@ -442,14 +425,14 @@ def host_memory_too_small(candidate: Candidate) -> InputError:
 
 
 def reduction_line(*, once: bool) -> str:
-    """A line on when the gradients of accumulated micro-batches are reduced, where weights are in shards."""
+    """Say when the gradients of accumulated micro-batches are reduced, where weights are in shards."""
     if once:
         return f"gradients are reduced once a step, and whole on each rank until then (--reduce_gradients {PER_STEP})"
     return f"gradients are reduced after every micro-batch (--reduce_gradients {PER_MICRO_BATCH})"
 
 
 def host_line(candidate: Candidate) -> str:
-    """A line on the host's memory that is offloaded to, and on how much there is."""
+    """Say how much of the host's memory is offloaded to, and how much there is."""
     there = candidate.host_budget_bytes
     of = "" if there is None else f", of {format_bytes(there)} that are available to it"
     return f"{candidate.strategy}: at most {format_bytes(candidate.host_bytes)} of the host's memory for a rank{of}"

@@ -7,16 +7,13 @@ NOTE [ trial step ]
    fails now. On a CPU the allocations of the trial step are added to the static memory.
 3. It runs no collective, so a rank without memory leaves no other rank waiting; afterwards all ranks learn of it.
    BatchNorm over all ranks is the exception: with it the others wait for the timeout of the process group.
-4. The part of its activations that a compiled layer may save bounds neither the memory of its kernels nor that of a
-   step, which may rise where the ratio falls (https://github.com/pytorch/pytorch/issues/197838). So plans are chosen by
-   the measured bytes of each ratio. Where the trial step of a plan that compiles peaks above the budget nevertheless,
-   the bytes that were missed are kept free, the ratio half-way to the next smaller one is measured, too, and the plan
-   is chosen again among all of them: ``MAX_TRIALS`` plans in all.
-5. Where weights are in shards, it gathers them and reduces gradients, as in training: rule 3 does not hold, and a rank
-   without memory ends the run, as one does in a step. Gradients of the first of two micro-batches are then among the
-   static memory, or, where they are reduced once a step, in the step, which then has up to three. On a CPU a buffer
-   that a thread of gloo lets go last leaves no event, so a reading may be too high, by chance: the lowest of
-   ``READINGS`` counts.
+4. A ratio of compiled memory does not bound the memory of a step (https://github.com/pytorch/pytorch/issues/197838).
+   Where the trial step of a plan that compiles peaks above the budget, the bytes that were missed are kept free, the
+   ratio half-way to the next smaller one is measured, too, and the plan is chosen again among all of them.
+5. In shards it gathers weights and reduces gradients, as in training: rule 3 does not hold, and a rank without memory
+   ends the run. Gradients of the first of two micro-batches are then among the static memory, or, where they are
+   reduced once a step, in the step, which then has up to three. On a CPU a buffer that a thread of gloo lets go last
+   leaves no event, so a reading may be too high, by chance: the lowest of ``READINGS`` counts.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,17 +36,8 @@ MAX_TRIALS = 4
 """Plans of a micro-batch that are run at most, each with more memory kept free than the one before, until one fits."""
 
 
-def group_counts(num_blocks: int) -> Iterator[int]:
-    """The numbers of groups to measure blocks in, one after the other until memory suffices: 1 and its doublings."""
-    num_groups = 1
-    while num_groups < num_blocks:
-        yield num_groups
-        num_groups *= 2
-    yield max(1, num_blocks)
-
-
 def with_smaller_ratio(ratios: tuple[float, ...], plan: Plan) -> tuple[float, ...]:
-    """The ratios to measure after ``plan`` has peaked above its budget: one more, where it compiles.
+    """Return the ratios to measure after ``plan`` has peaked above its budget: one more, where it compiles.
 
     It is half-way from the ratio of the plan to the next smaller one, or to 0.
     """
@@ -68,7 +56,7 @@ def step_bytes(
     device: torch.device,
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> int:
-    """The peak bytes of a step without overheads, on this process alone, or in shards on all. NOTE [ trial step ].
+    """Run a step: return its peak bytes without overheads, on this process alone, or in shards on all.
 
     Runs two forwards and backwards for a reading; three or four under accumulation, where gradients are whole.
 
@@ -110,7 +98,7 @@ def step_bytes(
 
 @contextmanager
 def _gradients_as_in_a_step(static: StaticMemory, model: nn.Module) -> Iterator[None]:
-    """Frees each gradient as it is made where training does (for DDP's buckets, or an optimizer in the backward)."""
+    """Free each gradient as it is made where training does (for DDP's buckets, or an optimizer in the backward)."""
 
     def free(parameter: Tensor) -> None:
         parameter.grad = None
