@@ -4,6 +4,5 @@ NOTE [ decisions ]
 * The model is built on the meta device and then made of fake *cpu* tensors for any target: fake cuda tensors abort on
   a build of torch without CUDA. The same tracer reads them, with seconds by a roofline.
 * On a CUDA target the kernels' memory is modelled: attention, autocast's list, dropout masks, the allocator's
-  rounding (``cuda_kernels``). On this CPU each operator runs once alone, for its workspace and the layout of its result
-  (``fake_step.py``).
+  rounding. On this CPU each operator runs once by itself, for its workspace and the layout of its result.
 """

@@ -13,7 +13,6 @@ NOTE [ where CUDA differs ]
 2. Autocast: CUDA casts the inputs of norms, losses, powers and softmax to float32 (``AT_FORALL_FP32`` in
    ATen/autocast_mode.h), the CPU leaves most of them in bfloat16.
 3. Dropout saves a mask of one byte an element, the CPU's one of the input's dtype.
-4. ``tensor.is_cuda`` is true.
 Not known without the device, and so left out: the workspaces of cuDNN's convolutions, the scratch of sorts and
 reductions, and how many documents are in a row: beyond those of the estimate, each adds ``FLASH_BLOCK`` rows to the
 sums of attention's backward.
@@ -84,7 +83,7 @@ def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 def estimate_on_target(
     workload: Workload, plans: Sequence[Plan], target: Target, *, autocast_dtype: torch.dtype | None = None
 ) -> Measurement:
-    """``Estimator.estimate`` for a single micro-batch."""
+    """Run ``Estimator.estimate`` for a single micro-batch."""
     return Estimator(workload.model, target, autocast_dtype).estimate(workload, plans)
 
 
@@ -112,9 +111,6 @@ class Estimator:
 
         Returns:
             A measurement whose workload is on the target's device, so that its chains are those of the target.
-
-        Raises:
-            InputError: as ``measure``.
         """
         dtype = self.autocast_dtype
 
@@ -133,7 +129,7 @@ class Estimator:
 
 
 def _measure(workload: Workload, plans: Sequence[Plan], instruments: FakeInstruments, repeats: Repeats) -> Measurement:
-    """``measure``, with layers that are alike traced once where that is possible."""
+    """Run ``measure``, with layers that are alike traced once where that is possible."""
     if repeats.periods:
         shortened = {repeats.shorten_plan(plan): plan for plan in plans}
         stacks = [repeats.shorten(names) for names in workload.stacks]
@@ -202,11 +198,7 @@ class SimulatedStream(SimulatedCopies):
 
 
 def stream_on_target(model: nn.Module) -> None:
-    """Let a model of fake tensors stream the frozen weights of its layers, on a CUDA target.
-
-    Raises:
-        InputError: as ``stream_frozen_weights``.
-    """
+    """Let a model of fake tensors stream the frozen weights of its layers, on a CUDA target."""
     stream_frozen_weights(model, WeightStream(CPU, SimulatedStream(SimulatedClock(), inf), looks_ahead=False))
 
 
@@ -354,7 +346,7 @@ def attention(
     *,
     flash: bool,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` by the kernel that CUDA would take; rule 1 of NOTE [ where CUDA differs ].
+    """Attend by the kernel that CUDA would take: rule 1 of NOTE [ where CUDA differs ].
 
     Args:
         query, key, value: (B, H, T, D).

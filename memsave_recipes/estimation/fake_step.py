@@ -133,7 +133,7 @@ class Workspaces:
 
 @contextmanager
 def _same_random_numbers_after() -> Iterator[None]:
-    """As ``torch.random.fork_rng([])``, without the function that ``seeing_random_states`` counts."""
+    """Do as ``torch.random.fork_rng([])``, without the function that ``seeing_random_states`` counts."""
     state = torch.default_generator.get_state()
     try:
         yield
@@ -297,7 +297,7 @@ class _Operators(TorchDispatchMode):
 
     @contextmanager
     def seeing_random_states(self) -> Iterator[None]:
-        """Inside, the states that torch's checkpoints read count: they are no fake tensors and pass no mode."""
+        """Count the states that torch's checkpoints read: they are no fake tensors and pass no mode."""
         read = torch.get_rng_state
 
         def seen() -> Tensor:
@@ -486,7 +486,7 @@ def _as_the_kernel_does(out: Any, run: KernelRun, taken: set[int]) -> Any:
     """Return ``out`` in the layouts and dtypes of the kernel's own results, where the fake ones differ."""
     leaves, form = tree_flatten(out)
     for position, (leaf, real) in enumerate(zip(leaves, run.results, strict=True)):
-        if not isinstance(leaf, Tensor) or real is None:  # a gradient that nobody asked for
+        if not isinstance(leaf, Tensor) or real is None:  # a gradient that was not asked for
             continue
         is_same = (leaf.shape, leaf.stride(), leaf.dtype) == (real.shape, real.stride(), real.dtype)
         if not is_same and id(leaf.untyped_storage()) not in taken:

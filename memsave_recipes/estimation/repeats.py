@@ -69,7 +69,7 @@ class Repeats:
 
     @cached_property
     def like(self) -> dict[str, str]:
-        """By the names of the layers that are left out: one that is traced and is like it."""
+        """For each layer that is left out, by name, one that is traced and is like it."""
         found: dict[str, str] = {}
         for period in self.periods:
             found |= {name: found.get(like, like) for name, like in period.pairs}
@@ -103,7 +103,7 @@ def find_repeats(
 
 
 def _periods(names: Sequence[str], kinds: Sequence[Hashable], least: int) -> Iterator[Period]:
-    """Rule 2 of the NOTE."""
+    """Yield the periods by rule 2 of the NOTE."""
     first, begin, end = _longest(kinds, least)
     for section in (range(first), range(first, begin), range(end, len(names))):
         for _, run in groupby(section, key=kinds.__getitem__):
@@ -203,7 +203,7 @@ class _Expansion:
         at = {part.block: index for index, part in enumerate(trace.parts) if part.block is not None}
         first, behind = at[period.traced[0]], at[period.behind]
         if behind - first != len(period.traced) or trace.parts[first - 1].block is None:
-            raise Irregular(f"a part of the model stands between {period.traced[0]} and {period.behind}")
+            raise Irregular(f"a part of the model is between {period.traced[0]} and {period.behind}")
         self.readings, self.ends, self.period = trace.memory, trace.ends, period
         self.variables_bytes = trace.variables_bytes
         self.before, self.parts, self.behind = trace.parts[:first], trace.parts[first:behind], trace.parts[behind:]
@@ -306,5 +306,5 @@ def _renamed(part: Part, names: Mapping[int, int], block: str | None, added_byte
         inputs=rename(part.inputs),
         outputs=rename(part.outputs),
         saved=rename(part.saved),
-        beside=rename(part.beside),
+        extra_args=rename(part.extra_args),
     )

@@ -114,7 +114,7 @@ def savings_of(setup: Setup, rules: Sequence[Rule] | None = None) -> list[Saving
 
 
 def _smaller_micro_batches(setup: Setup) -> Iterator[Saving]:
-    """Offer halves and quarters; the optimizer in the backward cannot accumulate, nor does BatchNorm that joins them."""
+    """Offer halves and quarters; the optimizer in the backward cannot accumulate, nor can BatchNorm that joins."""
     size, activations = setup.layout.micro_batch_size, setup.activations_bytes
     has_batchnorm = any(isinstance(module, _BatchNorm) for module in setup.model.modules())
     if setup.flags.get("optimizer_in_backward") or joined_batchnorm(setup.model) is not None:

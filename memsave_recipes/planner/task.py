@@ -1,9 +1,6 @@
 """A recipe's training task, the choice of its plan for a target device by estimates alone, and its frontier.
 
-A ``Task`` is a recipe's model, loss and micro-batch without data or weights. A recipe that ``memsave plan`` can plan
-has a function ``task(args)`` next to its ``main``, made of the same functions. ``choose_for_target`` runs it with fake
-tensors, so the device need not be here. A frontier sets memory against throughput: every strategy at every micro-batch
-size, predicted, and measured on this device where asked (``run_points``).
+A recipe that ``memsave plan`` can plan has a function ``task(args)`` next to its ``main``, made of the same functions.
 """
 
 import importlib.util
@@ -50,7 +47,7 @@ class Task:
     """A recipe's model, loss and micro-batch under its flags.
 
     Args:
-        run, optim: what is asked of a step, such as the parsed flags.
+        run, optim: the settings of a step, such as the parsed flags.
         build_model: the model with the blocks: with ``with_weights=True`` as it is trained, else without weights, on
             torch's default device.
         adapt: adds adapters to that model in place; by default it has none.
@@ -77,7 +74,7 @@ class Task:
     assumed: tuple[str, ...] = ()
 
     def planned_model(self) -> nn.Module:
-        """The model with its adapters, without weights."""
+        """Build the model with its adapters, without weights."""
         model = self.build_model()
         self.adapt(model)
         self.run.convert(model)
@@ -85,7 +82,7 @@ class Task:
 
 
 def fake_planned_model(task: Task, target: Target) -> nn.Module:
-    """The model of a task as it is planned for a device, of fake tensors.
+    """Build the model of a task as it is planned for a device, of fake tensors.
 
     Raises:
         InputError: no weights of its layers can be streamed, where they are to be.
@@ -120,7 +117,7 @@ class Launch:
 
     @classmethod
     def here(cls, num_processes: int, mixed_precision: str) -> "Launch":
-        """On the device of this machine.
+        """Make the launch on the device of this machine.
 
         Raises:
             InputError: its figures are not known.
@@ -130,7 +127,7 @@ class Launch:
 
 
 def read_task(recipe: Path, args: Sequence[str]) -> Task:
-    """The task of the recipe in a file under the flags ``args``; ``--output_dir`` may be missing.
+    """Return the task of the recipe in a file under the flags ``args``; ``--output_dir`` may be missing.
 
     Raises:
         InputError: no such file, no function ``task`` in it, or flags that it refuses.
@@ -168,7 +165,7 @@ def estimate(
     num_processes: int = 1,
     mixed_precision: str = "no",
 ) -> Choice:
-    """The ways to compute a step of ``task``, with memory and time on a device that need not be here.
+    """Return the ways to compute a step of ``task``, with memory and time on a device that need not be here.
 
     No data is read, no weight is made and nothing is run. The micro-batch size and the strategy that ``task.run`` names
     are kept; with ``micro_batch_size="auto"`` and ``activation_checkpointing="budget"`` all of them are compared.
@@ -211,9 +208,7 @@ def choose_for_target(
     plan: Plan | None = None,
     candidates: Callable[[SearchSpace, Measurement, BatchLayout, str | None], list[Candidate]] = SearchSpace.candidates,
 ) -> Choice:
-    """All candidates for a recipe on a device, estimated from fake tensors and the vendor's rates.
-
-    A micro-batch size and a strategy that the flags name are kept; otherwise they are searched.
+    """Return all candidates for a recipe on a device, estimated from fake tensors and the vendor's rates.
 
     Args:
         on_size: called with the batch layout that is estimated next.
@@ -241,11 +236,7 @@ def choose_for_target(
 
 
 def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) -> SearchSpace:
-    """What the flags of a task leave open for its model on a device.
-
-    Raises:
-        InputError: as ``shard_groups``.
-    """
+    """Return what the flags of a task leave open for its model on a device."""
     return search_space(
         task.run,
         task.optim,
@@ -262,11 +253,7 @@ def space_of(task: Task, launch: Launch, model: nn.Module, budget_bytes: int) ->
 
 @dataclass
 class Estimates:
-    """The costs of a task's micro-batches on a device that need not be here.
-
-    Raises:
-        InputError: as ``fake_planned_model``.
-    """
+    """The costs of a task's micro-batches on a device that need not be here."""
 
     task: Task
     launch: Launch
@@ -276,16 +263,16 @@ class Estimates:
         self._estimator = Estimator(self.model, self.launch.target, AUTOCAST_DTYPES[self.launch.mixed_precision])
 
     def of(self, layout: BatchLayout, loss: str | None, plans_of: Callable[[Workload], Sequence[Plan]]) -> Measurement:
-        """The costs of the largest forward of a step under plans for it, of which the first keeps everything."""
+        """Return the costs of the largest forward of a step under plans for it; the first keeps everything."""
         workload = fake_workload(self.task, self.launch, self.model, layout, loss)
         return self._estimator.estimate(workload, plans_of(workload))
 
 
 def shard_groups(task: Task, launch: Launch) -> ShardGroups | None:
-    """The ranks that hold one model in shards; ``None`` where each holds all of it.
+    """Return the ranks that hold one model in shards; ``None`` where each holds all of it.
 
     Raises:
-        InputError: as ``ShardGroups.of``, or a precision that does not go with them.
+        InputError: as ``ShardGroups.of``, or a precision that shards do not take.
     """
     groups = ShardGroups.of(task.run.shard, launch.num_processes)
     if groups is not None:
@@ -294,7 +281,7 @@ def shard_groups(task: Task, launch: Launch) -> ShardGroups | None:
 
 
 def fake_workload(task: Task, launch: Launch, model: nn.Module, layout: BatchLayout, loss: str | None) -> Workload:
-    """The largest forward of a step of a recipe, of fake tensors."""
+    """Make the largest forward of a step of a recipe, of fake tensors."""
     trained = task.trained(model, loss, launch.target.device)
     make_batch = inputs_of(task, layout, partial(fake_batch, model))
     return Workload(
@@ -304,15 +291,15 @@ def fake_workload(task: Task, launch: Launch, model: nn.Module, layout: BatchLay
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),
         host_bytes=host_bytes(model),
-        apart=modules_outside_blocks(model) if task.run.in_shards else (),
+        extra_modules=modules_outside_blocks(model) if task.run.in_shards else (),
     )
 
 
 def inputs_of(task: Task, layout: BatchLayout, tensors_of: Callable[[Batch], Batch]) -> Callable[[], Batch]:
-    """Makes what the largest forward of a step takes, anew for each forward, on one rank that waits for no other.
+    """Make what the largest forward of a step takes, anew for each forward, on one rank that waits for no other.
 
     Args:
-        tensors_of: a micro-batch for one of tensors without values.
+        tensors_of: makes a micro-batch from one without values.
     """
     micro_batches = [tensors_of(task.micro_batch(size)) for size in layout.largest_forward(layout.global_batch_size)]
     return partial(layout.joined, micro_batches)
@@ -328,9 +315,9 @@ DOCUMENT_TOKENS = 256  # per document in synthetic packed batches
 def every_strategy(
     space: SearchSpace, measurement: Measurement, layout: BatchLayout, loss: str | None = None
 ) -> list[Candidate]:
-    """The candidates of every strategy, and of the solver for ``NUM_BUDGETS`` budgets, for ``choose_for_target``.
+    """Make the candidates of every strategy, and of the solver for ``NUM_BUDGETS`` budgets, for ``choose_for_target``.
 
-    Where the flags name a strategy, its candidates alone.
+    Where the flags name a strategy, only its candidates.
     """
     if space.strategy not in BUDGET_WORDS:
         return space.candidates(measurement, layout, loss)
@@ -342,12 +329,13 @@ def every_strategy(
     for budget_bytes in _budgets(space, measurement, layout, found):
         solved = replace(space, budget_bytes=budget_bytes).candidates(measurement, layout, loss)
         found += [replace(one, budget_bytes=space.budget_bytes) for one in solved if one.strategy in BUDGET_WORDS]
-    return _distinct_costs(found)
+    first_of_equal = {(one.needed_bytes, one.step_s): one for one in reversed(found)}
+    return list(first_of_equal.values())[::-1]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The memory (with overheads, as ``Candidate.needed_bytes``) and the time of a candidate that was run."""
+    """The memory with overheads and the time of a candidate that was run."""
 
     needed_bytes: int
     step_s: float
@@ -374,7 +362,7 @@ class FrontierPoint:
 
 
 def points_of(candidates: Sequence[Candidate]) -> list[FrontierPoint]:
-    """The candidates as points, marked where they are Pareto-optimal by prediction."""
+    """Return the candidates as points, marked where they are Pareto-optimal by prediction."""
     optimal: set[int] = set()
     fastest = 0.0
     for candidate in sorted(candidates, key=lambda one: (one.needed_bytes, -one.samples_per_s)):
@@ -389,9 +377,6 @@ def run_points(
 ) -> list[FrontierPoint]:
     """Run a micro-batch of each point on this device, with random weights and synthetic samples.
 
-    Args:
-        on_run: called after every point.
-
     Returns:
         The points with ``measured``; without it where the device has too little memory.
     """
@@ -400,8 +385,7 @@ def run_points(
     found = []
     for point in points:
         try:
-            measured = _run(task, launch, point.candidate, model)
-            found.append(replace(point, measured=measured))
+            found.append(replace(point, measured=_run(task, launch, point.candidate, model)))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -410,15 +394,14 @@ def run_points(
     return found
 
 
-def synthetic_batch(batch: Batch, device: torch.device) -> Batch:
-    """Valid values for the tensors of a task's micro-batch."""
+def _synthetic_batch(batch: Batch, device: torch.device) -> Batch:
     return {name: _values(name, part).to(device) if isinstance(part, Tensor) else part for name, part in batch.items()}
 
 
 def _budgets(
     space: SearchSpace, measurement: Measurement, layout: BatchLayout, found: Sequence[Candidate]
 ) -> list[int]:
-    """From the least that a plan needs, in shards that one of ``found`` does, to nearly the need of the first one."""
+    """List budgets from the least that a plan needs, or one of ``found`` in shards, to nearly that of the first one."""
     baseline = found[0]
     if space.in_shards is None:
         least_bytes = replace(baseline, forecast=least_memory(measurement, space.static(layout))).needed_bytes
@@ -428,41 +411,30 @@ def _budgets(
     return [least_bytes + saved_bytes * part // NUM_BUDGETS for part in range(NUM_BUDGETS)]
 
 
-def _distinct_costs(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first of the candidates that cost the same."""
-    return list({(one.needed_bytes, one.step_s): one for one in reversed(candidates)}.values())[::-1]
-
-
 def _run(task: Task, launch: Launch, candidate: Candidate, model: nn.Module) -> Measured:
     device, dtype = launch.target.device, AUTOCAST_DTYPES[launch.mixed_precision]
     trained = task.trained(model, candidate.loss, device)
-    make_batch = inputs_of(task, candidate.layout, partial(synthetic_batch, device=device))
+    make_batch = inputs_of(task, candidate.layout, partial(_synthetic_batch, device=device))
 
     def forward() -> Tensor:
         with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             return task.loss_of(trained, make_batch())
 
-    peak_bytes = step_bytes(candidate.forecast, candidate.static, model, forward, device)
-    overheads_bytes = candidate.needed_bytes - candidate.peak_bytes
-    seconds = _forward_and_backward_s(candidate, model, forward, device)
-    return Measured(peak_bytes + overheads_bytes, seconds * candidate.layout.forwards_per_step)
-
-
-def _forward_and_backward_s(
-    candidate: Candidate, model: nn.Module, forward: Callable[[], Tensor], device: torch.device
-) -> float:
     def step(meter: Meter) -> None:
         meter.mark()
         forward().backward()
         meter.mark()
         clear_gradients(model)
 
+    peak_bytes = step_bytes(candidate.forecast, candidate.static, model, forward, device)
+    overheads_bytes = candidate.needed_bytes - candidate.peak_bytes
     with apply_plan(model, candidate.forecast.plan), preserve_state(model, device):
-        return median(DeviceInstruments(device).read_clock(step)[0] for _ in range(NUM_TIMED))
+        seconds = median(DeviceInstruments(device).read_clock(step)[0] for _ in range(NUM_TIMED))
+    return Measured(peak_bytes + overheads_bytes, seconds * candidate.layout.forwards_per_step)
 
 
 def _values(name: str, tensor: Tensor) -> Tensor:
-    """Values by the recipes' names of tensors; 1 is a valid class and a valid token everywhere."""
+    """Make values by the recipes' names of tensors; 1 is a valid class and a valid token everywhere."""
     shape, dtype = tensor.shape, tensor.dtype
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=dtype)

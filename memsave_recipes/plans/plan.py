@@ -23,7 +23,7 @@ from memsave_recipes.errors import InputError
 from memsave_recipes.plans.prediction import Prediction
 
 FORMAT_VERSION = 1
-STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it as it stands there
+STRATEGY = re.compile(r"[\w :.,+-]{1,100}")  # of a file: tables and lines show it unchanged
 
 
 class Action(StrEnum):
@@ -43,7 +43,7 @@ class Action(StrEnum):
 
     @property
     def kind(self) -> "ActionKind":
-        """What it does."""
+        """Its properties."""
         return KINDS[self]
 
 
@@ -164,7 +164,7 @@ class Plan:
         prediction: the memory and time of a step, where ``make_plan`` has measured one; not compared, not written.
 
     Raises:
-        ValueError: the spans leave a block out or name one twice, or the ratio or a size does not go with them.
+        ValueError: the spans leave a block out or name one twice, or they contradict the ratio or a size.
     """
 
     strategy: str
@@ -206,7 +206,7 @@ class Plan:
         return all(span.action.kind.is_bitwise for span in self.spans)
 
     def in_micro_batches(self, size: int) -> "Plan":
-        """The same plan, of which the blocks that recompute do so ``size`` samples at a time, each by itself.
+        """Return the same plan whose blocks recompute ``size`` samples at a time, each by itself.
 
         Raises:
             InputError: none recomputes, or those of a file do so with another size.
@@ -228,7 +228,7 @@ class Plan:
         return replace(self, spans=spans, micro_batch_size=size)
 
     def blocks_under(self, action: Action) -> tuple[str, ...]:
-        """The names of the blocks under ``action``."""
+        """Return the names of the blocks under ``action``."""
         spans = [span for span in self.spans if span.action is action]
         return tuple(name for span in spans for name in self.blocks[span.start : span.stop])
 
@@ -246,7 +246,7 @@ class Plan:
         return f"{self.strategy}: {text}"
 
     def to_json(self) -> str:
-        """The plan as the text of a ``plan.json``."""
+        """Return the plan as the text of a ``plan.json``."""
         content = asdict(replace(self, prediction=None))
         del content["prediction"]
         for name in ("micro_batch_size", "mlp_tile_tokens"):
@@ -255,12 +255,12 @@ class Plan:
         return json.dumps({"version": FORMAT_VERSION, **content}, indent=1)
 
     def __str__(self) -> str:
-        """``describe()``, and the prediction where there is one."""
+        """Return ``describe()``, and the prediction where there is one."""
         return self.describe() if self.prediction is None else f"{self.describe()}\n{self.prediction}"
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan that ``to_json`` wrote.
+        """Read the plan that ``to_json`` wrote.
 
         Raises:
             InputError: the text is not such a plan.
@@ -309,7 +309,7 @@ crosses from one stack into the next."""
 
 
 def count_blocks(stacks: Stacks) -> int:
-    """The number of blocks in all stacks."""
+    """Return the number of blocks in all stacks."""
     return sum(len(stack) for stack in stacks)
 
 
@@ -385,13 +385,13 @@ KNOWN = (
 
 
 def offloads(strategy: str) -> bool:
-    """Whether every block under ``strategy`` has tensors in host memory."""
+    """Return whether every block under ``strategy`` has tensors in host memory."""
     action = UNIFORM_STRATEGIES.get(strategy.partition(":")[0])
     return action is not None and action.kind.on_host is not None
 
 
 def plan_for(strategy: str, stacks: Stacks) -> Plan:
-    """The plan that ``strategy`` makes for the blocks in ``stacks``.
+    """Return the plan that ``strategy`` makes for the blocks in ``stacks``.
 
     Args:
         strategy: any of ``KNOWN`` but ``bottleneck``, ``budget`` and a path.

@@ -47,7 +47,7 @@ class Prediction:
     spans: tuple[SpanPrediction, ...]
 
     def to_json(self) -> str:
-        """All figures, bytes as whole numbers, seconds as ``*_s``."""
+        """Return all figures, bytes as whole numbers, seconds as ``*_s``."""
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:

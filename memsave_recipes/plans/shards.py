@@ -13,23 +13,21 @@ NOTE [ a step in shards ], as of torch 2.13 and 2.15 (``torch/distributed/fsdp/_
 3. When the gradient of its input is there, its weights are freed, and the buffer of the gradients that were reduced
    before. Its own gradients are copied into such a buffer, on a CPU those that W does not divide through a padded copy;
    then they are freed. What is reduced of them becomes the gradient of the shard, and the buffer stays.
-4. So it is with every unit whose input needs a gradient. The others are reduced when the backward has ended, in the
-   order in which the model registers them: embeddings, what is behind frozen ones, and the root, whose weights stay
-   from the first forward on.
-5. Of accumulated micro-batches each may be reduced by itself, so those before have left gradients of shards alone.
-   Where groups replicate one another, what was reduced in this backward stays besides them until its end.
-6. Or those before the last one are not reduced (``no_sync``): rule 3 ends where the weights are freed. The first leaves
-   whole gradients. Each gradient of the others is gone when it has been added to them; that of a weight with two uses
-   waits for the second. The last one reduces the sums.
+4. Units whose input needs no gradient are reduced when the backward has ended, in the order in which the model
+   registers them: embeddings, those behind frozen ones, and the root, whose weights stay from the first forward on.
+5. Accumulated micro-batches may be reduced one by one, so those before have left gradients of shards alone. Where
+   groups replicate one another, what was reduced in this backward stays besides them until its end.
+6. Or those before the last one are not reduced (``no_sync``). The first leaves whole gradients. Each gradient of the
+   others is gone when it has been added to them; that of a weight with two uses waits for the second.
 Bounds: a unit of which modules run at several places counts as gathered from the first to the last of them. The first
 run of blocks that recompute counts as if all that they save were there until their end. Variables of the model count as
 they are under no plan, and so does a norm behind layers with tiles.
 
 NOTE [ traffic ]
-A unit is gathered twice a micro-batch, once where its weights stay, and its gradients are reduced once, or in the last
-micro-batch of a step alone; of its bytes each rank sends (W - 1) / W, and between replicas twice that part of a shard.
-Such seconds are an estimate: they pass at the rate of the link, and behind the unit's own forward and backward as far
-as these take as long. Copies of a plan that offloads count as if they had a link of their own.
+A unit is gathered twice a micro-batch, once where its weights stay, and its gradients are reduced once, or only in the
+last micro-batch of a step. Each rank sends (W - 1) / W of the bytes, and between replicas twice that fraction of a
+shard. The unit's own forward and backward hide this as far as they take as long. Offloading counts as if it had a link
+of its own.
 """
 
 from collections import Counter
@@ -92,7 +90,7 @@ class Shards:
 
 
 def timeline_in_shards(chain: Chain, plan: Plan, shards: Shards) -> Iterator[TimelinePoint]:
-    """The live bytes of a rank in a step under ``plan``, in order: NOTE [ a step in shards ].
+    """Yield the live bytes of a rank in a step under ``plan``, in order: NOTE [ a step in shards ].
 
     Args:
         chain: ``resident_bytes`` are those of the rank, with shards in place of weights and state; the
@@ -111,7 +109,7 @@ def timeline_in_shards(chain: Chain, plan: Plan, shards: Shards) -> Iterator[Tim
 
 
 def peak_in_shards(chain: Chain, plan: Plan, shards: Shards) -> TimelinePoint:
-    """The point of ``timeline_in_shards`` at which most is live."""
+    """Return the point of ``timeline_in_shards`` at which most is live."""
     return max(timeline_in_shards(chain, plan, shards), key=lambda point: point.total_bytes)
 
 
@@ -152,7 +150,7 @@ class _MicroBatch:
             self.gradients[self.unit_at.get(at, self.root)] += block.gradient_bytes if adds else 0
 
     def points(self) -> Iterator[TimelinePoint]:
-        """Those of whole weights, as they are in shards, and the moments at which weights and gradients travel."""
+        """Yield the points of whole weights, as they are in shards, and those at which weights and gradients travel."""
         points = list(timeline(self.chain, self.plan, every_forward=True))
         yield from self._forward([point for point in points if point.phase == "forward"])
         yield from self._backward(list(_turns(points)))
@@ -160,7 +158,7 @@ class _MicroBatch:
             yield self._now(points[-1])
 
     def _now(self, point: TimelinePoint, extra_bytes: int = 0) -> TimelinePoint:
-        """``point`` with the gradients and the traffic of this moment."""
+        """Return ``point`` with the gradients and the traffic of this moment."""
         buffers = [*self.whole, *self.incoming, *([self.behind] if self.behind else [])]
         gathered_bytes = sum(unit.gathered_bytes for unit in buffers)
         reduced_bytes = self.leaving.reduced_bytes if self.leaving else 0
@@ -174,7 +172,7 @@ class _MicroBatch:
         )
 
     def _forward(self, points: list[TimelinePoint]) -> Iterator[TimelinePoint]:
-        """Rule 1."""
+        """Follow rule 1."""
         if self.root is not None:
             yield from self._gather(self.root, points[0])
         for point in points:
@@ -190,7 +188,7 @@ class _MicroBatch:
         self.behind = None
 
     def _gather(self, unit: ShardedUnit, point: TimelinePoint) -> Iterator[TimelinePoint]:
-        """Before the forward of ``point``."""
+        """Gather a unit before the forward of ``point``."""
         variables_bytes = 0 if point.position is None else self.chain.blocks[point.position].variables_bytes
         before = _before(point, point.own_bytes - point.temporary_bytes + variables_bytes, "gathering")
         self.incoming.add(unit)
@@ -233,7 +231,7 @@ class _MicroBatch:
             self.reduced.clear()
 
     def _run(self, point: TimelinePoint) -> Iterator[TimelinePoint]:
-        """A point of the backward; blocks of a sequence that recompute together are gathered one by one."""
+        """Run a point of the backward; blocks of a sequence that recompute together are gathered one by one."""
         unit = None if point.position is None else self.unit_at.get(point.position)
         if point.phase == "recomputation" and unit is not None and unit not in self.whole:
             self.incoming.discard(unit)
@@ -243,7 +241,7 @@ class _MicroBatch:
         self.behind = None
 
     def _gather_again(self, unit: ShardedUnit, begin: TimelinePoint) -> Iterator[TimelinePoint]:
-        """Rule 2."""
+        """Follow rule 2."""
         if unit not in self.whole:
             self.incoming.add(unit)
             self.whole.add(unit)
@@ -252,13 +250,13 @@ class _MicroBatch:
         self._fill_before(unit)
 
     def _fill_before(self, unit: ShardedUnit) -> None:
-        """The buffer of the unit before it in the forward."""
+        """Fill the buffer of the unit before it in the forward."""
         at = self.order.index(unit)
         if at > 0 and self.order[at - 1] not in self.whole:
             self.incoming.add(self.order[at - 1])
 
     def _reduce(self, unit: ShardedUnit, then: TimelinePoint) -> Iterator[TimelinePoint]:
-        """Rule 3; ``then`` is the moment."""
+        """Follow rule 3 at the moment ``then``."""
         self.whole.discard(unit)
         self.leaving = None
         if self.reduces and unit.reduced_bytes and (unit.is_root or unit in self.first):
@@ -270,17 +268,17 @@ class _MicroBatch:
             self.leaving = unit
 
     def _begin(self, turn: list[TimelinePoint]) -> TimelinePoint:
-        """The backward of a block, or its second run, begins."""
+        """Return the point at which the backward of a block, or its second run, begins."""
         first, position = turn[0], _position(turn)
-        beside_bytes = self.states[position + 1] + self._untracked_bytes(position)
-        return _before(first, first.own_bytes - first.temporary_bytes + beside_bytes, "gathering")
+        live_bytes = self.states[position + 1] + self._untracked_bytes(position)
+        return _before(first, first.own_bytes - first.temporary_bytes + live_bytes, "gathering")
 
     def _end(self, point: TimelinePoint) -> TimelinePoint:
-        """The backward has ended; what no block accounts for counts as there still."""
+        """Return the point at which the backward has ended; untracked bytes count as live still."""
         return replace(_before(point, self._untracked_bytes(0), "reduction"), held_bytes=0)
 
     def _untracked_bytes(self, position: int) -> int:
-        """The loss and the like; of a part without a backward of its own, those of the next one that has one."""
+        """Return the bytes of the loss and the like; those of the next part where it has no backward."""
         for block in self.chain.blocks[position:]:
             if block.untracked_bytes or block.option(Action.KEEP).backward_transient_bytes:
                 return block.untracked_bytes
@@ -310,14 +308,12 @@ def _turns(points: list[TimelinePoint]) -> Iterator[list[TimelinePoint]]:
 
 
 def communication_s(chain: Chain, shards: Shards, bytes_per_s: float) -> tuple[float, float]:
-    """Seconds that weights and gradients of a micro-batch travel, and those of them that nothing hides.
+    """Return the seconds that weights and gradients of a micro-batch travel, and those of them that nothing hides.
 
-    The mean over those that are reduced together.
+    They are means over the micro-batches that are reduced together: NOTE [ traffic ].
 
     Args:
         bytes_per_s: that a rank sends.
-
-    Source: NOTE [ traffic ].
     """
     sent = hidden = 0.0
     for unit in shards.units:

@@ -3,7 +3,7 @@
 NOTE [ the memory of one forward and backward ]
 1. Forward: while a block runs, its input and all that the blocks before it hold is live. Under ``KEEP`` it then holds
    its saved tensors; a ``RECOMPUTE`` span holds its input and ``span_bytes`` alone. Where any block runs again, the
-   ``beside_bytes`` of all are held from the first forward to the last backward.
+   ``extra_args_bytes`` of all are held from the first forward to the last backward.
 2. Backward, from the last span to the first. A ``RECOMPUTE`` span first runs its forward again; the gradient of its
    output, its untracked bytes and ``span_bytes`` more are live then. The input of the span stays until its end.
    In the second run of a ``RECOMPUTE_NESTED`` span each block but the last, which is not reached, runs and holds its
@@ -111,11 +111,7 @@ def keep_all(chain: Chain) -> Plan:
 
 
 def host_bytes(chain: Chain, plan: Plan) -> int:
-    """The most bytes of the host that ``plan`` pins. See NOTE [ the memory of the host ].
-
-    Raises:
-        ValueError: as ``simulate``.
-    """
+    """Return the most bytes of the host that ``plan`` pins: NOTE [ the memory of the host ]."""
     states = _states(chain)
     offloaded = [span for span in _spans(chain, plan) if span.action.kind.on_host]
     copied: Storages = {}
@@ -135,16 +131,12 @@ def host_bytes(chain: Chain, plan: Plan) -> int:
 
 
 def with_pinning(num_bytes: int) -> int:
-    """Rule 3 of NOTE [ the memory of the host ]."""
+    """Add what pinning wastes: rule 3 of NOTE [ the memory of the host ]."""
     return num_bytes + num_bytes // PINNING
 
 
 def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
-    """The costs of each span of ``plan``.
-
-    Raises:
-        ValueError: as ``simulate``.
-    """
+    """Return the costs of each span of ``plan``."""
     costs = {position: SpanCosts(0, 0.0) for position in chain.decided}  # by the first block that runs as one
     states = _states(chain)
     held: Storages = {}
@@ -160,7 +152,7 @@ def span_costs(chain: Chain, plan: Plan) -> list[SpanCosts]:
 
 
 def _spans(chain: Chain, plan: Plan) -> list[Span]:
-    """The plan's spans in positions of the chain, those that do not recompute cut into single blocks."""
+    """Return the plan's spans in positions of the chain, those that do not recompute cut into single blocks."""
     if plan.blocks != chain.decided_names:
         raise ValueError(f"the plan {plan.strategy} was made for other blocks than those of this chain")
     spans = [Span(start=i, stop=i + 1, action=Action.KEEP) for i, b in enumerate(chain.blocks) if b.stack is None]
@@ -190,20 +182,17 @@ def _seconds(chain: Chain, span: Span) -> tuple[float, float]:
 
 
 def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterator[TimelinePoint]:
-    """The live bytes of a step under ``plan``, in order: every block's forward and backward, then the optimizer.
+    """Yield the live bytes of a step under ``plan``: every block's forward and backward, then the optimizer.
 
     Args:
         every_forward: also those of blocks that recompute, at most: as if all that is saved in a block were there until
             its end. They are never the peak where weights are whole.
-
-    Raises:
-        ValueError: as ``simulate``.
     """
     spans = _spans(chain, plan)
     states = _states(chain)
     held_before: list[Storages] = []
     runs_again = any(span.action.kind.runs_twice for span in plan.spans)
-    held: Storages = {"beside the states": chain.beside_bytes} if runs_again else {}
+    held: Storages = {"extra arguments": chain.extra_args_bytes} if runs_again else {}
     for span in spans:
         held_before.append(held)
         if span.action.kind.is_joint:
@@ -215,7 +204,7 @@ def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterat
             option = chain.blocks[span.start].option(span.action)
             alive = states[span.start]
             if not runs_again:
-                alive = {**alive, "beside the state": chain.blocks[span.start].beside_bytes}
+                alive = {**alive, "extra arguments of the block": chain.blocks[span.start].extra_args_bytes}
             yield _point(chain, "forward", span.start, held, 0, alive, option.forward_transient_bytes)
             held = held | _saved(chain, span.start, option, states)
     gradients_bytes = 0
@@ -227,7 +216,7 @@ def timeline(chain: Chain, plan: Plan, *, every_forward: bool = False) -> Iterat
 
 
 def _forwards(chain: Chain, span: Span, held: Storages, states: list[Storages]) -> Iterator[TimelinePoint]:
-    """The first run of the blocks of a span that recomputes."""
+    """Yield the points of the first run of a span that recomputes."""
     alive, begun_bytes = states[span.start], chain.span_bytes
     for position in range(span.start, span.stop):
         transient_bytes = begun_bytes + chain.blocks[position].option(Action.KEEP).forward_transient_bytes
@@ -240,14 +229,18 @@ def _backward(
 ) -> Iterator[TimelinePoint]:
     own: list[Storages] = []  # live in the span when the backward of its first, second ... block begins
     rebuilt = _held_by_span(chain, span, states) if span.action.kind.is_joint else {}
-    options = [_option_in_backward(chain, span.action, position) for position in range(span.start, span.stop)]
-    beside_bytes = _total(states[span.stop]) + chain.blocks[span.stop - 1].untracked_bytes + chain.span_bytes
+    if span.action is Action.RECOMPUTE_NESTED:
+        options = [chain.nested_option(position) for position in range(span.start, span.stop)]
+    else:
+        action = Action.KEEP if span.action is Action.RECOMPUTE else span.action
+        options = [block.option(action) for block in chain.blocks[span.start : span.stop]]
+    live_bytes = _total(states[span.stop]) + chain.blocks[span.stop - 1].untracked_bytes + chain.span_bytes
     for position, option in enumerate(options, start=span.start):
         is_last = position == span.stop - 1
         if span.action is Action.RECOMPUTE or (span.action is Action.RECOMPUTE_NESTED and not is_last):
             block = chain.blocks[position]
             second_run_bytes = block.last_of_span_bytes if is_last else option.forward_transient_bytes
-            transient_bytes = beside_bytes + second_run_bytes
+            transient_bytes = live_bytes + second_run_bytes
             alive = rebuilt | states[position]
             yield _point(chain, "recomputation", position, held, gradients_bytes, alive, transient_bytes)
         rebuilt = rebuilt | _saved(chain, position, option, states)
@@ -260,15 +253,8 @@ def _backward(
         gradients_bytes += chain.new_gradients_bytes(block)
 
 
-def _option_in_backward(chain: Chain, action: Action, position: int) -> BlockOption:
-    """By which a block of a span under ``action`` goes through its backward."""
-    if action is Action.RECOMPUTE_NESTED:
-        return chain.nested_option(position)
-    return chain.blocks[position].option(Action.KEEP if action is Action.RECOMPUTE else action)
-
-
 def _states(chain: Chain) -> list[Storages]:
-    """The input of every block, and the output of the last one. The batch is resident, so the first is empty."""
+    """List the input of every block, and the last output. The batch is resident, so the first is empty."""
     states: list[Storages] = [{}]
     for position, block in enumerate(chain.blocks):
         passed = states[-1] if block.passes_input else {}
@@ -277,7 +263,7 @@ def _states(chain: Chain) -> list[Storages]:
 
 
 def _held_by_span(chain: Chain, span: Span, states: list[Storages]) -> Storages:
-    """Held by a span that recomputes between its forward and its backward."""
+    """Return what a span that recomputes holds between its forward and its backward."""
     held = {**states[span.start], f"span from {span.start}": chain.span_bytes}
     if span.action is Action.RECOMPUTE_NESTED:
         for position in range(span.start, span.stop):
@@ -286,7 +272,7 @@ def _held_by_span(chain: Chain, span: Span, states: list[Storages]) -> Storages:
 
 
 def _saved(chain: Chain, position: int, option: BlockOption, states: list[Storages]) -> Storages:
-    """Held by a block between its forward and its backward."""
+    """Return what a block holds between its forward and its backward."""
     saved = {f"inside {position}": option.saved_bytes}
     if option.saves_input:
         saved |= states[position]
@@ -322,11 +308,7 @@ def _total(storages: Storages) -> int:
 
 
 def prediction_of(chain: Chain, plan: Plan) -> Prediction:
-    """A step under ``plan``, by the costs in ``chain``.
-
-    Raises:
-        ValueError: as ``simulate``.
-    """
+    """Predict a step under ``plan`` by the costs in ``chain``."""
     simulated, baseline = simulate(chain, plan), keep_all(chain)
     kept = [costs.held_bytes for costs in span_costs(chain, baseline)]
     spans = (

@@ -6,14 +6,8 @@ within recomputations to any depth and rounds bytes to slots. Ours stays with th
 and rounds no bytes.
 
 The guarantee. Of all plans (every split of the stacks into spans, every action per block that the chain has costs for)
-none whose simulated peak fits adds less time than ``solve``'s, with the noise of these seconds counted in: plans are
-paths by NOTE [ resources ], and ``shortest_path`` proves its path optimal, or bounds the gap. Peaks are those of
-``simulate``, so the plan is as good as the costs are.
-
-Two levels. A recomputation keeps all that it rebuilds until its backward is through. Recomputing again inside of it
-goes lower, and costs another forward: measured, the nested optimum is the same as that of one level down to 35 % of the
-baseline's activations on ResNet-50 and 20 % on DenseNet-121. So nested spans are among the plans (``Chain.nested``)
-where no other fits without the host.
+none whose simulated peak fits adds less time than ``solve``'s, noise counted in: plans are paths by NOTE [ resources ],
+and ``shortest_path`` proves its path optimal, or bounds the gap.
 
 NOTE [ label setting ]
 1. Paths grow block by block as *labels* (cost, resources). A label that another one at its block dominates is dropped.
@@ -56,7 +50,7 @@ MAX_LABELS = (8, 128, 4096)
 
 
 def solve(chain: Chain, budget_bytes: int) -> Plan:
-    """The plan with the least added time, noise counted in, whose simulated peak is at most ``budget_bytes``.
+    """Return the plan with the least added time, noise counted in, whose simulated peak fits ``budget_bytes``.
 
     Raises:
         InputError: no plan fits; the message names the smallest budget that does and where its peak is.
@@ -65,11 +59,7 @@ def solve(chain: Chain, budget_bytes: int) -> Plan:
 
 
 def solve_with_gap(chain: Chain, budget_bytes: int) -> tuple[Plan, float]:
-    """``solve``'s plan, and the seconds by which one that fits might still be faster: 0.0 where it is proven optimal.
-
-    Raises:
-        InputError: as ``solve``.
-    """
+    """Return ``solve``'s plan, and the seconds by which one that fits might still be faster: 0 if proven optimal."""
     paths = []
     if _floor_bytes(chain) <= budget_bytes:
         found = (shortest_path(edges, budget_bytes - static_bytes) for edges, static_bytes in _searches(chain))
@@ -82,21 +72,21 @@ def solve_with_gap(chain: Chain, budget_bytes: int) -> tuple[Plan, float]:
 
 
 def _searches(chain: Chain) -> Iterator[tuple[Edges, int]]:
-    """Edges of plans, and the bytes that are there under all of them: all plans, and those without ``beside_bytes``."""
-    yield edges_of(chain), chain.static_bytes + chain.beside_bytes
-    if chain.beside_bytes:
+    """Yield edges and the bytes under all of their plans: for all plans, and those without ``extra_args_bytes``."""
+    yield edges_of(chain), chain.static_bytes + chain.extra_args_bytes
+    if chain.extra_args_bytes:
         yield edges_without_second_runs(chain), chain.static_bytes
 
 
 def smallest_feasible(chain: Chain) -> int:
-    """The fewest bytes that a plan can be found for."""
+    """Return the fewest bytes that a plan can be found for."""
     plain_bytes = simulate(chain, keep_all(chain)).peak_bytes
     fewest = [_fewest_bytes(edges, plain_bytes - static) + static for edges, static in _searches(chain)]
     return max(min(fewest), _floor_bytes(chain))
 
 
 def _fewest_bytes(edges: Edges, enough: int) -> int:
-    """The fewest free bytes with a feasible path, at most ``enough``."""
+    """Return the fewest free bytes with a feasible path, at most ``enough``."""
     too_few = -1
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
@@ -108,7 +98,7 @@ def _fewest_bytes(edges: Edges, enough: int) -> int:
 
 
 def _floor_bytes(chain: Chain) -> int:
-    """The bytes of the optimizer's update, whatever the plan."""
+    """Return the bytes of the optimizer's update, whatever the plan."""
     return chain.resident_bytes + chain.all_gradients_bytes + chain.optimizer_bytes
 
 
@@ -142,7 +132,7 @@ def _too_small(chain: Chain, budget_bytes: int) -> str:
 
 
 def _describe(peak: TimelinePoint) -> str:
-    """Where the peak is and its parts: ``the backward of conv1 (2 GiB for conv1 itself, ...)``."""
+    """Say where the peak is and what it consists of: ``the backward of conv1 (itself 2 GiB, ...)``."""
     where = "the optimizer's update" if peak.phase == "optimizer" else f"the {peak.phase} of {peak.block}"
     parts = {
         "itself": peak.own_bytes,
@@ -167,7 +157,7 @@ class ShortestPath(NamedTuple):
 
 
 def shortest_path(edges: Edges, free_bytes: int) -> ShortestPath | None:
-    """The path over all blocks with the least cost; ``None`` where none is feasible.
+    """Return the path over all blocks with the least cost; ``None`` where none is feasible.
 
     Args:
         edges: as ``edges_of`` gives them.
@@ -203,7 +193,7 @@ def resource_bounds(edges: Edges, free_bytes: int) -> list[list[Resources]]:
 
 
 def _bound_before(edge: Edge, bound: Resources, free_bytes: int) -> Resources:
-    """The largest resources with which ``edge`` is feasible and that it extends to at most ``bound``."""
+    """Return the largest resources with which ``edge`` is feasible and that it extends to at most ``bound``."""
     most = [free_bytes - edge.peak_over_held_bytes, free_bytes - edge.peak_over_state_bytes]
     most[edge.held_from] = min(most[edge.held_from], bound[HELD] - edge.held_bytes)
     most[edge.with_state_from] = min(most[edge.with_state_from], bound[WITH_STATE] - edge.with_state_bytes)
@@ -211,7 +201,7 @@ def _bound_before(edge: Edge, bound: Resources, free_bytes: int) -> Resources:
 
 
 def _feasible_edges(edges: Edges, free_bytes: int, bounds: list[list[Resources]]) -> Edges:
-    """Without edges that no feasible path contains, judged by the least of either resource that can be reached."""
+    """Leave out edges that no feasible path contains, by the least of either resource that can be reached."""
     least: list[Resources | None] = [None] * len(bounds)
     least[0] = EMPTY
     feasible: Edges = [[] for _ in edges]
@@ -267,7 +257,7 @@ class _Search:
         return truncated
 
     def _prune(self, position: int, labels: list[Label]) -> list[tuple[float, Label]]:
-        """The feasible labels that may lead to a better path, each with its lower bound."""
+        """Return the feasible labels that may lead to a better path, each with its lower bound."""
         bounded = []
         for label in labels:
             cost, resources, *_ = label
@@ -277,7 +267,7 @@ class _Search:
         return bounded
 
     def _extend(self, labels: list[Label], edge: Edge) -> list[Label]:
-        """The labels behind ``edge`` where it is feasible and, by the best bound, may lead to a better path."""
+        """Return the labels behind ``edge`` where it is feasible and, by the best bound, may lead to a better path."""
         stop, _, cost, held_from, held_bytes, with_state_from, with_state_bytes, _, _ = edge
         most_held = self.free_bytes - edge.peak_over_held_bytes
         most_with_state = self.free_bytes - edge.peak_over_state_bytes
@@ -304,7 +294,7 @@ class _Search:
 
 
 def _truncate(bounded: list[tuple[float, Label]], max_labels: int) -> tuple[list[tuple[float, Label]], float]:
-    """The label with the least bound of each of ``max_labels`` equal ranges of held bytes; the least bound truncated.
+    """Keep the label with the least bound of each of ``max_labels`` ranges of held bytes; return the least truncated.
 
     The bounds alone would prefer labels that hold much, and so leave a first pass with bad paths.
     """
@@ -320,7 +310,7 @@ def _truncate(bounded: list[tuple[float, Label]], max_labels: int) -> tuple[list
 
 
 def _nondominated(labels: list[Label]) -> list[Label]:
-    """Without those that another one dominates in cost and both resources."""
+    """Leave out labels that another one dominates in cost and both resources."""
     labels.sort(key=itemgetter(0, 1))
     kept: list[Label] = []
     held: list[int] = []  # of those kept so far, ascending; their ``with_state`` descends

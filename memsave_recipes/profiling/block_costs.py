@@ -1,11 +1,8 @@
 """Measure block costs: run a step under the baseline and under each other action, and trace every run block by block.
 
 A run is traced once for its bytes and several times for its seconds, in rounds, so that a slow moment of the machine
-meets every action. ``step_trace.py`` makes the chain from the traces.
-
-The baseline keeps everything: no checkpointing. A step that does not fit that way is measured in groups: the blocks of
-one group at a time, while all others recompute. The costs of a block do not depend on how the others run, so the chains
-of the groups make one chain.
+meets every action. A step that does not fit without checkpointing is measured in groups: the blocks of one group at a
+time, while all others recompute. The costs of a block do not depend on how the others run.
 
 NOTE [ rounds ]
 1. In a round the step runs once under each action. Rounds end when the standard error of the step's time is at most
@@ -14,12 +11,6 @@ NOTE [ rounds ]
    share. The noise that is left is in the chain, and the planner counts it (``plans/chain.py``, rule 9).
 3. Of a run on several ranks each rank takes the least number, as the forward of a model may wait for the other ranks
    (SyncBatchNorm), and an unequal number of forwards would wait for ever.
-
-NOTE [ layers that are alike ]
-Two layers of a list are alike if they have the same class, the same modules inside with the same settings, and
-parameters and buffers of the same shapes, dtypes and ``requires_grad``; and if every entry of the configuration with a
-value for each layer (``layer_types``) has the same one for both. Their numbers (``layer_idx``) may differ. A setting
-that cannot be compared makes them unlike.
 """
 
 from collections import Counter
@@ -61,10 +52,9 @@ class Workload:
         model: in training mode, on its device, without a plan.
         forward: one forward that ends in a loss, under the precision of the run.
         batch: its input tensors, on the device; those of every micro-batch.
-        device: of the model.
         stacks: the names of its blocks, stack by stack.
         host_bytes: that the model's weights will take on the host, where they are not there yet.
-        apart: the names of modules outside of all blocks that are parts of the chain (NOTE [ the parts of a step ]).
+        extra_modules: the names of modules outside of all blocks that are parts of the chain.
     """
 
     model: nn.Module
@@ -73,20 +63,20 @@ class Workload:
     device: torch.device
     stacks: Sequence[Sequence[str]]
     host_bytes: int = 0
-    apart: Sequence[str] = ()
+    extra_modules: Sequence[str] = ()
 
     @cached_property
     def weights_bytes(self) -> int:
-        """Of the model's parameters and buffers on the device, and of those that are copied ahead."""
+        """The bytes of parameters and buffers on the device, and of those that are copied ahead."""
         return self._bytes_of(resident_tensors(self.model))
 
     @cached_property
     def resident_bytes(self) -> int:
-        """With the batch: live all the time."""
+        """The same with the batch: live all the time."""
         return self._bytes_of([*resident_tensors(self.model), *self.batch])
 
     def _bytes_of(self, tensors: Sequence[Tensor]) -> int:
-        """With what is copied ahead."""
+        """Add up storages, and what is copied ahead."""
         on_cpu, storages = self.device.type == "cpu", [tensor.untyped_storage() for tensor in tensors]
         sizes = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}
         return allocated_bytes(sizes.values(), on_cpu=on_cpu) + ahead_bytes(self.model, on_cpu=on_cpu)
@@ -110,9 +100,7 @@ class Measurement:
         return self.traces[0][1].running
 
     def chain(self, *, ratio: float | None = None, offload: Collection[Action] = (), tiles: bool = False) -> Chain:
-        """The chain of the model's blocks, with an option for each action that was measured.
-
-        Parameters, buffers and the batch are its ``resident_bytes``.
+        """Make the chain of the model's blocks, with an option for each action that was measured.
 
         Args:
             ratio: the ``compiled_memory_ratio`` of the plan whose costs compiling has; ``None``: no block compiles.
@@ -145,7 +133,7 @@ class Measurement:
         )
 
     def chain_under(self, plan: Plan) -> Chain:
-        """The chain with the actions of ``plan``.
+        """Make the chain with the actions of ``plan``.
 
         Raises:
             InputError: the model could not run under one of them.
@@ -159,7 +147,7 @@ class Measurement:
 
 
 def num_runs(plans: Sequence[Plan]) -> int:
-    """How many forwards and backwards ``measure`` takes on a device at most."""
+    """Return how many forwards and backwards ``measure`` takes on a device at most."""
     return len(plans) * (2 + MOST_ROUNDS * DeviceInstruments.repetitions)
 
 
@@ -225,20 +213,16 @@ def _time_in_rounds(traces: dict["_Run", StepTrace], expected: Sequence[str], mo
 
 
 def _are_known(traces: Sequence[StepTrace], most_s: float) -> bool:
-    """Whether no further round is needed, or none may follow."""
+    """Return whether no further round is needed, or none may follow."""
     steps = [trace.step for trace in traces]
     agree = all(step.noise_s <= AGREE * step.time_s for step in steps)
     spent_s = sum(sum(run) for trace in traces for run in trace.seconds)
-    return agree or spent_s >= most_s or _num_ranks() > 1
-
-
-def _num_ranks() -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return agree or spent_s >= most_s or (grouped and torch.distributed.get_world_size() > 1)
 
 
 def _kinds_of_all(workload: Workload) -> dict[str, Hashable]:
-    """Of the blocks in lists whose layers can be compared."""
+    """Return ``kinds_of`` the blocks in lists whose layers can be compared."""
     names = [name for stack in workload.stacks for name in stack]
     lists = [list(group) for _, group in groupby(names, key=lambda name: name.rpartition(".")[0])]
     found = [(layers, kinds_of(workload.model, layers)) for layers in lists]
@@ -246,9 +230,11 @@ def _kinds_of_all(workload: Workload) -> dict[str, Hashable]:
 
 
 def kinds_of(model: nn.Module, names: Sequence[str]) -> list[Hashable]:
-    """A value for each layer of a list, equal for those that are alike: NOTE [ layers that are alike ].
+    """Return a value for each layer of a list, equal for those that are alike; none if a block shares its weights.
 
-    None where a block is no module or shares its weights.
+    Two layers are alike if they have the same class, the same modules inside with the same settings, and parameters and
+    buffers of the same shapes, dtypes and ``requires_grad``; and if every entry of the configuration with a value for
+    each layer (``layer_types``) has the same one for both. Their numbers (``layer_idx``) may differ.
     """
     try:
         layers = [model.get_submodule(name) for name in names]
@@ -259,11 +245,10 @@ def kinds_of(model: nn.Module, names: Sequence[str]) -> list[Hashable]:
         return []
     entries = vars(model.config).values() if hasattr(model, "config") else ()
     of_each = [entry for entry in entries if isinstance(entry, list | tuple) and len(entry) == len(layers)]
-    return [(_setup(layer), *(_comparable(entry[at]) for entry in of_each)) for at, layer in enumerate(layers)]
-
-
-def _setup(layer: nn.Module) -> Hashable:
-    return tuple((name, type(module), _settings(module)) for name, module in layer.named_modules())
+    setups = [
+        tuple((name, type(module), _settings(module)) for name, module in layer.named_modules()) for layer in layers
+    ]
+    return [(setup, *(_comparable(entry[at]) for entry in of_each)) for at, setup in enumerate(setups)]
 
 
 def _settings(module: nn.Module) -> Hashable:
@@ -276,7 +261,7 @@ def _form(tensor: Tensor | None) -> Hashable:
 
 
 def _comparable(value: Any) -> Hashable:
-    """``value`` as something to compare; what has no values to compare is equal to itself alone."""
+    """Make ``value`` something to compare; what has no values to compare is equal to itself alone."""
     if isinstance(value, COMPARED):
         return value
     if isinstance(value, list | tuple | set):
@@ -292,14 +277,14 @@ def _comparable(value: Any) -> Hashable:
 
 
 def _fits_host(plan: Plan, traces: dict["_Run", StepTrace], host_budget_bytes: int | None) -> bool:
-    """Whether the host has memory for all that ``plan`` moves, by the trace of the first plan, the baseline."""
+    """Return whether the host has memory for all that ``plan`` moves, by the trace of the baseline, the first plan."""
     if host_budget_bytes is None or not plan.offloads:
         return True
     return most_offloaded_bytes(next(iter(traces.values())), action_of(plan)) <= host_budget_bytes
 
 
 def action_of(plan: Plan) -> Action:
-    """The one that all blocks of ``plan`` are under, or all but those that recompute."""
+    """Return the action that all blocks of ``plan`` are under, or all but those that recompute."""
     return next((span.action for span in plan.spans if span.action is not Action.RECOMPUTE), Action.KEEP)
 
 
@@ -313,7 +298,7 @@ class _Run:
     on_run: Callable[[], Any]
 
     def trace(self) -> StepTrace:
-        """Its parts, with the bytes at their boundaries; after a run to warm up, and to compile."""
+        """Trace its parts, with the bytes at their boundaries; after a run to warm up, and to compile."""
         if self.instruments.repetitions:
             self.timed()
         with nothing_ahead(self.workload.model), self._tracer(counting=True) as tracer:
@@ -329,7 +314,7 @@ class _Run:
         )
 
     def timed(self) -> tuple[list[Part], list[float]]:
-        """Its parts, and the seconds between their boundaries."""
+        """Time its parts: return them, and the seconds between their boundaries."""
         with self._tracer(counting=False) as tracer:
             seconds = self.instruments.read_clock(partial(self._step, tracer))
         self.on_run()
@@ -337,10 +322,9 @@ class _Run:
 
     @contextmanager
     def _tracer(self, *, counting: bool) -> Iterator[StepTracer]:
-        workload = self.workload
-        on_cpu = self.instruments.on_cpu
-        tracer = StepTracer(workload.model, workload.batch, on_cpu=on_cpu, counting=counting, apart=workload.apart)
-        with apply_plan(self.workload.model, self.plan, watch=tracer.watch):
+        model, extra, on_cpu = self.workload.model, self.workload.extra_modules, self.instruments.on_cpu
+        tracer = StepTracer(model, self.workload.batch, on_cpu=on_cpu, counting=counting, extra_modules=extra)
+        with apply_plan(model, self.plan, watch=tracer.watch):
             yield tracer
 
     def _step(self, tracer: StepTracer, meter: Meter) -> None:
@@ -364,7 +348,7 @@ class MeasuredInGroups(Measurement):
     of_groups: Sequence[Measurement]
 
     def chain(self, *, ratio: float | None = None, offload: Collection[Action] = (), tiles: bool = False) -> Chain:
-        """As ``Measurement.chain``: each block from its group, and the parts between blocks from the first one."""
+        """Take each block from its group, and the parts between blocks from the first one."""
         chains = [measured.chain(ratio=ratio, offload=offload, tiles=tiles) for measured in self.of_groups]
         group_of = {name: number for number, names in enumerate(self.groups) for name in names}
         columns = zip(*(chain.blocks for chain in chains), strict=True)
@@ -384,12 +368,9 @@ def measure_in_groups(
     host_budget_bytes: int | None = None,
     on_run: Callable[[], Any] = lambda: None,
 ) -> Measurement:
-    """As ``measure``, with the blocks in ``num_groups`` groups; it takes so many times the runs.
+    """Measure the blocks in ``num_groups`` groups, which takes so many times the runs of ``measure``.
 
     A group is every ``num_groups``-th block, so that the groups take about as much memory as each other.
-
-    Raises:
-        InputError: as ``measure``.
     """
     if num_groups == 1:
         return measure(workload, plans, host_budget_bytes=host_budget_bytes, on_run=on_run)
@@ -402,7 +383,7 @@ def measure_in_groups(
 
 
 def _of_group(plan: Plan, group: frozenset[str]) -> Plan:
-    """``plan`` for the blocks of a group; each of the others recomputes by itself."""
+    """Return ``plan`` for the blocks of a group; each of the others recomputes by itself."""
     action = action_of(plan)
     spans = [
         Span(start=start, stop=start + 1, action=action if name in group else Action.RECOMPUTE)

@@ -1,20 +1,10 @@
 """The memory at the peak of a training step by use: parameters, gradients, optimizer state, activations, temporaries.
 
-One step is recorded under torch's profiler. Its events list every block of torch's allocators, scratch buffers of the
-kernels included, nested in the operations that asked for them. That nesting tells activations from temporaries;
-``Labels`` among the events tell which blocks became gradients and optimizer state. A recorded step is slow: keep it out
-of timings.
+One step is recorded under torch's profiler, whose events list every block of torch's allocators, nested in the
+operations that asked for them. That nesting tells activations from temporaries; ``Labels`` among the events tell which
+blocks became gradients and optimizer state.
 
-The uses are those of ``torch.distributed._tools.mem_tracker``, with the scratch buffers inside kernels, which it does
-not see, among the temporaries:
-
-* *parameters*: buffers included, and weights in shards that a forward has gathered;
-* *gradients*: of parameters, and the buckets that DDP keeps them in;
-* *optimizer state*;
-* *activations*: all that forwards make, also those that run again in the backward, and the batch on the device;
-* *temporaries*: of the backward, also weights that it gathers, of the clipping of gradients and of the optimizer.
-
-The five add up to the peak. On a CPU, which has no allocator statistics, that is the sum of the tensors known before
+The uses add up to the peak. On a CPU, which has no allocator statistics, that is the sum of the tensors known before
 the step and of its own allocations. Elsewhere it is the allocator's, and anything else that it held before the step
 (workspaces, rounding) counts as temporary.
 """
@@ -46,7 +36,12 @@ MARK = "memsave label "
 
 
 class Use(Enum):
-    """The use of a block of memory."""
+    """The use of a block of memory, as in ``torch.distributed._tools.mem_tracker``.
+
+    Parameters include buffers and weights in shards that a forward has gathered; gradients DDP's buckets; activations
+    all that forwards make, also in a second run, and the batch. Temporaries are those of the backward with the weights
+    that it gathers, of kernels, of clipping and of the optimizer.
+    """
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -83,14 +78,14 @@ class Labels:
     added: list[Label] = field(default_factory=list)
 
     def add(self, use: Use, tensors: Iterable[Tensor]) -> None:
-        """From its allocation to its release, the storage of each of ``tensors`` is of this use."""
+        """Give the storage of each of ``tensors`` this use from its allocation to its release."""
         with record_function(f"{MARK}{len(self.added)}"):
             self.added.append(Label(use, storages_of(tensors)))
 
 
 @contextmanager
 def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
-    """The events of the block on all devices, in the order of time; they are in the list when the block has ended.
+    """Record the events of the block on all devices, in order; they are in the list when the block has ended.
 
     The profiler's tree has no root on an accelerator: what is released there between two operations, as a variable of
     Python is, is in the tree because the whole block is one event of the host.
@@ -105,13 +100,13 @@ def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Address and bytes of the storages behind ``tensors``, each storage once; in shards, those of this rank."""
+    """Return address and bytes of the storages behind ``tensors``; in shards, those of this rank."""
     storages = (tensor.untyped_storage() for tensor in locals_of(tensors))
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
 def _walk(roots: Iterable[Any], labels: list[Label]) -> Iterator[tuple[int, Event]]:
-    """Each allocation and label with its time, parents before children."""
+    """Yield each allocation and label with its time, parents before children."""
     pending = [(event, Use.ACTIVATIONS) for event in roots][::-1]
     while pending:
         event, use = pending.pop()
@@ -126,7 +121,7 @@ def _walk(roots: Iterable[Any], labels: list[Label]) -> Iterator[tuple[int, Even
 
 
 def _use_within(event: Any, use: Use) -> Use:
-    """Activations are made by forwards, also by those that run again inside a backward; the rest is temporary.
+    """Tell activations, which forwards make, also inside a backward, from temporaries.
 
     While a backward runs, only a recomputation records history, and whatever records history has a sequence number.
     """
@@ -165,7 +160,7 @@ class PeakOfStep:
 
 @contextmanager
 def break_down_peak(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[PeakOfStep]:
-    """The uses of ``device`` at the peak of the block: a forward, a backward and an optimizer step.
+    """Record the uses of ``device`` at the peak of the block: a forward, a backward and an optimizer step.
 
     Args:
         model: its parameters and buffers, whether they train or not.
@@ -182,7 +177,7 @@ def break_down_peak(model: nn.Module, optimizer: torch.optim.Optimizer, device: 
 
 
 def persistent_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Label]:
-    """The storages that outlive a step, as far as they are there now."""
+    """Return the storages that outlive a step, as far as they are there now."""
     return [
         Label(Use.PARAMETERS, storages_of(resident_tensors(model))),
         Label(Use.GRADIENTS, storages_of(_gradients(model))),
@@ -202,10 +197,8 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Labels) -> Iterator[None]:
     """Label gradients when they have been accumulated, the optimizer's state after its step, weights when gathered.
 
-    Gradients in shards that are reduced once a step are whole until then, and are those of gathered weights.
-
-    An optimizer that steps inside the backward frees a gradient before any later hook sees it, so gradients are also
-    labelled when it begins.
+    Gradients in shards that are reduced once a step are those of gathered weights until then. An optimizer that steps
+    inside the backward frees a gradient before any later hook sees it, so they are also labelled when it begins.
     """
 
     def label_gradient(parameter: Tensor) -> None:
@@ -254,7 +247,7 @@ def _at_the_peak(events: list[Event], resident: list[Label], held_before: int | 
 
 
 def _lifetimes(events: list[Event], resident: list[Label]) -> list[_Block]:
-    """Every block, with its use and the events between which it lived. The release of an unknown one does not count."""
+    """Return every block, with its use and the events between which it lived; releases of unknown ones do not count."""
     blocks: list[_Block] = []
     living: dict[int, _Block] = {}
     before = -1
@@ -280,7 +273,7 @@ def _lifetimes(events: list[Event], resident: list[Label]) -> list[_Block]:
 
 
 def _time_of_peak(blocks: list[_Block]) -> float:
-    """The first event at which the live blocks took most."""
+    """Return the first event at which the live blocks took most."""
     change: Counter[float] = Counter()
     for block in blocks:
         change[block.born] += block.num_bytes

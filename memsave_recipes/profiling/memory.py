@@ -2,13 +2,6 @@
 
 A CPU has no allocator statistics, and the resident set size moves with caches and fragmentation (6 % between identical
 runs). So its exact peaks are read from recorded steps, in ``trace_events.py`` and ``breakdown.py``.
-
-``record_history`` and ``write_snapshot`` are for CUDA devices alone, where torch's allocator keeps a history.
-
-``SavedTensors`` counts exactly, with ``torch.autograd.graph.saved_tensors_hooks``
-(https://pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc): every storage that autograd saves, once,
-without those of the parameters, which live anyway. Tensors *inside* a checkpointed span do not reach these hooks, as
-they are not held; its inputs do. Those that a selective span keeps are told by its policy.
 """
 
 import errno
@@ -47,7 +40,7 @@ MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no memory left, by the type of the error or by its message."""
+    """Return whether a device or the host had no memory left, by the type of the error or by its message."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     if isinstance(error, OSError):
@@ -56,18 +49,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def rss_bytes() -> int:
-    """The resident set size of this process."""
+    """Return the resident set size of this process."""
     return psutil.Process().memory_info().rss
 
 
 def peak_rss_bytes() -> int:
-    """The most that the resident set of this process has ever been."""
+    """Return the most that the resident set of this process has ever been."""
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024  # getrusage(2): KiB everywhere else
 
 
 def resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Parameters, buffers, gradients and optimizer state, which outlive a step. Shared storages count once."""
+    """Add up parameters, buffers, gradients and optimizer state. Shared storages count once."""
     return sum(sum(label.storages.values()) for label in persistent_tensors(model, optimizer))
 
 
@@ -94,7 +87,7 @@ class DeviceMemory:
 
 
 def read_device_memory(device: torch.device) -> DeviceMemory:
-    """The figures of ``device`` now. Does not wait for its queue; the allocator works ahead of it."""
+    """Read the figures of ``device`` now, without waiting for its queue; the allocator works ahead of it."""
     statistics = torch.accelerator.memory_stats(device)
     free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
     return DeviceMemory(
@@ -119,7 +112,7 @@ def empty_cache(device: torch.device) -> None:
 
 
 def record_history() -> None:
-    """From now on the CUDA allocator records allocations and releases, with the stack of each."""
+    """Let the CUDA allocator record allocations and releases from now on, with the stack of each."""
     torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
 
 
@@ -137,8 +130,9 @@ Ends = tuple[nn.Module, nn.Module]
 class SavedTensors:
     """``with SavedTensors(model) as saved: loss = ...`` and then ``saved.num_bytes``.
 
-    ``storages`` holds the bytes of each by its identity. Leave the context before ``backward()``: the identity of a
-    storage may be another one's once the backward has freed it.
+    Every storage that autograd saves counts once, those of parameters not at all; inside a span that recomputes none
+    but its inputs, and what a selective policy keeps. ``storages`` holds the bytes of each by its identity. Leave the
+    context before ``backward()``: the identity of a storage may be another one's once the backward has freed it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -160,7 +154,7 @@ class SavedTensors:
         return tensor.detach()
 
     def _leave_out(self, weights: Iterable[Tensor]) -> None:
-        """Those of parameters in shards, which are gathered again for the backward."""
+        """Leave out parameters in shards, which are gathered again for the backward."""
         gathered = {weight.untyped_storage()._cdata for weight in weights}
         self._parameters |= gathered
         self.storages = {storage: size for storage, size in self.storages.items() if storage not in gathered}
@@ -184,7 +178,6 @@ class ForwardMeter:
     """Counts the bytes that the first forward of ``model`` inside its context saves, and in which blocks.
 
     Args:
-        model: whose forward counts.
         blocks: in the order of the forward (``find_blocks``). They must keep everything: tensors inside a recomputed
             block are not seen.
     """
@@ -197,8 +190,7 @@ class ForwardMeter:
         self._in_blocks: list[dict[int, int]] = []  # storages that each block was the first to save
         self._before_block: set[int] = set()
         self._handles: list[Any] = []
-        self._counting = False
-        self._has_begun = self._has_ended = False
+        self._counting = self._has_begun = self._has_ended = False
 
     @property
     def num_bytes(self) -> int:
@@ -224,7 +216,7 @@ class ForwardMeter:
     def __enter__(self) -> "ForwardMeter":
         self._handles = [
             self._model.register_forward_pre_hook(self._begin, prepend=True),
-            self._model.register_forward_hook(self._note_end),
+            self._model.register_forward_hook(lambda *_: setattr(self, "_has_ended", True)),
             self._model.register_forward_hook(self._stop, always_call=True),
         ]
         for first, last in self._blocks:
@@ -240,9 +232,6 @@ class ForwardMeter:
         if not self._has_begun:
             self._saved.__enter__()
             self._counting = self._has_begun = True
-
-    def _note_end(self, *_: Any) -> None:
-        self._has_ended = True
 
     def _stop(self, *_: Any) -> None:
         if self._counting:
@@ -264,7 +253,7 @@ class ForwardMeter:
 
 
 def find_blocks(model: nn.Module, names: Sequence[str]) -> list[Ends]:
-    """The modules behind the names of a plan's blocks, such as ``features.0..2``, anywhere inside wrappers of a model.
+    """Find the ends of a plan's blocks, such as ``features.0..2``, anywhere inside wrappers of a model.
 
     Empty where the blocks are no modules.
     """

@@ -1,13 +1,9 @@
-"""Run steps of a model for measurement or verification, and leave its state as it was.
-
-``preserve_state`` puts back whatever a forward and backward may change, and ``preserve_attributes`` the numbers, lists
-and tensors in which trainers and modules keep metrics. Beside them are the contexts that make such a
-step that of a training: ``training_mode`` and ``without_layerdrop``.
-"""
+"""Run steps of a model for measurement or verification, and leave its state as it was."""
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -24,7 +20,7 @@ from memsave_recipes.sharding.tensors import local
 def preserve_state(
     model: nn.Module, device: torch.device | None = None, *, everything: bool = False
 ) -> Iterator["SavedState"]:
-    """Inside, the model trains, without gradients at the beginning; afterwards its state is as before.
+    """Put the model into training mode without gradients; afterwards its state is as before.
 
     Put back are buffers, gradients, what modules hold as attributes, and the random number generators of torch (on the
     host and on ``device``), Python and numpy. No hook acts on accumulated gradients meanwhile, as an optimizer that
@@ -46,7 +42,7 @@ def preserve_state(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """That of its first parameter; the CPU without any."""
+    """Return the device of its first parameter; the CPU without any."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
@@ -73,12 +69,12 @@ class SavedState:
         self._clear_gradients()
 
     def restart(self) -> None:
-        """The state for another run: all as it was, without gradients."""
+        """Put back the state for another run: all as it was, without gradients."""
         self._put_back_values()
         self._clear_gradients()
 
     def put_back(self) -> None:
-        """All as it was, gradients and their hooks too."""
+        """Put back all as it was, gradients and their hooks too."""
         self._put_back_values()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -86,7 +82,7 @@ class SavedState:
             hooks.update(kept)
 
     def changed_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that were saved and now differ."""
+        """Yield the parameters that were saved and now differ."""
         for name, (parameter, kept) in self._parameters.items():
             if not _is_same(parameter, kept):
                 yield name, parameter
@@ -113,7 +109,7 @@ class SavedState:
 
 
 def read_rng(device: torch.device) -> dict[str, Tensor]:
-    """The state of every generator that a forward may draw from, but numpy's."""
+    """Return the state of every generator that a forward may draw from, but numpy's."""
     return _read_generators(device) | {"python": torch.tensor(random.getstate()[1])}
 
 
@@ -125,12 +121,12 @@ def _read_generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """On the host; of a fake tensor, which has no values, itself."""
+    """Copy to the host; a fake tensor, which has no values, stays itself."""
     return tensor if _has_no_values(tensor) else tensor.detach().to("cpu", copy=True)
 
 
 def _restore(tensor: Tensor, kept: Tensor) -> None:
-    """Where nothing has changed, nothing is written: a tensor's version counts writes."""
+    """Write only where something has changed: a tensor's version counts writes."""
     if not _is_same(tensor, kept):
         tensor.copy_(kept)
 
@@ -152,7 +148,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, a model that is in evaluation mode trains; afterwards every module is in its own mode again.
+    """Put a model that is in evaluation mode into training mode; afterwards every module is in its own mode again.
 
     ``from_pretrained`` returns models in evaluation mode, whose dropout saves nothing for backward. A model that is
     itself in training mode stays as it is: a module of it that evaluates (a frozen BatchNorm, say) does so in training.
@@ -168,14 +164,14 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def clear_gradients(model: nn.Module) -> None:
-    """As before the first backward of a step."""
+    """Set all gradients to ``None``."""
     for parameter in model.parameters():
         parameter.grad = None
 
 
 @contextmanager
 def without_layerdrop(model: nn.Module) -> Iterator[None]:
-    """Inside, no layer is left out at random (LayerDrop, Fan et al. 2019, https://arxiv.org/abs/1909.11556).
+    """Let no layer be left out at random (LayerDrop, Fan et al. 2019, https://arxiv.org/abs/1909.11556).
 
     Models of transformers read its rate from an attribute, of a module or of its configuration.
     """
@@ -198,34 +194,23 @@ def without_layerdrop(model: nn.Module) -> Iterator[None]:
 def running_blocks(
     model: nn.Module, stacks: Sequence[Sequence[str]], forward: Callable[[], Any], device: torch.device
 ) -> list[str]:
-    """The names of the blocks in ``stacks`` that ``forward``, one of ``model``'s, runs, in the order in which they do.
+    """Return the names of the blocks in ``stacks`` that ``forward``, one of ``model``'s, runs, in order.
 
     A block that runs a few modules (``0..2``) goes by the first of them. One that runs several times is there once.
     """
     ran: dict[str, None] = {}
-    with ExitStack() as recording:
-        for name in (name for names in stacks for name in names):
-            recording.enter_context(_recording(ran, name, model.get_submodule(name.partition("..")[0])))
-        with preserve_state(model, device), without_layerdrop(model), torch.no_grad():
-            forward()
-    return list(ran)
 
-
-@contextmanager
-def _recording(ran: dict[str, None], name: str, module: nn.Module) -> Iterator[None]:
-    """Inside, ``ran`` gets ``name`` where ``module`` runs, also in a model that calls its ``forward`` itself."""
-    before, method = dict(vars(module)), module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def recorded(name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ran.setdefault(name)
         return method(*args, **kwargs)
 
-    vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        vars(module).update({key: value for key, value in before.items() if key == "forward"})
+    with ExitStack() as recording:
+        for name in (name for names in stacks for name in names):
+            module = model.get_submodule(name.partition("..")[0])
+            recording.enter_context(replaced(module, "forward", partial(recorded, name, module.forward)))
+        with preserve_state(model, device), without_layerdrop(model), torch.no_grad():
+            forward()
+    return list(ran)
 
 
 MAX_ELEMENTS = 100_000
@@ -235,7 +220,7 @@ _ABSENT = object()
 
 @contextmanager
 def preserve_attributes(owners: Iterable[Any]) -> Iterator[None]:
-    """Afterwards the attributes of ``owners`` are as they were: numbers, texts, tensors, and containers of these.
+    """Put the attributes of ``owners`` back: numbers, texts, tensors, and containers of these.
 
     Other objects are put back where they were, and not changed themselves.
     """
@@ -247,19 +232,22 @@ def preserve_attributes(owners: Iterable[Any]) -> Iterator[None]:
 
 
 class _Attributes:
-    """Of ``owners``, as they are now, without those ``left_out`` and the forwards that a plan has replaced."""
+    """The attributes of ``owners`` now, without those ``left_out`` and the forwards that a plan has replaced."""
 
     def __init__(self, owners: Iterable[Any], *, left_out: Collection[str] = ()) -> None:
         self._left_out = {*left_out, "forward"}
         self._kept = [
-            (vars(owner), set(vars(owner)), {name: _restorer(value) for name, value in self._held(owner)})
+            (
+                vars(owner),
+                set(vars(owner)),
+                {
+                    name: _restorer(value)
+                    for name, value in vars(owner).items()
+                    if name not in self._left_out and _num_elements(value) <= MAX_ELEMENTS
+                },
+            )
             for owner in owners
         ]
-
-    def _held(self, owner: Any) -> Iterator[tuple[str, Any]]:
-        for name, value in vars(owner).items():
-            if name not in self._left_out and _is_small(value):
-                yield name, value
 
     def put_back(self) -> None:
         """Set them again, and take away those that are new."""
@@ -271,7 +259,7 @@ class _Attributes:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Inside, ``owner`` has an attribute ``name`` of its own; afterwards as before."""
+    """Give ``owner`` an attribute ``name`` of its own; afterwards it is as before."""
     before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
@@ -281,10 +269,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
-
-
-def _is_small(value: Any) -> bool:
-    return _num_elements(value) <= MAX_ELEMENTS
 
 
 def _num_elements(value: Any) -> float:
@@ -298,12 +282,10 @@ def _num_elements(value: Any) -> float:
 
 
 def _restorer(value: Any) -> Callable[[], Any]:
-    """Puts ``value`` back as it is now, and returns it."""
+    """Make a function that puts ``value`` back as it is now, and returns it."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return _tensor_restorer(value)
-    if isinstance(value, dict):
-        return _dict_restorer(value)
-    return _collection_restorer(value) if isinstance(value, CONTAINERS) else lambda: value
+    return _container_restorer(value) if isinstance(value, CONTAINERS) else lambda: value
 
 
 def _tensor_restorer(tensor: Tensor) -> Callable[[], Tensor]:
@@ -318,25 +300,15 @@ def _tensor_restorer(tensor: Tensor) -> Callable[[], Tensor]:
     return restore
 
 
-def _dict_restorer(entries: dict[Any, Any]) -> Callable[[], Any]:
-    restorers = {key: _restorer(entry) for key, entry in entries.items()}
+def _container_restorer(container: Any) -> Callable[[], Any]:
+    is_dict = isinstance(container, dict)
+    restorers = {key: _restorer(entry) for key, entry in (container.items() if is_dict else enumerate(container))}
 
     def restore() -> Any:
         put_back = {key: restore() for key, restore in restorers.items()}
-        entries.clear()
-        entries.update(put_back)
-        return entries
-
-    return restore
-
-
-def _collection_restorer(items: Any) -> Callable[[], Any]:
-    restorers = [_restorer(item) for item in items]
-
-    def restore() -> Any:
-        put_back = [restore() for restore in restorers]
-        items.clear()
-        (items.update if isinstance(items, set) else items.extend)(put_back)
-        return items
+        container.clear()
+        add = container.update if hasattr(container, "update") else container.extend
+        add(put_back if is_dict else put_back.values())
+        return container
 
     return restore

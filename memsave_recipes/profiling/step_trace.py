@@ -1,20 +1,18 @@
 """The chain of a model from traces of its step.
 
 NOTE [ from readings to costs ]
-1. A part saves the tensors that autograd saves and those that a selective policy keeps, each storage once. A storage
-   that several parts save (a mask, rotary tables), or that one saves and a block takes besides its state, belongs to
-   the part between blocks before the first of them, since no plan frees it.
+1. A storage that several parts save (a mask, rotary tables), or that one saves and a block takes besides its state,
+   belongs to the part between blocks before the first of them, since no plan frees it.
 2. A transient is the highest reading in a part's forward or backward less the bytes that the simulator has live there.
    So the simulated baseline peaks exactly as it was measured, and memory that the chain does not track (a model's own
    variables, say) is in the transients. Where all blocks under another action save such a variable, one alone may not:
    it is in the transient of each.
 3. A block's time is the mean of its faster half of the runs: other processes only ever make a run slower. Blocks that
-   are alike (``kinds_of`` of ``block_costs.py``) and of equal bytes have the median of theirs; so one block that was
-   disturbed is not told apart from its equals. Its noise is the standard error over the runs, by the jackknife (Efron
-   and Stein 1981, "The jackknife estimate of variance", https://doi.org/10.1214/aos/1176345462).
-4. Offloaded tensors pass no hook. Of a block that offloads, the storages that ``activations/offload.py`` leaves on the
-   device count as saved; copies under way are in the transients. The last block that offloads never copies and the one
-   before it is not waited for, whichever these are, so the most that a block moves counts as resident, twice.
+   are alike (``kinds_of``) and of equal bytes have the median of theirs. The noise is the standard error over the runs,
+   by the jackknife (Efron and Stein 1981, https://doi.org/10.1214/aos/1176345462).
+4. Offloaded tensors pass no hook. The storages that ``activations/offload.py`` leaves on the device count as saved;
+   copies under way are in the transients. The last block that offloads never copies and the one before it is not waited
+   for, whichever these are, so the most that a block moves counts as resident, twice.
 """
 
 from collections import Counter, defaultdict
@@ -40,7 +38,7 @@ MIN_RUNS = 3  # to tell a noise from
 class StepTrace:
     """A step under one action: its parts, the bytes at its boundaries, and the seconds between them, run by run.
 
-    ``variables_bytes`` are those of rule 6 of NOTE [ the parts of a step ].
+    ``variables_bytes`` are those of rule 5 of NOTE [ the parts of a step ].
     """
 
     parts: list[Part]
@@ -56,7 +54,7 @@ class StepTrace:
 
     @property
     def step(self) -> "Seconds":
-        """Of the whole step."""
+        """The seconds of the whole step."""
         return Seconds.of([[sum(run) for run in self.seconds]])
 
 
@@ -68,21 +66,18 @@ class Seconds(NamedTuple):
 
     @classmethod
     def of(cls, alike: Sequence[Sequence[float]]) -> "Seconds":
-        """From the seconds of blocks that are alike, of each one run by run."""
+        """Pool the seconds of blocks that are alike, of each one run by run."""
 
         def time_s(runs: Sequence[int]) -> float:
-            return median(_mean_of_faster_half([block[run] for run in runs]) for block in alike)
+            faster = [sorted(block[run] for run in runs)[: (len(runs) + 1) // 2] for block in alike]
+            return median(map(fmean, faster))
 
         num_runs = len(alike[0])
         return cls(time_s(range(num_runs)), _standard_error(time_s, num_runs))
 
 
-def _mean_of_faster_half(seconds: Sequence[float]) -> float:
-    return fmean(sorted(seconds)[: (len(seconds) + 1) // 2])
-
-
 def _standard_error(figure: Callable[[Sequence[int]], float], num_runs: int) -> float:
-    """Of a figure of runs, by leaving out each one in turn; 0 where these are too few to say."""
+    """Leave out each run of a figure in turn; 0 where the runs are too few to say."""
     if num_runs < MIN_RUNS:
         return 0.0
     without_one = [figure([run for run in range(num_runs) if run != left_out]) for left_out in range(num_runs)]
@@ -99,17 +94,15 @@ def chain_of(
     compiled_memory_ratio: float | None,
     kinds: Mapping[str, Hashable],
 ) -> Chain:
-    """The chain of a step that was traced under ``KEEP`` and under other actions.
+    """Make the chain of a step that was traced under ``KEEP`` and under other actions.
 
     Args:
         stack_of: the number of the stack of every block.
-        resident_bytes: there all the time.
         on_cpu: whether the state of the random number generator counts, which lives on the host.
-        compiled_memory_ratio: of the plan that was traced under ``COMPILE``, if one was.
         kinds: a value for each block, equal for those that are alike; of blocks without one only the bytes count.
     """
     random_state_bytes = RANDOM_STATE_BYTES if on_cpu else 0
-    beside = _beside(traces[Action.KEEP].parts)
+    extra_args = _extra_args(traces[Action.KEEP].parts)
     if offloaded := {action: trace for action, trace in traces.items() if action.kind.on_host}:
         kept_parts = traces[Action.KEEP].parts
         for action, trace in offloaded.items():
@@ -122,33 +115,33 @@ def chain_of(
             stack_of,
             kinds,
             checkpoint_bytes=random_state_bytes if action.kind.runs_twice else 0,
-            beside_bytes=sum(beside.values()) if action.kind.runs_twice else 0,
+            extra_args_bytes=sum(extra_args.values()) if action.kind.runs_twice else 0,
         )
         for action, run in traces.items()
     }
     kept = chains.pop(Action.KEEP)
-    blocks = _less_beside(kept.blocks, traces[Action.KEEP].parts, beside)
+    blocks = _without_extra_args(kept.blocks, traces[Action.KEEP].parts, extra_args)
     for action, chain in chains.items():
         by_name = {block.name: block for block in chain.blocks}
         for position in kept.decided:
             block = blocks[position]
             option = _option(action, by_name[block.name], kept.blocks[position])
-            beside_bytes = max(0, traces[Action.KEEP].variables_bytes - traces[action].variables_bytes)
-            option = replace(option, forward_transient_bytes=option.forward_transient_bytes + beside_bytes)
+            variables_bytes = max(0, traces[Action.KEEP].variables_bytes - traces[action].variables_bytes)
+            option = replace(option, forward_transient_bytes=option.forward_transient_bytes + variables_bytes)
             blocks[position] = replace(block, options=(*block.options, option))
     return replace(
         kept,
         blocks=tuple(blocks),
         resident_bytes=resident_bytes,
         span_bytes=random_state_bytes,
-        beside_bytes=sum(beside.values()),
+        extra_args_bytes=sum(extra_args.values()),
         compiled_memory_ratio=compiled_memory_ratio,
         noise_s=traces[Action.KEEP].step.noise_s,
     )
 
 
 def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> BlockOption:
-    """The option ``action`` of a block, measured with all blocks under it."""
+    """Return the option ``action`` of a block, measured with all blocks under it."""
     added_s = block.forward_s + block.backward_s - kept.forward_s - kept.backward_s
     if action is not Action.COMPILE:
         added_s = max(added_s, MIN_ADDED * kept.forward_s)
@@ -156,16 +149,16 @@ def _option(action: Action, block: BlockCosts, kept: BlockCosts) -> BlockOption:
     return replace(block.option(Action.KEEP), action=action, added_s=added_s, noise_s=noise_s)
 
 
-def _less_beside(blocks: Sequence[BlockCosts], parts: Sequence[Part], beside: Storages) -> list[BlockCosts]:
-    """The blocks under ``KEEP``: what they take besides their states is in no transient."""
+def _without_extra_args(blocks: Sequence[BlockCosts], parts: Sequence[Part], extra_args: Storages) -> list[BlockCosts]:
+    """Take the storages ``extra_args`` out of the transients of the blocks under ``KEEP``."""
     less = []
     for block, part in zip(blocks, parts, strict=True):
-        taken = sum(size for storage, size in beside.items() if storage in part.beside)
+        taken = sum(size for storage, size in extra_args.items() if storage in part.extra_args)
         (option,) = block.options
         bytes_without = max(0, option.forward_transient_bytes - taken)
         until_saved = max(0, (block.until_saved_bytes or 0) - taken)
         kept = replace(option, forward_transient_bytes=bytes_without)
-        less.append(replace(block, beside_bytes=taken, until_saved_bytes=until_saved, options=(kept,)))
+        less.append(replace(block, extra_args_bytes=taken, until_saved_bytes=until_saved, options=(kept,)))
     return less
 
 
@@ -175,13 +168,13 @@ def _chain_under_one_action(
     kinds: Mapping[str, Hashable],
     *,
     checkpoint_bytes: int,
-    beside_bytes: int,
+    extra_args_bytes: int,
 ) -> Chain:
-    """As if the action were to keep: with no other option, and nothing resident but ``beside_bytes``.
+    """Make a chain as if the action were to keep: with no other option, nothing resident but ``extra_args_bytes``.
 
     Args:
         checkpoint_bytes: that every block under it holds besides tensors.
-        beside_bytes: that all of them together hold.
+        extra_args_bytes: that all of them together hold.
     """
     described = zip(
         trace.parts, _attributed(trace.parts), _names(trace.parts), _stacks(trace.parts, stack_of), strict=True
@@ -190,7 +183,7 @@ def _chain_under_one_action(
         _without_transients(part, sum(own.values()) + (checkpoint_bytes if part.block else 0), name, stack)
         for part, own, name, stack in described
     )
-    chain = _with_transients(Chain(blocks=blocks, resident_bytes=beside_bytes), trace)
+    chain = _with_transients(Chain(blocks=blocks, resident_bytes=extra_args_bytes), trace)
     return replace(chain, blocks=tuple(_with_seconds(chain.blocks, trace, kinds)))
 
 
@@ -219,7 +212,7 @@ def _without_transients(part: Part, saved_bytes: int, name: str, stack: int | No
 
 
 def _with_storages_left_on_device(action: Action, offloaded: Sequence[Part], kept: Sequence[Part]) -> Iterator[Part]:
-    """Rule 4 of the NOTE: small storages, and an output that the block saves itself."""
+    """Add small storages, and an output that the block saves itself: rule 4 of the NOTE."""
     for part, baseline, own in zip(offloaded, kept, _attributed(kept), strict=True):
         if part.block is None:
             yield part
@@ -234,13 +227,13 @@ def _with_storages_left_on_device(action: Action, offloaded: Sequence[Part], kep
 
 
 def _inputs_left_on_device(part: Part) -> Storages:
-    """Small ones, and those that autograd did not make; where others move, as if the block had made them."""
+    """Return small ones, and those that autograd did not make; where others move, as if the block had made them."""
     stays = {s: size for s, size in part.inputs.items() if size < SMALLEST_BYTES or s in part.leaves}
     return stays if len(stays) == len(part.inputs) else {-storage: size for storage, size in stays.items()}
 
 
 def most_offloaded_bytes(baseline: StepTrace, action: Action) -> int:
-    """The most of the host's memory that all blocks may pin under ``action``, by their trace under ``KEEP``."""
+    """Return the most of the host's memory that all blocks may pin under ``action``, by their trace under ``KEEP``."""
     copied: Storages = {}
     for part in baseline.parts:
         if part.block is not None:
@@ -250,38 +243,34 @@ def most_offloaded_bytes(baseline: StepTrace, action: Action) -> int:
 
 
 def _most_moved_bytes(action: Action, parts: Sequence[Part]) -> int:
-    """The largest block's, by the trace under ``KEEP``."""
+    """Return what the largest block moves, by the trace under ``KEEP``."""
     own = [{} for _ in parts] if action.kind.on_host == "input" else _attributed(parts)
     return max((sum((saved | p.inputs).values()) for p, saved in zip(parts, own, strict=True) if p.block), default=0)
 
 
 def _attributed(parts: Sequence[Part]) -> list[Storages]:
-    """The storages that each part saves besides its input and output, by rule 1 of the NOTE."""
+    """Return the storages that each part saves besides its input and output, by rule 1 of the NOTE."""
     own = [{s: size for s, size in p.saved.items() if s not in p.inputs and s not in p.outputs} for p in parts]
     savers = Counter(storage for saved in own for storage in saved)
-    beside = {storage for part in parts for storage in part.beside}
+    extra_args = {storage for part in parts for storage in part.extra_args}
     attributed: list[Storages] = [{} for _ in parts]
     done: set[int] = set()
     for position, saved in enumerate(own):
         for storage, size in saved.items():
             if storage not in done:
-                is_own = savers[storage] == 1 and storage not in beside
-                owner = position if is_own else _between_blocks_before(parts, position)
+                owner = position
+                if savers[storage] > 1 or storage in extra_args:  # the part between blocks before it
+                    owner = max((at for at in range(position + 1) if parts[at].block is None), default=position)
                 attributed[owner][storage] = size
                 done.add(storage)
     return attributed
 
 
-def _beside(parts: Sequence[Part]) -> Storages:
-    """The storages that blocks take besides their states and that the baseline does not save."""
-    beside = {s: size for part in parts for s, size in part.beside.items() if s not in part.inputs}
+def _extra_args(parts: Sequence[Part]) -> Storages:
+    """Return the storages that blocks take besides their states and that the baseline does not save."""
+    extra_args = {s: size for part in parts for s, size in part.extra_args.items() if s not in part.inputs}
     saved = {storage for of_part in _attributed(parts) for storage in of_part}
-    return {storage: size for storage, size in beside.items() if storage not in saved}
-
-
-def _between_blocks_before(parts: Sequence[Part], position: int) -> int:
-    earlier = [index for index in range(position + 1) if parts[index].block is None]
-    return earlier[-1] if earlier else position
+    return {storage: size for storage, size in extra_args.items() if storage not in saved}
 
 
 def _names(parts: Sequence[Part]) -> Iterator[str]:
@@ -297,7 +286,7 @@ def _names(parts: Sequence[Part]) -> Iterator[str]:
 
 
 def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | None]:
-    """A stack goes on while blocks of one of the model's stacks follow each other with nothing between."""
+    """Number the stacks; one goes on while blocks of one of the model's stacks follow each other."""
     number, before = -1, None
     for part in parts:
         current = None if part.block is None else stack_of[part.block]
@@ -309,37 +298,31 @@ def _stacks(parts: Sequence[Part], stack_of: dict[str, int]) -> Iterator[int | N
 def _with_transients(chain: Chain, trace: StepTrace) -> Chain:
     simulated = [point.total_bytes for point in timeline(chain, keep_all(chain))]
     num_parts = len(trace.parts)
-    forward = [
-        max(0, _peak(trace.memory, start, stop) - there)
-        for (start, stop), there in zip(_forwards(trace), simulated[:num_parts], strict=True)
-    ]
-    backward = [
-        max(0, _peak(trace.memory, *moment) - there) if moment else 0
-        for moment, there in zip(_backwards(trace), reversed(simulated[num_parts:-1]), strict=True)
-    ]
-    until_saved = [
-        max(0, part.until_saved_bytes - there) for part, there in zip(trace.parts, simulated[:num_parts], strict=True)
-    ]
-    untracked = [
-        max(0, trace.memory[part.backward].live_bytes + part.until_read_bytes - there) if part.backward else 0
-        for part, there in zip(trace.parts, reversed(simulated[num_parts:-1]), strict=True)
-    ]
-    variables = [
-        max(0, trace.memory[start].live_bytes - there)
-        for (start, _), there in zip(_forwards(trace), simulated[:num_parts], strict=True)
-    ]
-    blocks = [
-        replace(
-            b,
-            untracked_bytes=beside,
-            variables_bytes=of_model,
-            until_saved_bytes=until,
-            options=(replace(b.options[0], forward_transient_bytes=up, backward_transient_bytes=down),),
+    live = zip(simulated[:num_parts], reversed(simulated[num_parts:-1]), strict=True)  # in forward and backward
+    moments = zip(_forwards(trace), _backwards(trace), strict=True)
+    blocks: list[BlockCosts] = []
+    for block, part, (up, down), ((start, stop), backward) in zip(
+        chain.blocks, trace.parts, live, moments, strict=True
+    ):
+        forward_bytes = _peak(trace.memory, start, stop) - up
+        backward_bytes = untracked_bytes = 0
+        if backward:
+            backward_bytes = _peak(trace.memory, *backward) - down
+            untracked_bytes = trace.memory[backward[0]].live_bytes + part.until_read_bytes - down
+        option = replace(
+            block.options[0],
+            forward_transient_bytes=max(0, forward_bytes),
+            backward_transient_bytes=max(0, backward_bytes),
         )
-        for b, up, down, beside, until, of_model in zip(
-            chain.blocks, forward, backward, untracked, until_saved, variables, strict=True
+        blocks.append(
+            replace(
+                block,
+                untracked_bytes=max(0, untracked_bytes),
+                variables_bytes=max(0, trace.memory[start].live_bytes - up),
+                until_saved_bytes=max(0, part.until_saved_bytes - up),
+                options=(option,),
+            )
         )
-    ]
     return replace(chain, blocks=tuple(blocks))
 
 
@@ -348,12 +331,12 @@ def _peak(memory: Sequence[Reading], start: int, stop: int) -> int:
 
 
 def _forwards(trace: StepTrace) -> Iterator[tuple[int, int]]:
-    """The boundaries of the parts' forwards."""
+    """Yield the boundaries of the parts' forwards."""
     yield from pairwise([*(part.forward for part in trace.parts), trace.ends.forward])
 
 
 def _backwards(trace: StepTrace) -> list[tuple[int, int] | None]:
-    """The boundaries of the parts' backwards, where they have one."""
+    """Return the boundaries of the parts' backwards, where they have one."""
     begins = sorted(part.backward for part in trace.parts if part.backward is not None)
     ends = dict(pairwise([*begins, trace.ends.backward]))
     return [None if part.backward is None else (part.backward, ends[part.backward]) for part in trace.parts]
@@ -379,13 +362,13 @@ def _with_seconds(
 
 
 def _seconds(trace: StepTrace, moment: tuple[int, int] | None) -> list[float]:
-    """Run by run; 0 where a part has no backward."""
+    """Add up the seconds of a moment run by run; 0 where a part has no backward."""
     start, stop = moment or (0, 0)
     return [sum(run[start:stop], start=0.0) for run in trace.seconds]
 
 
 def _pooled(alike: Sequence[Hashable], seconds: Sequence[list[float]]) -> list[Seconds]:
-    """Of each block; ``alike`` has equal values for those that share theirs."""
+    """Return the seconds of each block; ``alike`` has equal values for those that share theirs."""
     pools: dict[Hashable, list[list[float]]] = defaultdict(list)
     for key, of_block in zip(alike, seconds, strict=True):
         pools[key].append(of_block)

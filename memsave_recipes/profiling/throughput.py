@@ -1,36 +1,23 @@
 """Throughput of training: samples, tokens and steps a second, and model FLOPs with their share of a device's peak.
 
 Windows end where the loop reads a loss from the device, which waits for the device anyway. So the clock makes no step
-wait, and the time between two such reads is that of the work in it. CUDA events at the same two places would measure
-the same time.
+wait.
 
-The formulas are those of ``torch.utils.flop_counter``: matrix products, convolutions and attention, two operations a
+FLOPs are those of ``torch.utils.flop_counter``: matrix products, convolutions and attention, two operations a
 multiply-add; causal attention counts in full and everything else for nothing, as in the model FLOPs utilisation of PaLM
-(Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). Recomputation is no work of the model: neither an
-activation checkpoint's second forward nor the scores that a fused attention computes again in its backward count. So
-the count is the same under every plan.
-
-Of flash-attn's own operators those of version 2 count. There and in torch's own operator of that kind each document of
-a packed row counts by itself, as it is computed; in an estimate, which knows no lengths, each token counts as one of
-the longest document.
-Known limits: other kernels from outside torch (Triton) and grouped products count nothing.
-
-Peaks are the dense rates of the vendors: where a data sheet gives those for 2:4 sparse factors, their half. Products of
-half precision have sums in float32, as torch computes them. A device or precision that is not in ``cards.json`` has no
-figure: nothing is guessed from relatives (an A10G is slower than an A10, a MIG slice than its device). GeForce and
-workstation cards follow from their cores and clocks, but for those with a table of their own in a white paper or data
-sheet.
+(Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B). Recomputation is no work of the model, so the
+count is the same under every plan. Other kernels from outside torch (Triton) and grouped products count nothing.
 
 NOTE [ rates of a card ]
-1. float32: two operations a CUDA core and cycle, at the boost clock that NVIDIA states on the card's product page.
-2. Tensor cores, with sums in float32: a multiple of that, the same for all cards of a family; GeForce cards have half
-   the rate of a workstation card with as many cores. So in tables 1 to 3 of NVIDIA's white papers as others give them:
-   Turing (developer.nvidia.com, "NVIDIA Turing Architecture In-Depth": RTX 2080 Ti 13.4 and 53.8, Quadro RTX 6000 16.3
-   and 130.5), GA102 (thegamesmachine.it, "GeForce RTX 3080": 29.8 and 59.5; RTX A6000: 154.8), Ada (RTX 4090: 82.6 and
+1. Peaks are the vendors' dense rates with sums in float32. A device or precision that is not in ``cards.json`` has no
+   figure: nothing is guessed from relatives (an A10G is slower than an A10, a MIG slice than its device).
+2. GeForce and workstation cards: float32 is two operations a CUDA core and cycle, at the boost clock of the product
+   page. Tensor cores are a multiple of that, the same for all cards of a family; GeForce cards have half the rate of a
+   workstation card with as many cores. So in tables 1 to 3 of NVIDIA's white papers as others give them: Turing
+   (developer.nvidia.com, "NVIDIA Turing Architecture In-Depth": RTX 2080 Ti 13.4 and 53.8, Quadro RTX 6000 16.3 and
+   130.5), GA102 (thegamesmachine.it, "GeForce RTX 3080": 29.8 and 59.5; RTX A6000: 154.8), Ada (RTX 4090: 82.6 and
    165.2; RTX 6000 Ada: 364) and RTX Blackwell (RTX 5090: 209.5; RTX PRO 6000: 503.8). Cores, clocks and memory of the
    other cards are not compared with a page; for RTX PRO 4500 others state 2,617 MHz as well.
-3. float64: 1/32 on Turing, 1/64 since.
-4. Memory as torch finds it is less than the box says; the driver keeps a part: ``KEPT_BY_DRIVER_GIB`` is an assumption.
 """
 
 import json
@@ -101,7 +88,7 @@ class StepClock:
         return self._earlier_seconds + now - self._started - self._paused_seconds
 
     def state_dict(self) -> dict[str, Any]:
-        """For a resumed run: the windows that have ended and the training time, as Python numbers."""
+        """Return the windows that have ended and the training time, as Python numbers."""
         return {**asdict(self._total), "train_time_s": self.train_time_s}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -111,7 +98,7 @@ class StepClock:
         self._total = _Tally(**counted)
 
     def step(self, *, samples: int, tokens: Tensor | int = 0) -> None:
-        """A step of ``samples`` samples and ``tokens`` valid tokens (over all ranks) has been queued."""
+        """Count a step that has been queued, of so many samples and valid tokens over all ranks."""
         if self._warmup_steps:
             self._warmup_steps -= 1
             if not self._warmup_steps:
@@ -124,25 +111,21 @@ class StepClock:
         self._window.tokens = self._window.tokens + tokens
 
     def end_window(self) -> dict[str, float]:
-        """The figures since the last window ended (none during warm-up). Call it when the device is done."""
+        """Return the figures since the last window ended (none during warm-up). Call it when the device is done."""
         now = time.perf_counter()
         self._window.seconds = now - self._window_started
         self._window.tokens = int(self._window.tokens)
         window, self._window, self._window_started = self._window, _Tally(), now
-        if window.steps:
-            self._total.steps += window.steps
-            self._total.samples += window.samples
-            self._total.tokens += window.tokens
-            self._total.seconds += window.seconds
-            self._total.waiting_seconds += window.waiting_seconds
+        for name, value in vars(window).items() if window.steps else ():
+            setattr(self._total, name, getattr(self._total, name) + value)
         return window.figures()
 
     def figures(self) -> dict[str, float]:
-        """The figures of all windows that have ended."""
+        """Return the figures of all windows that have ended."""
         return self._total.figures()
 
     def loading(self, batches: Iterable[T]) -> Iterator[T]:
-        """``batches``, counting the time until each is there as waiting."""
+        """Yield ``batches``, counting the time until each is there as waiting."""
         iterator = iter(batches)
         while True:
             began = time.perf_counter()
@@ -163,7 +146,7 @@ class StepClock:
 
     @contextmanager
     def paused(self, *, synchronize: bool = False) -> Iterator[None]:
-        """Inside, time does not count: evaluation, saving, an instrumented step.
+        """Stop the clock: for an evaluation, saving, an instrumented step.
 
         Args:
             synchronize: whether the code inside waits for the device, as an evaluation does, and so for earlier steps.
@@ -180,7 +163,7 @@ class StepClock:
             self._paused_seconds += seconds
 
 
-KEPT_BY_DRIVER_GIB = 0.7
+KEPT_BY_DRIVER_GIB = 0.7  # an assumption
 TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("cards.json").read_text(encoding="utf-8"))
 """Figures of devices, with their sources."""
 
@@ -192,8 +175,6 @@ class Card:
     Args:
         name: as ``torch.cuda.get_device_name`` calls it.
         family: of cards with the same rates as multiples of float32's.
-        clock_mhz: boost clock.
-        memory_gb_per_s: bandwidth of its memory.
         host_gb_per_s: of its link to the host, one way.
         memory_gb: on the box.
     """
@@ -215,7 +196,7 @@ class Card:
 
     @property
     def memory_gib(self) -> float:
-        """As torch finds it."""
+        """The memory as torch finds it: the driver keeps a part."""
         return self.memory_gb - KEPT_BY_DRIVER_GIB
 
 
@@ -228,16 +209,13 @@ for _card in CARDS.values():
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s that the vendor states for a device, as ``torch.cuda.get_device_name`` calls it; ``None`` if unknown."""
-    for pattern, rates in PEAK_TFLOPS.items():
-        if re.fullmatch(pattern, device_name):
-            rate = rates.get(precision)
-            return None if rate is None else rate * 1e12
-    return None
+    """Return the FLOP/s that the vendor states for a device, named as by torch; ``None`` if unknown."""
+    rates = next((rates for pattern, rates in PEAK_TFLOPS.items() if re.fullmatch(pattern, device_name)), {})
+    return rates[precision] * 1e12 if precision in rates else None
 
 
 def utilization_pct(flops_per_sec: Mapping[str, float], device_name: str) -> float | None:
-    """The share of a device's peak that it reaches, in per cent; ``None`` where a peak is unknown.
+    """Return the share of a device's peak that it reaches, in per cent; ``None`` where a peak is unknown.
 
     Args:
         flops_per_sec: of one device, by precision as ``ModelFlops.by_precision`` has them.
@@ -265,12 +243,12 @@ CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, ate
 
 
 def _without_scores(formula: Formula) -> Formula:
-    """Four of the five products of a fused attention's backward; the other makes the scores of the forward again."""
+    """Count four of the five products of a fused attention's backward; the other makes the scores again."""
     return lambda *args, **kwargs: formula(*args, **kwargs) * 4 // 5
 
 
 def _with_heads_of_query(formula: Formula, first: int) -> Formula:
-    """The formula, told that keys and values have as many heads as the query; torch 2.11's fail where they share some.
+    """Tell the formula that keys and values have as many heads as the query; torch 2.11's fail where they share some.
 
     Args:
         first: the position of the query (B, H, T, D) among the arguments.
@@ -285,12 +263,12 @@ def _with_heads_of_query(formula: Formula, first: int) -> Formula:
 
 
 def _addmm(total: Tensor, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    """torch 2.13's own formula fails where the factors are rounded and their sum is not (``out_dtype``)."""
+    """Count a product; torch 2.13's own formula fails where only the factors are rounded (``out_dtype``)."""
     return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Scores and their product with the values; (B, T, H, D) all three."""
+    """Count scores and their product with the values; (B, T, H, D) all three."""
     batch, rows, heads = query.shape[:3]
     return _scores_and_values(batch * rows * key.shape[1], heads, query, value)
 
@@ -306,7 +284,10 @@ def _flash_attn_varlen(
     *_: Any,
     **__: Any,
 ) -> int:
-    """The same for sequences that lie one after the other, (tokens, H, D), between the bounds ``rows``, ``columns``."""
+    """Do the same for sequences one after the other, (tokens, H, D), between the bounds ``rows``, ``columns``.
+
+    An estimate knows no bounds: each token counts as one of the longest sequence.
+    """
     if isinstance(rows, FakeTensor):
         num_scores = len(query) * most_columns
     else:
@@ -349,11 +330,6 @@ FORMULAS_BY_NAME: dict[str, Formula] = {
 }
 
 
-def formula_of(operation: Any) -> Formula | None:
-    """The formula of an operator, which takes the operator's arguments and its result as ``out_val``."""
-    return FORMULAS.get(operation) or FORMULAS_BY_NAME.get(str(operation))
-
-
 class ModelFlops(TorchDispatchMode):
     """``with ModelFlops() as counted: step()`` and then ``counted.by_precision``.
 
@@ -376,7 +352,7 @@ class ModelFlops(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         operation = getattr(func, "overloadpacket", func)
-        formula = formula_of(operation)
+        formula = FORMULAS.get(operation) or FORMULAS_BY_NAME.get(str(operation))
         if formula is not None and not _recomputes():
             factor = args[1 if operation is aten.addmm else 0]
             self.by_precision[_precision(operation, factor)] += formula(*args, **kwargs, out_val=result)
@@ -393,7 +369,7 @@ def _precision(operation: Any, factor: Tensor) -> str:
 
 
 def _recomputes() -> bool:
-    """Whether a checkpoint is running its function again: it does so while it unpacks a saved tensor."""
+    """Return whether a checkpoint is running its function again: it does so while it unpacks a saved tensor."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "unpack_hook" and frame.f_globals is vars(checkpoint):

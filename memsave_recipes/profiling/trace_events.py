@@ -1,24 +1,17 @@
 """Trace a forward and backward block by block: storages, bytes and times at the boundaries of blocks.
 
-A *boundary* is a place in a step at which its caller calls ``mark()`` of a meter. A ``Reading`` has the bytes that are
-live there, the peak since the boundary before, and the time. Bytes come from the statistics of the device's allocator;
-on a CPU, whose allocator keeps none, from torch's profiler. ``StepTracer`` marks the boundaries of blocks and tells
-which storages each block takes, returns and saves.
+A *boundary* is a place in a step at which its caller calls ``mark()`` of a meter. ``StepTracer`` marks the boundaries
+of blocks and tells which storages each block takes, returns and saves.
 
 NOTE [ the parts of a step ]
-1. A *part* is a block of a plan, or everything between two of them: the embedding before the first layer, a transition
-   between two stacks, the head and the loss. The parts cover the forward without a gap.
+1. A *part* is a block of a plan, or everything between two of them: embedding, transition, head and loss. A module
+   outside of all blocks is a part of its own where its weights are gathered by themselves, in shards.
 2. The forward of a part ends where the next one begins. Its backward begins when the gradient of its output is there
-   and ends where that of the part before begins, so the parts cover the backward as well. A part whose output needs no
-   gradient has none.
+   and ends where that of the part before begins. A part whose output needs no gradient has none.
 3. The output of a block ends with the first tensor that it has made. Layers return more than their hidden states
-   (attention weights that nobody takes, a position bias that all of them share), whose gradients, if there are any,
-   come at other times.
-4. Storages are told apart by weak references, which keep an address from being used again: fake tensors, too, have
-   them.
-5. A module outside of all blocks may be a part of its own: one whose weights are gathered by themselves where they are
-   in shards. Its forward is then a part, and so is what stands before and behind it.
-6. A model's variable may hold the input of a block until all have run, though nothing saves it: normalized images, of
+   (attention weights, a position bias that all of them share), whose gradients come at other times.
+4. Storages are told apart by weak references, which keep an address from being used again.
+5. A model's variable may hold the input of a block until all have run, though nothing saves it: normalized images, of
    which a convolution under autocast saves a cast. These are the variables' bytes, of the forward alone.
 """
 
@@ -61,7 +54,7 @@ class Meter(Protocol):
     """Reads a step at its boundaries."""
 
     def mark(self) -> None:
-        """A boundary is here."""
+        """Read a boundary."""
 
 
 class Instruments(Protocol):
@@ -76,10 +69,10 @@ class Instruments(Protocol):
         """Timed runs at least; 0 where the readings of memory have the seconds, and nothing has to warm up."""
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
-        """A reading for each boundary; bytes are counted from where the step begins."""
+        """Return a reading for each boundary; bytes are counted from where the step begins."""
 
     def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
-        """Seconds between the boundaries, one fewer than there are."""
+        """Return the seconds between the boundaries, one fewer than there are."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +84,19 @@ class DeviceInstruments:
 
     @property
     def on_cpu(self) -> bool:
-        """By the type of the device."""
+        """Whether the device is a CPU."""
         return self.device.type == "cpu"
 
     def read_memory(self, step: Callable[[Meter], None]) -> list[Reading]:
-        """From the allocator's statistics, or, on a CPU, from torch's profiler."""
-        return _read_profile(step) if self.on_cpu else _read_allocator(step, self.device)
+        """Read the allocator's statistics, or, on a CPU, torch's profiler."""
+        if self.on_cpu:
+            return _read_profile(step)
+        meter = _AllocatorMeter(self.device)
+        step(meter)
+        return meter.readings
 
     def read_clock(self, step: Callable[[Meter], None]) -> list[float]:
-        """By the host's clock on a CPU; elsewhere by events in the device's own stream."""
+        """Read the host's clock on a CPU; elsewhere events in the device's own stream."""
         clock = _HostClock() if self.on_cpu else _DeviceClock(self.device)
         step(clock)
         return clock.intervals_s()
@@ -131,19 +128,16 @@ class _DeviceClock:
         return [earlier.elapsed_time(later) / 1000 for earlier, later in pairwise(self.events)]
 
 
-class _LabelMeter:
+class _LabelMeter(Labels):
     """Boundaries as labels of no storages among the allocations of the profile."""
 
-    def __init__(self) -> None:
-        self.labels = Labels()
-
     def mark(self) -> None:
-        self.labels.add(Use.TEMPORARIES, ())
+        self.add(Use.TEMPORARIES, ())
 
 
 def _read_profile(step: Callable[[Meter], None]) -> list[Reading]:
     meter = _LabelMeter()
-    with record_allocations(meter.labels) as events:
+    with record_allocations(meter) as events:
         step(meter)
     return list(_readings(events))
 
@@ -177,12 +171,6 @@ class _AllocatorMeter:
         torch.accelerator.reset_peak_memory_stats(self.device)
 
 
-def _read_allocator(step: Callable[[Meter], None], device: torch.device) -> list[Reading]:
-    meter = _AllocatorMeter(device)
-    step(meter)
-    return meter.readings
-
-
 Storages = dict[int, int]
 """Bytes of storages by their identity."""
 
@@ -191,8 +179,8 @@ Storages = dict[int, int]
 class Part:
     """See NOTE [ the parts of a step ]; ``block`` is the name of its block, ``None`` between blocks.
 
-    ``apart`` is the name of the module that it is by rule 5. ``forward`` and ``backward`` are the numbers of the
-    boundaries where these begin.
+    ``module`` is the name of the module that it is, outside of all blocks. ``forward`` and ``backward`` are the numbers
+    of the boundaries where these begin.
     """
 
     block: str | None
@@ -200,7 +188,7 @@ class Part:
     forward: int = -1
     outputs: Storages = field(default_factory=dict)
     saved: Storages = field(default_factory=dict)
-    beside: Storages = field(default_factory=dict)  # arguments of the block besides its state
+    extra_args: Storages = field(default_factory=dict)  # arguments of the block besides its state
     leaves: Storages = field(default_factory=dict)  # inputs that autograd did not make
     until_saved_bytes: int = 0  # the peak of its forward until its last tensor is saved
     backward: int | None = None
@@ -209,18 +197,17 @@ class Part:
     gradient_bytes: int = 0  # of the parameters that get theirs in its backward
     tied_gradient_bytes: int = 0  # those of them that wait for an earlier use of the parameter
     accumulated_bytes: int = 0  # by which the peak of its backward is less where there are gradients to add them to
-    apart: str | None = None
+    module: str | None = None
 
     @property
     def name(self) -> str | None:
-        """Of its block or module; ``None`` between them."""
-        return self.block or self.apart
+        """The name of its block or module; ``None`` between them."""
+        return self.block or self.module
 
 
 class _Mark(NamedTuple):
-    """Between two boundaries ``part`` has saved a tensor, or in its backward a gradient of so many bytes is there.
-
-    Or ``is_read``: its backward is about to read the first tensor that it has saved.
+    """Between two boundaries ``part`` has saved a tensor; or its backward has made a gradient of so many bytes,
+    or (``is_read``) is about to read the first tensor that the part has saved.
     """
 
     part: Part
@@ -243,16 +230,16 @@ class StepTracer:
         batch: the input of the forward; with the parameters and buffers it is resident.
         on_cpu: as of ``Instruments``.
         counting: storages too; else only the boundaries, which costs the step next to nothing.
-        apart: the names of modules outside of all blocks that are parts of their own.
+        extra_modules: the names of modules outside of all blocks that are parts of their own.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Iterable[Tensor], *, on_cpu: bool, counting: bool, apart: Sequence[str] = ()
+        self, model: nn.Module, batch: Iterable[Tensor], *, on_cpu: bool, counting: bool, extra_modules: Sequence[str]
     ) -> None:
         self.model = model
         self.on_cpu = on_cpu
         self.counting = counting
-        self.apart = apart
+        self.extra_modules = extra_modules
         self.parts: list[Part] = []
         self.ends = Ends(0, 0)
         self._references: list[StorageWeakRef] = []
@@ -266,12 +253,12 @@ class StepTracer:
         self._in_backward: Part | None = None
 
     def run(self, forward: Callable[[], Tensor], meter: Meter) -> None:
-        """``forward()``, a loss, and its backward."""
+        """Run ``forward()``, which ends in a loss, and its backward."""
         self._meter = meter
         self.parts = [Part(None, {}, self._boundary())]
         with (
             saved_tensors_hooks(self._pack, self._unpack) if self.counting else nullcontext(),
-            self._watching_apart(),
+            self._watching_modules(),
         ):
             loss = forward()
         self.parts[-1].outputs = self._storages(_tensors([loss]))
@@ -282,10 +269,12 @@ class StepTracer:
         self.ends = Ends(forward_end, self._boundary())
 
     def watch(self, name: str, run: Callable[..., Any], inputs: tuple[Any, ...], others: Any) -> Any:
-        """The ``Watch`` of ``apply_plan``."""
+        """Be the ``Watch`` of ``apply_plan``."""
         taken = _tensors(inputs)
         leaves = self._storages([tensor for tensor in taken if tensor.is_leaf])
-        self._begin(Part(name, self._storages(taken), beside=self._storages(_tensors(others)), leaves=leaves), taken)
+        self._begin(
+            Part(name, self._storages(taken), extra_args=self._storages(_tensors(others)), leaves=leaves), taken
+        )
         with kept_by_policy() as kept:
             outputs = run(*inputs)
         self.parts[-1].saved |= kept
@@ -294,18 +283,18 @@ class StepTracer:
         return outputs
 
     @contextmanager
-    def _watching_apart(self) -> Iterator[None]:
-        """Inside, each of ``apart`` is a part when it runs."""
+    def _watching_modules(self) -> Iterator[None]:
+        """Make each of ``extra_modules`` a part when it runs."""
 
         def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             taken = _tensors((args, kwargs))
-            self._begin(Part(None, self._storages(taken), apart=name), taken)
+            self._begin(Part(None, self._storages(taken), module=name), taken)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             given = _tensors(output)
             self._begin(Part(None, self._storages(given)), given)
 
-        modules = {name: self.model.get_submodule(name) for name in self.apart}
+        modules = {name: self.model.get_submodule(name) for name in self.extra_modules}
         handles = [
             *(one.register_forward_pre_hook(partial(begin, name), with_kwargs=True) for name, one in modules.items()),
             *(one.register_forward_hook(end) for one in modules.values()),
@@ -322,7 +311,7 @@ class StepTracer:
         new = [tensor for tensor in flowing if not any(tensor is known() for known in self._flowing)]
         part.forward = self._boundary()
         if current.name is None and not current.saved and not new:
-            self.parts[-1] = part  # nothing stands between two blocks, or before the first
+            self.parts[-1] = part  # nothing is between two blocks, or before the first
         else:
             current.outputs = part.inputs
             self._mark_backward(current, new)
@@ -332,7 +321,7 @@ class StepTracer:
         self._flowing = [weakref.ref(tensor) for tensor in flowing]
 
     def _follow(self, part: Part, current: Part, flowing: list[Tensor]) -> None:
-        """Find out which inputs of earlier blocks are still there: rule 6 of the NOTE."""
+        """Find out which inputs of earlier blocks are still there: rule 5 of the NOTE."""
         if part.block is not None and current.block is None:
             self._before_blocks += [StorageWeakRef(tensor.untyped_storage()) for tensor in flowing]
         elif part.block is None and current.block is not None:
@@ -346,7 +335,7 @@ class StepTracer:
         return sum(size for storage, size in made.items() if storage in self._outlive - saved)
 
     def _mark_backward(self, part: Part, outputs: list[Tensor]) -> None:
-        """Its backward begins with the gradient of the newest of its outputs."""
+        """Let its backward begin with the gradient of the newest of its outputs."""
         trained = [tensor for tensor in outputs if tensor.requires_grad]
         if trained:
             trained[-1].register_hook(lambda _: self._begin_backward(part))
@@ -367,8 +356,9 @@ class StepTracer:
                 if parameter not in tied:
                     self._mark(_Mark(part, num_bytes))
 
-        tied = _tied_parameters(self.model)
-        latest = next((part for part in reversed(self.parts) if part.apart), self.parts[-1])
+        uses = Counter(parameter for _, parameter in self.model.named_parameters(remove_duplicate=False))
+        tied = {parameter for parameter, count in uses.items() if count > 1}
+        latest = next((part for part in reversed(self.parts) if part.module), self.parts[-1])
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
         try:
@@ -378,7 +368,7 @@ class StepTracer:
                 handle.remove()
 
     def at_boundaries(self, readings: Iterable[Reading]) -> Iterator[Reading]:
-        """Those of the readings at boundaries; those between them go into the parts."""
+        """Yield the readings at boundaries; those between them go into the parts."""
         peak_bytes = lower_peak_bytes = gradients_bytes = 0  # lower: without the gradients of this backward
         seconds, in_backward = None, None
         live_bytes: list[int] = []  # at the boundaries
@@ -425,7 +415,7 @@ class StepTracer:
         self._marks.append(mark)
 
     def _storages(self, tensors: Iterable[Tensor]) -> Storages:
-        """Those that are not resident."""
+        """Return the storages that are not resident."""
         found: Storages = {}
         for storage in [tensor.untyped_storage() for tensor in tensors] if self.counting else ():
             self._references.append(StorageWeakRef(storage))
@@ -435,20 +425,15 @@ class StepTracer:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """Those that have memory."""
+    """List those that have memory."""
     return inner_tensors(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _output_of(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """Rule 3 of the NOTE: of a dense layer all features, of a layer's tuple the hidden states."""
+    """Return the output by rule 3 of the NOTE: of a dense layer all features, of a layer's tuple the hidden states."""
     given: list[Tensor] = []
     for tensors in map(_tensors, tree_leaves(outputs)):
         given += tensors
         if tensors and not any(tensors[0] is taken for taken in inputs):
             break
     return given
-
-
-def _tied_parameters(model: nn.Module) -> set[Tensor]:
-    counts = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    return {parameter for parameter, count in counts.items() if count > 1}

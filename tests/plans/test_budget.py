@@ -68,7 +68,7 @@ def random_chain(rng, num_blocks, *, options_share):
                 tied_gradient_bytes=rng.choice([0, 0, 5]),
                 untracked_bytes=rng.choice([0, 0, 6]),
                 until_saved_bytes=rng.choice([None, rng.randint(0, 30)]),
-                beside_bytes=rng.choice([0, beside]),
+                extra_args_bytes=rng.choice([0, beside]),
                 options=tuple(options),
             )
         )
@@ -78,7 +78,7 @@ def random_chain(rng, num_blocks, *, options_share):
         gradients_resident=rng.random() < 0.3,
         optimizer_bytes=rng.randint(0, 30),
         span_bytes=rng.randint(0, 3),
-        beside_bytes=2 * beside,
+        extra_args_bytes=2 * beside,
         mlp_tile_tokens=TILE,
         nested=nested,
     )

@@ -103,8 +103,8 @@ def test_a_second_run_begins_beside_the_generators_state_and_other_gradients():
 
 def test_arguments_besides_the_state_are_held_where_a_block_runs_again():
     keep, select = option(forward=90, backward=100), option(SELECT_OPS, added_s=1.0, forward=90, backward=100)
-    layers = [replace(block(name, keep, select, output=5), beside_bytes=30) for name in "ab"]
-    chain = Chain(blocks=tuple(layers), resident_bytes=0, beside_bytes=30)
+    layers = [replace(block(name, keep, select, output=5), extra_args_bytes=30) for name in "ab"]
+    chain = Chain(blocks=tuple(layers), resident_bytes=0, extra_args_bytes=30)
     peaks = {action: simulate(chain, plan_of(chain, (0, 2, action))).peak for action in (KEEP, RECOMPUTE, SELECT_OPS)}
     assert (peaks[KEEP].phase, peaks[KEEP].total_bytes) == ("forward", 90 + 30 + 5)
     assert peaks[SELECT_OPS].total_bytes == 100 + 30 + 5
@@ -235,7 +235,9 @@ def test_plans_that_the_chain_cannot_follow_are_refused(three):
         lambda: block("decided", option(), option(OFFLOAD), stack=None),
         lambda: block("backwards", option(), seconds=-1.0),
         lambda: Chain(blocks=(), resident_bytes=0),
-        lambda: Chain(blocks=(replace(block("x", option()), beside_bytes=2),), resident_bytes=0, beside_bytes=1),
+        lambda: Chain(
+            blocks=(replace(block("x", option()), extra_args_bytes=2),), resident_bytes=0, extra_args_bytes=1
+        ),
         lambda: Chain(blocks=tuple(block("x", option(), stack=s) for s in (0, 1, 0)), resident_bytes=0),
     ],
 )

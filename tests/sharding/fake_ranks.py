@@ -232,7 +232,7 @@ def _measured(kind, rows, length, bf16, loss, dtype, action):
         batch=list(batch.values()),
         device=CPU,
         stacks=block_names(find_stacks(model)),
-        apart=modules_outside_blocks(model),
+        extra_modules=modules_outside_blocks(model),
     )
     plans = [plan_blocks(model, strategy) for strategy in ("none", action)]
     autocast_dtype = torch.bfloat16 if bf16 else None
