@@ -184,7 +184,7 @@ class TrainState:
         if not frozen:
             return {}
         state = self.model.state_dict()
-        return {key: value for key, value in state.items() if any(_belongs(key, name) for name in frozen)}
+        return {key: value for key, value in state.items() if any(f"{key}.".startswith(f"{name}.") for name in frozen)}
 
     def _digest_of_frozen(self) -> str:
         if self._frozen_digest is None:
@@ -198,10 +198,6 @@ class TrainState:
         wrong = [*outcome.unexpected_keys, *(set(outcome.missing_keys) - self._frozen().keys())]
         if wrong:
             raise ValueError(f"{sorted(wrong)[0]} is in one of them only")
-
-
-def _belongs(key: str, name: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
