@@ -65,7 +65,9 @@ test-cpus: install  ## predictions and equality with the instructions of other p
 
 # timm and diffusers are tried where they are installed. It goes on where an interrupted one ended (out/zoo.jsonl).
 test-zoo: install  ## every architecture of transformers, timm and diffusers under four plans; writes docs/models.md (an hour)
-	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.matrix; status=$$?; PYTHONPATH=tests $(BIN)/python -m zoo.page; exit $$status
+	HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.matrix; status=$$?; \
+		HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python -m zoo.heads || status=1; \
+		PYTHONPATH=tests $(BIN)/python -m zoo.page; exit $$status
 
 OF_VERSIONS := tests/activations tests/estimation tests/models tests/profiling tests/test_losses.py \
 	tests/test_private_names.py tests/training/test_optimizers.py tests/recipes/test_verify.py

@@ -4,7 +4,6 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -12,12 +11,11 @@ from transformers import (
     LlamaModel,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-from zoo.batches import batch_of
+from zoo.heads import CLASSIFIER, LORA, base_without_head, changed, load, logits
 from zoo.tiny import tiny_config
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.adapters import (
-    LoraArguments,
     add_lora,
     check_merging,
     copied_modules,
@@ -27,8 +25,7 @@ from memsave_recipes.models.adapters import (
 from memsave_recipes.models.pretrained import TransformerArguments, build_text_classifier
 from memsave_recipes.models.slices import new_weights
 
-CLASSIFIER, LANGUAGE = "SEQ_CLS", "CAUSAL_LM"
-LORA = LoraArguments(lora=True, lora_rank=2)
+LANGUAGE = "CAUSAL_LM"
 ALL_TYPES = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 NOT_BUILT = {
     "ibert": "its linear layers are of a class of its own, which peft does not adapt",
@@ -46,36 +43,6 @@ NOT_MERGED = {
     "zamba2": "share a weight",
 }
 """Merged they can have other logits than with their adapters."""
-
-
-def load(folder, seed, num_labels=3):
-    torch.manual_seed(seed)
-    options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}
-    model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
-    if model.config.get_text_config().pad_token_id is None:
-        model.config.get_text_config().pad_token_id = 0
-    return model
-
-
-def trained(model):
-    """With adapters, every weight that trains a little changed."""
-    adapted, random = add_lora(model, LORA, task_type=CLASSIFIER), torch.Generator().manual_seed(3)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.02 * torch.randn(parameter.shape, generator=random)
-    return adapted
-
-
-@torch.no_grad()
-def logits(model, kind):
-    batch = batch_of("AutoModelForSequenceClassification", kind)
-    return model.eval()(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-
-
-def base_without_head(kind, folder):
-    whole = AutoModelForSequenceClassification.from_config(tiny_config(kind))
-    bare = getattr(whole, whole.base_model_prefix, None)
-    (AutoModel.from_config(tiny_config(kind)) if bare is None else bare).save_pretrained(folder)
 
 
 def base_with_another_head(kind, folder):
@@ -113,7 +80,7 @@ def assert_all_comes_back(kind, tmp_path):
     names = {parameter: name for name, parameter in model.named_parameters()}
     new = {names[parameter] for parameter in new_weights(model)}
     assert new
-    adapted = trained(model)
+    adapted = changed(add_lora(model, LORA, task_type=CLASSIFIER))
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name.replace(".modules_to_save.default", "") for name in trains} >= new
     adapted.save_pretrained(tmp_path / "final")

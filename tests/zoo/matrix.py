@@ -14,7 +14,7 @@ import multiprocessing
 import resource
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -51,22 +51,27 @@ def row_of(model: Model) -> Row:
         if any(differences(one, other) for one, other in zip(plain, plain_steps(model), strict=True)):
             return "two steps from the same seeds differ without a plan"
     except (Exception, SystemExit) as error:
-        return _shortened(f"{type(error).__name__}: {error}")
-    return [_shortened(verdict(model, strategy, plain)) for strategy in STRATEGIES]
+        return shortened(f"{type(error).__name__}: {error}")
+    return [shortened(verdict(model, strategy, plain)) for strategy in STRATEGIES]
 
 
-def _shortened(reason: str) -> str:
+def shortened(reason: str) -> str:
+    """In one line, and cut."""
     return " ".join(reason.split())[:LONGEST_REASON]
 
 
-def rows_of(models: dict[Name, Model], num_processes: int) -> Iterator[tuple[Name, Row]]:
-    """The rows as they are found."""
+def rows_of(
+    models: dict[Name, Any], num_processes: int, find: Callable[[Any], Row] | None = None
+) -> Iterator[tuple[Name, Row]]:
+    """The rows as they are found, by ``row_of`` or by another function of a model."""
     waiting, running = list(models), dict[Connection, tuple[Name, BaseProcess]]()
     while waiting or running:
         while waiting and len(running) < num_processes:
             name = waiting.pop(0)
             reader, writer = multiprocessing.Pipe(duplex=False)
-            process = multiprocessing.get_context("fork").Process(target=_send_row, args=(models[name], writer))
+            process = multiprocessing.get_context("fork").Process(
+                target=_send_row, args=(find or row_of, models[name], writer)
+            )
             process.start()
             writer.close()
             running[reader] = (name, process)
@@ -75,9 +80,9 @@ def rows_of(models: dict[Name, Model], num_processes: int) -> Iterator[tuple[Nam
             yield name, _received(reader, process)
 
 
-def _send_row(model: Model, writer: Connection) -> None:
+def _send_row(find: Callable[[Any], Row], model: Any, writer: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    writer.send(row_of(model))
+    writer.send(find(model))
 
 
 def _received(reader: Connection, process: BaseProcess) -> Row:
@@ -94,12 +99,14 @@ def main(arguments: list[str]) -> int:
     """The rows that ``arguments`` name; the exit code."""
     options = _parsed(arguments)
     found = families()
-    chosen = {(f, t): model for f, types in found.items() for t, model in types.items() if _is_named(options, f, t)}
+    chosen = {
+        (f, t): model for f, types in found.items() for t, model in types.items() if is_named(options.names, f, t)
+    }
     if not chosen:
         raise SystemExit(f"no such family or type; families: {', '.join(found)}")
     rows = _rows_so_far()
     left = {name: model for name, model in chosen.items() if name not in rows}
-    _import_in_advance()
+    import_in_advance()
     PARTIAL.parent.mkdir(exist_ok=True)
     with PARTIAL.open("a", encoding="utf-8") as partial:
         for name, row in tqdm(rows_of(left, options.processes), total=len(left), delay=5, disable=None):
@@ -122,8 +129,9 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _is_named(options: argparse.Namespace, family: str, kind: str) -> bool:
-    return not options.names or family in options.names or f"{family}:{kind}" in options.names
+def is_named(names: list[str], family: str, kind: str) -> bool:
+    """Whether a type is among ``names``, which name all where there are none."""
+    return not names or family in names or f"{family}:{kind}" in names
 
 
 def _rows_so_far() -> dict[Name, Row]:
@@ -131,7 +139,7 @@ def _rows_so_far() -> dict[Name, Row]:
     return {(family, kind): row for family, kind, row in map(json.loads, lines)}
 
 
-def _import_in_advance() -> None:
+def import_in_advance() -> None:
     """So that the forked processes need not."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()

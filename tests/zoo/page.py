@@ -1,9 +1,10 @@
-"""docs/models.md from the rows of the zoo: ``PYTHONPATH=tests python -m zoo.page``."""
+"""docs/models.md from the rows of the zoo and of heads: ``PYTHONPATH=tests python -m zoo.page``."""
 
 import json
 from collections import Counter
 from pathlib import Path
 
+from zoo.heads import LOST, rows_so_far
 from zoo.matrix import RESULTS, Row, is_right
 from zoo.steps import IDENTICAL, NO_EFFECT, STRATEGIES
 
@@ -40,14 +41,33 @@ said why before the training. *Not built*: no tiny configuration of ours makes t
 few bytes if these are those of the peak. Where no plan lowers the peak, a budget below it has to be refused.
 
 """
+OF_HEADS = """## Classifiers with a new head
+
+Generated from [results/zoo_heads.jsonl](results/zoo_heads.jsonl). The base was saved without a head; texts train
+adapters (`--lora`) and what is new, images everything. *Identical*: what was saved has the logits of the run to the
+last bit, loaded under another seed by the recipes and by peft alone, of images by transformers alone. *Rounding*:
+within 1e-7, as sums round otherwise from one copy of the model to the next.
+
+"""
+VERDICTS = (IDENTICAL, "within", "refused", LOST, "not built")
 
 
-def page(results: dict) -> str:
-    """The page for the content of ``results/zoo.json``."""
+def page(results: dict, heads: dict[tuple[str, str], str]) -> str:
+    """The page for the content of ``results/zoo.json`` and the rows of ``zoo_heads.jsonl``."""
     families: dict[str, dict[str, Row]] = results["families"]
     libraries = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     parts = [INTRODUCTION, f"Versions: {libraries}.\n\n", _counts(families), _reasons(families)]
+    parts += [_of_heads(heads)] if heads else []
     return "".join(parts + [_family(name, rows) for name, rows in families.items()])
+
+
+def _of_heads(heads: dict[tuple[str, str], str]) -> str:
+    lines = [_row("family", "identical", "rounding", "refused", "lost", "not built"), _row(*["---"] * 6)]
+    for family in dict.fromkeys(family for family, _ in heads):
+        counts = [sum(f == family and row.startswith(word) for (f, _), row in heads.items()) for word in VERDICTS]
+        lines.append(_row(_family_name(family), *map(str, counts)))
+    others = [f"* {kind}: {row}" for (_, kind), row in sorted(heads.items()) if row != IDENTICAL]
+    return OF_HEADS + "\n".join([*lines, "", *others, "", ""])
 
 
 def _counts(families: dict[str, dict[str, Row]]) -> str:
@@ -121,4 +141,4 @@ def _row(*cells: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+    PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8")), rows_so_far()), encoding="utf-8")

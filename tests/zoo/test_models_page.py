@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from zoo import matrix
+from zoo import heads, matrix
 from zoo.matrix import is_right, row_of, rows_of, write_results
 from zoo.page import PAGE, page, word
 from zoo.steps import IDENTICAL, NO_EFFECT, STRATEGIES
@@ -16,15 +16,20 @@ from zoo.steps import IDENTICAL, NO_EFFECT, STRATEGIES
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / matrix.RESULTS).read_text(encoding="utf-8"))
 ROWS = [row for rows in RESULTS["families"].values() for row in rows.values()]
+HEADS = heads.rows_so_far(ROOT / heads.ROWS)
 BUILT = [row for row in ROWS if not isinstance(row, str)]
 
 
 def test_the_page_is_made_from_the_rows():
-    assert (ROOT / PAGE).read_text(encoding="utf-8") == page(RESULTS)
+    assert (ROOT / PAGE).read_text(encoding="utf-8") == page(RESULTS, HEADS)
 
 
 def test_no_plan_is_wrong():
     assert [row for row in ROWS if not is_right(row) and NO_EFFECT not in row] == []
+
+
+def test_no_classifier_loses_what_it_trained():
+    assert [(name, row) for name, row in HEADS.items() if row.startswith(heads.LOST)] == []
 
 
 def test_hardly_any_plan_is_without_effect():

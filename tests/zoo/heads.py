@@ -1,0 +1,135 @@
+"""Classifiers with a new head: what was trained comes back from its files, to the last bit.
+
+    PYTHONPATH=tests python -m zoo.heads [--processes 2] [FAMILY | FAMILY:TYPE ...]
+
+A base without a head is saved, loaded as a classifier, and all that trains is changed a little: of texts the adapters
+of ``--lora`` and what is new, of images everything. Its logits are those of the files that it saves, loaded under
+another seed: by the recipes and by peft alone, of images by transformers alone. Rows are added to
+``docs/results/zoo_heads.jsonl`` as they come, and are not found again while they are there. The exit code is 1 where
+something is lost.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModel
+from zoo.architectures import Architecture
+from zoo.batches import CLASSIFICATION, IMAGES, batch_of
+from zoo.families import families
+from zoo.matrix import import_in_advance, is_named, rows_of, shortened
+from zoo.steps import IDENTICAL
+from zoo.tiny import tiny_config
+
+from memsave_recipes.errors import InputError
+from memsave_recipes.models.adapters import LoraArguments, add_lora, load_adapters
+
+ROWS = Path("docs/results/zoo_heads.jsonl")
+CLASSIFIER = "SEQ_CLS"
+LORA = LoraArguments(lora=True, lora_rank=2)
+LOST = ("wrong", "crash")
+ROUNDING = 1e-7
+"""Sums of some models round otherwise from one copy of the model to the next."""
+
+
+def base_without_head(kind: str, folder: Path, auto_class: str = CLASSIFICATION) -> None:
+    """Save a tiny model of a type without what its classifier adds."""
+    whole = getattr(transformers, auto_class).from_config(tiny_config(kind))
+    bare = getattr(whole, whole.base_model_prefix, None)
+    (AutoModel.from_config(tiny_config(kind)) if bare is None else bare).save_pretrained(folder)
+
+
+def load(folder: Path, seed: int, num_labels: int = 3, auto_class: str = CLASSIFICATION) -> nn.Module:
+    """The classifier of a folder; what its files lack is drawn from ``seed``."""
+    torch.manual_seed(seed)
+    options = {"num_labels": num_labels, "ignore_mismatched_sizes": True}
+    model = getattr(transformers, auto_class).from_pretrained(folder, **options)
+    config = model.config.get_text_config()
+    if auto_class == CLASSIFICATION and config.pad_token_id is None:
+        config.pad_token_id = 0
+    return model
+
+
+def changed(model: Any) -> Any:
+    """``model`` with every weight that trains a little changed."""
+    random = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=random)
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module, kind: str, auto_class: str = CLASSIFICATION) -> Tensor:
+    """(B, classes), in evaluation."""
+    batch = batch_of(auto_class, kind)
+    return model.eval()(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+
+
+def row_of(model: Architecture) -> str:
+    """``identical``, ``within ROUNDING``, ``refused: ...``, ``wrong: ...``, or why the type is not built."""
+    kind, auto_class = model.model_type, model.auto_class
+    with TemporaryDirectory() as folder:
+        base, final = Path(folder, "base"), Path(folder, "final")
+        try:
+            base_without_head(kind, base, auto_class)
+            new = load(base, 1, auto_class=auto_class)
+            logits(new, kind, auto_class)
+        except Exception as error:
+            return shortened(f"not built: {type(error).__name__}: {error}")
+        try:
+            trained = changed(add_lora(new, LORA, task_type=CLASSIFIER) if auto_class == CLASSIFICATION else new)
+            trained.save_pretrained(final)
+            found = [logits(one, kind, auto_class) for one in (trained, *_opened(base, final, auto_class))]
+        except InputError as refusal:
+            return shortened(f"refused: {refusal}")
+        except Exception as error:
+            return shortened(f"wrong: {type(error).__name__}: {error}")
+    largest = max(float((one - found[0]).abs().max()) for one in found[1:])
+    return IDENTICAL if largest == 0 else f"within {ROUNDING:g}" if largest <= ROUNDING else f"wrong: by {largest:.1g}"
+
+
+def _opened(base: Path, final: Path, auto_class: str) -> list[nn.Module]:
+    """What was saved, each time under another seed."""
+    if auto_class == IMAGES:
+        return [load(final, 2, auto_class=auto_class)]
+    by_recipes = load_adapters(load(base, 2), final, task_type=CLASSIFIER, source="final")
+    return [by_recipes, PeftModel.from_pretrained(load(base, 3), str(final))]
+
+
+def rows_so_far(path: Path = ROWS) -> dict[tuple[str, str], str]:
+    """The rows of a file, by family and type."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {(family, kind): row for family, kind, row in map(json.loads, lines)}
+
+
+def main(arguments: list[str]) -> int:
+    """Find the rows that ``arguments`` name and the file lacks; the exit code."""
+    parser = argparse.ArgumentParser("zoo.heads")
+    parser.add_argument("names", nargs="*", help="families, or FAMILY:TYPE; both of classifiers without one")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args(arguments)
+    found = {family: types for family, types in families().items() if family in (CLASSIFICATION, IMAGES)}
+    named = {(f, t): one for f, types in found.items() for t, one in types.items() if is_named(options.names, f, t)}
+    left = {name: model for name, model in named.items() if name not in rows_so_far()}
+    import_in_advance()
+    transformers.logging.disable_progress_bar()
+    for name, row in tqdm(rows_of(left, options.processes, row_of), total=len(left), delay=5, disable=None):
+        with ROWS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([*name, row]) + "\n")
+    lost = {name: row for name, row in rows_so_far().items() if row.startswith(LOST)}
+    for (family, kind), row in lost.items():
+        print(f"{family}:{kind}: {row}")
+    return 1 if lost else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
