@@ -4,6 +4,7 @@ Damaged checkpoints are named and skipped, and are never a reason to begin from 
 in the same order, the same flags and the same plan; the number of ranks may be another one.
 """
 
+import copy
 import json
 import re
 from collections.abc import Iterable
@@ -170,7 +171,10 @@ def with_previous_plan(run: RunArguments, earlier: dict[str, Any], *, plan: Path
     same_search = same_search and run.reduce_gradients in (AUTO, reduction)
     same_ranks = layout["num_processes"] == num_processes and (LATER | earlier)["shard"] == (run.shard or NONE)
     if run.bitwise_topology and run.micro_batch_size == AUTO and layout["num_processes"] != num_processes:
-        return run.with_micro_batch(layout["micro_batch_size"])
+        found = copy.copy(run)  # flags would name a budget beside a number; here it may be the device's memory
+        found.micro_batch_size = layout["micro_batch_size"]
+        found.memory_budget_gib = run.memory_budget_gib if run.solves else None
+        return found
     if not same_ranks or (run.searches and not same_search):
         return run
     if run.in_shards and run.reduce_gradients == AUTO:

@@ -165,13 +165,17 @@ def test_resume_takes_no_other_micro_batch():
         check_same_flags(earlier_version, flags())
 
 
-def test_a_size_that_was_found_is_kept_on_other_ranks(tmp_path):
-    run = RecipeArguments(
-        output_dir="run", bitwise_topology=True, micro_batch_size="auto", memory_budget_gib=1, report_to=["none"]
-    )
+@pytest.mark.parametrize(
+    ("strategy", "budget_gib", "kept"), [("none", 1, None), ("budget:bitwise", 1, 1), ("budget:bitwise", None, None)]
+)
+def test_a_size_that_was_found_is_kept_on_other_ranks(tmp_path, strategy, budget_gib, kept):
+    """Without a budget a device's memory is it."""
+    asked = {"activation_checkpointing": strategy, "memory_budget_gib": budget_gib}
+    run = RecipeArguments(**flags(micro_batch_size="auto", **asked))
     earlier = {**vars(run), "geometry": {"micro_batch_size": 4, "num_processes": 2}}
     again = with_previous_plan(run, earlier, plan=tmp_path / "plan.json", num_processes=3)
-    assert (again.micro_batch_size, again.activation_checkpointing) == (4, "none")
+    assert (again.micro_batch_size, again.activation_checkpointing, again.memory_budget_gib) == (4, strategy, kept)
+    assert run.micro_batch_size == "auto"
 
 
 def test_another_number_of_ranks_is_told():
