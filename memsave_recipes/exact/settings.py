@@ -59,29 +59,23 @@ class ExactSettings(StepSettings):
         if self.batchnorm == "global":
             global_batchnorm(model)
 
-    def check_batchnorm(self) -> None:
-        """Refuse flags beside ``--batchnorm global`` that measure, compile or convert a model in another way.
+    def check_flags(self) -> None:
+        """Refuse flags that measure, compile or convert a model in another way, or depend on the number of ranks.
 
         Raises:
             InputError: there is one.
         """
-        if self.batchnorm == "local":
-            return
-        if self.sync_batchnorm:
-            raise InputError("--batchnorm global joins the ranks, too: leave out --sync_batchnorm")
-        if self.micro_batch_size == AUTO:
-            raise InputError(
-                "--batchnorm global needs a --micro_batch_size that is a number, or none: auto is no number"
-            )
-        if str(self.activation_checkpointing).partition(":")[0] == "compiled":
-            raise InputError("--batchnorm global cannot be compiled: take full, or budget")
-
-    def check_topology(self) -> None:
-        """Refuse micro-batches and kernels beside ``--bitwise_topology`` that depend on the number of ranks.
-
-        Raises:
-            InputError: there are such.
-        """
+        strategy = self.activation_checkpointing or ""
+        is_compiled = strategy.partition(":")[0] == "compiled"
+        if self.batchnorm == "global":
+            if self.sync_batchnorm:
+                raise InputError("--batchnorm global joins the ranks, too: leave out --sync_batchnorm")
+            if self.micro_batch_size == AUTO:
+                raise InputError(
+                    "--batchnorm global needs a --micro_batch_size that is a number, or none: auto is no number"
+                )
+            if is_compiled:
+                raise InputError("--batchnorm global cannot be compiled: take full, or budget")
         if not self.bitwise_topology:
             return
         if self.micro_batch_size is None:
@@ -89,8 +83,7 @@ class ExactSettings(StepSettings):
                 "--bitwise_topology needs the same micro-batches on any number of ranks: give --micro_batch_size a "
                 "number, or auto"
             )
-        strategy = self.activation_checkpointing or ""
-        if strategy == "budget" or strategy.partition(":")[0] == "compiled":
+        if strategy == "budget" or is_compiled:
             raise InputError(
                 f"--bitwise_topology: --activation_checkpointing {strategy} compiles for the shapes that a rank has "
                 "seen, in their order, and rounds accordingly: take budget:bitwise, or a plan that does not compile"

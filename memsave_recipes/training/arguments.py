@@ -180,9 +180,8 @@ class RunArguments(TrackerArguments, ExactSettings):
         require(self.verify in ("off", "stop", "warn"), "--verify", self.verify, "stop, warn or off")
         if self.eval_only and (self.activation_checkpointing != "none" or self.verify != "off"):
             raise InputError("--eval_only trains nothing: leave out --activation_checkpointing and --verify")
-        self.check_batchnorm()
         self._check_budget()
-        self.check_topology()
+        self.check_flags()
         self._check_shards()
         require(self.global_batch_size >= 1, "--global_batch_size", self.global_batch_size, "at least 1")
         require(0 < self.num_epochs <= MAX_EPOCHS, "--num_epochs", self.num_epochs, "above 0 and at most 1e6")
