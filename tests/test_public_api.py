@@ -196,8 +196,6 @@ def test_an_estimate_compares_what_the_task_leaves_open():
 class Step(StepSettings):
     global_batch_size: int = 4096
     micro_batch_size: int | str | None = "auto"
-    bitwise_topology: bool = False
-    batchnorm: str = "local"
     shard: str | None = None
     reduce_gradients: str = "auto"
     activation_checkpointing: str | None = "budget"
