@@ -57,7 +57,6 @@ class Difference:
 
     Args:
         kind: one of ``KINDS``, ``block``, ``run`` (it was aborted), or one of them ``over ranks``.
-        words: a description.
         ulp, absolute: the largest of the tensor, where both numbers are finite.
     """
 
@@ -85,7 +84,6 @@ class Verdict:
         num_compared, num_different: tensors of this rank.
         first: the first difference, in the order of a step: loss, gradients, buffers, parameters, RNG.
         rank: which rank found it.
-        note: a remark.
     """
 
     status: str

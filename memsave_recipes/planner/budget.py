@@ -229,12 +229,7 @@ def workspaces_of_device(device: torch.device, known_bytes: int) -> dict[str, in
 
 @dataclass(frozen=True, kw_only=True)
 class InShards:
-    """How weights are cut up over ranks.
-
-    Args:
-        of_plan: the shards, in the units of a plan.
-        bytes_per_s: that a rank sends to the others.
-    """
+    """The shards of the ranks in the units of a plan, and the bytes a second that a rank sends to the others."""
 
     of_plan: Callable[[Plan], Shards]
     bytes_per_s: float
@@ -250,11 +245,7 @@ class InShards:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A plan with its predicted memory and time.
-
-    Args:
-        in_shards: where weights are; the chain is then that of one rank, for ``timeline_in_shards``.
-    """
+    """A plan with its predicted memory and time; in shards the chain is that of one rank."""
 
     plan: Plan
     chain: Chain

@@ -353,12 +353,10 @@ def _peaks_in_blocks(candidate: Candidate) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """A way to train.
+    """A way to train, and the fastest candidate that fits, or the one that needs least.
 
     Args:
         flags: of the recipe, besides those of the model.
-        num_processes: one a device.
-        candidate: the fastest that fits, or the one that needs least.
         changes: in the training; ``SAME_CURVE`` where the loss curve is that of the first rung.
     """
 
@@ -408,12 +406,7 @@ def _ways(
     takes_adapters: bool,
     early: Callable[[Iterator[Rung]], Iterator[Rung]],
 ) -> Iterator[Iterator[Rung]]:
-    """Yield the rungs of each way to train.
-
-    Args:
-        whole: the task without further flags.
-        early: begins to make rungs that are not asked for yet.
-    """
+    """Yield the rungs of each way to train; ``early`` begins to make some that are not asked for yet."""
     loss, *others = whole.task.losses
     yield _way("no checkpointing", whole, partial(whole.plain, loss))
     for other in filter(whole.takes, others):

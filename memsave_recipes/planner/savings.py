@@ -38,7 +38,6 @@ class Saving:
     """Something to type that frees memory.
 
     Args:
-        flags: of the recipe, or of ``accelerate launch`` where it says so.
         weights_bytes, gradients_bytes, state_bytes: that it frees; below 0 where it adds some.
         activations_bytes: likewise, with the temporaries of the loss; ``None`` where that cannot be computed.
         curve: its effect on the loss curve.

@@ -48,7 +48,6 @@ class Candidate:
         forecast: of the largest forward of a step; its chain includes ``weights_bytes`` and ``static``.
         weights_bytes: parameters and buffers; in shards those of one rank.
         overheads: bytes besides the tensors of a step, by purpose, such as the CUDA context.
-        budget_bytes: for all of them together.
         host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
     """
 

@@ -98,8 +98,6 @@ class Launch:
     """The devices that a recipe is to run on.
 
     Args:
-        target: the device of every rank.
-        mixed_precision: as for ``accelerate launch``.
         host_budget_bytes: memory of a rank's host for offloading; ``None`` where it is not known.
         link_bytes_per_s: that a rank sends to others; ``None``: as much as to its host.
     """
@@ -343,12 +341,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierPoint:
-    """A candidate of a frontier.
-
-    Args:
-        is_optimal: whether it is Pareto-optimal: no other candidate is as fast in as little memory.
-        measured: its real costs, if it was run.
-    """
+    """A candidate of a frontier; Pareto-optimal if no other one is as fast in as little memory."""
 
     candidate: Candidate
     is_optimal: bool

@@ -65,11 +65,7 @@ class TimelinePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """The peak of a step under a plan, the seconds that it adds to the baseline's step, and ``host_bytes``.
-
-    ``noise_s`` bounds the error of ``added_s``: the sum over the blocks that do not keep. The solver minimises both
-    together.
-    """
+    """The costs of a step under a plan; the solver minimises ``added_s`` and ``noise_s``, its error, together."""
 
     peak: TimelinePoint
     added_s: float

@@ -69,12 +69,9 @@ HISTORY_ENTRIES = 1_000_000  # allocations and releases that are remembered, sev
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes on one device.
+    """Bytes on one device: peaks of the allocator since the last reset, and what the driver has in use now.
 
     Args:
-        peak_allocated_bytes: high-water mark of live tensors since the last reset.
-        peak_reserved_bytes: high-water mark of the memory that the caching allocator took from the driver.
-        device_used_bytes: in use now, by the driver: context, libraries and other processes included.
         num_alloc_retries: how often the allocator had to empty its cache and try again, since the process began.
         num_ooms: how often it failed even so.
     """

@@ -67,7 +67,6 @@ class StepClock:
 
     Args:
         warmup_steps: so many first steps are in no figure (compilation, caches, allocator growth).
-        device: of the run; an accelerator still computes when a step has been queued.
     """
 
     def __init__(self, *, warmup_steps: int = 2, device: torch.device | str = "cpu") -> None:

@@ -39,11 +39,7 @@ from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, 
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes at a boundary, above those at the beginning of the step.
-
-    ``peak_bytes`` is the peak since the boundary before, ``seconds`` the time since then, where the run that gives the
-    bytes gives the time as well.
-    """
+    """Bytes at a boundary above those at the beginning of the step; the peak and the seconds since the one before."""
 
     live_bytes: int
     peak_bytes: int
@@ -228,7 +224,6 @@ class StepTracer:
     Args:
         model: with a plan applied whose watch is ``self.watch``.
         batch: the input of the forward; with the parameters and buffers it is resident.
-        on_cpu: as of ``Instruments``.
         counting: storages too; else only the boundaries, which costs the step next to nothing.
         extra_modules: the names of modules outside of all blocks that are parts of their own.
     """
