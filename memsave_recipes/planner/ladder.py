@@ -44,7 +44,7 @@ CONFIG = "config.json"
 LENGTHS = {TEXTS: 512, LANGUAGE: 2048}
 LENGTH_FLAGS = {TEXTS: "max_length", LANGUAGE: "block_size"}
 PIXELS = 224
-WAYS = "name a folder with a config.json, a type of transformers such as llama, one of ours such as vgg16, or a Hub id"
+HINT = "name a folder with a config.json, a type of transformers such as llama, one of ours such as vgg16, or a Hub id"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def find_subject(word: str) -> Subject:
     path = Path(word)
     if os.path.isfile(path):
         if path.name != CONFIG:
-            raise InputError(f"MODEL {word} is a file: {WAYS}")
+            raise InputError(f"MODEL {word} is a file: {HINT}")
         word = str(path.parent)
     if os.path.isdir(word):
         return _in_folder(word)
@@ -98,7 +98,7 @@ def find_subject(word: str) -> Subject:
 
 def _in_folder(folder: str) -> Subject:
     if not os.path.isfile(os.path.join(folder, CONFIG)):
-        raise InputError(f"MODEL {folder} has no {CONFIG}: {WAYS}")
+        raise InputError(f"MODEL {folder} has no {CONFIG}: {HINT}")
     saved = read_convnet(folder)
     if saved is not None:
         flags = ("--model_name_or_path", folder)
@@ -116,7 +116,7 @@ def _pretrained(word: str, remarks: tuple[str, ...] = ()) -> Subject:
     except LOADING_ERRORS as error:
         brings_code = "trust_remote_code" in str(error)
         why = "it brings code of its own, which is not run" if brings_code else reason(error)
-        raise InputError(f"MODEL {word} cannot be read: {why}; {WAYS}") from error
+        raise InputError(f"MODEL {word} cannot be read: {why}; {HINT}") from error
     return _configured(word, config, flags=("--model_name_or_path", word), is_pretrained=True, remarks=remarks)
 
 
@@ -247,7 +247,7 @@ class Setting:
 
     def plain(self, loss: str | None) -> Candidate:
         """Search without checkpointing for the largest micro-batch that fits, or the smallest."""
-        return self._plain_ways(self._largest(loss), loss)[0]
+        return self._plain_candidates(self._largest(loss), loss)[0]
 
     def best(self, loss: str | None, layout: BatchLayout | None = None) -> Candidate:
         """Search all plans, of one layout if it is given: rule 2 of NOTE [ the ladder ]."""
@@ -261,7 +261,7 @@ class Setting:
         if layout is not None:
             return Choice(candidates=tuple(self.planned(layout, loss)))
         at = self._largest(loss)
-        found = self._plain_ways(at, loss)
+        found = self._plain_candidates(at, loss)
         for layout in self.layouts[at + found[0].fits : at + 2]:
             found += self.planned(layout, loss)
             if not any(candidate.fits for candidate in found):
@@ -295,7 +295,7 @@ class Setting:
         """The groups of ranks that hold the model in shards."""
         return shard_groups(self.task, self.launch)
 
-    def _plain_ways(self, at: int, loss: str | None) -> list[Candidate]:
+    def _plain_candidates(self, at: int, loss: str | None) -> list[Candidate]:
         """Return the plain candidate; in shards one for each way to reduce gradients, after every micro-batch first."""
         if (at, loss) not in self._plain:
             self._plain[at, loss] = self._candidates(self.layouts[at], loss, PLAIN, (PLAIN,))
@@ -305,7 +305,7 @@ class Setting:
         """Return the number of the largest layout that fits without checkpointing; 0 where none does."""
 
         def fits(at: int) -> bool:
-            return self._plain_ways(at, loss)[0].fits
+            return self._plain_candidates(at, loss)[0].fits
 
         last = len(self.layouts) - 1
         at = min(last, self._guess(loss) + 1)  # that one is asked about anyway, and often fits: guesses are low
@@ -338,7 +338,7 @@ class Setting:
         like = self.like or self
         sizes = [layout.micro_batch_size for layout in like.layouts]
         first = len(sizes) - 1 if 2 * self.least_bytes < self.budget_bytes else 0
-        known = like._plain_ways(first if like is self else sizes.index(like.estimates.largest(loss)), loss)[0]
+        known = like._plain_candidates(first if like is self else sizes.index(like.estimates.largest(loss)), loss)[0]
         growing = max(1, known.parts["activations"] + known.parts["temporaries"])
         free = known.budget_bytes - known.needed_bytes + like.least_bytes - self.least_bytes
         most = known.layout.micro_batch_size * (1 + free / growing)

@@ -229,11 +229,11 @@ class SearchSpace:
                 budget_bytes=self.budget_bytes,
                 host_budget_bytes=self.host_budget_bytes,
             )
-            for in_shards, static in self._ways_to_reduce(layout)
+            for in_shards, static in self._reduced(layout)
             for found in self._forecasts(measurement, static, in_shards)
         ]
 
-    def _ways_to_reduce(self, layout: BatchLayout) -> Iterator[tuple[InShards | None, StaticMemory]]:
+    def _reduced(self, layout: BatchLayout) -> Iterator[tuple[InShards | None, StaticMemory]]:
         """Yield ``in_shards`` and the static memory for each of ``reductions``; for one where nothing accumulates."""
         static, steps = self.static(layout), layout.accumulation_steps
         in_shards = None if self.in_shards is None else self.in_shards(layout)
