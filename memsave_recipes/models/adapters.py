@@ -162,6 +162,7 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
                 lora_alpha=flags.lora_alpha,
                 lora_dropout=flags.lora_dropout,
                 target_modules=targets[0] if targets == ["all-linear"] else targets,
+                exclude_modules=_linear_routers(model) or None,
                 task_type=task_type,
                 modules_to_save=copied or None,
                 fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # GPT-2's layers
@@ -174,6 +175,12 @@ def add_lora(model: PreTrainedModel, flags: LoraArguments, *, task_type: str) ->
         raise InputError(
             f"--lora_target_modules {asked}: no such layers in this model (linear ones: {found})"
         ) from error
+
+
+def _linear_routers(model: nn.Module) -> list[str]:
+    """Name the linear layers that choose experts and return more than a tensor (Phi-MoE, Llama 4): peft adds to one."""
+    linear = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name, module in linear if type(module).__name__.endswith("Router")]
 
 
 def copied_modules(model: PreTrainedModel, task_type: str) -> list[str]:

@@ -58,7 +58,7 @@ def base_for_other_classes(kind, folder):
 @pytest.mark.parametrize(
     ("kind", "save"),
     [
-        *((kind, base_without_head) for kind in ("bart", "xlnet", "bert", "gpt2", "jamba", "zamba")),
+        *((kind, base_without_head) for kind in ("bart", "xlnet", "bert", "gpt2", "jamba", "zamba", "phimoe")),
         *((kind, base_with_another_head) for kind in ("bert", "distilbert", "modernbert", "roberta")),
         *((kind, base_for_other_classes) for kind in ("bart", "distilbert", "bert", "electra")),
     ],

@@ -66,7 +66,9 @@ def _of_heads(heads: dict[tuple[str, str], str]) -> str:
     for family in dict.fromkeys(family for family, _ in heads):
         counts = [sum(f == family and row.startswith(word) for (f, _), row in heads.items()) for word in VERDICTS]
         lines.append(_row(_family_name(family), *map(str, counts)))
-    others = [f"* {kind}: {row}" for (_, kind), row in sorted(heads.items()) if row != IDENTICAL]
+    others = [
+        f"* {kind}: {row.partition('. ')[0].strip()}" for (_, kind), row in sorted(heads.items()) if row != IDENTICAL
+    ]
     return OF_HEADS + "\n".join([*lines, "", *others, "", ""])
 
 
