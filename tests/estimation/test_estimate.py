@@ -425,6 +425,7 @@ def test_long_rows_in_the_least_memory_run_in_tiles_with_their_inputs_on_the_hos
     chains = measured.chain(tiles=True), measured.chain(offload=OFFLOADING[1:])
     without = [smallest_feasible(chain) for chain in chains]
     assert least.peak.total_bytes < 0.95 * min(without)
+    assert forecast(measured, least.baseline_peak_bytes, StaticMemory()).plan.is_bitwise
 
 
 class CountedCopies(CopiesAtOnce):
