@@ -133,7 +133,16 @@ def not_verified() -> None:
 
 def only_sizes_verified() -> None:
     """Of a file that is there, only the size is looked at."""
-    commit._check_digest = lambda entry, digest: None
+    original = resume_module.verify_manifest
+
+    def verify(folder: Path) -> None:
+        try:
+            original(folder)
+        except resume_module.Damaged as damaged:
+            if "has other bytes" not in str(damaged):
+                raise
+
+    resume_module.verify_manifest = verify
 
 
 def renamed_before_the_disk_has_it() -> None:
