@@ -57,10 +57,10 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES) --maxprocesses 4 --
 test: install  ## the tests (half an hour on 2 cores)
 	$(PYTEST) --durations 40 --durations-min 5 -m 'not slow'
 
-test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 400 command lines
+test-faults: install  ## 200 runs killed, 100 checkpoints damaged, 60 signals, crafted files, 400 command lines (11 minutes)
 	$(PYTEST) -m slow -k 'not by_itself' tests/checkpoints tests/recipes/test_fuzz.py
 
-test-cpus: install  ## predictions and equality with the instructions of other processors
+test-cpus: install  ## predictions and equality with the instructions of other processors (10 minutes)
 	$(PYTEST) -m slow tests/test_kinds_of_cpu.py
 
 # timm and diffusers are tried where they are installed. It goes on where an interrupted one ended (out/zoo.jsonl).
