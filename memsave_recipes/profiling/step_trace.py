@@ -243,10 +243,9 @@ def most_offloaded_bytes(baseline: StepTrace, action: Action) -> int:
 
 
 def _most_moved_bytes(action: Action, parts: Sequence[Part]) -> int:
-    """Return what the largest block moves, by the trace under ``KEEP``; small storages stay."""
+    """Return what the largest block moves, by the trace under ``KEEP``."""
     own = [{} for _ in parts] if action.kind.on_host == "input" else _attributed(parts)
-    blocks = ((saved | part.inputs).values() for part, saved in zip(parts, own, strict=True) if part.block)
-    return max((sum(size for size in sizes if size >= SMALLEST_BYTES) for sizes in blocks), default=0)
+    return max((sum((saved | p.inputs).values()) for p, saved in zip(parts, own, strict=True) if p.block), default=0)
 
 
 def _attributed(parts: Sequence[Part]) -> list[Storages]:

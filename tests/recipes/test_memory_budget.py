@@ -4,6 +4,8 @@ import pytest
 import torch
 from lives import curve, with_context
 
+from memsave_recipes.planner.budget import plans_to_measure
+
 RECIPE = "image_classification"
 SHORT = ["--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 # Of the peak without a plan; small tensors take blocks of 512 bytes on a device, whatever the plan.
@@ -15,7 +17,11 @@ GEOMETRIES = {"accumulating": ["--micro_batch_size", "8"], "undivided": ["--micr
 def without_offloading(monkeypatch):
     """On a device: copies in flight are predicted by the most that they may take, and the peak is where they end."""
     if torch.cuda.is_available():
-        monkeypatch.setattr("memsave_recipes.run.run_plan.usable_host_bytes", lambda device: 0)
+
+        def plans(*args, **options):
+            return [plan for plan in plans_to_measure(*args, **options) if not plan.offloads]
+
+        monkeypatch.setattr("memsave_recipes.run.step_on_device.plans_to_measure", plans)
 
 
 def within(gib):
