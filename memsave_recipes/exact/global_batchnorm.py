@@ -237,8 +237,9 @@ class _Normalized(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, var, weight = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], True, True]
+        none = mean.new_empty(0)  # CUDA's kernel takes no None for what only training has saved
         by_x, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, weight, mean, var, None, None, False, ctx.eps, wanted
+            gradient, x, weight, mean, var, none, none, False, ctx.eps, wanted
         )
         scale = torch.rsqrt(var + ctx.eps)
         return by_x, -scale * weight * by_bias, -0.5 * scale.square() * weight * by_weight, by_weight, by_bias, None
