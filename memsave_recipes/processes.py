@@ -173,11 +173,7 @@ def only_errors_of_c10() -> Iterator[None]:
     torch reads the level from the environment when it is imported (``TORCH_CPP_LOG_LEVEL``), and has no function that
     changes it. Where its library does not export the variable, the warnings are printed.
     """
-    try:
-        level = ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):
-        yield
-        return
+    level = _level_of_c10()
     with _level_lock:
         _levels_before.append(level.value)
         level.value = max(level.value, C10_ERROR)
@@ -186,6 +182,18 @@ def only_errors_of_c10() -> Iterator[None]:
     finally:
         with _level_lock:  # the last thread that leaves restores the first one's
             level.value = _levels_before.pop()
+
+
+def silence_c10() -> None:
+    """Do so until the process ends: NCCL warns of a process group that a failure has left to the interpreter."""
+    level = _level_of_c10()
+    level.value = max(level.value, C10_ERROR)
+
+
+def _level_of_c10() -> ctypes.c_int:
+    with suppress(OSError, ValueError):
+        return ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
+    return ctypes.c_int()  # which changes nothing
 
 
 @only_errors_of_c10()

@@ -18,6 +18,7 @@ from memsave_recipes.processes import (
     exit_code_of_another_rank,
     lost_worker,
     publish_exit_code,
+    silence_c10,
 )
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.run.log import recorded
@@ -105,6 +106,7 @@ def _is_rank_0() -> bool:
 
 def _say_and_exit(message: str, code: int, *, on_all_ranks: bool = False) -> NoReturn:
     """Exit with a message; what is so on all ranks rank 0 says alone, before the launcher ends it with the others."""
+    silence_c10()
     if on_all_ranks and not _is_rank_0():
         time.sleep(REPORT_DELAY_S)
         sys.exit(code)

@@ -28,7 +28,7 @@ from math import isfinite
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
@@ -340,6 +340,6 @@ def gather_figures(accelerator: Accelerator, figures: Mapping[Any, float]) -> di
     """Every figure of every rank, in one collective; all ranks must have the same. Whole numbers are exact to 2^53."""
     if not figures:
         return {}  # Accelerate cannot gather a tensor without elements on GPUs
-    device = accelerator.device if accelerator.num_processes > 1 else "cpu"
+    device = "cpu" if accelerator.distributed_type == DistributedType.NO else accelerator.device  # also a lone rank's
     values = torch.tensor([list(figures.values())], dtype=torch.float64, device=device)
     return dict(zip(figures, accelerator.gather(values).T.tolist(), strict=True))

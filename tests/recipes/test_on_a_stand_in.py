@@ -121,3 +121,11 @@ def test_late_copies_of_activations_are_waited_for(on_one_device):
 
 def test_what_the_host_waits_for_in_a_step(on_one_device):
     assert json.loads((on_one_device[1] / "waits.json").read_text()) == WAITS
+
+
+def test_a_launch_for_several_devices_runs_on_one(on_devices, tmp_path):
+    flags = ["--save_every", "4", "--verify"]
+    options = {"folder": tmp_path, "common": flags_of("language_modeling"), "environment": on_devices(1)}
+    code, output = end_of(launch("language_modeling", "multi_gpu", *flags, num_ranks=1, **options))
+    assert code == 0, output
+    assert (tmp_path / "final" / "model.safetensors").exists()
