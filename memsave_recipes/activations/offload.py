@@ -28,12 +28,16 @@ NOTE [ two blocks at a time ]
 4. A copy belongs to autograd's saved tensors: it is freed with them, and with ``retain_graph`` it stays.
 5. Torch pins powers of two of bytes, up to twice the request. So a storage is copied in pieces of such sizes, and takes
    at most an eighth more of the host's memory than of the device's.
-6. Known limit: tensors of subclasses stay.
+6. The pieces of a copy that went back are used again by later copies, which run behind it on the same stream. Torch's
+   own cache would wait until the device has come so far, and pin more memory for a program that runs ahead of it.
+7. Known limit: tensors of subclasses stay.
 """
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol
@@ -72,6 +76,21 @@ def offload(function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Mod
 @cache
 def _warn_once_on_cpu() -> None:
     warnings.warn("offload: the model runs on a CPU, so its saved tensors stay where they are", stacklevel=3)
+
+
+@contextmanager
+def unpinned_after(device: torch.device) -> Iterator[None]:
+    """Give pinned memory back to the host at the end: torch keeps it for later copies, also of blocks that were tried.
+
+    A CPU pins none.
+    """
+    try:
+        yield
+    finally:
+        if device.type != "cpu":
+            _engine_for(device).unused.clear()
+            if hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
+                torch.accelerator.empty_host_cache()
 
 
 @cache
@@ -122,7 +141,8 @@ class _Storage:
 
     key: StorageWeakRef
     storage: torch.UntypedStorage | None
-    host: list[Tensor] = field(default_factory=list)  # its pieces, (bytes,) uint8 each
+    num_bytes: int
+    host: list[Tensor] = field(default_factory=list)  # pinned memory for its pieces, (bytes,) uint8 each
 
 
 @dataclass(eq=False)
@@ -163,11 +183,12 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """Copies that were started, both their ends, and the storages to be freed on the device when they are done."""
+    """Copies that were started, both their ends, and what is free when they are done: storages, or pieces."""
 
     event: Any
     pairs: list[tuple[Tensor, Tensor]]
-    to_free: list[_Storage]
+    storages: Sequence[_Storage] = ()
+    pieces: Sequence[Tensor] = ()
 
 
 class OffloadEngine:
@@ -181,6 +202,7 @@ class OffloadEngine:
         self.last: weakref.ref[_BlockStorages] | None = None
         self.in_backward: weakref.ref[_BlockStorages] | None = None
         self.in_flight: _InFlight | None = None
+        self.unused: defaultdict[int, list[Tensor]] = defaultdict(list)  # pinned memory by its bytes
 
     def run(self, function: Callable[..., Any], *inputs: Any, modules: Iterable[nn.Module]) -> Any:
         """``function(*inputs)``, as ``offload`` does it."""
@@ -213,7 +235,7 @@ class OffloadEngine:
         key = StorageWeakRef(storage)
         if storage.nbytes() < self.smallest_bytes or block.keeps(key):
             return tensor
-        record = self.known.setdefault(key, _Storage(key, storage))
+        record = self.known.setdefault(key, _Storage(key, storage, storage.nbytes()))
         block.records[key] = record
         return _Packed(block, record, tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride()))
 
@@ -240,29 +262,44 @@ class OffloadEngine:
             assert record.storage is not None
             source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(record.storage)
             sizes = pinned_sizes(len(source))
-            record.host = [self.copies.empty_on_host(size) for size in sizes]
-            pairs += zip(record.host, source.split(sizes), strict=True)
+            record.host = [self._empty_on_host(size) for size in sizes]
+            pairs += zip(_beginnings(record.host, sizes), source.split(sizes), strict=True)
         if pairs:
-            self.in_flight = _InFlight(self.copies.start(pairs), pairs, records)
+            self.in_flight = _InFlight(self.copies.start(pairs), pairs, storages=records)
+
+    def _empty_on_host(self, num_bytes: int) -> Tensor:
+        """Memory that an earlier copy has left, or new memory, of as many bytes as torch pins for so many."""
+        pinned_bytes = 1 << (num_bytes - 1).bit_length()
+        left = self.unused[pinned_bytes]
+        return left.pop() if left else self.copies.empty_on_host(pinned_bytes)
 
     def _fetch(self, block: _BlockStorages) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
+        pieces: list[Tensor] = []
         for record in reversed(list(block.records.values())):  # the last one saved is the first one needed
             if record.storage is None:
-                sizes = [len(piece) for piece in record.host]
-                target = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-                pairs += zip(target.split(sizes), record.host, strict=True)
+                sizes = pinned_sizes(record.num_bytes)
+                target = torch.empty(record.num_bytes, dtype=torch.uint8, device=self.device)
+                pairs += zip(target.split(sizes), _beginnings(record.host, sizes), strict=True)
+                pieces += record.host
                 record.storage, record.host = target.untyped_storage(), []
         if pairs:
-            self.in_flight = _InFlight(self.copies.start(pairs), pairs, [])
+            self.in_flight = _InFlight(self.copies.start(pairs), pairs, pieces=pieces)
 
     def _finish(self, *, stay: bool = False) -> None:
         """Wait for copies in flight; with ``stay``, storages copied to the host stay on the device as well."""
         if self.in_flight is None:
             return
         self.copies.wait(self.in_flight.event)
-        for record in () if stay else self.in_flight.to_free:
-            record.storage = None
+        pieces = [*self.in_flight.pieces]
+        for record in self.in_flight.storages:
+            if stay:
+                pieces += record.host
+                record.host = []
+            else:
+                record.storage = None
+        for piece in pieces:
+            self.unused[len(piece)].append(piece)
         self.in_flight = None
 
 
@@ -273,6 +310,10 @@ def pinned_sizes(num_bytes: int) -> list[int]:
         sizes.append(1 << (rest.bit_length() - 1))
         rest -= sizes[-1]
     return [*sizes, rest] if rest else sizes
+
+
+def _beginnings(pieces: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
 
 
 def _is_plain(tensor: Tensor) -> bool:

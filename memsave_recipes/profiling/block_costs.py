@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.activations.offload import unpinned_after
 from memsave_recipes.activations.streaming import StreamedLayer, ahead_bytes, nothing_ahead, resident_tensors
 from memsave_recipes.errors import InputError
 from memsave_recipes.plans import Action, Plan, Span
@@ -177,7 +178,8 @@ def measure(
             than they are registered; those of which no block runs are left out of the measurement.
     """
     instruments = instruments or DeviceInstruments(workload.device)
-    with preserve_state(workload.model, workload.device), without_layerdrop(workload.model):
+    device = workload.device
+    with preserve_state(workload.model, device), without_layerdrop(workload.model), unpinned_after(device):
         traces: dict[_Run, StepTrace] = {}
         for plan in plans:
             if not _fits_host(plan, traces, host_budget_bytes):
