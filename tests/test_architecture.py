@@ -33,7 +33,7 @@ TABLE = {
     "sharding": ({"activations", "plans"}, {"accelerate", "torch"}),
     "step": ({"plans", "sharding"}, {"torch", "transformers", "bitsandbytes"}),
     "exact": ({"activations", "plans", "step"}, {"torch"}),
-    "profiling": ({"activations", "plans", "processes", "sharding"}, {"torch", "numpy", "psutil"}),
+    "profiling": ({"activations", "plans", "processes", "sharding"}, {"torch", "numpy", "psutil", "pynvml"}),
     "estimation": ({"activations", "plans", "profiling"}, {"torch"}),
     "equivalence": ({"activations", "plans", "profiling", "sharding"}, {"torch"}),
     "training": (

@@ -6,15 +6,18 @@ runs). So its exact peaks are read from recorded steps, in ``trace_events.py`` a
 
 import errno
 import gc
+import os
 import resource
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+from pynvml import NVMLError, nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGetHandleByUUID, nvmlInit
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -94,6 +97,29 @@ def read_device_memory(device: torch.device) -> DeviceMemory:
         num_alloc_retries=statistics.get("num_alloc_retries", 0),
         num_ooms=statistics.get("num_ooms", 0),
     )
+
+
+def outside_torch(device: torch.device) -> tuple[int, int]:
+    """Return what this process holds of ``device`` besides torch's allocator, and what other processes hold, in bytes.
+
+    NVML tells the processes apart (https://docs.nvidia.com/deploy/nvml-api). Where it cannot, as in a container with
+    process numbers of its own, all is this process's.
+    """
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    used_bytes = total_bytes - free_bytes
+    own_bytes = min(_used_by_this_process(device) or used_bytes, used_bytes)
+    return max(0, own_bytes - torch.accelerator.memory_reserved(device)), used_bytes - own_bytes
+
+
+def _used_by_this_process(device: torch.device) -> int | None:
+    with suppress(AssertionError, AttributeError, NVMLError):  # another kind of device has no such name
+        nvmlInit()
+        handle = nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        for process in nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid():
+                used_bytes: int | None = process.usedGpuMemory
+                return used_bytes
+    return None
 
 
 def reset_peaks(device: torch.device) -> None:

@@ -37,7 +37,7 @@ PARTS = {  # letter and color in a bar
 }
 OVERHEAD_SOURCES = {
     "CUDA context": "assumed: the driver and torch's kernels take 300 to 700 MiB",
-    "device context": "reported by the driver as in use outside torch, other processes included",
+    "device context": "reported by the driver as in use by this process outside torch",
     WORKSPACES: "kept by the libraries of matrix products; two of cuBLAS are assumed where nothing is measured",
     "reserve": "1 % of the activations that the baseline saves for backward, for errors of the prediction",
 }

@@ -18,7 +18,7 @@ from memsave_recipes.planner.savings import Saving, Setup, savings_of
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
 from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
-from memsave_recipes.profiling.memory import ForwardMeter, write_snapshot
+from memsave_recipes.profiling.memory import ForwardMeter, outside_torch, write_snapshot
 from memsave_recipes.sharding import is_sharded
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO, StepSettings
@@ -86,6 +86,7 @@ class Failure:
             [
                 f"out of memory in {self.where}",
                 f"  {str(self.error).strip().splitlines()[0]}",
+                *self.line_on_others,
                 f"what filled it, {when}:",
                 *_table(rows, width),
                 self.headline_of_advice,
@@ -111,6 +112,12 @@ class Failure:
             return {**parts, "saved for the backward": self.forward_meter.num_bytes}
         peak = torch.accelerator.max_memory_allocated(self.accelerator.device)
         return {**parts, "activations and temporaries": max(0, peak - sum(parts.values()))}
+
+    @property
+    def line_on_others(self) -> list[str]:
+        """What other processes hold of the device, if they hold any of it."""
+        held_bytes = _held_by_others(self.accelerator.device)
+        return [f"  other processes hold {format_bytes(held_bytes)} of this device"] if held_bytes else []
 
     @property
     def headline_of_advice(self) -> str:
@@ -169,7 +176,8 @@ def planned_advice(task: Callable[[], Task]) -> str:
     """
     failed = task()
     launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-    memory_bytes = launch.target.memory_bytes
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    memory_bytes = launch.target.memory_bytes - _held_by_others(device)
     opened = replace(failed, run=_with_all_open(failed.run, memory_bytes))
     found = choose_for_target(opened, launch, memory_bytes)
     choice = _needing_less(found, failed.run, launch)
@@ -179,6 +187,10 @@ def planned_advice(task: Callable[[], Task]) -> str:
         f"the fastest that is predicted to fit in {format_bytes(memory_bytes)} (memsave plan): "
         f"{_flags(choice.chosen)}, {format_bytes(choice.chosen.needed_bytes)} in all"
     )
+
+
+def _held_by_others(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else outside_torch(device)[1]
 
 
 def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:

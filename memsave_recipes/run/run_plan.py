@@ -23,7 +23,13 @@ from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.targets import find_target, target_of
-from memsave_recipes.planner.budget import COMPILED_RATIOS, overheads_of_device, usable_bytes, usable_host_bytes
+from memsave_recipes.planner.budget import (
+    COMPILED_RATIOS,
+    free_for_this_process,
+    overheads_of_device,
+    usable_bytes,
+    usable_host_bytes,
+)
 from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import (
     Candidate,
@@ -121,7 +127,7 @@ def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choic
 
 
 def budget_of(run: StepSettings, device: torch.device) -> int:
-    """Return the budget of the flags, or ``usable_bytes`` of an accelerator.
+    """Return the budget of the flags, or ``usable_bytes`` of what other processes leave of an accelerator.
 
     Raises:
         InputError: there is neither.
@@ -130,7 +136,7 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
         return run.budget_bytes
     if device.type == "cpu":
         raise InputError(f"--micro_batch_size auto needs {BUDGET_FLAG} on a CPU: the GiB that a step may take")
-    return usable_bytes(torch.get_device_module(device).mem_get_info(device)[1], device.type)
+    return usable_bytes(free_for_this_process(device), device.type)
 
 
 def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) -> str:

@@ -3,13 +3,16 @@
 import os
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from memsave_recipes.profiling import memory
 from memsave_recipes.profiling.memory import (
     DeviceMemory,
     empty_cache,
+    outside_torch,
     read_device_memory,
     record_history,
     reset_peaks,
@@ -53,10 +56,10 @@ def test_on_cuda_the_peaks_are_torchs():
     device = torch.device("cuda", 0)
     reset_peaks(device)
     torch.empty(10_000_000, device=device)
-    memory = read_device_memory(device)
-    assert memory.peak_allocated_bytes == torch.cuda.max_memory_allocated(device)
-    assert memory.peak_reserved_bytes == torch.cuda.max_memory_reserved(device)
-    assert memory.peak_allocated_bytes >= 40_000_000
+    found = read_device_memory(device)
+    assert found.peak_allocated_bytes == torch.cuda.max_memory_allocated(device)
+    assert found.peak_reserved_bytes == torch.cuda.max_memory_reserved(device)
+    assert found.peak_allocated_bytes >= 40_000_000
     reset_peaks(device)
     assert read_device_memory(device).peak_allocated_bytes == torch.cuda.memory_allocated(device)
 
@@ -69,3 +72,54 @@ def test_on_cuda_a_snapshot_holds_what_was_recorded(tmp_path):
     write_snapshot(tmp_path / "memory_snapshot.pickle")
     snapshot = pickle.loads((tmp_path / "memory_snapshot.pickle").read_bytes())
     assert any(entry["size"] >= kept.nbytes for trace in snapshot["device_traces"] for entry in trace)
+
+
+class OfNVML:
+    """What NVML says of processes on a device, with their bytes."""
+
+    def __init__(self, **processes):
+        self.processes = processes
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, name):
+        return name
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        assert handle == "GPU-of-this-test"
+        return [SimpleNamespace(pid=int(pid[1:]), usedGpuMemory=size) for pid, size in self.processes.items()]
+
+
+@pytest.mark.parametrize(
+    ("processes", "outside"),
+    [
+        ({f"p{os.getpid()}": 12, "p1": 15}, (7, 18)),
+        ({f"p{os.getpid()}": 32, "p1": 0}, (25, 0)),  # more than the driver says is in use, as read a moment later
+        ({"p1": 15}, (25, 0)),  # of a container
+        ({f"p{os.getpid()}": None}, (25, 0)),  # a driver that does not tell
+    ],
+)
+def test_memory_of_other_processes_is_told_from_ones_own(monkeypatch, processes, outside):
+    nvml = OfNVML(**processes)
+    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetComputeRunningProcesses"):
+        monkeypatch.setattr(memory, name, getattr(nvml, name))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="of-this-test"))
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10, 40))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 5)
+    assert outside_torch(torch.device("cuda", 0)) == outside
+
+
+def test_without_nvml_all_is_ones_own(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10, 40))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert outside_torch(torch.device("cuda", 0)) == (25, 0)
+
+
+@needs_cuda
+@pytest.mark.skipif("STANDIN" in os.environ, reason="the stand-in has no NVML")
+def test_on_cuda_the_context_is_not_the_other_processes():
+    context, others = outside_torch(torch.device("cuda", 0))
+    assert 0 < context < 2**30
+    assert others >= 0
