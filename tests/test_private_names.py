@@ -56,6 +56,8 @@ IMPORTED = frozenset(
         "torch._inductor.exc.InvalidCxxCompiler",
         "torch._subclasses.FakeTensor",
         "torch._subclasses.FakeTensorMode",
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        "torch._subclasses.fake_tensor.DynamicOutputShapeException",
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch._subclasses.fake_tensor.unset_fake_temporarily",
         "torch.autograd.Variable._execution_engine",

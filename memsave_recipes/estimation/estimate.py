@@ -30,6 +30,7 @@ import torch.nn.attention.varlen  # registers torch_attn's operators
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -38,6 +39,7 @@ from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights, stream_of
 from memsave_recipes.activations.tiled_attention import without_flash
+from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
 from memsave_recipes.estimation.repeats import Irregular, Repeats, expanded, find_repeats, left_out
 from memsave_recipes.estimation.targets import Target
@@ -109,6 +111,9 @@ class Estimator:
         Args:
             workload: with a batch from ``fake_batch``, ``device`` the CPU, and no autocast of its own.
 
+        Raises:
+            InputError: the model decides by values; and as ``measure`` raises it.
+
         Returns:
             A measurement whose workload is on the target's device, so that its chains are those of the target.
         """
@@ -116,8 +121,14 @@ class Estimator:
 
         def forward() -> Tensor:
             # All fake tensors are the CPU's, whatever the target. No cache of weights, as in a run.
-            with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
-                return workload.forward()
+            try:
+                with torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False):
+                    return workload.forward()
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                name = type(workload.model).__name__
+                raise InputError(
+                    f"{name} runs what the values of a tensor say, which an estimate does not have"
+                ) from error
 
         instruments = replace(self._instruments, clock=(clock := SimulatedClock()))
         on_cpu = replace(workload, forward=forward, device=CPU)

@@ -590,3 +590,24 @@ def test_eight_billion_parameters_take_no_memory(run_trial):
     predicted_bytes, grown_kib = run_trial(eight_billion)
     assert predicted_bytes > 8.03e9 * FLOAT32
     assert grown_kib < 512 * 1024
+
+
+class ByValue(nn.Module):
+    """It leaves a layer out at random, as OPT does with transformers 5.17 even at a rate of 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x if torch.rand([]) < 0.0 else layer(x)
+        return x
+
+
+def test_a_model_that_decides_by_values_is_refused():
+    model = fake_model(ByValue)
+    batch = fake_batch(model, {"x": torch.zeros(2, 8)})
+    workload = workload_of(model, loss_of, batch)
+    with pytest.raises(InputError, match="ByValue runs what the values of a tensor say"):
+        estimate_on_target(workload, [plan_blocks(model, "none")], A100)
