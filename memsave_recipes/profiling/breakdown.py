@@ -91,7 +91,7 @@ def record_allocations(labels: Labels | None = None) -> Iterator[list[Event]]:
     Python is, is in the tree because the whole block is one event of the host.
     """
     events: list[Event] = []
-    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiling = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)  # else 2.11 warns
     with only_errors_of_c10(), profiling as profiler, record_function("memsave block"):
         yield events
     roots = profiler.profiler.kineto_results.experimental_event_tree()

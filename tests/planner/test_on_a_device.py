@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "muon": OptimizerArguments(optimizer="muon"),
     "bf16": OptimizerArguments(bf16_stochastic_round=True),
 }
-WITHIN = 0.03  # of 1 to 4 MiB
+WITHIN = 0.04  # of 1 to 4 MiB
 
 
 def llama():
@@ -82,6 +82,7 @@ def test_no_prediction_is_below_the_peak_of_training(name, optimizer, word, accu
     static = static_memory_of(optim, workload.model, layout, device_type=device.type)
     predicted = Forecast(plan=plan, chain=static.added_to(chain)).peak.total_bytes
 
+    gc.collect()  # of what measured
     optimizer = make_optimizer(optim, workload.model)
     with apply_plan(workload.model, plan):
         for _ in range(2):
