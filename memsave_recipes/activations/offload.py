@@ -87,7 +87,7 @@ def unpinned_after(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        if device.type != "cpu":
+        if device.type in ("cuda", "xpu"):  # which have such a cache
             _engine_for(device).unused.clear()
             if hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
                 torch.accelerator.empty_host_cache()

@@ -46,7 +46,7 @@ def test_inputs_go_to_the_host_where_asked(train, tmp_path, capsys):
 
 def test_a_budget_prices_the_action(train, capsys):
     flags = [*FLAGS[:-4], "--global_batch_size", "32", "--max_steps", "2", "--micro_batch_size", "4"]
-    budget = 0.0055  # recomputing every block for the whole share takes 0.0063, every block in micro-batches 0.0046
+    budget = 0.005  # little more than the least: every block in micro-batches takes 0.0046, otherwise 0.0063
     planned = train(*flags, "--activation_checkpointing", "budget", "--memory_budget_gib", str(with_context(budget)))
     printed = capsys.readouterr().out
     assert "recompute in micro-batches" in printed

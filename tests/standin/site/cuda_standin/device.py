@@ -103,6 +103,7 @@ def _functions_of_c(library: ctypes.CDLL) -> dict[str, Any]:
         "_cuda_set_sync_debug_mode": lambda mode: library.standin_set_sync_debug_mode(mode),
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_getCurrentRawStream": lambda index: 0,
+        "_accelerator_emptyHostCache": lambda: None,
         "_cuda_record_memory_history": lambda *options: None,
     }
 
