@@ -175,6 +175,19 @@ def printed_in_the_article(words):
     return float(re.search(rf"{words}\s+([\d,.]+)", outputs)[1].replace(",", ""))
 
 
+def told(claim, pattern):
+    """The number in what was found of a claim on the H100."""
+    verdicts = results("gpu_day-h100.json")["verdicts"]
+    (verdict,) = [one for one in verdicts if one["claim"].startswith(claim)]
+    return float(re.search(pattern, verdict["found"])[1])
+
+
+def of_readme(*names):
+    memory = results("gpu_day-h100.json")["readme"]["memory"]
+    return measured("gpu_day-h100.json", *(memory[f"{name}_gib"] for name in names))
+
+
+PLAIN_LOOP = measured("gpu_day-h100.json", told("none: at most 1.1", r"x([\d.]+)"))
 IN_SLICES = Asserted("tests/sharding/test_slices.py")
 SAVED_IN_SHARDS = Asserted("tests/sharding/test_saved.py")
 FIGURES = {
@@ -185,12 +198,21 @@ FIGURES = {
         "faster than 90 of 98 points": measured(
             "frontier-cpu.json", duels("faster"), duels("faster", "as fast", "slower")
         ),
+        "for 15 minutes on an H100": Stated("how long it was there"),
+        "to peak at 15.00 GiB and peaked at 15.00 GiB": of_readme("predicted_peak", "peak_allocated"),
+        "took x1.20 of a plain": PLAIN_LOOP,
         "[1,000 random cases]": measured("prediction-cpu.json", results("prediction-cpu.json")["summary"]["cases"]),
         "within 2 % of it in 966": measured(
             "prediction-cpu.json", 2, results("prediction-cpu.json")["summary"]["within_2_pct"]
         ),
         "VGG16 stays at 96 %": measured("frontier-cpu.json", least_share("vgg16")),
         "down to 41 %": measured("frontier-cpu.json", 100 * frontier("resnet50")["every block"]["share"]),
+    },
+    "docs/platforms.md": {
+        "ran for 13 minutes": Stated("how long they took"),
+        "predicted 0.00 % above": measured("gpu_day-h100.json", told("8-bit AdamW", r"\+([\d.]+) %")),
+        "streamed weights 2.03 %": measured("gpu_day-h100.json", told("LoRA, frozen weights", r"\+([\d.]+) %")),
+        "than the recipe: x1.20": PLAIN_LOOP,
     },
     "docs/activation_plans.md": {
         "within 1 % of the bytes": Asserted("tests/planner"),
