@@ -4,9 +4,13 @@
     bash benchmarks/gpu_day.sh --list                   # the steps, their claims, and what each needs
     bash benchmarks/gpu_day.sh --tiny                   # the same steps on a CPU, small
 
-A step that has a verdict is not run again, so what was stopped goes on; --only names steps. Models have random weights,
-data are digits and the standard library's text. After each step gpu_day.json, gpu_day.md and the rows for the results
-table are written to --output_dir, by default docs/results; of small runs to out/benchmarks.
+A claim that has a verdict is not run again, so what was stopped goes on; --only names steps, and --claims the claims in
+them that match. Where time is short, claims that are not of speed may run side by side: a process for some of them,
+with a --runs_dir and an --output_dir of its own. A process takes up to 11 GiB, of ``techniques`` 32.
+
+Models have random weights, data are digits and the standard library's text. After each step gpu_day.json, gpu_day.md
+and the rows for the results table are written to --output_dir, by default docs/results; of small runs to
+out/benchmarks.
 
 NOTE [ a verdict ]
 1. ``holds`` and ``fails`` are for claims; ``figure`` has a measured number that no claim depends on; ``skipped`` says
@@ -18,10 +22,11 @@ NOTE [ a verdict ]
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +109,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = harness.make_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="small, on a CPU: shows that every step works")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS), metavar="STEP", help=", ".join(STEPS))
+    parser.add_argument("--claims", type=re.compile, default=re.compile(""), metavar="REGEX", help="default: all")
     parser.add_argument("--list", action="store_true", help="print the steps and their claims, and run nothing")
     parser.add_argument(
         "--runs_dir", type=Path, help="default: out/gpu_day; of small runs with what they are behind it"
@@ -120,23 +126,24 @@ def main(args: Sequence[str] | None = None) -> int:
     if kind == STAND_IN and folder.resolve().is_relative_to(harness.RESULTS):
         parser.error(f"--output_dir {folder}: {WARNINGS[kind]} Name a folder outside of docs/results")
     day = Day(abilities(kind), kind == GPU, flags.runs_dir or ROOT / "out" / NAMES[kind], folder)
-    return spend(day, kind, flags.only)
+    return spend(day, kind, flags.only, flags.claims)
 
 
-def spend(day: Day, kind: str, names: Sequence[str]) -> int:
-    """Run the steps that have no verdict, and write after each."""
+def spend(day: Day, kind: str, names: Sequence[str], claims: re.Pattern[str]) -> int:
+    """Run the claims that have no verdict, and write after each step."""
     for path in (day.folder, day.results):
         path.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu") if kind == CPU else harness.this_device()
     about = {"kind": kind, "warning": WARNINGS.get(kind), **harness.describe_machine(device)}
     file = day.results / f"{NAMES[kind]}.json"
     verdicts = [Verdict(**one) for one in json.loads(file.read_text())["verdicts"]] if file.exists() else []
-    done = {one.step for one in verdicts}
+    done = {(one.step, one.claim) for one in verdicts}
     print(about["warning"] or f"{torch.cuda.device_count()} x {about['device']}", flush=True)
-    for name in names:
-        if name in done:
+    for step in (STEPS[name](size_of(kind)) for name in names):
+        open_claims = [one for one in step.claims if claims.search(one.text) and (step.name, one.text) not in done]
+        if not open_claims:
             continue
-        verdicts += run_step(STEPS[name](size_of(kind)), day)
+        verdicts += run_step(replace(step, claims=open_claims), day)
         results = {"benchmark": "gpu_day", **about, "verdicts": [asdict(one) for one in verdicts]}
         harness.write_results(day.results, NAMES[kind], results, as_markdown(verdicts, about))
         add_rows(day)

@@ -50,9 +50,9 @@ def breaks_off():
     raise RuntimeError("exit code 3: no memory")
 
 
-def run_day(benchmark, monkeypatch, folder, **steps):
+def run_day(benchmark, monkeypatch, folder, *flags, **steps):
     monkeypatch.setattr(benchmark, "STEPS", steps)
-    words = ["--tiny", "--output_dir", str(folder), "--runs_dir", str(folder / "runs")]
+    words = ["--tiny", "--output_dir", str(folder), "--runs_dir", str(folder / "runs"), *flags]
     return benchmark.main([*words, "--only", *steps])
 
 
@@ -81,9 +81,16 @@ def test_a_claim_that_breaks_off_fails_and_the_others_go_on(benchmark, monkeypat
 
 def test_it_goes_on_where_it_was_stopped(benchmark, monkeypatch, tmp_path, step):
     run_day(benchmark, monkeypatch, tmp_path, one=step("one", first=lambda: (True, "")))
-    steps = {"one": step("one", again=breaks_off), "two": step("two", second=lambda: (True, ""))}
+    one = step("one", first=breaks_off, cut_off=lambda: (True, ""))
+    steps = {"one": one, "two": step("two", second=lambda: (True, ""))}
     assert run_day(benchmark, monkeypatch, tmp_path, **steps) == 0
-    assert [claim for claim, _, _ in verdicts(tmp_path)] == ["first", "second"]
+    assert [claim for claim, _, _ in verdicts(tmp_path)] == ["first", "cut off", "second"]
+
+
+def test_only_the_claims_that_match(benchmark, monkeypatch, tmp_path, step):
+    both = step("both", this_one=lambda: (True, ""), another=breaks_off)
+    assert run_day(benchmark, monkeypatch, tmp_path, "--claims", "^th.s", both=both) == 0
+    assert [claim for claim, _, _ in verdicts(tmp_path)] == ["this one"]
 
 
 def test_rows_are_written_after_each_step_of_the_runs_with_a_speed(benchmark, monkeypatch, tmp_path, step):
