@@ -22,6 +22,7 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
    them infinite where the rate is large. So the weights themselves are looked at before they are saved.
 """
 
+import weakref
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from math import isfinite
@@ -190,16 +191,18 @@ def step_in_backward(optimizer: Optimizer) -> None:
 
 class _StepOne:
     def __init__(self, optimizer: Optimizer, index_of_group: int) -> None:
-        self._optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)  # a cycle through a hook of a parameter is never freed
         self._index = index_of_group  # the group itself is another one after load_state_dict, which Accelerate calls
 
     def __call__(self, parameter: Tensor) -> None:
-        groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [{**groups[self._index], "params": [parameter]}]
+        if (optimizer := self._optimizer()) is None:
+            return
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**groups[self._index], "params": [parameter]}]
         try:
-            type(self._optimizer).step(self._optimizer)  # not the instance's: a schedule counts its calls
+            type(optimizer).step(optimizer)  # not the instance's: a schedule counts its calls
         finally:
-            self._optimizer.param_groups = groups
+            optimizer.param_groups = groups
         parameter.grad = None
 
 

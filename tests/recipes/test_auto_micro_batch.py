@@ -7,6 +7,7 @@ import torch
 from lives import curve, with_context
 from samples import sample
 
+pytestmark = pytest.mark.usefixtures("without_offloading")
 RECIPE = "image_classification"
 SHORT = ["--augmentation", "none", "--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 VIT = "hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64,patch_size=8"

@@ -4,24 +4,12 @@ import pytest
 import torch
 from lives import curve, with_context
 
-from memsave_recipes.planner.budget import plans_to_measure
-
+pytestmark = pytest.mark.usefixtures("without_offloading")
 RECIPE = "image_classification"
 SHORT = ["--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 # Of the peak without a plan; small tensors take blocks of 512 bytes on a device, whatever the plan.
 SHARE = 0.9 if torch.cuda.is_available() else 0.75
 GEOMETRIES = {"accumulating": ["--micro_batch_size", "8"], "undivided": ["--micro_batch_size", "16"]}
-
-
-@pytest.fixture(autouse=True)
-def without_offloading(monkeypatch):
-    """On a device: copies in flight are predicted by the most that they may take, and the peak is where they end."""
-    if torch.cuda.is_available():
-
-        def plans(*args, **options):
-            return [plan for plan in plans_to_measure(*args, **options) if not plan.offloads]
-
-        monkeypatch.setattr("memsave_recipes.run.step_on_device.plans_to_measure", plans)
 
 
 def within(gib):

@@ -1,5 +1,7 @@
 """Optimizers by name, the state that each keeps, and the one that steps in the backward."""
 
+import gc
+import weakref
 from functools import partial
 from typing import get_args
 
@@ -190,7 +192,7 @@ def test_stepping_in_the_backward_gives_the_same_weights(name):
 def test_stepping_in_the_backward_never_holds_two_gradients():
     model = build()
     optim = OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0)
-    make_optimizer(optim, model)
+    optimizer = make_optimizer(optim, model)  # noqa: F841  # its hooks hold it weakly
     alive = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(
@@ -199,6 +201,16 @@ def test_stepping_in_the_backward_never_holds_two_gradients():
     model(torch.randn(2, 128)).sum().backward()
     assert alive == [0, 0, 0, 0]  # each was stepped and freed by the hook before this one
     assert clip_gradients(optim, None, model) is None
+
+
+def test_a_model_whose_optimizer_steps_in_the_backward_is_freed():
+    model = nn.Linear(2, 2)
+    optimizer = make_optimizer(OptimizerArguments(optimizer_in_backward=True, max_grad_norm=0), model)
+    model(torch.ones(1, 2)).sum().backward()
+    gone = weakref.ref(model.weight)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(
