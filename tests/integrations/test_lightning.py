@@ -6,7 +6,7 @@ import sys
 import lightning
 import pytest
 import torch
-from integrations.trainings import differing, llama, own_forwards, padded, rows, weights_of
+from integrations.trainings import CHECKPOINTING, differing, llama, own_forwards, padded, rows, weights_of
 from lightning.pytorch.callbacks import Callback
 from torch.optim import AdamW
 
@@ -129,8 +129,8 @@ def test_manual_optimization_is_refused(tmp_path):
 
 def test_a_second_checkpointing_is_refused(tmp_path):
     module = Module()
-    module.network.activation_checkpointing_enable()
-    with pytest.raises(memsave.InputError, match=r"checkpointed already, .*\.activation_checkpointing_disable\(\)"):
+    getattr(module.network, f"{CHECKPOINTING}_enable")()
+    with pytest.raises(memsave.InputError, match=rf"checkpointed already, .*\.{CHECKPOINTING}_disable\(\)"):
         fitted(tmp_path, [memsave.MemsaveLightningCallback(strategy="full")], module=module)
 
 

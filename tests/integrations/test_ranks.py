@@ -1,6 +1,6 @@
 """Two ranks under DDP, with other batches on each: one plan, and the weights of a training without it."""
 
-from integrations.trainings import BASE, chats, llama, own_forwards, padded, rows, tokenizer, weights_of
+from integrations.trainings import BASE, CHECKPOINTING, chats, llama, own_forwards, padded, rows, tokenizer, weights_of
 from torch.optim import AdamW
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -28,7 +28,7 @@ def in_the_trainer(accelerator, folder, settings):
 def in_trl(accelerator, folder, settings):
     """Its loss gathers metrics from all ranks."""
     model, callback = llama(), memsave.MemsaveCallback(**settings) if settings else None
-    arguments = {**BASE, "per_device_train_batch_size": 2, "max_steps": 2, "activation_checkpointing": False}
+    arguments = {**BASE, "per_device_train_batch_size": 2, "max_steps": 2, CHECKPOINTING: False}
     SFTTrainer(
         model=model,
         args=SFTConfig(folder, **arguments),

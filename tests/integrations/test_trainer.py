@@ -6,7 +6,17 @@ from threading import Event, Thread
 
 import pytest
 import torch
-from integrations.trainings import BASE, LaterPeaks, differing, llama, padded, rows, weights_of
+from integrations.trainings import (
+    BASE,
+    CHECKPOINTING,
+    LaterPeaks,
+    differing,
+    llama,
+    padded,
+    plans_while_recorded,
+    rows,
+    weights_of,
+)
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -76,6 +86,7 @@ def test_under_bf16_no_casts_of_weights_are_left_behind(tmp_path):
     assert max(later.peaks) <= callback.plan.prediction.peak_bytes + 0.1 * casts_bytes
 
 
+@plans_while_recorded
 def test_it_plans_again_for_longer_batches(tmp_path, capsys):
     lengths = [16] * 4 + [24] * 4 + [20] * 4 + [48] * 4
     without = weights_of(trained(tmp_path, lengths=lengths, train_sampling_strategy="sequential").model)
@@ -166,8 +177,8 @@ class OwnStepTrainer(Trainer):
 
 REFUSED = {
     "two checkpointings": (
-        {"activation_checkpointing": True},
-        "activation_checkpointing=True: a plan decides .* pass activation_checkpointing=False to TrainingArguments",
+        {CHECKPOINTING: True},
+        f"{CHECKPOINTING}=True: a plan decides .* pass {CHECKPOINTING}=False to TrainingArguments",
     ),
     "compiled": ({"torch_compile": True}, "torch_compile=True: pass torch_compile=False"),
     "a step of its own": ({"trainer": OwnStepTrainer}, "training_step does not call compute_loss"),
@@ -186,8 +197,8 @@ def test_what_cannot_stand_beside_a_plan_is_refused(arguments, message, tmp_path
 
 def test_a_model_that_checkpoints_by_itself_is_refused(tmp_path):
     model = llama()
-    model.activation_checkpointing_enable()
-    with pytest.raises(memsave.InputError, match=r"checkpointed already, .*\.activation_checkpointing_disable\(\)"):
+    getattr(model, f"{CHECKPOINTING}_enable")()
+    with pytest.raises(memsave.InputError, match=rf"checkpointed already, .*\.{CHECKPOINTING}_disable\(\)"):
         trained(tmp_path, [memsave.MemsaveCallback(strategy="full")], model=model)
 
 

@@ -3,11 +3,13 @@
 import pytest
 from integrations.trainings import (
     BASE,
+    CHECKPOINTING,
     LaterPeaks,
     chats,
     differing,
     llama,
     own_forwards,
+    plans_while_recorded,
     preferences,
     tokenizer,
     weights_of,
@@ -19,7 +21,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 import memsave_recipes as memsave
 from memsave_recipes.text import GIB
 
-SMALL = {**BASE, "per_device_train_batch_size": 4, "max_steps": 4, "activation_checkpointing": False, "max_length": 64}
+SMALL = {**BASE, "per_device_train_batch_size": 4, "max_steps": 4, CHECKPOINTING: False, "max_length": 64}
 LORA = LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 PLANS = {"none": {"strategy": "none"}, "full": {"strategy": "full"}, "budget": {}}
 CASES = {
@@ -77,6 +79,7 @@ def check(train, budget_gib, printed):
             assert max(later.peaks) + others_bytes <= budget_gib * GIB < callback.plan.prediction.baseline_peak_bytes
 
 
+@plans_while_recorded
 @pytest.mark.parametrize("case", sample(["lora"], CASES))
 def test_sft(case, tmp_path, capsys):
     arguments, adapters, budget_gib = CASES[case]
@@ -89,8 +92,8 @@ def test_dpo(adapters, tmp_path, capsys):
 
 
 def test_the_checkpointing_that_trl_turns_on_is_refused(tmp_path):
-    with pytest.raises(memsave.InputError, match="pass activation_checkpointing=False to SFTConfig; TRL's default"):
-        fine_tuned(tmp_path, [memsave.MemsaveCallback(1)], None, activation_checkpointing=True)
+    with pytest.raises(memsave.InputError, match=f"pass {CHECKPOINTING}=False to SFTConfig; TRL's default"):
+        fine_tuned(tmp_path, [memsave.MemsaveCallback(1)], None, **{CHECKPOINTING: True})
 
 
 def test_offloading_by_trl_is_refused(tmp_path):
