@@ -286,7 +286,7 @@ def test_mixtures_of_experts_in_float32_are_estimated(tmp_path, kind, name, entr
     ("config", "why"),
     [
         ({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "num_experts": 4}, "k not in range"),
-        ({"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "kv_channels": 16}, "_local_scalar_dense"),
+        ({"model_type": "jetmoe", "architectures": ["JetMoeForCausalLM"], "kv_channels": 16}, "the values of a tensor"),
         ({"num_key_value_heads": 3}, "query heads to be a multiple"),
         ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, "must match|to be a multiple"),
     ],

@@ -39,7 +39,7 @@ from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights, stream_of
 from memsave_recipes.activations.tiled_attention import without_flash
-from memsave_recipes.errors import InputError
+from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.fake_step import FakeInstruments, KernelRun, SimulatedClock, Workspaces, rounded_up
 from memsave_recipes.estimation.repeats import Irregular, Repeats, expanded, find_repeats, left_out
 from memsave_recipes.estimation.targets import Target
@@ -127,7 +127,8 @@ class Estimator:
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 name = type(workload.model).__name__
                 raise InputError(
-                    f"{name} runs what the values of a tensor say, which an estimate does not have"
+                    f"a step of {name} cannot be estimated (it runs what the values of a tensor say): launch its "
+                    f"recipe with {BUDGET_FLAG}, which measures"
                 ) from error
 
         instruments = replace(self._instruments, clock=(clock := SimulatedClock()))

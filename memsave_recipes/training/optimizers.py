@@ -183,6 +183,7 @@ def step_in_backward(optimizer: Optimizer) -> None:
     """Make every backward step ``optimizer``, parameter by parameter; a later ``optimizer.step()`` finds nothing to do.
 
     The optimizer looks at one parameter at a time, with the settings of its group as they are then, so schedules work.
+    Nothing steps once it is gone: the parameters do not hold it.
     """
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

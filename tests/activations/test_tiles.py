@@ -101,7 +101,8 @@ def test_the_hooks_of_a_weight_run_once():
 def test_the_optimizer_steps_in_the_backward():
     models = [causal_model("llama") for _ in range(2)]
     for model, plan in zip(models, ("none", "full_tiled:16"), strict=True):
-        step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step_in_backward(optimizer)
         with apply_plan(model, plan_blocks(model, plan)):
             model(input_ids=TOKENS, labels=TOKENS).loss.backward()
         assert all(parameter.grad is None for parameter in model.parameters())
