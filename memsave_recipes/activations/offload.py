@@ -88,7 +88,8 @@ def unpinned_after(device: torch.device) -> Iterator[None]:
         yield
     finally:
         if device.type in ("cuda", "xpu"):  # which have such a cache
-            _engine_for(device).unused.clear()
+            index = torch.accelerator.current_device_index() if device.index is None else device.index
+            _engine_for(torch.device(device.type, index)).unused.clear()
             if hasattr(torch.accelerator, "empty_host_cache"):  # not in torch 2.11
                 torch.accelerator.empty_host_cache()
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.activations import apply_plan, block_names, find_stacks, offload
 from memsave_recipes.activations.streaming import place
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.planner.budget import Forecast, static_memory_of
@@ -94,3 +94,16 @@ def test_no_prediction_is_below_the_peak_of_training(name, optimizer, word, accu
             optimizer.zero_grad()
     peak = torch.cuda.max_memory_allocated(device) - before
     assert peak <= predicted <= (1 + WITHIN) * peak
+
+
+@pytest.mark.parametrize("device", [torch.device("cuda"), torch.device("cuda", 0)], ids=str)
+def test_what_was_pinned_to_measure_is_given_back(device, monkeypatch):
+    engine, pinned = offload._engine_for(torch.device("cuda", 0)), []
+    empty = engine.copies.empty_on_host
+    monkeypatch.setattr(engine, "smallest_bytes", 1)
+    monkeypatch.setattr(engine.copies, "empty_on_host", lambda size: pinned.append(size) or empty(size))
+    workload = workload_of("llama", torch.float32, device)
+    plans = [plan_for(word, workload.stacks) for word in ("none", "offload")]
+    measure(workload, plans, instruments=DeviceInstruments(device, repetitions=1), most_s=0)
+    assert pinned
+    assert not any(engine.unused.values())
