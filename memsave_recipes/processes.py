@@ -185,7 +185,7 @@ def only_errors_of_c10() -> Iterator[None]:
 
 
 def silence_c10() -> None:
-    """Do so until the process ends: NCCL warns of a process group that a failure has left to the interpreter."""
+    """Keep them off the terminal until the process ends: NCCL warns of a process group that a failure has left over."""
     level = _level_of_c10()
     level.value = max(level.value, C10_ERROR)
 

@@ -74,36 +74,23 @@ def test_on_cuda_a_snapshot_holds_what_was_recorded(tmp_path):
     assert any(entry["size"] >= kept.nbytes for trace in snapshot["device_traces"] for entry in trace)
 
 
-class OfNVML:
-    """What NVML says of processes on a device, with their bytes."""
-
-    def __init__(self, **processes):
-        self.processes = processes
-
-    def nvmlInit(self):
-        pass
-
-    def nvmlDeviceGetHandleByUUID(self, name):
-        return name
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        assert handle == "GPU-of-this-test"
-        return [SimpleNamespace(pid=int(pid[1:]), usedGpuMemory=size) for pid, size in self.processes.items()]
-
-
 @pytest.mark.parametrize(
     ("processes", "outside"),
     [
-        ({f"p{os.getpid()}": 12, "p1": 15}, (7, 18)),
-        ({f"p{os.getpid()}": 32, "p1": 0}, (25, 0)),  # more than the driver says is in use, as read a moment later
-        ({"p1": 15}, (25, 0)),  # of a container
-        ({f"p{os.getpid()}": None}, (25, 0)),  # a driver that does not tell
+        ({os.getpid(): 12, 1: 15}, (7, 18)),
+        ({os.getpid(): 32, 1: 0}, (25, 0)),  # more than the driver says is in use, as read a moment later
+        ({1: 15}, (25, 0)),  # of a container
+        ({os.getpid(): None}, (25, 0)),  # a driver that does not tell
     ],
 )
 def test_memory_of_other_processes_is_told_from_ones_own(monkeypatch, processes, outside):
-    nvml = OfNVML(**processes)
-    for name in ("nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetComputeRunningProcesses"):
-        monkeypatch.setattr(memory, name, getattr(nvml, name))
+    def running(handle):
+        assert handle == "GPU-of-this-test"
+        return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in processes.items()]
+
+    monkeypatch.setattr(memory, "nvmlInit", lambda: None)
+    monkeypatch.setattr(memory, "nvmlDeviceGetHandleByUUID", lambda name: name)
+    monkeypatch.setattr(memory, "nvmlDeviceGetComputeRunningProcesses", running)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="of-this-test"))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10, 40))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 5)
