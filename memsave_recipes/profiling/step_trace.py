@@ -222,8 +222,10 @@ def _with_storages_left_on_device(action: Action, offloaded: Sequence[Part], kep
             yield replace(part, saved=part.saved | stays | inner)
         else:
             saves_output = baseline.saved.keys() & (baseline.outputs.keys() - baseline.inputs.keys())
-            small = {-storage: size for storage, size in own.items() if size < SMALLEST_BYTES}
-            yield replace(part, saved=part.saved | small | (part.outputs if saves_output else {}))
+            stays = {-storage: size for storage, size in own.items() if size < SMALLEST_BYTES}
+            stays |= part.outputs if saves_output else {}
+            stays |= _inputs_left_on_device(part) if baseline.saved.keys() & baseline.inputs.keys() else {}
+            yield replace(part, saved=part.saved | stays)
 
 
 def _inputs_left_on_device(part: Part) -> Storages:
@@ -245,7 +247,8 @@ def most_offloaded_bytes(baseline: StepTrace, action: Action) -> int:
 def _most_moved_bytes(action: Action, parts: Sequence[Part]) -> int:
     """Return what the largest block moves, by the trace under ``KEEP``."""
     own = [{} for _ in parts] if action.kind.on_host == "input" else _attributed(parts)
-    return max((sum((saved | p.inputs).values()) for p, saved in zip(parts, own, strict=True) if p.block), default=0)
+    moved = [(saved | part.inputs).values() for part, saved in zip(parts, own, strict=True) if part.block]
+    return max((sum(size for size in sizes if size >= SMALLEST_BYTES) for sizes in moved), default=0)
 
 
 def _attributed(parts: Sequence[Part]) -> list[Storages]:

@@ -399,6 +399,30 @@ def test_no_peak_with_inputs_on_the_host_is_predicted_low(make_case, monkeypatch
             assert found <= predicted, actions
 
 
+@pytest.mark.parametrize("name", sample(["vgg_small"], ["vgg_small", "densenet_small", "vit", "gpt2", "llama"]))
+def test_small_storages_stay_on_the_device(make_case, monkeypatch, name):
+    case = make_case(name)
+    workload = workload_of(without_cache(case.model), case.loss_of, case.batch)
+    keeping, offloading = (plan_for(word, workload.stacks) for word in ("none", "offload"))
+    once = DeviceInstruments(CPU, repetitions=1)
+    ((_, baseline),) = measure(workload, [keeping], instruments=once).traces
+    sizes = sorted(size for part in baseline.parts if part.block for size in (part.saved | part.inputs).values())
+    every_other = [
+        Span(start=i, stop=i + 1, action=Action.OFFLOAD if i % 2 else Action.RECOMPUTE)
+        for i in range(len(keeping.blocks))
+    ]
+    mixed = replace(offloading, spans=tuple(every_other))
+    for smallest in (sizes[len(sizes) // 2] + 1, sizes[-1] + 1):
+        monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, HostCopies(), smallest_bytes=smallest).run)
+        monkeypatch.setattr("memsave_recipes.profiling.step_trace.SMALLEST_BYTES", smallest)
+        chain = measure(workload, [keeping, offloading], instruments=once).chain(offload=[Action.OFFLOAD])
+        for plan in (offloading, mixed):
+            predicted = simulate(chain, plan).peak_bytes - workload.resident_bytes
+            found = measured_peak_bytes(workload, plan)
+            assert found <= predicted
+            assert predicted <= 1.01 * found or smallest <= sizes[-1]  # where nothing moves
+
+
 def test_an_action_that_the_model_refuses_is_no_option():
     class Biased(nn.Module):
         def __init__(self):

@@ -11,7 +11,6 @@ import torch
 from accelerate.state import AcceleratorState
 
 from memsave_recipes.checkpoints import Checkpoints
-from memsave_recipes.planner.budget import plans_to_measure
 from memsave_recipes.run.failures import run_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``lives``
@@ -30,17 +29,6 @@ def forget_earlier_runs():
     AcceleratorState._reset_state(reset_partial_state=True)
     if torch.cuda.is_available():
         gc.collect()
-
-
-@pytest.fixture
-def without_offloading(monkeypatch):
-    """On a device: copies in flight are predicted by the most that they may take, and the peak is where they end."""
-    if torch.cuda.is_available():
-
-        def plans(*args, **options):
-            return [plan for plan in plans_to_measure(*args, **options) if not plan.offloads]
-
-        monkeypatch.setattr("memsave_recipes.run.step_on_device.plans_to_measure", plans)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A run in several lives: how it is launched, how it is told to end, and whether it is the run that nothing ended."""
 
+import gc
 import importlib.util
 import io
 import json
@@ -88,6 +89,13 @@ def with_context(gib):
     """A budget of ``gib`` beside what the device takes for itself; nothing on a CPU."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     return gib + sum(overheads_of_device(device).values()) / GIB
+
+
+def share_of(results, share):
+    """So much of a run's peak in GiB, and all of what libraries keep on the device when nothing is alive."""
+    gc.collect()
+    kept = torch.accelerator.memory_allocated() / GIB if torch.accelerator.is_available() else 0
+    return kept + share * (results["memory"]["peak_allocated_gib"] - kept)
 
 
 class Killed(BaseException):

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from lives import curve, with_context
+from lives import curve, share_of, with_context
 from samples import sample
 
-pytestmark = pytest.mark.usefixtures("without_offloading")
 RECIPE = "image_classification"
 SHORT = ["--augmentation", "none", "--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 VIT = "hidden_size=32,num_hidden_layers=3,num_attention_heads=2,intermediate_size=64,patch_size=8"
@@ -25,7 +24,7 @@ def rows(folder):
 @pytest.mark.parametrize("strategy", sample(["budget:bitwise"], ["none", "full", "budget:bitwise"]))
 def test_a_tight_budget_makes_micro_batches_smaller_and_keeps_the_curve(train, tmp_path, capsys, strategy):
     plain = train(*FLAGS, output="plain")
-    budget = 0.75 * plain["memory"]["peak_allocated_gib"]
+    budget = share_of(plain, 0.75)
     budget_flags = ["--memory_budget_gib", str(with_context(budget))]
     flags = [*FLAGS, *AUTO, "--activation_checkpointing", strategy, *budget_flags]
     found = train(*flags, output="found")

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from lives import FLAGS, TINY_VIT, assert_the_same_weights, rows_of, with_context
+from lives import FLAGS, TINY_VIT, assert_the_same_weights, rows_of, share_of, with_context
 from safetensors.torch import load_file
 from samples import sample
 
@@ -132,17 +132,17 @@ def test_in_lockstep_a_plan_for_a_budget_fits_and_has_the_bits_of_plain(train, r
     """Of 4 micro-batches, the last one of 2 samples, in one forward."""
     flags = ["--model", "vgg_small_bn", "--batchnorm", "global", "--global_batch_size", "14", *BITS, "4"]
     flags += ["--max_steps", "2", "--logging_steps", "1"]
-    plain = train(*flags, "--activation_checkpointing", "none", output="plain")["memory"]
+    plain = train(*flags, "--activation_checkpointing", "none", output="plain")
     budget = ["--activation_checkpointing", "budget:bitwise", "--memory_budget_gib"]
-    of_plain = {share: with_context(share * plain["peak_allocated_gib"]) for share in (0.3, 0.8)}
-    memory = train(*flags, *budget, str(of_plain[0.8]), "--verify", output="planned")["memory"]
+    small, fitting = (share_of(plain, share) for share in (0.3, 0.8))
+    memory = train(*flags, *budget, str(with_context(fitting)), "--verify", output="planned")["memory"]
     printed = capsys.readouterr().out
     assert "the plan and with it: identical" in printed
     assert "14 samples = 3 micro-batches of 4 + 1 of 2, on 1 rank in lockstep" in printed
-    assert memory["predicted_peak_gib"] <= 0.8 * plain["peak_allocated_gib"]
+    assert memory["predicted_peak_gib"] <= fitting
     assert 0 <= memory["prediction_error_pct"] <= 2
     assert_the_same_weights(tmp_path / "planned" / "final", tmp_path / "plain" / "final")
-    line = refuse(*flags, *budget, str(of_plain[0.3]), output="small")
+    line = refuse(*flags, *budget, str(with_context(small)), output="small")
     assert "is too small for any plan: the smallest that works is" in line
     assert "micro_batch_size, or auto" not in line
 

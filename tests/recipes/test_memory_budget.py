@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from lives import curve, with_context
+from lives import curve, share_of, with_context
 
-pytestmark = pytest.mark.usefixtures("without_offloading")
 RECIPE = "image_classification"
 SHORT = ["--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 # Of the peak without a plan; small tensors take blocks of 512 bytes on a device, whatever the plan.
@@ -23,7 +22,7 @@ def within(gib):
 def test_a_run_stays_below_its_budget_and_keeps_its_curve(train, tmp_path, capsys, layout, optimizer):
     flags = ["--model", "densenet_small", *SHORT, *GEOMETRIES[layout], "--optimizer", optimizer]
     plain = train(*flags, output="plain")
-    budget = SHARE * plain["memory"]["peak_allocated_gib"]
+    budget = share_of(plain, SHARE)
     planned = train(*flags, *within(budget), output="planned")
     assert planned["memory"]["peak_allocated_gib"] <= budget
     assert planned["memory"]["predicted_peak_gib"] <= budget
@@ -36,7 +35,7 @@ def test_measuring_does_not_step_an_optimizer_that_steps_in_the_backward(train, 
     flags = ["--model", "densenet_small", *SHORT, "--micro_batch_size", "16"]
     flags += ["--optimizer_in_backward", "--max_grad_norm", "0"]
     plain = train(*flags, output="plain")
-    budget = SHARE * plain["memory"]["peak_allocated_gib"]
+    budget = share_of(plain, SHARE)
     planned = train(*flags, *within(budget), output="planned")
     assert curve(tmp_path / "planned") == curve(tmp_path / "plain")
     assert planned["memory"]["peak_allocated_gib"] <= budget
