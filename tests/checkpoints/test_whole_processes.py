@@ -22,18 +22,19 @@ from trials.run import Log, Run, train
 from memsave_recipes.training.launch import start_accelerator
 
 if __name__ == "__main__":
-    run = Run(folder=Path(sys.argv[2]), every_steps=None, workers=2, with_signals=True, step_s=0.3)
+    folder, shard = sys.argv[2:]
+    run = Run(folder=Path(folder), shard=shard, every_steps=None, workers=2, with_signals=True, step_s=0.3)
     accelerator = start_accelerator()
     train(run, accelerator, Log(run, accelerator.process_index))
 """
 
 
-def launch(tmp_path, *launcher):
+def launch(tmp_path, *launcher, shard="none"):
     """The program, in a session and process group of its own, when it has done two steps."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(program), str(HERE), str(tmp_path)]
+    command = [sys.executable, *launcher, str(program), str(HERE), str(tmp_path), shard]
     process = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 100
     log = tmp_path / "log-0.jsonl"
@@ -89,20 +90,24 @@ def test_two_ranks_under_torchrun(tmp_path, number):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems send no signal")
 @pytest.mark.parametrize(
-    ("launcher", "number"),
+    ("launcher", "shard", "number"),
     [
-        pytest.param(("accelerate.commands.launch", "--cpu"), signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(("accelerate.commands.launch", "--cpu"), signal.SIGKILL, marks=pytest.mark.slow),
-        (("torch.distributed.run", "--nproc-per-node", "2"), signal.SIGKILL),
+        pytest.param(("accelerate.commands.launch", "--cpu"), "none", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(("accelerate.commands.launch", "--cpu"), "none", signal.SIGKILL, marks=pytest.mark.slow),
+        (("torch.distributed.run", "--nproc-per-node", "2"), "none", signal.SIGKILL),
+        pytest.param(
+            ("torch.distributed.run", "--nproc-per-node", "2"), "full", signal.SIGKILL, marks=pytest.mark.slow
+        ),
     ],
-    ids=["one process, SIGTERM", "one process, SIGKILL", "two ranks, SIGKILL"],
+    ids=["one process, SIGTERM", "one process, SIGKILL", "two ranks, SIGKILL", "two ranks in shards, SIGKILL"],
 )
-def test_ranks_save_and_end_with_their_launcher(tmp_path, launcher, number):
-    process = launch(tmp_path, "-m", *launcher)
+def test_ranks_save_and_end_with_their_launcher(tmp_path, launcher, shard, number):
+    process = launch(tmp_path, "-m", *launcher, shard=shard)
     ranks = psutil.Process(process.pid).children()
     process.send_signal(number)
     _, errors = process.communicate(timeout=90)
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
     assert "DataLoader worker" not in errors
     assert "frame #" not in errors  # of torch's C++ code, where the store is lost
+    assert "Traceback" not in errors
     assert 2 <= find_newest(tmp_path / "checkpoints").step < NUM_STEPS
