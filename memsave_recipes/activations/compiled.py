@@ -20,6 +20,9 @@ NOTE [ one graph, one ratio ]
 5. An observer that sees every operation (a ``TorchDispatchMode``: FLOP counters, memory trackers) sees nothing inside a
    compiled layer, and torch would run the eager one for it, with the eager one's memory. Here it sees the layer
    recomputed: the same operations, in about the memory of a small ratio.
+6. torch changes attributes, lists and dicts once, after the graph. A tensor that a layer writes on it may compute with
+   again in the backward, when it holds something else. So such layers are refused, as where they recompute: NOTE [ side
+   effects ].
 
 NOTE [ dropout once ]
 1. Under a ratio below 1 torch 2.13 draws random numbers a second time in the backward, other ones: gradients of another
@@ -32,7 +35,7 @@ NOTE [ dropout once ]
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import count
 from shutil import which
@@ -50,7 +53,8 @@ from torch.fx import Graph
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memsave_recipes.activations.recompute import draws, recompute
+from memsave_recipes.activations.recompute import draws
+from memsave_recipes.activations.spans import NestedPart
 from memsave_recipes.errors import InputError
 
 MAX_GRAPHS = 64
@@ -99,7 +103,7 @@ def _refusal(method: Callable[..., Any], reason: str) -> InputError:
     return InputError(f"strategy compiled: {layer} cannot be compiled as one graph ({reason}); {WAYS_OUT}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompiledLayer:
     """A layer's forward, compiled where gradients are wanted; evaluation and generation run the eager one."""
 
@@ -108,14 +112,24 @@ class CompiledLayer:
     region: Region
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of ``method``."""
+        """The output of ``method``.
+
+        Raises:
+            InputError: it writes on a tensor, or cannot be compiled as one graph.
+        """
         if not torch.is_grad_enabled():
             return self.method(*args, **kwargs)
         # A key-value cache asks for the number of the layer: one graph each. GPT-2 hands it on by position.
         args = tuple(None if hasattr(arg, "get_seq_length") else arg for arg in args)
         if is_in_torch_dispatch_mode(include_infra_modes=False):
-            return recompute(partial(self.method, **kwargs), *args, modules=[self.module])
-        return self.region.run(self.method, *args, **kwargs)
+            return self.recomputed(*args, **kwargs)
+        first_run, _ = self.recomputed.effects.around(partial(self.region.run, self.method, **kwargs))
+        return first_run(*args)
+
+    @cached_property
+    def recomputed(self) -> NestedPart:
+        """The layer as an observer sees it."""
+        return NestedPart(self.module, self.method)
 
 
 def check_compiler(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ import copy
 import random
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from samples import sample
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import memsave_recipes as memsave
 from memsave_recipes.activations import apply_plan, plan_blocks, side_effects
@@ -304,13 +306,13 @@ def steps(model):
     return [*found, list(model.parameters()), held(model)]
 
 
-def is_same(one, other):
+def is_same(one, other, equal=torch.equal):
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_same(one[key], other[key], equal) for key in one)
     if isinstance(one, list | deque):
-        return len(one) == len(other) and all(map(is_same, one, other))
+        return len(one) == len(other) and all(is_same(*pair, equal) for pair in zip(one, other, strict=True))
     return one == other
 
 
@@ -369,6 +371,33 @@ def test_what_cannot_be_put_back_is_refused_by_name(kind, strategy):
     with apply_plan(model, plan_blocks(model, strategy)), pytest.raises(InputError, match=REFUSED[kind]) as error:
         steps(model)
     assert error.value.one_line.endswith("use none")
+
+
+COMPILED = [*KINDS, *REFUSED]
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+@pytest.mark.parametrize("kind", sample([History, Writes, Teacher, Normalised], COMPILED))
+def test_compiled_layers_change_it_once_or_are_refused(kind):
+    expected, model = steps(net(kind)), net(kind)
+    with apply_plan(model, plan_blocks(model, "compiled:0.3")):
+        if kind in REFUSED:
+            with pytest.raises(InputError, match=f"{REFUSED[kind]} in every|{kind.__name__} cannot be compiled as one"):
+                steps(model)
+        else:
+            assert is_same(steps(model), expected, partial(torch.allclose, rtol=1e-3, atol=1e-5))
+
+
+@pytest.mark.usefixtures("kernels_can_be_compiled")
+@pytest.mark.parametrize("kind", COMPILED)
+def test_so_do_they_where_an_observer_sees_them_recomputed(kind):
+    expected, model = steps(net(kind)), net(kind)
+    with apply_plan(model, plan_blocks(model, "compiled:0.3")), FlopCounterMode(display=False):
+        if kind in REFUSED:
+            with pytest.raises(InputError, match=REFUSED[kind]):
+                steps(model)
+        else:
+            assert is_same(steps(model), expected)
 
 
 @pytest.mark.parametrize("kind", sample([Counter, History, Writes, InDict], KINDS))
