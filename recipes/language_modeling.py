@@ -39,6 +39,7 @@ from memsave_recipes.models.adapters import LoraArguments, add_lora, merged
 from memsave_recipes.models.causal_lm import CausalLMLoss, LossKind, check_causal, continue_text
 from memsave_recipes.models.packed_attention import PackedAttention, set_packed_attention
 from memsave_recipes.models.pretrained import TransformerArguments, build_transformer, configuration_of
+from memsave_recipes.models.saved import save_tokenizer
 from memsave_recipes.recipe import Batch, InputError, RecipeArguments, Run, Task, parse_arguments, require, run_recipe
 from memsave_recipes.training.evaluation import sum_over_ranks
 from memsave_recipes.training.launch import deterministic_kernels
@@ -138,7 +139,8 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
         training.save_if_due()
 
     figures = {"model": args.name, "num_trained_parameters": training.num_trained}
-    results = training.finish(merged(saved) if args.lora_merge else saved, tokenizer.save_pretrained, **figures)
+    save_tokens = partial(save_tokenizer, tokenizer=tokenizer, samples=rows.train)
+    results = training.finish(merged(saved) if args.lora_merge else saved, save_tokens, **figures)
     with training.drawing_samples() as on_this_rank:
         if on_this_rank:
             with accelerator.autocast(), deterministic_kernels(args.full_determinism):  # here a warning is enough

@@ -129,8 +129,9 @@ def train(args: Arguments, run: Run) -> dict[str, Any]:
 
     trained, majority = merged(saved) if args.lora_merge else saved, {"majority_share": texts.majority_share}
     figures = {"model": args.name, "num_trained_parameters": training.num_trained}
-    of_tokens = {"tokenizer": tokenizer, "max_length": args.max_length, "label_names": texts.label_names}
-    return training.finish(trained, partial(save_text_processor, **of_tokens), evaluated=majority, **figures)
+    of_tokens = {"tokenizer": tokenizer, "samples": tokens.train, "max_length": args.max_length}
+    save_tokens = partial(save_text_processor, **of_tokens, label_names=texts.label_names)
+    return training.finish(trained, save_tokens, evaluated=majority, **figures)
 
 
 def task(argv: list[str] | None = None) -> Task:

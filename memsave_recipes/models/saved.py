@@ -11,6 +11,7 @@ NOTE [ files of final/ ]
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -27,6 +28,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BitImageProcessorPil,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -55,6 +57,9 @@ from memsave_recipes.models.pretrained import (
     read_labels,
 )
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+COMPARED = 16
+"""Samples of which a tokenizer that was saved has to make the same tokens."""
 IMAGE_PROCESSOR = "preprocessor_config.json"
 BILINEAR = 2  # of PIL.Image.Resampling
 SIDES, MAX_SIDE = ("height", "width", "shortest_edge", "longest_edge"), 10_000
@@ -67,6 +72,8 @@ KINDS: dict[TaskName, tuple[Any, dict[str, Any]]] = {
     "text-generation": (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
 }
 OF_ADAPTERS: dict[str, TaskName] = {"SEQ_CLS": "text-classification", "CAUSAL_LM": "text-generation"}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -140,12 +147,50 @@ def save_image_classifier(
         config.save(folder)
 
 
-def save_text_processor(
-    folder: Path, *, tokenizer: PreTrainedTokenizerBase, max_length: int, label_names: Sequence[str]
-) -> None:
-    """Write the tokenizer of a classifier, with the length at which texts end, and for adapters the classes."""
-    tokenizer("", truncation=True, max_length=max_length)  # a fast tokenizer saves the length that it cut to last
+def save_tokenizer(folder: Path, *, tokenizer: PreTrainedTokenizerBase, samples: Any) -> None:
+    """Write ``tokenizer`` beside its model in ``folder``, so that ``load`` opens it as it is.
+
+    A line says where ``AutoTokenizer`` makes other tokens, by the class that it takes beside such a model.
+
+    Args:
+        samples: a data set of ``input_ids``; the texts of the first few are compared.
+    """
     tokenizer.save_pretrained(folder)
+    texts = [tokenizer.decode(samples[index]["input_ids"]) for index in range(min(COMPARED, len(samples)))]
+    try:
+        opened = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        is_same = opened(texts, verbose=False)["input_ids"] == tokenizer(texts, verbose=False)["input_ids"]
+    except Exception:  # it brings code of its own; whatever is wrong with it, the model has to be saved
+        return
+    if is_same:
+        return
+    way_out = "give the model's own --tokenizer_name"
+    if tokenizer.is_fast:
+        path = folder / TOKENIZER_CONFIG
+        own = {"tokenizer_class": "TokenizersBackend", "model_input_names": tokenizer.model_input_names}
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | own, indent=2) + "\n", "utf-8")
+        way_out = "open it by PreTrainedTokenizerFast, as memsave predict does"
+    taken = type(opened).__name__
+    logger.warning(
+        "note: AutoTokenizer takes %s for final/, which makes other tokens than this run: %s", taken, way_out
+    )
+
+
+def save_text_processor(
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: Any,
+    max_length: int,
+    label_names: Sequence[str],
+) -> None:
+    """Write the tokenizer of a classifier, with the length at which texts end, and for adapters the classes.
+
+    Args:
+        samples: as ``save_tokenizer``.
+    """
+    tokenizer("", truncation=True, max_length=max_length)  # a fast tokenizer saves the length that it cut to last
+    save_tokenizer(folder, tokenizer=tokenizer, samples=samples)
     if is_adapter(folder):
         (folder / LABELS).write_text(json.dumps(dict(enumerate(label_names)), indent=2) + "\n", encoding="utf-8")
 
@@ -264,7 +309,7 @@ def _load_adapters(path: Path, trust_remote_code: bool) -> SavedModel:
         model = KINDS[task][0].from_pretrained(base, config=config, use_safetensors=True, **ignored, **options)
     except LOADING_ERRORS as error:
         raise missing_base(path, base, error) from error
-    tokenizer = _tokenizer(path if (path / "tokenizer_config.json").is_file() else base, trust_remote_code)
+    tokenizer = _tokenizer(path if (path / TOKENIZER_CONFIG).is_file() else base, trust_remote_code)
     of_text = config.get_text_config()
     if of_text.pad_token_id is None:
         of_text.pad_token_id = tokenizer.pad_token_id

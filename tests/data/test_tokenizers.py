@@ -8,7 +8,7 @@ import datasets
 import pytest
 import transformers
 from refusals import line_of
-from transformers import AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Config, GPT2Tokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import (
     MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
@@ -19,6 +19,7 @@ from memsave_recipes.data.text import tokenizers as ours
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.data.text.tokenizers import check_vocabulary, load_text_tokenizer, load_tokenizer
 from memsave_recipes.errors import InputError
+from memsave_recipes.models.saved import save_tokenizer
 
 TEXTS = [f"def square_{number}(x):\n    return x ** {number}  # naïve 🙂\n" for number in range(60)]
 
@@ -161,6 +162,24 @@ def test_beside_a_model_of_any_type_it_is_the_one_that_was_saved(folder, kind):
     alone = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     for text in ("year 1984", "  a\n\nb's 12,345"):
         assert load_tokenizer(str(folder), TEXTS)(text)["input_ids"] == alone(text)["input_ids"]
+
+
+@pytest.mark.parametrize("of_class", [PreTrainedTokenizerFast, GPT2Tokenizer, LlamaTokenizer])
+@pytest.mark.parametrize("kind", [*OF_ITS_OWN_CLASS, "gpt2", "llama", "phi3"])
+def test_of_another_class_than_the_models_it_is_opened_as_it_was_saved(folder, tmp_path, caplog, kind, of_class):
+    """And a line says where others open it otherwise."""
+    tokenizer, final = of_class.from_pretrained(folder), tmp_path / "final"
+    GPT2Config().save_pretrained(final)
+    (final / "config.json").write_text(json.dumps({"model_type": kind}))
+    texts = [*TEXTS, "in 1984, 1984 b's\n\n\n  (1984) cafe\u0301"]
+    expected = tokenizer(texts)["input_ids"]
+    save_tokenizer(final, tokenizer=tokenizer, samples=[{"input_ids": ids} for ids in reversed(expected)])
+    opened = load_tokenizer(str(final), [])
+    assert opened(texts)["input_ids"] == expected
+    assert opened.model_input_names == tokenizer.model_input_names
+    is_told = "note: AutoTokenizer takes Qwen" in caplog.text
+    assert is_told == (AutoTokenizer.from_pretrained(final)(texts)["input_ids"] != expected)
+    assert is_told == (kind in OF_ITS_OWN_CLASS)
 
 
 def test_code_is_not_run_unasked(folder, tmp_path, monkeypatch):

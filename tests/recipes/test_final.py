@@ -7,10 +7,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from PIL import Image
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, GPT2Tokenizer, pipeline
 
 from memsave_recipes import estimate
 from memsave_recipes.checkpoints.commit import verify_manifest
+from memsave_recipes.data.text.tokenizers import load_tokenizer
 from memsave_recipes.data.vision.decoding import decode
 from memsave_recipes.data.vision.images import ImageDataArguments, read_images
 from memsave_recipes.inference import PredictArguments, predict, read_inputs
@@ -24,6 +25,7 @@ BERT = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_si
 TEXTS = ["--max_length", "24", "--vocab_size", "300", "--global_batch_size", "16"]
 ROWS = ["--block_size", "32", "--global_batch_size", "4", "--vocab_size", "300", "--max_eval_samples", "8"]
 GPT2 = ["--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32"]
+QWEN = "num_hidden_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=2,num_key_value_heads=2"
 of_texts = pytest.mark.parametrize("recipe", ["text_classification"], indirect=True)
 of_tokens = pytest.mark.parametrize("recipe", ["language_modeling"], indirect=True)
 
@@ -179,6 +181,21 @@ def adapted(run_once, text_file):
     base = run_once(*GPT2, *ROWS, "--train_file", text_file, "--max_steps", "5")
     flags = ["--train_file", text_file, *ROWS, "--lora", "--lora_rank", "4", "--learning_rate", "1e-3"]
     return base, run_once("--model_name_or_path", str(base / "final"), *flags, "--max_steps", "5")
+
+
+@of_tokens
+def test_a_tokenizer_of_another_class_makes_the_same_tokens_afterwards(run_once, tmp_path, caplog):
+    """Qwen 2 splits numbers into digits, and this one does not."""
+    path = tmp_path / "text.txt"
+    path.write_text("the year 1984 and the year 2048\n" * 300)
+    files = ["--train_file", str(path), *ROWS]
+    load_tokenizer(None, [path.read_text()], vocab_size=300).save_pretrained(tmp_path / "trained")
+    GPT2Tokenizer.from_pretrained(tmp_path / "trained").save_pretrained(tmp_path / "given")
+    of_qwen = ["--model_type", "qwen2", "--config_overrides", QWEN, "--tokenizer_name", str(tmp_path / "given")]
+    run = run_once(*of_qwen, *files, "--max_steps", "2")
+    assert "note: AutoTokenizer takes Qwen2Tokenizer for final/" in caplog.text
+    evaluated = run_once("--model_name_or_path", str(run / "final"), *files, "--eval_only")
+    assert results(evaluated)["eval"] == results(run)["eval"]
 
 
 @pytest.mark.slow
