@@ -7,8 +7,9 @@ with the adapters: peft's ``modules_to_save``.
 NOTE [ another model ]
 ``merged`` puts ``W + BA`` in the place of a weight ``W`` with its adapter. That is another model
 1. where layers share ``W`` and each has an adapter of its own, as in the blocks of Zamba: all updates would be added;
-2. where a forward also takes ``W`` past the adapter, as the mixers of Jamba and tied embeddings do.
-Both are seen in one forward, whatever the adapters have learned by then.
+2. where a forward also takes ``W`` past the adapter, as of tied embeddings.
+Both are seen in one forward, whatever the adapters have learned by then. An adapter that never runs does not train: in
+the mixers of Jamba it adds nothing, unless it was trained elsewhere.
 """
 
 import warnings
@@ -290,8 +291,10 @@ def check_merging(model: nn.Module, forward: Callable[[], Any]) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    if reads.found:
-        raise _refusal(model, f"it takes the weight of {reads.found[0]} past its adapter, too")
+    for name in reads.found:
+        module = adapted[name]
+        if module in reads.ran or any(module.get_delta_weight(one).any() for one in module.active_adapters):
+            raise _refusal(model, f"it takes the weight of {name} past its adapter, too")
 
 
 def _refusal(model: nn.Module, why: str) -> InputError:
@@ -306,9 +309,11 @@ class _ReadsPastAdapters(TorchFunctionMode):
         super().__init__()
         self.names = names
         self.found: list[str] = []
+        self.ran: set[nn.Module] = set()
         self._depth = 0
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, adapted: nn.Module, *_: Any) -> None:
+        self.ran.add(adapted)
         self._depth += 1
 
     def leave(self, *_: Any) -> None:

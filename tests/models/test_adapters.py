@@ -82,6 +82,15 @@ def test_questions_of_a_weight_are_no_reads(model):
         check_merging(model, lambda: torch.ones(1, 16) @ query.weight.T)
 
 
+def test_an_adapter_that_never_runs_and_adds_nothing_is_merged(model):
+    """As in Jamba, whose mixers take the weight alone."""
+    add_lora(model, LoraArguments(lora=True), task_type="CAUSAL_LM")
+    query, row = model.model.layers[0].self_attn.q_proj, torch.ones(1, 16)
+    check_merging(model, lambda: row @ query.weight.T)
+    with pytest.raises(InputError, match=r"takes the weight of model\.layers\.0\.self_attn\.q_proj"):
+        check_merging(model, lambda: query(row) + row @ query.weight.T)
+
+
 def test_merging_adds_the_updates_to_the_weights(model, tmp_path):
     adapted = with_trained_adapters(model)
     expected = adapted(TOKENS).logits
