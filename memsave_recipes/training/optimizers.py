@@ -25,7 +25,7 @@ A step whose loss or gradient is not finite changes no weight, and stops the run
 import weakref
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from math import isfinite
+from math import isfinite, sqrt
 from typing import Any
 
 import torch
@@ -127,23 +127,36 @@ def describe_state_in_shards(optim: OptimizerArguments, model: nn.Module) -> str
 
 
 def describe_lost_updates(optim: OptimizerArguments, model: nn.Module) -> str | None:
-    """A line on weights in bfloat16 of which AdamW changes only a few: the others round each update away.
+    """A line on weights in bfloat16 of which an optimizer changes only a few: the others round each update away.
 
-    An update of AdamW is about as large as the rate, and one below a 512th of a weight is lost: NOTE [ stochastic
-    rounding ].
+    An update below a 512th of a weight is lost: NOTE [ stochastic rounding ]. Nothing is known of SGD before there are
+    gradients.
     """
-    weights = [local(one).detach() for one in trained_parameters(model) if one.dtype == torch.bfloat16]
-    if optim.update_rule != "adamw" or not weights:
+    shares = parameters_by_optimizer(optim.update_rule, model).items()
+    found = [(rule, local(one).detach()) for rule, share in shares for one in share if one.dtype == torch.bfloat16]
+    if optim.update_rule in ("sgd", "adamw_bf16") or not found:
         return None
-    parts = [part for weight in weights for part in weight.reshape(-1).split(LOOKED_AT_ONCE)]
-    num_lost = sum(int((part.abs() > optim.learning_rate / BFLOAT16_STEP).sum()) for part in parts)
-    share = num_lost / max(1, sum(weight.numel() for weight in weights))
+    num_lost = 0
+    for rule, weight in found:
+        limit = _update_size(rule, weight, optim.learning_rate) / BFLOAT16_STEP
+        num_lost += sum(int((part.abs() > limit).sum()) for part in weight.reshape(-1).split(LOOKED_AT_ONCE))
+    share = num_lost / max(1, sum(weight.numel() for _, weight in found))
     if share <= 0.5:
         return None
+    rounding = "add " if optim.optimizer == "adamw" else "take --optimizer adamw "
     return (
         f"note: {share:.0%} of the bfloat16 weights are too large to be changed at --learning_rate "
-        f"{optim.learning_rate:g}: add --bf16_stochastic_round, or take --mixed_precision bf16 in place of --dtype"
+        f"{optim.learning_rate:g}: {rounding}--bf16_stochastic_round, or take --mixed_precision bf16 in place of "
+        "--dtype"
     )
+
+
+def _update_size(rule: str, weight: Tensor, learning_rate: float) -> float:
+    """About how much an update changes each number of ``weight``, by torch's defaults for this ``rule``."""
+    if rule == "adafactor":
+        norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
+        return learning_rate * max(1e-3, float(norm) / sqrt(max(1, weight.numel())))
+    return learning_rate * (0.2 if rule == "muon" else 1.0)
 
 
 def make_scheduler(optim: OptimizerArguments, optimizer: Optimizer, num_steps: int) -> LRScheduler:

@@ -3,12 +3,14 @@
 import re
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pytest
 from jinja2.exceptions import TemplateError, UndefinedError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from memsave_recipes.data.text.chat_template import encode, end_of_turn
+from memsave_recipes.data.text.chat_template import encode, end_of_turn, tokenize_conversations
 from memsave_recipes.errors import InputError
 
 trl = pytest.importorskip("trl")
@@ -102,6 +104,35 @@ def _takes_texts(tokenizer):
     try:
         tokenizer.apply_chat_template(CHATS["one"], tokenize=False)
     except (TemplateError, UndefinedError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_wherever_a_row_ends_a_long_conversation_ends_with_a_whole_reply(name):
+    tokenizer = tokenizer_for((FOLDER / f"{name}.jinja").read_text())
+    taken = [chat for chat in CHATS.values() if _is_taken(chat, tokenizer)]
+    if not taken:
+        pytest.skip("takes contents in parts")
+    chats = datasets.Dataset.from_dict({"messages": taken, "place": [""] * len(taken)})
+    tokens = tokenize_conversations(chats, tokenizer)
+    num_cut = 0
+    for block_size in range(int(tokens.lengths.min()), int(tokens.lengths.max()), 16):
+        lengths = tokens.lengths_within(block_size, "drop", "training")
+        for number in np.flatnonzero((lengths > 0) & (lengths < tokens.lengths)):
+            piece, end = tokens.pieces[int(number)], int(lengths[number])
+            assert end <= block_size
+            assert piece["counted"][end - 1 : end + 1].tolist() == [True, False]
+            text = tokenizer.decode(piece["input_ids"][:end])
+            assert name.removesuffix("_training") in WITHOUT_END or not text.rstrip().endswith(tuple("0123456789"))
+            num_cut += 1
+    assert num_cut
+
+
+def _is_taken(chat, tokenizer):
+    try:
+        encode(chat, tokenizer)
+    except (InputError, TemplateError, UndefinedError):
         return False
     return True
 

@@ -269,6 +269,12 @@ def test_torch_is_told_which_kernel_to_take_and_not_left_to_the_device(name):
         ({"learning_rate": 1e-3}, False),
         ({"learning_rate": 1e-5, "bf16_stochastic_round": True}, False),
         ({"learning_rate": 1e-5, "optimizer": "sgd"}, False),
+        ({"learning_rate": 1e-5, "optimizer": "muon"}, True),
+        ({"learning_rate": 1e-3, "optimizer": "muon"}, False),
+        ({"learning_rate": 1e-5, "optimizer": "adafactor"}, True),
+        ({"learning_rate": 1e-2, "optimizer": "adafactor"}, False),
+        ({"learning_rate": 1e-5, "optimizer": "adamw_8bit"}, True),
+        ({"learning_rate": 1e-3, "optimizer": "adamw_8bit"}, False),
     ],
 )
 def test_updates_that_bfloat16_rounds_away_are_told(flags, is_told):
@@ -280,6 +286,8 @@ def test_updates_that_bfloat16_rounds_away_are_told(flags, is_told):
     if not is_told:
         return
     assert "--bf16_stochastic_round" in line
+    if optim.optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
     before = [parameter.clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
