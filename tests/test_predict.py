@@ -239,6 +239,41 @@ def changed(source, target, **files):
     return target
 
 
+def own_processor(kind, where):
+    """Entries of a preprocessor's file that take its class from a module."""
+    named = {"AutoImageProcessor": "image_processor_type", "AutoFeatureExtractor": "feature_extractor_type"}[kind]
+    return {"preprocessor_config": {"image_processor_type": None, named: "Mine", "auto_map": {kind: where}}}
+
+
+def own_tokenizer(where):
+    return {"tokenizer_config": {"tokenizer_class": "Mine", "auto_map": where}}
+
+
+BOTH = ["mine.Mine", "mine.Mine"]
+CODE = {
+    "a feature extractor": ("images", own_processor("AutoFeatureExtractor", "mine.Mine")),
+    "a processor elsewhere": ("images", own_processor("AutoImageProcessor", "some/where--mine.Mine")),
+    "two processors": ("images", own_processor("AutoImageProcessor", BOTH)),
+    "a tokenizer": ("texts", own_tokenizer({"AutoTokenizer": BOTH})),
+    "a tokenizer of former versions": ("texts", own_tokenizer(BOTH)),
+}
+
+
+@pytest.mark.parametrize("brings", CODE)
+def test_whatever_code_a_whole_model_brings_is_not_run(request, images, tmp_path, capfd, monkeypatch, brings):
+    kind, files = CODE[brings]
+    source = images[0] / "final" if kind == "images" else request.getfixturevalue(kind)
+    folder = changed(source, tmp_path / "model", **files)
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    given = io.StringIO("y\n" * 9)
+    monkeypatch.setattr("sys.stdin", given)
+    assert main(["predict", str(folder), str(images[1]) if kind == "images" else "one"]) in (0, 2)
+    assert "Traceback" not in (shown := "".join(capfd.readouterr()))
+    assert "[y/N]" not in shown
+    assert not (tmp_path / "ran").exists()
+    assert given.tell() == 0
+
+
 @pytest.mark.parametrize("answer", ["y\n", "yes\ny\n", ""])
 def test_an_image_processor_of_its_own_is_not_run_whatever_stands_on_the_input(
     images, tmp_path, capsys, monkeypatch, answer
