@@ -71,8 +71,8 @@ def linear_cross_entropy(
     """Sum the cross-entropies of all rows with a label, in memory for a few rows of logits at a time.
 
     Logits are ``logit_scale * (hidden @ weight.T + bias)``, with ``softcap`` then ``softcap * tanh(logits / softcap)``.
-    Loss and gradients are those of ``full_cross_entropy``, up to the order of sums. Under autocast the products are in
-    its dtype, all else in float32. Never waits for the device.
+    Loss and gradients are those of ``F.cross_entropy`` on all logits at once, up to the order of sums. Under autocast
+    the products are in its dtype, all else in float32. Never waits for the device.
 
     Args:
         hidden: (N, D), the output of the last layer.
@@ -92,7 +92,9 @@ def linear_cross_entropy(
 
     Source: NOTE [ the gradient in the forward ], NOTE [ tied weights ].
     """
-    _check_shapes(hidden, labels)
+    if hidden.ndim != 2 or labels.shape != hidden.shape[:1]:
+        shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
+        raise ValueError(f"hidden must be (N, D) and labels (N,), they are {shapes}: flatten both")
     count = num_chunks(len(hidden), len(weight), chunk_bytes or default_chunk_bytes(hidden.device))
     autocasts = torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
     settings = _Settings(
@@ -104,32 +106,6 @@ def linear_cross_entropy(
     apply: Callable[..., Tensor] = _LinearCrossEntropy.apply
     waiting = tied if tied is not None and tied.is_behind(hidden) else None
     return apply(hidden, weight, bias, labels, settings, torch.is_grad_enabled(), waiting)
-
-
-def full_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-) -> Tensor:
-    """Compute ``linear_cross_entropy`` on all logits at once."""
-    _check_shapes(hidden, labels)
-    logits = F.linear(hidden, weight, bias)  # (N, V)
-    logits = logits.to(_precise(logits.dtype))
-    if logit_scale != 1:
-        logits = logits * logit_scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-
-
-def _check_shapes(hidden: Tensor, labels: Tensor) -> None:
-    if hidden.ndim != 2 or labels.shape != hidden.shape[:1]:
-        shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
-        raise ValueError(f"hidden must be (N, D) and labels (N,), they are {shapes}: flatten both")
 
 
 class _Settings(NamedTuple):

@@ -7,15 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from workloads import CPU, peak_bytes
+from workloads import CPU, full_cross_entropy, peak_bytes
 
-from memsave_recipes.losses import (
-    default_chunk_bytes,
-    full_cross_entropy,
-    linear_cross_entropy,
-    num_chunks,
-    tied_gradient,
-)
+from memsave_recipes.losses import default_chunk_bytes, linear_cross_entropy, num_chunks, tied_gradient
 from memsave_recipes.text import MIB
 
 ROWS, WIDTH, VOCAB = 8, 512, 2000

@@ -1,6 +1,7 @@
 """Workloads on a CPU, and the bytes at the peak of a step there."""
 
 import torch
+import torch.nn.functional as F
 
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.profiling.block_costs import Workload
@@ -19,6 +20,15 @@ def workload_of(model, loss_of, batch, stacks=None):
         device=CPU,
         stacks=stacks or block_names(find_stacks(model)),
     )
+
+
+def full_cross_entropy(hidden, weight, labels, *, bias=None, softcap=None, logit_scale=1.0):
+    """Compute ``linear_cross_entropy`` on all logits at once."""
+    logits = F.linear(hidden, weight, bias)  # (N, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, labels, reduction="sum")
 
 
 def peak_bytes(step):
