@@ -55,7 +55,6 @@ def test_formats_are_found_and_give_the_same_messages(write, row, name):
     chats = load(path)
     assert chats.train["messages"][:] == chats.validation["messages"][:] == [[SYSTEM, USER, REPLY]] * 2
     assert chats.train["place"][1].endswith(f"{name} row 2")
-    assert list(chats.texts())[:3] == ["Be brief.", "Who?", "Nobody."]
 
 
 def test_texts_as_prompt_and_completion_are_two_turns(write):

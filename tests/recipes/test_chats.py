@@ -68,7 +68,9 @@ def test_checkpointing_changes_nothing(train, tmp_path, small, strategy):
 def pretrained(tmp_path_factory, chats):
     """A folder with a small GPT-2 in float64, and its tokenizer with ChatML."""
     folder = tmp_path_factory.mktemp("pretrained")
-    tokenizer = load_tokenizer(None, load_conversations(TextArguments(train_file=[chats])).texts(), vocab_size=298)
+    conversations = load_conversations(TextArguments(train_file=[chats])).train["messages"]
+    contents = (message["content"] for messages in conversations for message in messages)
+    tokenizer = load_tokenizer(None, contents, vocab_size=298)
     set_chat_template(tokenizer, "chatml", is_new=True)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)

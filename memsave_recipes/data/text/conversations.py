@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -28,7 +28,7 @@ from memsave_recipes.data.sources import (
     source_files,
     source_folder,
 )
-from memsave_recipes.data.text.documents import DOCSTRING_CHATS, ENDINGS, TextArguments, check_sources
+from memsave_recipes.data.text.documents import DOCSTRING_CHATS, ENDINGS, TextArguments, TextSplits, check_sources
 from memsave_recipes.errors import InputError, is_text
 from memsave_recipes.fingerprint import digest_of
 from memsave_recipes.text import join_names
@@ -56,19 +56,6 @@ CONVERSATION = Features(
 Message = dict[str, str]
 
 
-class ConversationSplits(NamedTuple):
-    """Two data sets with the columns ``messages`` (role and content) and ``place``, and a note on the split."""
-
-    train: datasets.Dataset
-    validation: datasets.Dataset
-    notice: str | None
-
-    def texts(self) -> Iterator[str]:
-        """Yield the contents of the training conversations, for a tokenizer to be trained on."""
-        for messages in self.train["messages"]:
-            yield from (message["content"] for message in messages)
-
-
 def names_conversations(flags: TextArguments) -> bool:
     """Tell by the keys of the first row whether the data that the flags name are conversations."""
     if flags.dataset == DOCSTRING_CHATS:
@@ -88,7 +75,7 @@ def names_conversations(flags: TextArguments) -> bool:
 
 def load_conversations(
     flags: TextArguments, *, stream_bytes: int | None = None, only_validation: bool = False
-) -> ConversationSplits:
+) -> TextSplits:
     """Load the conversations that the flags name.
 
     Raises:
@@ -103,7 +90,7 @@ def load_conversations(
     splits = {split: _read_files(f"--{split}_file", named) for split, named in words.items() if named}
     if list(splits) == ["train"]:
         return _held_out(splits["train"], f"--train_file {join_names(flags.train_file or [])}")
-    return ConversationSplits(splits.get("train", splits["validation"]), splits["validation"], None)
+    return TextSplits(splits.get("train", splits["validation"]), splits["validation"], None)
 
 
 def _value(row: Any, key: str) -> Any:
@@ -214,15 +201,15 @@ def _check_order(roles: list[str], place: str) -> None:
         raise InputError(f"{place} has no turn of the assistant, so nothing to learn from: add one or remove the row")
 
 
-def _held_out(rows: datasets.Dataset, source: str) -> ConversationSplits:
+def _held_out(rows: datasets.Dataset, source: str) -> TextSplits:
     splits = hold_out_smallest(rows, rows.with_format("numpy")["digest"][:])
     if not len(splits["train"]):
         raise InputError(f"{source} has too few different conversations to hold any out: give --validation_file")
     notice = f"{len(splits['validation']):,} of the {len(rows):,} conversations of {source} are held out"
-    return ConversationSplits(**splits, notice=notice)
+    return TextSplits(**splits, notice=notice)
 
 
-def _docstring_chats() -> ConversationSplits:
+def _docstring_chats() -> TextSplits:
     versions = [sys.version, *(version(library) for library in LIBRARIES[1:])]
     source = f"--dataset {DOCSTRING_CHATS}"
     with progress_bars(False):
@@ -230,7 +217,7 @@ def _docstring_chats() -> ConversationSplits:
         splits = hold_out(rows, np.array(rows["held_out"][:]))
     sizes = {split: f"{len(chats):,}" for split, chats in splits.items()}
     notice = f"{source} is a toy: {sizes['train']} questions about Python with answers from docstrings"
-    return ConversationSplits(**splits, notice=f"{notice}, {sizes['validation']} held out")
+    return TextSplits(**splits, notice=f"{notice}, {sizes['validation']} held out")
 
 
 def _toy_conversations(version: str) -> Iterator[dict[str, Any]]:

@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from math import ceil, isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -90,9 +91,11 @@ class TextArguments:
             require(all(weight > 0 and isfinite(weight) for weight in weights), "--mix_weights", shown, "above 0, each")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextSplits:
-    """Two data sets with the column ``text``, a document a row, and a line on the documents held or left out."""
+class TextSplits(NamedTuple):
+    """Two data sets and a line on what is held or left out.
+
+    A row is a document (column ``text``), or a conversation (``messages`` of role and content, and its ``place``).
+    """
 
     train: datasets.Dataset
     validation: datasets.Dataset
@@ -187,28 +190,23 @@ def _texts_of(path: str, source: str, text_column: str) -> Iterator[str | None]:
 
 
 def _texts_of_plain_file(path: str, source: str) -> Iterator[str | None]:
+    """Yield the texts between the ``<|endoftext|>``, without the empty lines around them; ``None`` where all are."""
+    pending: list[str] = []
     is_blank = True
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for text in filter(None, _between_ends(file)):
-                yield text
-                is_blank = False
+            for line in chain(file, [END_OF_TEXT]):
+                *ended, rest = line.split(END_OF_TEXT)
+                for end in ended:
+                    if text := "".join([*pending, end]).strip("\r\n"):
+                        yield text
+                        is_blank = False
+                    pending = []
+                pending.append(rest)
     except UnicodeDecodeError as error:
         raise not_utf_8(source, error) from error
     if is_blank:
         yield None
-
-
-def _between_ends(lines: Iterator[str]) -> Iterator[str]:
-    """Yield the texts between the ``<|endoftext|>``, without the empty lines around them."""
-    pending: list[str] = []
-    for line in lines:
-        *ended, rest = line.split(END_OF_TEXT)
-        for end in ended:
-            yield "".join([*pending, end]).strip("\r\n")
-            pending = []
-        pending.append(rest)
-    yield "".join(pending).strip("\r\n")
 
 
 def text_of(value: Any, place: str, text_column: str) -> str | None:

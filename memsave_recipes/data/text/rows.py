@@ -1,8 +1,6 @@
 """The rows of tokens of a language model by the flags: text or conversations, tokenizer, packed or padded."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +12,7 @@ from memsave_recipes.data.text.chat_template import (
     set_chat_template,
     tokenize_conversations,
 )
-from memsave_recipes.data.text.conversations import ConversationSplits, Message, load_conversations, names_conversations
+from memsave_recipes.data.text.conversations import Message, load_conversations, names_conversations
 from memsave_recipes.data.text.documents import TextArguments, TextSplits, load_documents
 from memsave_recipes.data.text.packing import Rows, rows_of_conversations, rows_of_documents
 from memsave_recipes.data.text.tokenizers import digest_of_tokenizer, load_tokenizer
@@ -101,27 +99,35 @@ def load_rows(
     source = flags.tokenizer_name or tokenizer_name
     if eval_only and flags.validation_file and not flags.train_file and not source:
         raise InputError("--validation_file alone trains no tokenizer: give --model_name_or_path or --tokenizer_name")
-    make_tokenizer = partial(
-        load_tokenizer,
+    is_new, vocab_size = source is None, flags.vocab_size
+    has_chats = names_conversations(flags)
+    if has_chats:
+        text = load_conversations(flags, stream_bytes=stream_bytes, only_validation=eval_only)
+        texts = (message["content"] for messages in text.train["messages"] for message in messages)
+        vocab_size -= len(CHATML_TOKENS) if is_new else 0
+    else:
+        text = load_documents(flags, stream_bytes=stream_bytes, seed=seed, only_validation=eval_only)
+        texts = iter(text.train["text"])
+    tokenizer = load_tokenizer(
         source,
+        texts,
+        vocab_size=vocab_size,
         model_type=model_type,
         trust_remote_code=trust_remote_code,
         flag="--tokenizer_name" if flags.tokenizer_name else "--model_name_or_path",
     )
-    if names_conversations(flags):
-        chats = load_conversations(flags, stream_bytes=stream_bytes, only_validation=eval_only)
-        return _rows_of_conversations(flags, chats, make_tokenizer, is_new=source is None, one_row=one_row)
-    text = load_documents(flags, stream_bytes=stream_bytes, seed=seed, only_validation=eval_only)
-    return _rows_of_documents(flags, text, make_tokenizer, one_row=one_row)
+    if not has_chats:
+        return _rows_of_documents(flags, text, tokenizer, one_row)
+    set_chat_template(tokenizer, flags.chat_template, is_new=is_new)
+    return _rows_of_conversations(flags, text, tokenizer, one_row)
 
 
 def _rows_of_documents(
-    flags: RowArguments, text: TextSplits, make_tokenizer: Callable[..., PreTrainedTokenizerBase], *, one_row: bool
+    flags: RowArguments, text: TextSplits, tokenizer: PreTrainedTokenizerBase, one_row: bool
 ) -> TokenRows:
     for flag, value in (("--chat_template", flags.chat_template), ("--train_on_prompt", flags.train_on_prompt)):
         if value:
             raise InputError(f"{flag} is for conversations, and the data are plain text: leave it out")
-    tokenizer = make_tokenizer(text.train["text"], vocab_size=flags.vocab_size)
     train, validation = (
         rows_of_documents(documents, tokenizer, flags.block_size, packing=flags.packing, one_row=one_row)
         for documents in (text.train, text.validation)
@@ -133,16 +139,8 @@ def _rows_of_documents(
 
 
 def _rows_of_conversations(
-    flags: RowArguments,
-    chats: ConversationSplits,
-    make_tokenizer: Callable[..., PreTrainedTokenizerBase],
-    *,
-    is_new: bool,
-    one_row: bool,
+    flags: RowArguments, chats: TextSplits, tokenizer: PreTrainedTokenizerBase, one_row: bool
 ) -> TokenRows:
-    vocab_size = flags.vocab_size - (len(CHATML_TOKENS) if is_new else 0)
-    tokenizer = make_tokenizer(chats.texts(), vocab_size=vocab_size)
-    set_chat_template(tokenizer, flags.chat_template, is_new=is_new)
     notes, rows = [chats.notice], []
     for split, conversations in (("training", chats.train), ("held-out", chats.validation)):
         tokens = tokenize_conversations(conversations, tokenizer, train_on_prompt=flags.train_on_prompt)
