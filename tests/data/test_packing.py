@@ -100,7 +100,7 @@ def test_every_span_of_the_line(documents, tokenizer, monkeypatch, piece_tokens)
 
 def test_a_long_document_is_tokenized_in_parts_without_loss(documents, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizers, "CHUNK_CHARACTERS", 20)
-    monkeypatch.setattr(tokenizers, "CHARACTERS_AT_ONCE", 50)
+    monkeypatch.setattr(tokenizers, "CHUNKS_AT_ONCE", 2)
     line = tokenize_documents(documents, tokenizer)
     assert tokenizer.decode(whole(line)) == "".join(f"{text}<|endoftext|>" for text in TEXTS)
     assert len(line.document_starts) == len(TEXTS) + 1

@@ -1,8 +1,6 @@
 """A trained tokenizer loses no text, is the same every time and is trained once; a given one is checked before use."""
 
 import json
-import os
-import shutil
 
 import datasets
 import pytest
@@ -25,18 +23,13 @@ TEXTS = [f"def square_{number}(x):\n    return x ** {number}  # naïve 🙂\n" f
 
 
 @pytest.fixture
-def own_cache(tmp_path):
-    return tmp_path / "cache" / "memsave_recipes_tokenizers"
-
-
-@pytest.fixture
 def folder(tmp_path):
     load_tokenizer(None, TEXTS, vocab_size=300).save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 
 def refusal(name, **options):
-    return line_of(load_tokenizer, None if name is None else str(name), TEXTS, **options)
+    return line_of(load_tokenizer, str(name), TEXTS, **options)
 
 
 # Trained
@@ -58,53 +51,29 @@ def test_it_has_the_size_asked_for_and_one_special_token():
     assert len(load_tokenizer(None, ["abc"], vocab_size=5000)) == 259  # a, b, c; ab, abc
 
 
-def test_the_same_text_gives_the_same_tokenizer(own_cache):
+def test_the_same_text_gives_the_same_tokenizer(tmp_path, monkeypatch):
     first = load_tokenizer(None, TEXTS, vocab_size=300).backend_tokenizer.to_str()
-    shutil.rmtree(own_cache)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "another cache")
     assert load_tokenizer(None, iter(TEXTS), vocab_size=300).backend_tokenizer.to_str() == first
 
 
-def test_it_is_trained_once_for_each_text_and_size(own_cache, monkeypatch):
-    load_tokenizer(None, TEXTS, vocab_size=300)
-    with monkeypatch.context() as patch:
-        patch.setattr(ours, "_train", lambda *_: pytest.fail("trained again"))
-        assert len(load_tokenizer(None, datasets.Dataset.from_dict({"text": TEXTS})["text"], vocab_size=300)) == 300
-    load_tokenizer(None, TEXTS, vocab_size=301)
-    load_tokenizer(None, TEXTS[1:], vocab_size=300)
-    load_tokenizer(None, ["".join(TEXTS[:2]), *TEXTS[2:]], vocab_size=300)
-    assert len(list(own_cache.iterdir())) == 4  # and no temporary file
-
-
-@pytest.mark.parametrize("content", ["", "{", "{}", "\x00"])
-def test_a_damaged_cache_is_made_anew(own_cache, content):
-    expected = load_tokenizer(None, TEXTS, vocab_size=300).get_vocab()
-    (path,) = own_cache.iterdir()
-    whole = path.read_text()
-    path.write_text(content)
-    assert load_tokenizer(None, TEXTS, vocab_size=300).get_vocab() == expected
-    assert path.read_text() == whole
-
-
-def test_the_cache_never_holds_half_a_file(own_cache, monkeypatch):
-    seen = []
-    replace = os.replace
-    monkeypatch.setattr(ours.os, "replace", lambda *paths: (seen.append([*own_cache.glob("*.json")]), replace(*paths)))
-    load_tokenizer(None, TEXTS, vocab_size=300)
-    assert seen == [[]]
+def test_it_is_trained_once_for_each_text_and_size(monkeypatch):
+    trained, trainer = [], ours.trainers.BpeTrainer
+    monkeypatch.setattr(ours.trainers, "BpeTrainer", lambda **options: trained.append(1) or trainer(**options))
+    for texts, vocab_size in ((TEXTS, 300), (TEXTS, 301), (TEXTS[1:], 300), (["".join(TEXTS[:2]), *TEXTS[2:]], 300)):
+        load_tokenizer(None, texts, vocab_size=vocab_size)
+    assert len(trained) == 4
+    assert len(load_tokenizer(None, datasets.Dataset.from_dict({"text": TEXTS})["text"], vocab_size=300)) == 300
+    assert len(trained) == 4
 
 
 def test_long_text_is_sampled_from_the_front(monkeypatch):
-    taken = []
     monkeypatch.setattr(ours, "TRAINING_BYTES", 250)
-    monkeypatch.setattr(ours, "_cached", lambda texts, *_: taken.extend(texts))
-    with pytest.raises(ValueError, match="tokenizer"):
-        load_tokenizer(None, (text for text in ["é" * 100, "b" * 100, "c", "d"]), vocab_size=300)
-    assert taken == ["é" * 100, "b" * 100]
-
-
-def test_a_vocabulary_smaller_than_the_bytes():
-    assert refusal(None, vocab_size=256).startswith("--vocab_size 256 is too small")
-    assert len(load_tokenizer(None, TEXTS, vocab_size=257)) == 257
+    texts = ["é" * 100, "b" * 100, "c", "d"]
+    first, some = (load_tokenizer(None, iter(given), vocab_size=300).get_vocab() for given in (texts, texts[:2]))
+    assert first == some
+    monkeypatch.setattr(ours, "TRAINING_BYTES", 301)
+    assert load_tokenizer(None, [*texts[:2], "c" * 100], vocab_size=300).get_vocab() != some
 
 
 OF_ITS_OWN_CLASS = sorted(
@@ -132,7 +101,7 @@ def test_auto_tokenizer_opens_it_beside_a_model_of_its_type(tmp_path, kind, load
 
 
 def test_a_folder_gives_its_tokenizer_and_nothing_is_trained(folder, monkeypatch):
-    monkeypatch.setattr(ours, "_cached", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(ours, "_trained", lambda *_: pytest.fail("trained"))
     tokenizer = load_tokenizer(str(folder), TEXTS, vocab_size=5)
     assert len(tokenizer) == 300
     assert tokenizer.eos_token == "<|endoftext|>"

@@ -10,17 +10,15 @@ A long document is tokenized in chunks, because the encoding of a text takes man
    otherwise than in the whole text.
 """
 
-import hashlib
 import inspect
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryDirectory
-from typing import Any, ClassVar
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, NamedTuple
 
 import datasets
 import numpy as np
@@ -39,7 +37,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from memsave_recipes.data.sources import LONG_BYTES, progress_bars
+from memsave_recipes.data.sources import LONG_BYTES, generated, progress_bars
 from memsave_recipes.data.text.documents import END_OF_TEXT
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.errors import InputError
@@ -51,7 +49,7 @@ from memsave_recipes.text import ProgressBar
 CHUNK_CHARACTERS = 2**18
 DOCUMENTS_AT_ONCE = 64
 BYTES_AT_ONCE = 32 * 1024**2  # of documents that are long
-CHARACTERS_AT_ONCE = 2**22
+CHUNKS_AT_ONCE = 16  # whose encodings fit into memory
 PIECE_TOKENS = 4096  # of a row on disk
 PIECES = Features(
     {
@@ -178,7 +176,8 @@ def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.
     tokens = [[np.asarray(beginning, dtype=np.int32)] for _ in texts]
     chunks = [(number, chunk) for number, text in enumerate(texts) for chunk in _chunks_for(tokenizer, text)]
     with ProgressBar(total=len(chunks), unit=" chunks", desc="long documents") as bar:
-        for group in _groups(chunks):
+        for first in range(0, len(chunks), CHUNKS_AT_ONCE):
+            group = chunks[first : first + CHUNKS_AT_ONCE]
             encoded = tokenizer(
                 [chunk for _, chunk in group],
                 add_special_tokens=False,
@@ -191,18 +190,6 @@ def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[np.
             bar.update(len(group))
     end = np.asarray([tokenizer.eos_token_id], dtype=np.int32)
     return [np.concatenate([*document, end]) for document in tokens]
-
-
-def _groups(chunks: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Group neighbouring chunks, so many that their encodings fit into memory."""
-    group, num_characters = chunks[:1], len(chunks[0][1])
-    for chunk in chunks[1:]:
-        num_characters += len(chunk[1])
-        if num_characters > CHARACTERS_AT_ONCE:
-            yield group
-            group, num_characters = [], len(chunk[1])
-        group.append(chunk)
-    yield group
 
 
 def _chunks_for(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[str]:
@@ -227,7 +214,6 @@ def _last_alone(mark: str, text: str, start: int, stop: int) -> int | None:
 
 
 BOUNDARY = "<|boundary|>"
-MIN_VOCABULARY = 257
 TRAINING_BYTES = 64 * 1024**2  # more text changes the merges little and takes long
 
 
@@ -247,14 +233,21 @@ def load_tokenizer(
     ``AutoTokenizer`` splits words its own way for some types of models (Qwen 2, Qwen 3.5), whatever the files say: the
     training does as well, by the ``model_type`` that the tokenizer is saved with.
 
-    Raises:
-        InputError: it cannot be loaded, has no vocabulary, wants to run code; a vocabulary below 257.
+    Raises ``InputError`` where it cannot be loaded, has no vocabulary or wants to run code.
     """
     if tokenizer_name is not None:
         return _load(tokenizer_name, trust_remote_code, flag)
-    if vocab_size < MIN_VOCABULARY:
-        raise InputError(f"--vocab_size {vocab_size} is too small: 256 bytes and the end of a text are 257 already")
-    trained = _cached(_first_bytes(texts, TRAINING_BYTES), vocab_size, _untrained(model_type))
+    with progress_bars(False):
+        rows = generated(
+            _trained,
+            Features(tokenizer=Value("large_string")),
+            "the text",
+            texts=tuple(_first_bytes(texts, TRAINING_BYTES)),  # of a list ``datasets`` would make shards
+            vocab_size=vocab_size,
+            untrained=_untrained(model_type).to_str(),
+            version=tokenizers.__version__,
+        )
+    trained = tokenizers.Tokenizer.from_str(rows[0]["tokenizer"])
     return PreTrainedTokenizerFast(
         tokenizer_object=trained, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
@@ -325,45 +318,32 @@ class TokenizedText(torch.utils.data.Dataset[dict[str, Any]]):
         return dict(DataCollatorWithPadding(self.tokenizer)(samples))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizedSplits:
-    """Two splits, how many of their texts have ``max_length`` tokens, and their fingerprint."""
+class TokenizedSplits(NamedTuple):
+    """Two splits, their fingerprint, and a line on the texts that have probably lost their end, if there are any."""
 
     train: TokenizedText
     validation: TokenizedText
-    max_length: int
-    num_full: int
     fingerprint: Fingerprint
-
-    @property
-    def notice(self) -> str | None:
-        """A line on the texts that have probably lost their end, where there are any."""
-        if not self.num_full:
-            return None
-        num_texts = len(self.train) + len(self.validation)
-        return f"note: {self.num_full:,} of {num_texts:,} texts reach --max_length {self.max_length} and end there"
+    notice: str | None
 
 
 def tokenize(texts: LabelledText, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> TokenizedSplits:
     """Tokenize both splits, at most ``max_length`` tokens of a text or pair; raise ``InputError`` if one has none."""
-    train, validation = (_encode(rows, tokenizer, max_length) for rows in (texts.train, texts.validation))
-    num_full, samples = 0, {}
-    for split, rows in (("training", train), ("held-out", validation)):
-        lengths = rows["length"][:]
+    all_lengths, samples, tokenized = [], {}, []
+    for split, rows in (("training", texts.train), ("held-out", texts.validation)):
+        encoded = _encode(rows, tokenizer, max_length)
+        lengths = encoded["length"][:]
         if 0 in lengths:
             raise InputError(f"the {split} text {lengths.index(0) + 1} has no tokens: remove its row")
-        num_full += lengths.count(max_length)
-        samples[f"{split} texts"] = _samples(rows, split)
-    train, validation = (rows.remove_columns(["length", "digest"]) for rows in (train, validation))
-    return TokenizedSplits(
-        train=TokenizedText(rows=train, tokenizer=tokenizer),
-        validation=TokenizedText(rows=validation, tokenizer=tokenizer),
-        max_length=max_length,
-        num_full=num_full,
-        fingerprint=Fingerprint(
-            samples=samples, label_names=texts.label_names, tokenizer=digest_of_tokenizer(tokenizer)
-        ),
-    )
+        all_lengths += lengths
+        samples[f"{split} texts"] = _samples(encoded, split)
+        tokenized.append(TokenizedText(rows=encoded.remove_columns(["length", "digest"]), tokenizer=tokenizer))
+    fingerprint = Fingerprint(samples=samples, label_names=texts.label_names, tokenizer=digest_of_tokenizer(tokenizer))
+    num_full, notice = all_lengths.count(max_length), None
+    if num_full:
+        notice = f"note: {num_full:,} of {len(all_lengths):,} texts reach --max_length {max_length} and end there"
+    train, validation = tokenized
+    return TokenizedSplits(train, validation, fingerprint, notice)
 
 
 def check_length(
@@ -415,35 +395,12 @@ def _load(name: str, trust_remote_code: bool, flag: str) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def _first_bytes(texts: Iterable[str], num_bytes: int) -> list[str]:
-    taken: list[str] = []
+def _first_bytes(texts: Iterable[str], num_bytes: int) -> Iterator[str]:
     for text in texts:
-        if num_bytes <= 0:
-            break
-        taken.append(text)
+        yield text
         num_bytes -= len(text.encode())
-    return taken
-
-
-def _cached(texts: list[str], vocab_size: int, untrained: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    path = _cache_path(texts, vocab_size, untrained)
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception:  # the Rust library's own, for a missing or damaged file
-        trained = _train(texts, vocab_size, untrained)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(trained.to_str())
-    os.replace(file.name, path)  # so that another run never reads half a file
-    return trained
-
-
-def _cache_path(texts: list[str], vocab_size: int, untrained: tokenizers.Tokenizer) -> Path:
-    """Name the file after the texts, the vocabulary size, the way of splitting words and the version of the trainer."""
-    content = hashlib.blake2b(f"{tokenizers.__version__} {vocab_size} {untrained.to_str()}".encode(), digest_size=16)
-    for text in texts:
-        content.update(hashlib.blake2b(text.encode()).digest())
-    return Path(datasets.config.HF_DATASETS_CACHE) / "memsave_recipes_tokenizers" / f"{content.hexdigest()}.json"
+        if num_bytes <= 0:
+            return
 
 
 def _untrained(model_type: str | None) -> tokenizers.Tokenizer:
@@ -460,7 +417,9 @@ def _untrained(model_type: str | None) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _train(texts: list[str], vocab_size: int, tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+def _trained(texts: tuple[str, ...], vocab_size: int, untrained: str, version: str) -> Iterator[dict[str, str]]:
+    """Yield one row, the JSON of the tokenizer; ``version`` of the trainer is there for the cache."""
+    tokenizer = tokenizers.Tokenizer.from_str(untrained)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -468,7 +427,7 @@ def _train(texts: list[str], vocab_size: int, tokenizer: tokenizers.Tokenizer) -
         show_progress=sys.stderr.isatty() and sum(map(len, texts)) > LONG_BYTES,
     )
     tokenizer.train_from_iterator((chunk for text in texts for chunk in chunks_of(text, CHUNK_CHARACTERS)), trainer)
-    return tokenizer
+    yield {"tokenizer": tokenizer.to_str()}
 
 
 def _with_boundaries(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
