@@ -166,7 +166,7 @@ def test_one_image_a_class_cannot_be_held_out(tmp_path):
 def test_a_fraction_that_contradicts_the_data(folder, flat):
     message = refusal(data_dir=str(folder), validation_fraction=0.2)
     assert message == f"--validation_fraction 0.2: --data_dir {folder} has a validation split: leave it out"
-    assert "digits have a validation split" in refusal(validation_fraction=0.2)
+    assert "--dataset digits has a validation split" in refusal(validation_fraction=0.2)
     for fraction in (0.0, 1.0, -0.1, float("nan")):
         assert "must be above 0 and below 1" in refusal(data_dir=str(flat), validation_fraction=fraction)
 

@@ -11,12 +11,12 @@ Many a damaged image decodes, to wrong pixels: with a bit flipped 48 of 60 JPEGs
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -268,44 +268,27 @@ def fingerprint_of_images(
         data_dir: the folder that they are files of; ``None`` for a data set.
         listed: the result of ``check_against_list``.
     """
-    label_names = tuple(splits["train"].features["label"].names)
-    named = {SPLITS[split]: rows for split, rows in splits.items()}
-    if data_dir is None:
-        samples = {name: _samples_of_dataset(rows, name) for name, rows in named.items()}
-        return Fingerprint(samples=samples, label_names=label_names)
-    files = {name: _files(rows, os.path.abspath(data_dir)) for name, rows in named.items()}
-
-    def samples_by(text_of: Callable[[_File], str]) -> dict[str, Samples]:
-        return {name: _samples_of(found, text_of) for name, found in files.items()}
-
-    return Fingerprint(
-        samples=samples_by(lambda file: f"{file.name} {file.size} {file.label}"),
-        contents=samples_by(lambda file: listed[file.name]) if listed else {},
-        times=samples_by(lambda file: f"{file.time_ns}"),
-        label_names=label_names,
-    )
-
-
-class _File(NamedTuple):
-    """An image in a folder, by its path below that."""
-
-    name: str
-    size: int
-    time_ns: int
-    label: int
+    found = Fingerprint(samples={}, label_names=tuple(splits["train"].features["label"].names))
+    for split, rows in splits.items():
+        name = SPLITS[split]
+        if data_dir is None:
+            found.samples[name] = _samples_of_dataset(rows, name)
+            continue
+        files = names_below(rows, data_dir)
+        states = [file_state(image["path"]) for image in rows["image"]]
+        described = zip(files, states, rows["label"], strict=True)
+        found.samples[name] = _samples_of(
+            files, (f"{file} {state.st_size} {label}" for file, state, label in described)
+        )
+        found.times[name] = _samples_of(files, (f"{state.st_mtime_ns}" for state in states))
+        if listed:
+            found.contents[name] = _samples_of(files, (listed[file] for file in files))
+    return found
 
 
-def _files(rows: datasets.Dataset, root: str) -> list[_File]:
-    files = []
-    for image, label in zip(rows["image"], rows["label"], strict=True):
-        state = file_state(image["path"])
-        files.append(_File(os.path.relpath(image["path"], root), state.st_size, state.st_mtime_ns, label))
-    return files
-
-
-def _samples_of(files: list[_File], text_of: Callable[[_File], str]) -> Samples:
-    digests = np.array([digest_of(text_of(file).encode()) for file in files], dtype=np.int64)
-    return Samples(digests=digests, name_of=lambda index: files[index].name)
+def _samples_of(files: list[str], texts: Iterable[str]) -> Samples:
+    digests = np.array([digest_of(text.encode()) for text in texts], dtype=np.int64)
+    return Samples(digests=digests, name_of=files.__getitem__)
 
 
 def _samples_of_dataset(rows: datasets.Dataset, split: str) -> Samples:

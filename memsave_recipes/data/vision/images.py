@@ -79,8 +79,6 @@ class ImageDataArguments:
         self.dataset = self.dataset or (None if self.data_dir else "digits")
         is_digits, fraction = self.dataset == "digits", self.validation_fraction
         require(fraction is None or 0 < fraction < 1, "--validation_fraction", fraction, "above 0 and below 1")
-        if is_digits and fraction is not None:
-            raise InputError(f"--validation_fraction {fraction}: digits have a validation split: leave it out")
         if self.nested_classes and not self.data_dir:
             raise InputError("--nested_classes needs --data_dir: leave it out")
         if self.image_size is None:
