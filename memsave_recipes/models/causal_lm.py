@@ -27,7 +27,7 @@ from memsave_recipes.losses import (
     num_chunks,
     tied_gradient,
 )
-from memsave_recipes.models.packed_attention import DocumentLengths, attends_by_document
+from memsave_recipes.models.packed_attention import DocumentLengths, attends_by_document, evaluating
 from memsave_recipes.text import printable_lines
 
 LossKind = Literal["auto", "chunked", "full", "liger"]
@@ -180,14 +180,10 @@ def find_head(model: PreTrainedModel) -> Head | None:
         return None
     if isinstance(linear.weight, FakeTensor):
         return Head(linear, next(_scales(model)), next(_softcaps(model)))
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         tokens = torch.arange(min(8, linear.out_features), device=linear.weight.device)[None]
         logits = model(tokens, use_cache=False).logits
         hidden = model.get_decoder()(tokens, use_cache=False).last_hidden_state
-    finally:
-        model.train(was_training)
     if hidden.shape[-1] != linear.in_features:  # ELECTRA projects them first
         return None
     heads = (Head(linear, scale, softcap) for scale, softcap in product(_scales(model), _softcaps(model)))
@@ -244,16 +240,9 @@ def _sees_later_tokens(model: PreTrainedModel) -> bool:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1].clone()
 
-    was_training = model.training
-    model.eval()
-    handle = embedding.register_forward_hook(note)
-    try:
-        with torch.enable_grad():
-            logits = model(tokens, use_cache=False).logits
-            gradients = torch.autograd.grad(logits[:, :4].float().square().sum(), embedded)
-    finally:
-        handle.remove()
-        model.train(was_training)
+    with evaluating(model), embedding.register_forward_hook(note), torch.enable_grad():
+        logits = model(tokens, use_cache=False).logits
+        gradients = torch.autograd.grad(logits[:, :4].float().square().sum(), embedded)
     return any(bool(gradient.flatten(0, -2)[-4:].any()) for gradient in gradients)  # XLNet embeds (T, B)
 
 

@@ -241,6 +241,17 @@ def set_packed_attention(
     return "mask", f"packed rows: attention with masks ({reason})"
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, inside."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 @torch.no_grad()
 def attend_by_document(model: PreTrainedModel) -> str | None:
     """Let a causal language model attend by document, where that gives its own logits; else return why not.
@@ -252,14 +263,11 @@ def attend_by_document(model: PreTrainedModel) -> str | None:
         return f"its attention is {before}"
     if not model._can_set_attn_implementation():
         return "its attention is its own"
-    was_training = model.training
-    model.eval()
-    try:
-        reason = _why_not(model)
-    except Exception as error:  # transformers' models take no common set of arguments
-        reason = f"it fails with {type(error).__name__}"
-    finally:
-        model.train(was_training)
+    with evaluating(model):
+        try:
+            reason = _why_not(model)
+        except Exception as error:  # transformers' models take no common set of arguments
+            reason = f"it fails with {type(error).__name__}"
     if reason is not None:
         model.set_attn_implementation(before)
     return reason
