@@ -52,14 +52,6 @@ class PredictArguments:
             require(getattr(self, name) >= 1, f"--{name}", getattr(self, name), "at least 1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Input:
-    """The path of an image; or a text, a pair of texts or a conversation; and its name in the output."""
-
-    name: str
-    value: Any
-
-
 def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False) -> SavedModel:
     """Load a model on ``device``, by default a GPU where there is one; raise ``InputError`` without such a device."""
     word = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,19 +65,20 @@ def load_on(device: str | None, folder: str, *, trust_remote_code: bool = False)
     return saved
 
 
-def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments) -> list[Input]:
+def read_inputs(words: Sequence[str], saved: SavedModel, flags: PredictArguments) -> list[Any]:
     """Read the inputs that ``words`` name: images and folders of them; or texts, and files with a text a line or row.
 
-    Raises ``InputError`` where a file is missing, unreadable, or not what the model takes.
+    Returns paths of images; or texts, pairs of texts and conversations. Raises ``InputError`` where a file is missing,
+    unreadable, or not what the model takes.
     """
-    read = _images_of if saved.task == "image-classification" else _texts_of
+    read: Callable[..., Iterator[Any]] = _images_of if saved.task == "image-classification" else _texts_of
     inputs = [found for word in words for found in read(word, flags)]
-    if any(isinstance(found.value, list) for found in inputs) and not _has_template(saved):
+    if any(isinstance(found, list) for found in inputs) and not _has_template(saved):
         raise InputError("the rows are conversations, and the model has no chat template: name a --text_column")
     return inputs
 
 
-def _images_of(word: str, flags: PredictArguments) -> Iterator[Input]:
+def _images_of(word: str, flags: PredictArguments) -> Iterator[Path]:
     if os.path.isdir(word):
         endings = Image.registered_extensions()
         found = sorted(path for path in Path(word).rglob("*") if path.suffix.lower() in endings and path.is_file())
@@ -101,20 +94,20 @@ def _images_of(word: str, flags: PredictArguments) -> Iterator[Input]:
                 pass
         except Exception as error:  # of Pillow's plugins
             raise _broken(path, error) from error
-        yield Input(name=str(path), value=path)
+        yield path
 
 
 def _broken(path: Path, error: Exception) -> InputError:
     return InputError(f"{path} is not a readable image ({reason_of(error)}): replace it, or leave it out")
 
 
-def _texts_of(word: str, flags: PredictArguments) -> Iterator[Input]:
+def _texts_of(word: str, flags: PredictArguments) -> Iterator[Any]:
     path = Path(word)
     if path.suffix not in TABLES:
         if os.path.exists(word):
             kind = "a folder" if os.path.isdir(word) else f"a {path.suffix or 'file'}"
             raise InputError(f"{word} is {kind}, and the model takes text: give texts, a .txt or a .jsonl")
-        yield Input(name=word, value=word)
+        yield word
         return
     if path.exists() and not path.is_file():  # a pipe may never end
         raise InputError(f"{word} is no file: check the path")
@@ -125,8 +118,7 @@ def _texts_of(word: str, flags: PredictArguments) -> Iterator[Input]:
         raise InputError(f"{word} cannot be read ({why}): check the path") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            value = line if path.suffix == ".txt" else _value_of(f"{word} row {number}", line, flags)
-            yield Input(name=_name_of(value), value=value)
+            yield line if path.suffix == ".txt" else _value_of(f"{word} row {number}", line, flags)
 
 
 def _value_of(row: str, line: str, flags: PredictArguments) -> Any:
@@ -155,7 +147,7 @@ def _name_of(value: Any) -> str:
     return " | ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments) -> list[dict[str, Any]]:
+def predict(saved: SavedModel, inputs: Sequence[Any], flags: PredictArguments) -> list[dict[str, Any]]:
     """Make a row for each input, in order; a progress bar on a terminal.
 
     Returns:
@@ -171,15 +163,15 @@ def predict(saved: SavedModel, inputs: Sequence[Input], flags: PredictArguments)
         for start in range(0, len(inputs), flags.batch_size):
             batch = inputs[start : start + flags.batch_size]
             try:
-                answers = list(answer(saved, [one.value for one in batch], flags))
+                answers = list(answer(saved, list(batch), flags))
             except InputError:
                 raise
             except Exception as error:  # of a processor, a template or foreign weights
-                where = f"from {printable(batch[0].name)[:80]!r} on"
+                where = f"from {printable(_name_of(batch[0]))[:80]!r} on"
                 raise InputError(
                     f"the model cannot take the inputs {where} ({first_line(error)}): look at its files"
                 ) from error
-            rows += [{"input": one.name, key: given} for one, given in zip(batch, answers, strict=True)]
+            rows += [{"input": _name_of(one), key: given} for one, given in zip(batch, answers, strict=True)]
             bar.update(len(batch))
     return rows
 
