@@ -218,6 +218,7 @@ class PlannedTraining:
         owners: objects whose attributes a forward may change.
         plans_again: whether a larger batch may be planned for, by its own forward.
         plan: set from the first batch on.
+        on_remove: what else ends when the plan is removed.
 
     Raises:
         InputError: something else checkpoints, shards or compiles the model.
@@ -235,7 +236,7 @@ class PlannedTraining:
     _handle: PlanHandle | None = None
     _largest: int = 0
     _grown: bool = False
-    _on_remove: list[Callable[[], Any]] = field(default_factory=list)
+    on_remove: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -277,16 +278,11 @@ class PlannedTraining:
         self._handle = apply_plan(self.model, self.plan)
         self._largest = micro_batch.num_elements
 
-    def on_remove(self, action: Callable[[], Any]) -> None:
-        """Call ``action`` when the plan is removed."""
-        self._on_remove.append(action)
-
     def remove(self) -> None:
         """Set the model back; a second call does nothing."""
         _UNDER_WAY.discard(self)
         self.peak.close()
-        while self._on_remove:
-            self._on_remove.pop()()
+        self.on_remove.close()
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -393,7 +389,6 @@ class PlanningCallback:
     ) -> None:
         self.settings = PlanSettings(budget_gib=budget_gib, strategy=strategy, blocks=blocks)
         self.training: PlannedTraining | None = None
-        self.patches = ExitStack()  # of the trainer
 
     @property
     def plan(self) -> Plan | None:
@@ -406,7 +401,6 @@ class PlanningCallback:
         The trainer calls it at the end of training and where a step fails. A script that goes on with the model calls
         it after an exception of the data loader or another callback.
         """
-        self.patches.close()
         if self.training is not None:
             self.training.remove()
 
@@ -464,8 +458,8 @@ def prepare(
         if module.training and torch.is_grad_enabled():
             training.before_forward(MicroBatch(forward=forward, tensors=tensors_in((args, kwargs))))
 
-    training.on_remove(unwrapped.register_forward_pre_hook(begin_forward, with_kwargs=True).remove)
-    training.on_remove(training.optimizer.register_step_post_hook(lambda one, *_: stepped.append(one)).remove)
+    training.on_remove.enter_context(unwrapped.register_forward_pre_hook(begin_forward, with_kwargs=True))
+    training.on_remove.enter_context(training.optimizer.register_step_post_hook(lambda one, *_: stepped.append(one)))
     return training
 
 

@@ -58,8 +58,9 @@ class MemsaveCallback(PlanningCallback, TrainerCallback):
             owners=[trainer],
         )
         step = _removing_on_error(self, trainer.training_step)
-        self.patches.enter_context(replaced(trainer, "compute_loss", _planned_loss(self.training, trainer)))
-        self.patches.enter_context(replaced(trainer, "training_step", step))
+        patches = self.training.on_remove
+        patches.enter_context(replaced(trainer, "compute_loss", _planned_loss(self.training, trainer)))
+        patches.enter_context(replaced(trainer, "training_step", step))
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Refuse a trainer that never calls ``compute_loss``, before it changes a weight."""
