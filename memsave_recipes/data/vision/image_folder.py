@@ -8,7 +8,6 @@ class, then by path, whatever order the file system has.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
@@ -20,20 +19,7 @@ from memsave_recipes.errors import InputError, is_text
 ENDINGS = frozenset(ImageFolder.EXTENSIONS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageFiles:
-    """The images of a folder: absolute paths by split and class, and links that lead nowhere."""
-
-    paths: dict[str, dict[str, list[str]]]
-    lost_links: list[str]
-
-    @property
-    def label_names(self) -> list[str]:
-        """The classes of all splits."""
-        return sorted({name for classes in self.paths.values() for name in classes})
-
-
-def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links: bool = False) -> ImageFiles:
+def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links: bool = False) -> "ImageFiles":
     """Find the images of a folder, without reading one.
 
     Raises:
@@ -42,22 +28,22 @@ def find_images(data_dir: str, *, nested_classes: bool = False, skip_lost_links:
     """
     if not os.path.isdir(data_dir):  # unlike pathlib, without an error for what can be no path
         raise InputError(f"--data_dir {data_dir} is not a directory: name one that holds a folder per class")
-    search = _Search(data_dir, nested_classes)
-    folders = dict(search.splits())
-    paths = {split: search.classes_in(folder) for split, folder in folders.items()}
-    if search.lost_links and not skip_lost_links:
-        raise search.refused(
-            f"{first_of(search.lost_links, 1)} is a link that leads nowhere: mount its disk, delete it, or pass "
+    files = ImageFiles(data_dir, nested_classes)
+    folders = dict(files.splits())
+    files.paths = {split: files.classes_in(folder) for split, folder in folders.items()}
+    if files.lost_links and not skip_lost_links:
+        raise files.refused(
+            f"{first_of(files.lost_links, 1)} is a link that leads nowhere: mount its disk, delete it, or pass "
             "--skip_broken_images"
         )
     for split, folder in folders.items():
-        if not paths[split]:
+        if not files.paths[split]:
             place = os.path.join(folder, "CLASS", "")
             raise InputError(f"--data_dir {data_dir} has no images in {place}: make a folder per class and fill it")
-    return ImageFiles(paths=paths, lost_links=search.lost_links)
+    return files
 
 
-def read_folder(files: ImageFiles, source: str) -> Splits:
+def read_folder(files: "ImageFiles", source: str) -> Splits:
     """Read each split with the columns ``image`` (a path) and ``label``; cached until a file changes."""
     names = files.label_names
     features = datasets.Features(image=datasets.Image(decode=False), label=datasets.ClassLabel(names=names))
@@ -91,14 +77,20 @@ def file_state(path: str) -> os.stat_result:
         return os.stat(path)
 
 
-class _Search:
-    """One pass over a folder, which collects ``lost_links`` on the way."""
+class ImageFiles:
+    """The images of a folder: absolute ``paths`` by split and class, and ``lost_links``, which lead nowhere."""
 
     def __init__(self, data_dir: str, nested_classes: bool) -> None:
         self.data_dir = data_dir
         self.root = os.path.abspath(data_dir)
         self.nested_classes = nested_classes
+        self.paths: dict[str, dict[str, list[str]]] = {}
         self.lost_links: list[str] = []
+
+    @property
+    def label_names(self) -> list[str]:
+        """The classes of all splits."""
+        return sorted({name for classes in self.paths.values() for name in classes})
 
     def splits(self) -> Iterator[tuple[str, str]]:
         """Yield each split with the name of its folder; a flat folder is ``train``."""
@@ -158,6 +150,7 @@ class _Search:
         return os.path.relpath(entry.path, self.root)
 
     def refused(self, message: str) -> InputError:
+        """Return the refusal of the folder."""
         return InputError(f"--data_dir {self.data_dir}: {message}")
 
 
