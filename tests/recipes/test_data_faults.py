@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import shutil
 
 import numpy as np
 import pytest
@@ -48,19 +46,6 @@ def flipped_bit(folder):
     return ["--data_dir", str(folder / "pets")]
 
 
-def no_text_as_name(folder):
-    path = os.fsencode(image_folder(folder)) + b"/train/cat/\xff.png"
-    shutil.copy(os.fsencode(folder) + b"/pets/train/cat/a.png", path)
-    return ["--data_dir", str(folder / "pets")]
-
-
-def no_header(folder):
-    (image_folder(folder) / "SHA256SUMS").unlink()
-    for name in ("train/cat/a.png", "val/dog/e.jpg"):
-        (folder / "pets" / name).write_bytes(b"no image")
-    return ["--data_dir", str(folder / "pets")]
-
-
 def too_few_images(folder):
     return ["--data_dir", str(image_folder(folder)), "--drop_last"]
 
@@ -87,14 +72,7 @@ def labelled(number, *flags, asked="yes"):
 SMALL_EMBEDDING = ["--config_overrides", "n_layer=1,n_head=2,n_embd=8,vocab_size=270"]
 FAULTS = {
     "a JPEG with a flipped bit": (IMAGES, flipped_bit, "other bytes than SHA256SUMS says: val/dog/e.jpg"),
-    "a name that is no text": (IMAGES, no_text_as_name, r"'train/cat/\udcff.png' is not UTF-8 text: rename it"),
-    "two images without a header": (
-        IMAGES,
-        no_header,
-        "2 of 5 images cannot be read: train/cat/a.png (no image format that Pillow knows), val/dog/e.jpg (",
-    ),
     "no documents": (TEXT, documents(0), "text.jsonl has no text"),
-    "no labelled texts": (LABELLED, labelled(0), "train.jsonl is empty"),
     "a label that is none of the classes": (LABELLED, labelled(9, asked="perhaps"), "row 1 has the label perhaps"),
     "tokens beyond the embedding": (TEXT, documents(99, *SMALL_EMBEDDING), "only 270 embeddings"),
     "tokens beyond a classifier's": (LABELLED, labelled(99, *SMALL_EMBEDDING), "only 270 embeddings"),
