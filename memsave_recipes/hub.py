@@ -55,7 +55,7 @@ def loading_by_name(name: str, source: str, hint: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:  # those of HTTP libraries are often no OSError
+    except Exception as error:  # HTTP libraries and the parsers of damaged files raise nearly anything
         raise InputError(f"{source} cannot be loaded: {reason(error)}; {hint}") from error
 
 
@@ -78,6 +78,8 @@ def open_tokenizer(name_or_path: str | Path, *, trust_remote_code: bool) -> Any:
 
 def reason(error: BaseException) -> str:
     """Say why something could not be loaded, in one line."""
+    if "trust_remote_code" in str(error):
+        return "it brings code of its own, which is not run unless you read it and pass --trust_remote_code"
     if constants.is_offline_mode() and any(isinstance(cause, MISSING_WHILE_OFFLINE) for cause in _behind(error)):
         return f"it is not in the cache, and {_why_silent.get(constants.ENDPOINT) or 'HF_HUB_OFFLINE is set'}"
     while isinstance(error, datasets.exceptions.DatasetGenerationError | StrictDataclassError) and error.__cause__:

@@ -1,13 +1,7 @@
 """Where data comes from: files that the words of a flag name, rows of tables, splits of data sets, the cache.
 
-NOTE [ words for files ]
-1. A word is a file, a folder or a pattern. A file is read whatever its name otherwise means to a pattern.
-2. A folder means all files below it, a pattern (``*``, ``?``, ``[a-z]``, ``**``) the files and folders that match, in
-   the order of their names. Hidden ones are skipped, files of other endings are counted, links to folders, which can
-   lead in circles, are not followed.
-3. A file that several words name is read once, at the place of the first.
-4. Source files of installed libraries, for the built-in texts, are parsed, never imported, and held out whole, so that
-   similar texts of one file are in one split.
+Source files of installed libraries, for the built-in texts, are parsed, never imported, and held out whole, so that
+similar texts of one file are in one split.
 """
 
 import ast
@@ -34,7 +28,7 @@ import numpy as np
 
 from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.errors import InputError, check_file, is_text
-from memsave_recipes.hub import reason
+from memsave_recipes.hub import loading_by_name
 from memsave_recipes.text import join_names
 
 LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds and gets a progress bar
@@ -42,7 +36,6 @@ LONG_BYTES = 8 * 1024**2  # from here on, reading or tokenizing takes seconds an
 NOT_ITS_OWN = {"test", "tests", "testing", "site-packages", "dist-packages", "vendor", "_vendor", "externals"}
 HELD_OUT = 0.05  # of texts without a validation split
 ROWS_AT_ONCE, MANY_ROWS = 256, 1000
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
 VALIDATION_NAMES = ("validation", "validation_matched", "valid", "val", "dev", "test")
 SPLIT_NAMES = {"train": ("train",), "validation": VALIDATION_NAMES}
 
@@ -78,7 +71,10 @@ class FoundFiles:
 
 
 def find_files(flag: str, words: Sequence[str], endings: Collection[str]) -> FoundFiles:
-    """Find the files of ``endings`` (in lower case) that ``words`` of a ``flag`` name: NOTE [ words for files ].
+    """Find the files of ``endings`` (in lower case) that ``words`` of a ``flag`` name, in the order of their names.
+
+    A word is a file, whatever its name means to a pattern; a folder, for all files below it; or a pattern. Links to
+    folders, which can lead in circles, are not followed. A file that several words name has the place of the first.
 
     Raises:
         InputError: a word that names nothing, or nothing with such an ending; a name that is not UTF-8.
@@ -183,11 +179,9 @@ def _rows_of_csv(path: str, source: str) -> Iterator[Row]:
 
 
 def _rows_of_parquet(path: str, source: str, column: str | None) -> Iterator[Row]:
-    try:
+    with loading_by_name(path, source, "check the file"):
         rows = datasets.load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
         yield from enumerate(rows.select_columns(column) if column in rows.features else rows, start=1)
-    except LOADING_ERRORS as error:
-        raise InputError(f"{source} cannot be read: {reason(error)}; check the file") from error
 
 
 def first_of(names: Iterable[str], at_most: int) -> str:

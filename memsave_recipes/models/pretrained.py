@@ -408,14 +408,9 @@ def _naming_the_model(flags: TransformerArguments, build: Callable[[], Built]) -
     except LOADING_ERRORS as error:
         if is_out_of_memory(error):
             raise
-        name = flags.model_name_or_path or flags.model_type
-        if "trust_remote_code" in str(error):
-            raise InputError(
-                f"--model_name_or_path {name} brings code of its own, which is not run: read it, then pass "
-                "--trust_remote_code"
-            ) from error
         if flags.adapter is not None:
             raise missing_base(f"--model_name_or_path {flags.adapter}", str(base), error) from error
+        name = flags.model_name_or_path or flags.model_type
         flags_to_check = "--model_type and --config_overrides" if flags.model_type else "--model_name_or_path"
         raise InputError(
             f"the transformers model {name} cannot be made: {reason(error)}; check {flags_to_check}"

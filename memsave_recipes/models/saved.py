@@ -42,7 +42,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.hub import ask_hub_for, open_tokenizer, reason
+from memsave_recipes.hub import ask_hub_for, loading_by_name, open_tokenizer
 from memsave_recipes.models.adapters import load_adapters
 from memsave_recipes.models.convnets import CONFIG, ConvnetConfig
 from memsave_recipes.models.image_classifiers import GREY_BITS, MODELS, load_saved_convnet, read_convnet, read_grey_bits
@@ -61,6 +61,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPARED = 16
 """Samples of which a tokenizer that was saved has to make the same tokens."""
 IMAGE_PROCESSOR = "preprocessor_config.json"
+HINT = "take another copy"
 BILINEAR = 2  # of PIL.Image.Resampling
 SIDES, MAX_SIDE = ("height", "width", "shortest_edge", "longest_edge"), 10_000
 """Of an image that a processor makes, and how many pixels one may have."""
@@ -277,14 +278,12 @@ def _load_convnet(path: Path, config: ConvnetConfig) -> SavedModel:
 
 def _load_transformer(path: Path, trust_remote_code: bool) -> SavedModel:
     options = {"trust_remote_code": trust_remote_code}
-    try:
+    with loading_by_name(str(path), f"the model of {path}", HINT):
         config = AutoConfig.from_pretrained(path, **options)
         task = _task_of(config)
         if task is None:
             raise InputError(f"{path} holds {config.model_type}, no classifier or causal language model: take another")
         model = KINDS[task][0].from_pretrained(path, config=config, use_safetensors=True, **options)
-    except LOADING_ERRORS as error:
-        raise _refusal(path, error) from error
     is_image = task == "image-classification"
     names = () if task == "text-generation" else tuple(str(name) for _, name in sorted(config.id2label.items()))
     return SavedModel(
@@ -331,15 +330,13 @@ def _task_of(config: Any) -> TaskName | None:
 def _image_processor(path: Path, trust_remote_code: bool) -> Any:
     if not (path / IMAGE_PROCESSOR).is_file():
         raise InputError(f"{path} has no {IMAGE_PROCESSOR}, so size and normalisation are not known: take another")
-    try:
+    with loading_by_name(str(path), f"{path / IMAGE_PROCESSOR}", HINT):
         processor = _load_image_processor(path, trust_remote_code)
         sizes = [dict(getattr(processor, name, None) or {}) for name in ("size", "crop_size")]
         sides = [size[name] for size in sizes for name in SIDES if size.get(name) is not None]
         if not all(0 < side <= MAX_SIDE for side in sides):
             raise ValueError(f"its images have sides of {sides} pixels")
-        return processor
-    except LOADING_ERRORS as error:
-        raise _refusal(path / IMAGE_PROCESSOR, error) from error
+    return processor
 
 
 def _load_image_processor(path: Path, trust_remote_code: bool) -> Any:
@@ -353,15 +350,6 @@ def _load_image_processor(path: Path, trust_remote_code: bool) -> Any:
 
 
 def _tokenizer(source: str | Path, trust_remote_code: bool) -> Any:
-    try:
-        return open_tokenizer(source, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the parsers of damaged files raise nearly anything
-        raise _refusal(source, error) from error
-
-
-def _refusal(source: str | Path, error: BaseException) -> InputError:
-    if isinstance(error, InputError):
-        return error
-    if "trust_remote_code" in str(error):
-        return InputError(f"{source} brings code of its own, which is not run: read it, then pass --trust_remote_code")
-    return InputError(f"the model of {source} cannot be loaded: {reason(error)}")
+    with loading_by_name(str(source), f"the tokenizer of {source}", HINT):
+        tokenizer = open_tokenizer(source, trust_remote_code=trust_remote_code)
+    return tokenizer

@@ -310,10 +310,10 @@ def test_a_jsonl_row_without_the_text_column_is_left_out(tmp_path):
 BROKEN_FILES = {
     "empty.csv": ("", "is empty"),
     "empty.jsonl": ("", "is empty"),
-    "blank.jsonl": ("\n\n", "cannot be read as json"),
-    "header.csv": ("text,label\n", "cannot be read as csv"),
-    "half.jsonl": ('{"text": "a"', "cannot be read as json"),
-    "words.parquet": ("words", "cannot be read as parquet"),
+    "blank.jsonl": ("\n\n", "; check that it is JSON"),
+    "header.csv": ("text,label\n", "; check that it is CSV"),
+    "half.jsonl": ('{"text": "a"', "; check that it is JSON"),
+    "words.parquet": ("words", "; check that it is PARQUET"),
     "words.txt": ("words", "ends in none of .csv"),
     "absent.csv": (None, "is not a file"),
 }

@@ -466,7 +466,7 @@ def test_a_parquet_without_the_column(tmp_path):
 def test_a_parquet_that_is_none(tmp_path):
     (tmp_path / "a.parquet").write_text("text")
     message = refusal(train_file=[str(tmp_path / "a.parquet")])
-    assert message.startswith(f"--train_file {tmp_path / 'a.parquet'} cannot be read: ")
+    assert message.startswith(f"--train_file {tmp_path / 'a.parquet'} cannot be loaded: ")
     assert message.endswith("; check the file")
 
 

@@ -108,13 +108,13 @@ def test_a_folder_gives_its_tokenizer_and_nothing_is_trained(folder, monkeypatch
 
 
 def test_tokenizers_that_cannot_be_loaded(folder, tmp_path):
-    assert refusal(tmp_path / "no").startswith(f"no tokenizer can be loaded from {tmp_path / 'no'}: ")
+    assert refusal(tmp_path / "no").startswith(f"the tokenizer of {tmp_path / 'no'} cannot be loaded: ")
     assert refusal("someone/something").endswith("; check --tokenizer_name")
     assert refusal(tmp_path / "no", flag="--model_name_or_path").endswith("; check --model_name_or_path")
     (tmp_path / "empty").mkdir()
-    assert "can be loaded from" in refusal(tmp_path / "empty")
+    assert "cannot be loaded" in refusal(tmp_path / "empty")
     (folder / "tokenizer.json").write_text("{")
-    assert "can be loaded from" in refusal(folder)
+    assert "cannot be loaded" in refusal(folder)
 
 
 def test_a_folder_that_holds_a_model_alone(tmp_path):
@@ -163,8 +163,8 @@ def test_code_is_not_run_unasked(folder, tmp_path, monkeypatch):
         f"open({str(ran)!r}, 'w')\n"
     )
     message = refusal(folder)
-    assert message.startswith(f"the tokenizer of {folder} brings code of its own")
-    assert message.endswith("add --trust_remote_code")
+    assert message.startswith(f"the tokenizer of {folder} cannot be loaded: it brings code of its own")
+    assert message.endswith("pass --trust_remote_code; check --tokenizer_name")
     assert not ran.exists()
     assert len(load_tokenizer(str(folder), TEXTS, trust_remote_code=True)) == 300
     assert ran.exists()

@@ -12,7 +12,7 @@ import csv
 import glob
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +24,6 @@ import numpy as np
 
 from memsave_recipes.data import MAX_NAMED, in_classes_of_model
 from memsave_recipes.data.sources import (
-    LOADING_ERRORS,
     SPLIT_NAMES,
     Splits,
     choose_splits,
@@ -39,7 +38,7 @@ from memsave_recipes.data.sources import (
     with_text,
 )
 from memsave_recipes.errors import InputError
-from memsave_recipes.hub import loading_by_name, reason
+from memsave_recipes.hub import loading_by_name
 from memsave_recipes.text import join_names
 
 BUILT_IN = "docstrings"
@@ -225,7 +224,7 @@ def _read_file(flag: str, path: Path) -> _Table:
         raise InputError(f"{source} is empty: name a file with labelled texts")
     kind = FORMATS[path.suffix.lower()]
     files = {"train": glob.escape(str(path))}
-    try:
+    with loading_by_name(str(path), source, f"check that it is {kind.upper()}"):
         if kind != "csv":
             return _Table(source, datasets.load_dataset(kind, data_files=files, split="train"))
         # A label is what the file says, and in a text NA, null and None are words, not missing values.
@@ -234,9 +233,7 @@ def _read_file(flag: str, path: Path) -> _Table:
         as_text = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
         options = {"features": as_text, "na_values": [""], "keep_default_na": False}
         rows = datasets.load_dataset(kind, data_files=files, split="train", **options)
-        return _Table(source, _with_whole_numbers(rows))
-    except (*LOADING_ERRORS, StopIteration) as error:  # the latter for a .jsonl of blank lines
-        raise InputError(f"{source} cannot be read as {kind}: {reason(error)}") from error
+    return _Table(source, _with_whole_numbers(rows))
 
 
 def _with_whole_numbers(rows: datasets.Dataset) -> datasets.Dataset:
@@ -248,28 +245,19 @@ def _with_whole_numbers(rows: datasets.Dataset) -> datasets.Dataset:
 
 
 def _find_columns(table: _Table, text: str | None, pair: str | None, label: str | None) -> dict[str, str]:
-    """Find their names for the columns, and ours."""
+    """Find their names for the columns, and ours; where no usual one is there, the first, which ``_select`` refuses."""
     available = table.rows.column_names
     if text is None and pair is None:
         pairs = [names for names in PAIRS if set(names) <= set(available)]
         text, pair = pairs[0] if pairs else (None, None)
-    text = text or _find_column(TEXTS, table, "--text_column")
-    label = label or _find_column(LABELS, table, "--label_column")
+    text, label = (
+        named or next((name for name in usual if name in available), usual[0])
+        for named, usual in ((text, TEXTS), (label, LABELS))
+    )
     ours = {text: "text", label: "label"} | ({pair: "text_pair"} if pair else {})
     if len(ours) < (3 if pair else 2):
         raise InputError(f"{table.source}: --text_column, --text_pair_column, --label_column must name different ones")
     return ours
-
-
-def _find_column(names: Iterable[str], table: _Table, flag: str) -> str:
-    available = table.rows.column_names
-    found = [name for name in names if name in available]
-    if not found:
-        raise InputError(
-            f"{table.source} has none of the columns {', '.join(names)}: name one of "
-            f"{join_names(available, MAX_NAMED)} by {flag}"
-        )
-    return found[0]
 
 
 def _select(table: _Table, columns: dict[str, str]) -> _Table:

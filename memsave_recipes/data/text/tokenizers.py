@@ -42,7 +42,7 @@ from memsave_recipes.data.text.documents import END_OF_TEXT
 from memsave_recipes.data.text.labelled_text import LabelledText
 from memsave_recipes.errors import InputError
 from memsave_recipes.fingerprint import Fingerprint, Samples, digest_of
-from memsave_recipes.hub import ask_hub_for, open_tokenizer, reason
+from memsave_recipes.hub import loading_by_name, open_tokenizer
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.text import ProgressBar
 
@@ -381,14 +381,8 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _load(name: str, trust_remote_code: bool, flag: str) -> PreTrainedTokenizerBase:
-    ask_hub_for(name)
-    try:
+    with loading_by_name(name, f"the tokenizer of {name}", f"check {flag}"):
         tokenizer: PreTrainedTokenizerBase = open_tokenizer(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the parsers of damaged files raise nearly anything
-        if "trust_remote_code" in str(error):
-            rule = "brings code of its own, which is not run unasked"
-            raise InputError(f"the tokenizer of {name} {rule}: read it, then add --trust_remote_code") from error
-        raise InputError(f"no tokenizer can be loaded from {name}: {reason(error)}; check {flag}") from error
     # transformers makes an empty GPT-2 tokenizer out of a folder that holds no more than a config.json.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise InputError(f"the tokenizer of {name} has no vocabulary: name a tokenizer with --tokenizer_name")
