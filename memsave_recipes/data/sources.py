@@ -298,6 +298,16 @@ def generated(
         raise
 
 
+def read_files(
+    found: FoundFiles, generator: Callable[..., Iterator[Any]], features: datasets.Features, source: str, **options: Any
+) -> datasets.Dataset:
+    """Cache the rows of ``generator(files, ...)``, of paths and the numbers of their words, until a file changes."""
+    files = tuple((os.path.abspath(path), number) for number, paths in enumerate(found.by_word) for path in paths)
+    version = " ".join(f"{state.st_size} {state.st_mtime_ns}" for state in map(os.stat, found.files))
+    with progress_bars(found.num_bytes > LONG_BYTES):
+        return generated(generator, features, source, files=files, version=version, **options)
+
+
 def _not_empty(generator: Callable[..., Iterator[Any]], source: str, **options: Any) -> Iterator[Any]:
     rows = generator(**options)
     first = next(rows, None)

@@ -7,7 +7,7 @@ refused would not be trained on as meant. Copies of a conversation are all held 
 import ast
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ import numpy as np
 from datasets import Features, List, Value
 
 from memsave_recipes.data.sources import (
-    LONG_BYTES,
     find_files,
     generated,
     hold_out,
     hold_out_smallest,
     parse_source,
     progress_bars,
+    read_files,
     rows_of,
     source_files,
     source_folder,
@@ -107,20 +107,11 @@ def _read_files(flag: str, words: list[str]) -> datasets.Dataset:
     for path in found.files:
         if path.suffix.lower() not in TABLES:
             raise InputError(f"{flag} {path}: conversations are read from {join_names(TABLES)}: convert the file")
-    states = [path.stat() for path in found.files]
-    with progress_bars(found.num_bytes > LONG_BYTES):
-        return generated(
-            _conversations_of,
-            CONVERSATION,
-            f"{flag} {join_names(found.files)}",
-            flag=flag,
-            paths=[str(path) for path in found.files],
-            version=" ".join(f"{state.st_size} {state.st_mtime_ns}" for state in states),
-        )
+    return read_files(found, _conversations_of, CONVERSATION, f"{flag} {join_names(found.files)}", flag=flag)
 
 
-def _conversations_of(flag: str, paths: list[str], version: str) -> Iterator[dict[str, Any]]:
-    for path in paths:
+def _conversations_of(files: Iterable[tuple[str, int]], flag: str, version: str) -> Iterator[dict[str, Any]]:
+    for path, _ in files:
         keys = None
         for number, row in rows_of(path, f"{flag} {path}"):
             place = f"{flag} {path} row {number}"

@@ -31,8 +31,6 @@ from datasets import Features, Value
 from memsave_recipes.data import MAX_NAMED
 from memsave_recipes.data.sources import (
     HELD_OUT,
-    LONG_BYTES,
-    FoundFiles,
     Splits,
     choose_splits,
     find_files,
@@ -42,6 +40,7 @@ from memsave_recipes.data.sources import (
     not_utf_8,
     of_each,
     progress_bars,
+    read_files,
     rows_of,
     with_text,
 )
@@ -145,8 +144,11 @@ def _load_files(flags: TextArguments, seed: int) -> TextSplits:
     words = {"train": flags.train_file or [], "validation": flags.validation_file or []}
     found = {split: find_files(f"--{split}_file", named, ENDINGS) for split, named in words.items() if named}
     sources = {split: f"--{split}_file {first_of(words[split], 1)}" for split in found}
+    features = Features({**TEXT, "source": Value("int32")})
     splits = {
-        split: _read_files(files, f"--{split}_file", sources[split], flags.text_column)
+        split: read_files(
+            files, _documents_of, features, sources[split], flag=f"--{split}_file", text_column=flags.text_column
+        )
         for split, files in found.items()
     }
     notes = [note for split, files in found.items() for note in files.notes(sources[split])]
@@ -157,19 +159,11 @@ def _load_files(flags: TextArguments, seed: int) -> TextSplits:
     return _finished(written, notes + further)
 
 
-def _read_files(found: FoundFiles, flag: str, source: str, text_column: str) -> datasets.Dataset:
-    states = [(path, path.stat(), number) for number, paths in enumerate(found.by_word) for path in paths]
-    files = tuple(
-        (os.path.abspath(path), f"{state.st_size} {state.st_mtime_ns}", number) for path, state, number in states
-    )
-    features = Features({**TEXT, "source": Value("int32")})
-    with progress_bars(found.num_bytes > LONG_BYTES):
-        return generated(_documents_of, features, source, files=files, flag=flag, text_column=text_column)
-
-
-def _documents_of(files: Iterable[tuple[str, str, int]], flag: str, text_column: str) -> Iterator[dict[str, Any]]:
+def _documents_of(
+    files: Iterable[tuple[str, int]], flag: str, text_column: str, version: str
+) -> Iterator[dict[str, Any]]:
     """Yield rows: ``text``, ``None`` or blank where there is none, and ``source``, the number of the word."""
-    for path, _, source in files:
+    for path, source in files:
         yield from ({"text": text, "source": source} for text in _texts_of(path, f"{flag} {path}", text_column))
 
 
