@@ -33,7 +33,7 @@ from memsave_recipes.checkpoints.resume import committed
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.saved import Layout, layout_of
-from memsave_recipes.run.log import LOG, write_log
+from memsave_recipes.run.failures import LOG, write_log
 from memsave_recipes.run.out_of_memory import RunSettings
 from memsave_recipes.run.report import check_state
 from memsave_recipes.run.run_plan import RunPlan

@@ -29,8 +29,8 @@ from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.planner.task import Task
 from memsave_recipes.processes import StoppedBySignal, StopSignals, is_restarted
 from memsave_recipes.render.comparison import show
+from memsave_recipes.run.failures import recorded
 from memsave_recipes.run.folder import CHECKPOINTS, CONFIG, check_run_folder, print_lines
-from memsave_recipes.run.log import recorded
 from memsave_recipes.run.open_run import OpenRun, RunFolder
 from memsave_recipes.run.prepared_run import PreparedRun
 from memsave_recipes.run.trackers import finish_trackers, resolve_trackers

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from rich.text import Text
 
 from memsave_recipes.render import new_table, show_all
-from memsave_recipes.run.log import recorded, write_log
+from memsave_recipes.run.failures import recorded, write_log
 from memsave_recipes.text import say
 from memsave_recipes.training.launch import start_accelerator
 
