@@ -46,6 +46,18 @@ TRAITS: dict[str, tuple[str, ...]] = {
     "steps": ("steps",),
     "seed": ("seed",),
 }
+# By its key in a ComparisonRow and in the CSV: where results.json has the figure, and its unit there in bytes.
+PEAK, SPEED = "peak_memory_bytes", "samples_per_s"
+FIGURES_OF_A_ROW: dict[str, tuple[tuple[str, ...], int]] = {
+    PEAK: (("memory", "peak_allocated_gib"), GIB),
+    "saved_for_backward_bytes": (("memory", "saved_for_backward_gib"), GIB),
+    SPEED: (("perf", "samples_per_sec"), 1),
+    "tokens_per_s": (("perf", "tokens_per_sec"), 1),
+    "mfu_pct": (("perf", "mfu_pct"), 1),
+    "train_time_s": (("perf", "train_time_s"), 1),
+    "train_loss": (("train_loss",), 1),
+}
+OF_EVALUATION = "eval_"  # begins the key of a figure of the evaluation
 # These two change the loss alone: the memory and speed of runs that differ in them are comparable.
 OF_THE_LOSS_ALONE = {"steps", "seed"}
 # Flags without an influence on training, which no list of differences names.
@@ -265,9 +277,10 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonRow:
-    """One run: memory in bytes, time in seconds.
+    """One run.
 
-    ``name`` has as much of the path as makes it unique. ``metric`` is the first of ``METRICS`` in ``evaluation``.
+    ``name`` has as much of the path as makes it unique. ``figures`` are by the keys of ``FIGURES_OF_A_ROW``, and those
+    of the evaluation. ``metric`` is the first of ``METRICS`` that was evaluated.
     ``differs`` has the traits in which run and baseline differ. ``loss_difference`` is the largest difference at any
     step to the baseline's loss curve; ``None`` unless both logged the same steps.
     """
@@ -280,21 +293,24 @@ class ComparisonRow:
     is_baseline: bool
     is_pareto_optimal: bool
     differs: tuple[str, ...]
-    peak_memory: Figure
-    saved_for_backward: Figure
-    samples_per_s: Figure
-    tokens_per_s: Figure
-    mfu_pct: Figure
-    train_time: Figure
-    train_loss: Figure
+    figures: dict[str, Figure]
     metric: str | None
-    evaluation: dict[str, Figure]
     loss_difference: float | None
+
+    def value(self, key: str) -> float | None:
+        """Return a figure of the run."""
+        return self.figures[key].value
+
+    @property
+    def evaluation(self) -> dict[str, Figure]:
+        """The figures of the evaluation, by metric."""
+        of_evaluation = (key for key in self.figures if key.startswith(OF_EVALUATION))
+        return {key.removeprefix(OF_EVALUATION): self.figures[key] for key in of_evaluation}
 
     @property
     def position(self) -> tuple[float, float] | None:
         """Peak memory and throughput, where both are known."""
-        memory, speed = self.peak_memory.value, self.samples_per_s.value
+        memory, speed = self.value(PEAK), self.value(SPEED)
         return None if memory is None or speed is None else (memory, speed)
 
 
@@ -452,9 +468,10 @@ def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonR
             baseline=None if other is None or is_baseline else other * unit,
         )
 
-    evaluation = {name: figure("eval", name) for name in run.names("eval")}
-    peak = figure("memory", "peak_allocated_gib", unit=GIB)
-    same_source = _memory_source(run) == _memory_source(baseline)
+    metrics = run.names("eval")
+    figures = {key: figure(*keys, unit=unit) for key, (keys, unit) in FIGURES_OF_A_ROW.items()}
+    if _memory_source(run) != _memory_source(baseline):
+        figures[PEAK] = Figure(value=figures[PEAK].value)
     return ComparisonRow(
         run=run,
         name=name,
@@ -464,15 +481,8 @@ def _row(name: str, run: Run, baseline: Run, *, is_optimal: bool) -> ComparisonR
         is_baseline=is_baseline,
         is_pareto_optimal=is_optimal,
         differs=differing_traits(run, baseline),
-        peak_memory=peak if same_source else Figure(value=peak.value),
-        saved_for_backward=figure("memory", "saved_for_backward_gib", unit=GIB),
-        samples_per_s=figure("perf", "samples_per_sec"),
-        tokens_per_s=figure("perf", "tokens_per_sec"),
-        mfu_pct=figure("perf", "mfu_pct"),
-        train_time=figure("perf", "train_time_s"),
-        train_loss=figure("train_loss"),
-        metric=next((name for name in (*METRICS, *evaluation) if name in evaluation), None),
-        evaluation=evaluation,
+        figures=figures | {f"{OF_EVALUATION}{name}": figure("eval", name) for name in metrics},
+        metric=next((name for name in (*METRICS, *metrics) if name in metrics), None),
         loss_difference=None if is_baseline else _loss_difference(loss_curve(run), loss_curve(baseline)),
     )
 

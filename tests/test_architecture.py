@@ -51,7 +51,7 @@ TABLE = {
     "integrations": ({"activations", "planner", "plans", "profiling"}, {"torch", "transformers", "lightning"}),
     "compare": (set(), set()),
     "dashboards": ({"compare"}, {"wandb", "wandb_workspaces", "trackio"}),
-    "render": ({"compare", "planner", "plans", "step"}, {"rich", "matplotlib"}),
+    "render": ({"compare", "planner", "plans", "step"}, {"jinja2", "matplotlib", "rich"}),
     "run": (
         {
             *("activations", "checkpoints", "compare", "distributed", "equivalence", "estimation", "fingerprint"),
@@ -77,6 +77,7 @@ ONLY_IN = {
     "wandb_workspaces": "dashboards.py",
     "trackio": ("run/trackers.py", "dashboards.py"),
     "matplotlib": "render/plot.py",
+    "jinja2": "render/page.py",
     "liger_kernel": "models/causal_lm.py",
     "peft": "models/adapters.py",
     "bitsandbytes": "step/eight_bit.py",

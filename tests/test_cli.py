@@ -138,7 +138,7 @@ def test_markdown_without_a_file_takes_the_place_of_the_table(runs: Path, capsys
 def test_a_file_that_cannot_be_written_is_one_line_and_exit_code_2(
     flag: str, runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if flag == "png":
+    if flag in ("html", "png"):
         pytest.importorskip("matplotlib")
     for target in (runs, runs / "nowhere" / "out"):
         assert main(["compare", str(runs), f"--{flag}", str(target)]) == 2
@@ -154,10 +154,20 @@ def test_forty_runs_are_read_without_what_is_slow_to_import(tmp_path: Path) -> N
         "import sys; from memsave_recipes.cli import main; code = main(sys.argv[1:]); "
         "assert not {'torch', 'wandb', 'trackio', 'matplotlib', 'numpy'} & sys.modules.keys(); sys.exit(code)"
     )
-    command = [sys.executable, "-c", check, "compare", str(tmp_path), "--html", str(tmp_path / "page.html")]
+    command = [sys.executable, "-c", check, "compare", str(tmp_path), "--csv", str(tmp_path / "runs.csv")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert all(f"run{n}" in done.stdout for n in range(40))
+
+
+@pytest.mark.parametrize("flag", ["html", "png"])
+def test_charts_without_matplotlib_are_one_line_and_exit_code_2(flag: str, runs: Path) -> None:
+    block = "import sys; sys.modules['matplotlib'] = None; from memsave_recipes.cli import main; "
+    words = ["compare", str(runs), f"--{flag}", str(runs / "out")]
+    done = subprocess.run([sys.executable, "-c", f"{block}sys.exit(main({words}))"], capture_output=True, text=True)
+    assert done.returncode == 2
+    hint = "pip install 'memsave-recipes[plots]'"
+    assert done.stderr == f"error: charts need matplotlib, which is not installed: {hint}\n"
 
 
 def test_it_runs_as_a_module(runs: Path) -> None:

@@ -321,7 +321,7 @@ def test_a_page_asks_nothing_of_any_server(tmp_path: Path) -> None:
     assert main(["plan", *SMALL, "--micro_batch_size", "8", "--target", "a100", "--html", str(page)]) == 0
     text = page.read_text()
     assert "accelerate launch" in text
-    assert "Memory against throughput" in text
+    assert "throughput, samples/s" in text
     assert "<em>chosen</em>" in text
     assert "http" not in text.replace("http-equiv", "")
 
@@ -412,7 +412,7 @@ def test_a_frontier_is_measured_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert main(["frontier", *words, *files]) == 0
     assert "Pareto" not in capsys.readouterr().out  # the picture takes the place of the table
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "squares are measured" in page.read_text()
+    assert "crosses are measured" in page.read_text()
     points = json.loads(data.read_text())["candidates"]
     for one in points:
         assert ("measured" in one) == one["is_pareto_optimal"]

@@ -5,12 +5,11 @@ Both are made from the rows alone, so they are the same wherever they are made, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
 
-from memsave_recipes.compare import ComparisonRow, compare, layout_of
-from memsave_recipes.render.charts import badge, scatter
-from memsave_recipes.render.comparison import counted, fill_page, in_markdown, sortable
+from memsave_recipes.compare import compare, layout_of
+from memsave_recipes.render.comparison import in_markdown
+from memsave_recipes.render.page import Cell, Row, Section, counted, render_page
 from memsave_recipes.text import format_bytes, format_rate
 from result_rows.rows import ResultRow
 
@@ -26,9 +25,7 @@ NOTES = (
 )
 COMMIT_LETTERS = 10
 
-Entry = tuple[int, ResultRow]
-"""A row with its number on the page."""
-Cell = tuple[str, str]
+Texts = tuple[str, str]
 """A text and its second line, which may be empty."""
 
 
@@ -41,7 +38,7 @@ class ResultColumn:
     text: Callable[[float], str]
     detail: Callable[[ResultRow], str] = lambda row: ""
 
-    def cell(self, row: ResultRow) -> Cell:
+    def cell(self, row: ResultRow) -> Texts:
         """The figure and its detail."""
         value = self.value(row)
         return ("-", "") if value is None else (self.text(value), self.detail(row))
@@ -92,67 +89,37 @@ def _markdown_cells(row: ResultRow, rows: Sequence[ResultRow]) -> list[str]:
 
 def results_page(rows: Sequence[ResultRow]) -> str:
     """The page as HTML, in one file."""
-    entries = list(enumerate(_sorted(rows), start=1))
-    compared = {one.run.name: one for one in compare([row.to_run() for row in rows]).rows}
-    body = "".join(_table_row(entry, rows, compared[entry[1].name]) for entry in entries)
-    headings = "".join(map(_heading, ("model", *HEADINGS)))
-    table = f'<div class="card scroll"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
-    charts = [
-        _chart(model, device, [(number, compared[row.name]) for number, row in group])
-        for (model, device), group in groupby(entries, lambda entry: (_model(entry[1]), _device(entry[1])))
+    optimal = {one.run.name for one in compare([row.to_run() for row in rows]).rows if one.is_pareto_optimal}
+    shown = [
+        Row(
+            number=number,
+            color=number - 1,
+            name=row.model,
+            marks=["pareto"] if row.name in optimal else [],
+            cells=_cells(row, rows),
+            filters={"model": row.model, "device": _device(row)},
+        )
+        for number, row in enumerate(_sorted(rows), start=1)
     ]
-    return fill_page(TITLE, counted(len(rows), "run"), NOTES, _filters(rows) + table + "".join(charts))
+    filters = {name: sorted({row.filters[name] for row in shown}) for name in ("model", "device")}
+    section = Section(headings=("model", *HEADINGS), rows=shown)
+    return render_page(TITLE, counted(len(rows), "run"), NOTES, [section], filters)
 
 
-def _heading(title: str) -> str:
-    kind = ' class="left"' if title in (*TEXTS, MADE_WITH) else ""
-    return f'<th{kind}><button type="button">{title}</button></th>'
-
-
-def _filters(rows: Sequence[ResultRow]) -> str:
-    def select(name: str, values: set[str]) -> str:
-        options = "".join(f'<option value="{escape(value)}">{escape(value)}</option>' for value in sorted(values))
-        return f'<label>{name} <select data-filter="{name}"><option value="">all</option>{options}</select></label>'
-
-    models, devices = select("model", set(map(_model, rows))), select("device", set(map(_device, rows)))
-    return f'<div class="filters">{models}{devices}</div>'
-
-
-def _table_row(entry: Entry, rows: Sequence[ResultRow], compared: ComparisonRow) -> str:
-    number, row = entry
-    mark = "<em>pareto</em>" if compared.is_pareto_optimal else ""
+def _cells(row: ResultRow, rows: Sequence[ResultRow]) -> list[Cell]:
     plan, method = _method(row, rows)
-    figures = (
-        _cell(cell, sortable(column.value(row)), "number") for column, cell in zip(COLUMNS, _figures(row), strict=True)
-    )
-    return (
-        f'<tr data-run="{number}" {_of(_model(row), _device(row))}><th data-value="{escape(row.model)}">'
-        f"<div>{badge(number)}<span>{escape(row.model)}{mark}</span></div></th>"
-        f'<td data-value="{escape(plan)}"><a href="{_link(row)}">{escape(plan)}</a><small>{escape(method)}</small></td>'
-        + "".join(_cell(cell, cell[0]) for cell in ((_layout(row), ""), _hardware(row)))
-        + "".join(figures)
-        + _cell(made := _made_with(row), made[0])
-        + "</tr>"
-    )
+    figures = zip(COLUMNS, _figures(row), strict=True)
+    return [
+        Cell(text=plan, detail=method, sort_by=plan, link=_link(row), kind=""),
+        *(_text_cell(texts) for texts in ((_layout(row), ""), _hardware(row))),
+        *(Cell(text=text, detail=detail, sort_by=column.value(row)) for column, (text, detail) in figures),
+        _text_cell(_made_with(row)),
+    ]
 
 
-def _cell(cell: Cell, value: str, kind: str = "") -> str:
-    text, detail = map(escape, cell)
-    return f'<td class="{kind}" data-value="{escape(value)}">{text}<small>{detail}</small></td>'
-
-
-def _chart(model: str, device: str, entries: Sequence[tuple[int, ComparisonRow]]) -> str:
-    """Memory against throughput of a model on a device; empty unless two runs have both."""
-    chart = scatter(entries)
-    if not chart:
-        return ""
-    heading = f"{escape(model)} <small>{escape(device)}</small>"
-    return f'<section {_of(model, device)}><h2>{heading}</h2><div class="charts">{chart}</div></section>'
-
-
-def _of(model: str, device: str) -> str:
-    """What the filters read."""
-    return f'data-model="{escape(model)}" data-device="{escape(device)}"'
+def _text_cell(texts: Texts) -> Cell:
+    text, detail = texts
+    return Cell(text=text, detail=detail, sort_by=text, kind="")
 
 
 def _sorted(rows: Sequence[ResultRow]) -> list[ResultRow]:
@@ -172,7 +139,7 @@ def _link(row: ResultRow) -> str:
     return f"{FOLDER}/{row.name}.json"
 
 
-def _method(row: ResultRow, rows: Sequence[ResultRow]) -> Cell:
+def _method(row: ResultRow, rows: Sequence[ResultRow]) -> Texts:
     """The plan, and the flags and traits in which rows of the model differ."""
     described = [{**one.workload, **one.settings} for one in rows if one.model == row.model]
     own = {**row.workload, **row.settings}
@@ -185,14 +152,14 @@ def _layout(row: ResultRow) -> str:
     return layout_of(row.to_run()) or "-"
 
 
-def _hardware(row: ResultRow) -> Cell:
+def _hardware(row: ResultRow) -> Texts:
     return _device(row), "" if row.num_threads is None else counted(row.num_threads, "CPU thread")
 
 
-def _figures(row: ResultRow) -> list[Cell]:
+def _figures(row: ResultRow) -> list[Texts]:
     return [column.cell(row) for column in COLUMNS]
 
 
-def _made_with(row: ResultRow) -> Cell:
+def _made_with(row: ResultRow) -> Texts:
     commit = f"commit {row.git_commit[:COMMIT_LETTERS]}" if row.git_commit else ""
     return f"torch {row.versions.get('torch', '-')}", commit

@@ -21,7 +21,18 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from memsave_recipes.compare import TRAITS, ComparisonRow, History, Run, compare, history_row, traits, workload_key
+from memsave_recipes.compare import (
+    PEAK,
+    SPEED,
+    TRAITS,
+    ComparisonRow,
+    History,
+    Run,
+    compare,
+    history_row,
+    traits,
+    workload_key,
+)
 from memsave_recipes.errors import InputError
 from memsave_recipes.text import GIB
 
@@ -148,8 +159,8 @@ def rows_of(runs: Sequence[Run], *, device_memory_bytes: int | None = None) -> l
     compared = compare([_without_paths(run) for run in runs]).rows
     plain: dict[tuple[tuple[str, str], ...], float] = {}
     for one in compared:
-        if one.plan == "none" and one.samples_per_s.value:
-            plain.setdefault(workload_key(one.run), one.samples_per_s.value)
+        if one.plan == "none" and (speed := one.value(SPEED)):
+            plain.setdefault(workload_key(one.run), speed)
     return [
         replace(_row(one, plain.get(workload_key(one.run))), device_memory_bytes=device_memory_bytes)
         for one in compared
@@ -159,7 +170,7 @@ def rows_of(runs: Sequence[Run], *, device_memory_bytes: int | None = None) -> l
 def _row(one: ComparisonRow, plain_samples_per_s: float | None) -> ResultRow:
     run, environment = one.run, one.run.config.get("environment")
     environment = environment if isinstance(environment, dict) else {}
-    speed, peak = one.samples_per_s.value, _whole(one.peak_memory.value)
+    speed, peak = one.value(SPEED), _whole(one.value(PEAK))
     if one.model is None or one.plan is None or (peak is None and speed is None):
         raise InputError(f"{run.path} has no model, no plan or no figures of training: add a run that has trained")
     quartiles, num_windows = _spread(run)
@@ -178,7 +189,7 @@ def _row(one: ComparisonRow, plain_samples_per_s: float | None) -> ResultRow:
         predicted_peak_bytes=_in_bytes(run.figure("memory", "predicted_peak_gib")),
         peak_bytes=peak,
         peak_source=run.text("memory", "source"),
-        saved_for_backward_bytes=_whole(one.saved_for_backward.value),
+        saved_for_backward_bytes=_whole(one.value("saved_for_backward_bytes")),
         samples_per_s=speed,
         samples_per_s_quartiles=quartiles,
         num_windows=num_windows,

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 from memsave_recipes.cli.flags import STDOUT, write_text, writing
@@ -30,13 +29,13 @@ from memsave_recipes.cli.request import (
     to_json,
     without,
 )
-from memsave_recipes.errors import InputError, packages_of, require
+from memsave_recipes.errors import InputError, require
 from memsave_recipes.estimation.estimate import fake_model
 from memsave_recipes.planner.lengths import TOKENS_APART, Curve, curves, under_each
 from memsave_recipes.planner.search import Choice
-from memsave_recipes.planner.task import FrontierPoint, choose_for_target, every_strategy, points_of
+from memsave_recipes.planner.task import choose_for_target, every_strategy, points_of
 from memsave_recipes.render.choice import best_rows, show_choice
-from memsave_recipes.render.frontier import chart_points_of, frontier_page, plan_page, show_curves, show_points
+from memsave_recipes.render.frontier import by_family, frontier_page, plan_page, show_curves, show_points
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH
 from memsave_recipes.text import ProgressBar
 
@@ -95,7 +94,11 @@ def frontier(arguments: argparse.Namespace) -> None:
         page = frontier_page(request.title, request.remarks, points, request.budget_bytes)
         write_text("--html", arguments.html, page)
     if arguments.png:
-        _draw(arguments.png, request, points)
+        from memsave_recipes.render.plot import frontier_figure
+
+        figure = frontier_figure(by_family(points), f"{request.title} on {request.place}", request.budget_bytes)
+        with writing(f"--png {arguments.png}"):
+            figure.savefig(arguments.png, format="png")
 
 
 def _over_lengths(arguments: argparse.Namespace) -> None:
@@ -109,19 +112,12 @@ def _over_lengths(arguments: argparse.Namespace) -> None:
         record = record_of(request, [], **_record_of_curves(found, request.budget_bytes))
         write_text("--json", arguments.json, to_json(record))
     if arguments.png:
-        with packages_of("plots", "pictures"):
-            from memsave_recipes.render.plot import write_curves_png
+        from memsave_recipes.render.plot import write_curves_png
+
         with writing(f"--png {arguments.png}"):
             lines = {curve.strategy: [(one.needed_bytes, length) for length, one in curve.points] for curve in found}
             card = {request.launch.target.name: request.budget_bytes}
             write_curves_png(lines, arguments.png, f"{request.title} on {request.place}", card)
-
-
-def _draw(path: Path, request: PlanRequest, points: list[FrontierPoint]) -> None:
-    with packages_of("plots", "pictures"):
-        from memsave_recipes.render.plot import write_frontier_png
-    with writing(f"--png {path}"):
-        write_frontier_png(chart_points_of(points), path, f"{request.title} on {request.place}", request.budget_bytes)
 
 
 def _with_largest(arguments: argparse.Namespace) -> tuple[tuple[str, ...], int]:

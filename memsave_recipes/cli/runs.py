@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from memsave_recipes.cli.flags import STDOUT, write_text, writing
 from memsave_recipes.compare import Run, compare, find_runs, read_run
-from memsave_recipes.errors import InputError, packages_of
+from memsave_recipes.errors import InputError
 
 T = TypeVar("T")
 
@@ -59,18 +59,22 @@ def add_folders(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.render.comparison import show, to_csv, to_html, to_markdown
+    from memsave_recipes.render.comparison import show, to_csv, to_markdown
 
     runs = read_all(arguments.folders, arguments.wandb)
     table = compare(runs, _baseline(arguments.baseline, runs))
     if arguments.markdown != STDOUT:
         show(table)
-    for flag, text_of in {"markdown": to_markdown, "csv": to_csv, "html": to_html}.items():
+    for flag, text_of in {"markdown": to_markdown, "csv": to_csv}.items():
         if file := getattr(arguments, flag):
             write_text(f"--{flag}", Path(file), text_of(table))
+    if arguments.html:
+        from memsave_recipes.render.page import to_html
+
+        write_text("--html", arguments.html, to_html(table))
     if arguments.png:
-        with packages_of("plots", "pictures"):
-            from memsave_recipes.render.plot import write_png
+        from memsave_recipes.render.charts import write_png
+
         with writing(f"--png {arguments.png}"):
             write_png(table, arguments.png)
 

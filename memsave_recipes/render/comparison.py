@@ -1,17 +1,12 @@
-"""A comparison as a table for a terminal, as Markdown and CSV, and as one HTML file that needs no server.
+"""A comparison as a table for a terminal, as Markdown and as CSV.
 
-Figures that no run recorded have no column. ``page.html`` has the style and a script that adds tooltips, highlights and
-sorting; its content security policy forbids every request. All text of runs is escaped.
+Figures that no run recorded have no column.
 """
 
 import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib import resources
-from operator import attrgetter
-from string import Template
 from typing import Literal
 
 from rich.table import Table
@@ -19,16 +14,15 @@ from rich.text import Text
 
 from memsave_recipes.compare import (
     METRICS,
+    OF_EVALUATION,
+    PEAK,
+    SPEED,
     ComparisonRow,
     ComparisonTable,
     Figure,
-    RunDifference,
-    config_differences,
     trait_differences,
-    traits,
 )
 from memsave_recipes.render import new_table, show_all
-from memsave_recipes.render.charts import Entry, badge, loss_curves, memory_bars, scatter
 from memsave_recipes.text import HUGE, format_bytes, format_rate, format_seconds
 
 NO_FIGURE = Figure(value=None)
@@ -130,8 +124,8 @@ def _change(figure: Figure) -> str | None:
 class Column:
     """A figure of every row: its text, its text relative to the baseline, and whether low or high is good."""
 
+    key: str
     heading: str
-    figure: Callable[[ComparisonRow], Figure]
     absolute: Callable[[float], str]
     relative: Callable[[Figure], str | None]
     good: Literal["low", "high"] | None = None
@@ -141,6 +135,10 @@ class Column:
         """The heading in one line."""
         return self.heading.replace("\n/", "/").replace("\n", " ")
 
+    def figure(self, row: ComparisonRow) -> Figure:
+        """Return the figure; one without a value where the run has none."""
+        return row.figures.get(self.key, NO_FIGURE)
+
     def texts(self, row: ComparisonRow) -> tuple[str, str | None]:
         """Return the figure, and its relation to the baseline's."""
         figure = self.figure(row)
@@ -148,14 +146,14 @@ class Column:
 
 
 COST = (
-    Column("peak\nmemory", attrgetter("peak_memory"), format_bytes, _percent_more, "low"),
-    Column("saved for\nbackward", attrgetter("saved_for_backward"), format_bytes, _percent_more, "low"),
-    Column("samples\n/s", attrgetter("samples_per_s"), format_rate, _factor, "high"),
-    Column("tokens\n/s", attrgetter("tokens_per_s"), format_rate, _factor, "high"),
-    Column("train\ntime", attrgetter("train_time"), format_seconds, _factor, "low"),
+    Column(PEAK, "peak\nmemory", format_bytes, _percent_more, "low"),
+    Column("saved_for_backward_bytes", "saved for\nbackward", format_bytes, _percent_more, "low"),
+    Column(SPEED, "samples\n/s", format_rate, _factor, "high"),
+    Column("tokens_per_s", "tokens\n/s", format_rate, _factor, "high"),
+    Column("train_time_s", "train\ntime", format_seconds, _factor, "low"),
 )
-MFU = Column("MFU", attrgetter("mfu_pct"), lambda value: f"{_fixed(value, 1)} %", _factor, "high")
-TRAIN_LOSS = Column("train\nloss", attrgetter("train_loss"), _decimals, _change)
+MFU = Column("mfu_pct", "MFU", lambda value: f"{_fixed(value, 1)} %", _factor, "high")
+TRAIN_LOSS = Column("train_loss", "train\nloss", _decimals, _change)
 
 
 def columns(rows: Sequence[ComparisonRow]) -> list[Column]:
@@ -175,7 +173,7 @@ def all_columns(rows: Sequence[ComparisonRow]) -> list[Column]:
 def notes(table: ComparisonTable) -> list[str]:
     """Return notes on the figures; ``!`` begins a warning."""
     lines = [f"peak memory: {'; '.join(table.memory_sources)}"] if table.memory_sources else []
-    if any(row.saved_for_backward.value is not None for row in table.rows):
+    if any(row.value("saved_for_backward_bytes") is not None for row in table.rows):
         lines.append("saved for backward: activations that the forward keeps for the backward")
     if any(row.is_pareto_optimal for row in table.rows):
         lines.append("pareto: no run of the same workload has both less memory and more speed")
@@ -201,7 +199,7 @@ def marks(row: ComparisonRow) -> list[str]:
 
 
 def _metric_column(name: str) -> Column:
-    return Column(name.replace("_", "\n"), lambda row: row.evaluation.get(name, NO_FIGURE), _decimals, _change)
+    return Column(f"{OF_EVALUATION}{name}", name.replace("_", "\n"), _decimals, _change)
 
 
 def _filled(candidates: Sequence[Column], rows: Sequence[ComparisonRow]) -> list[Column]:
@@ -237,16 +235,6 @@ def _in_csv(text: str | None) -> str | None:
 
 
 def _record(row: ComparisonRow) -> dict[str, object]:
-    figures = {
-        "peak_memory_bytes": row.peak_memory,
-        "saved_for_backward_bytes": row.saved_for_backward,
-        "samples_per_s": row.samples_per_s,
-        "tokens_per_s": row.tokens_per_s,
-        "mfu_pct": row.mfu_pct,
-        "train_time_s": row.train_time,
-        "train_loss": row.train_loss,
-        **{f"eval_{name}": figure for name, figure in row.evaluation.items()},
-    }
     return {
         "run": _in_csv(row.name),
         "model": _in_csv(row.model),
@@ -255,124 +243,7 @@ def _record(row: ComparisonRow) -> dict[str, object]:
         "is_baseline": row.is_baseline,
         "is_pareto_optimal": row.is_pareto_optimal,
         "not_comparable_in": "; ".join(row.differs),
-        **{key: figure.value for key, figure in figures.items()},
-        **{f"{key}_ratio": figure.ratio for key, figure in figures.items()},
+        **{key: figure.value for key, figure in row.figures.items()},
+        **{f"{key}_ratio": figure.ratio for key, figure in row.figures.items()},
         "largest_loss_difference": row.loss_difference,
     }
-
-
-IN_THE_TITLE = ("device", "mixed precision", "torch")
-
-
-def to_html(table: ComparisonTable) -> str:
-    """Return the page: for each model a table, three charts and the differences of the configurations."""
-    numbers = iter(range(1, len(table.rows) + 1))
-    sections = [[(next(numbers), row) for row in rows] for rows in table.sections]
-    return fill_page(
-        f"{counted(len(table.rows), 'run')} compared",
-        " · ".join(_common(table)),
-        [note for note in notes(table) if not note.startswith("!")],
-        "".join(map(_section, sections)),
-    )
-
-
-def fill_page(title: str, subtitle: str, lines: Sequence[str], sections: str) -> str:
-    """Fill ``page.html`` with these texts, which are escaped here, and ``sections``, which is HTML."""
-    template = Template(resources.files("memsave_recipes.render").joinpath("page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=escape(title),
-        subtitle=escape(subtitle),
-        notes="".join(f"<li>{escape(line)}</li>" for line in lines),
-        sections=sections,
-    )
-
-
-def counted(number: int, noun: str) -> str:
-    """Return ``1 run``, ``2 runs``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _common(table: ComparisonTable) -> list[str]:
-    """Return the device, precision and version of torch, where all runs share them."""
-    known = [traits(row.run) for row in table.rows]
-    shared = {trait: {traits.get(trait) for traits in known} for trait in IN_THE_TITLE}
-    return [
-        f"{trait}: {value}" if trait != "device" else value
-        for trait, values in shared.items()
-        if len(values) == 1 and (value := next(iter(values)))
-    ]
-
-
-def _section(entries: Sequence[Entry]) -> str:
-    rows = [row for _, row in entries]
-    charts = [
-        scatter(entries),
-        memory_bars(entries),
-        loss_curves(entries, "train/loss", "Training loss"),
-        loss_curves(entries, "eval/loss", "Evaluation loss"),
-    ]
-    return (
-        f"<section><h2>{escape(rows[0].model or 'unknown model')}</h2>"
-        + "".join(f'<p class="warning">{escape(line)}</p>' for line in warnings(rows))
-        + _table(entries)
-        + f'<div class="charts">{"".join(charts)}</div>'
-        + _differences(entries)
-        + "</section>"
-    )
-
-
-def _table(entries: Sequence[Entry]) -> str:
-    rows = [row for _, row in entries]
-    figures, last = all_columns(rows), loss_difference_headings(rows)
-    titles = ["run", "plan, batch layout", *(column.title for column in figures), *last]
-    headings = "".join(f'<th><button type="button">{escape(title)}</button></th>' for title in titles)
-    body = "".join(_table_row(number, row, figures, has_loss_difference=bool(last)) for number, row in entries)
-    return f'<div class="card scroll"><table><thead><tr>{headings}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _table_row(number: int, row: ComparisonRow, figures: Sequence[Column], *, has_loss_difference: bool) -> str:
-    tags = "".join(f"<em{' class=warn' if mark.startswith('!') else ''}>{escape(mark)}</em>" for mark in marks(row))
-    cells = "".join(_figure_cell(row, column) for column in figures)
-    if has_loss_difference:
-        cells += f'<td class="number" data-value="{sortable(row.loss_difference)}">{loss_difference(row)}</td>'
-    plan, layout = escape(row.plan or "-"), escape(row.layout or "-")
-    return (
-        f'<tr data-run="{number}"><th data-value="{number}"><div>{badge(number)}<span>{escape(row.name)}{tags}</span>'
-        f'</div></th><td data-value="{plan} {layout}">{plan}<small>{layout}</small></td>{cells}</tr>'
-    )
-
-
-def _figure_cell(row: ComparisonRow, column: Column) -> str:
-    absolute, relative = column.texts(row)
-    change = f'<small class="{_verdict(row, column)}">{relative}</small>' if relative else ""
-    return f'<td class="number" data-value="{sortable(column.figure(row).value)}">{absolute}{change}</td>'
-
-
-def sortable(value: float | None) -> str:
-    """Return a figure as the script of the page sorts it; an unknown one comes last."""
-    return "" if value is None else str(value)
-
-
-def _verdict(row: ComparisonRow, column: Column) -> str:
-    """Return ``good`` or ``bad`` for a change of at least half a per cent, where one way is better."""
-    ratio = column.figure(row).ratio
-    if ratio is None or column.good is None or abs(ratio - 1) < 0.005:
-        return "even"
-    return "good" if (ratio < 1) == (column.good == "low") else "bad"
-
-
-def _differences(entries: Sequence[Entry]) -> str:
-    """List the configuration values that differ within the section, each with the runs that have it."""
-    found = config_differences([row.run for _, row in entries])
-    if not found:
-        return ""
-    rows = "".join(_difference(difference, entries) for difference in found)
-    return f'<details class="card" open><summary>Differences of the configurations</summary><dl>{rows}</dl></details>'
-
-
-def _difference(difference: RunDifference, entries: Sequence[Entry]) -> str:
-    values = "".join(
-        f"<span><code>{escape(value)}</code>{''.join(badge(entries[holder][0]) for holder in holders)}</span>"
-        for value, holders in difference.values.items()
-    )
-    return f"<dt>{escape(difference.name)}</dt><dd>{values}</dd>"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memsave_recipes.compare import ComparisonRow, ComparisonTable, History, Run, compare
+from memsave_recipes.compare import PEAK, SPEED, ComparisonRow, ComparisonTable, History, Run, compare
 
 GIB = 1024**3
 Make = Callable[..., Run]
@@ -19,11 +19,11 @@ def rows_by_name(table: ComparisonTable) -> dict[str, ComparisonRow]:
 def test_each_figure_stands_beside_the_baseline(make_run: Make, checkpointed: Make) -> None:
     row = rows_by_name(compare([make_run("plain"), checkpointed()]))["checkpointed"]
     assert (row.plan, row.layout, row.metric) == ("segments:2", "16 x 2 ranks x 2", "accuracy")
-    assert (row.peak_memory.value, row.peak_memory.baseline) == (0.65 * GIB, GIB)
-    assert row.peak_memory.ratio == 0.65
-    assert row.saved_for_backward.ratio == pytest.approx(0.2)
-    assert row.samples_per_s.ratio == 0.8
-    assert row.train_time.ratio == 1.21
+    assert (row.figures[PEAK].value, row.figures[PEAK].baseline) == (0.65 * GIB, GIB)
+    assert row.figures[PEAK].ratio == 0.65
+    assert row.figures["saved_for_backward_bytes"].ratio == pytest.approx(0.2)
+    assert row.figures[SPEED].ratio == 0.8
+    assert row.figures["train_time_s"].ratio == 1.21
     assert row.evaluation["accuracy"].difference == row.evaluation["loss"].difference == 0
     assert row.loss_difference == 0
 
@@ -31,7 +31,7 @@ def test_each_figure_stands_beside_the_baseline(make_run: Make, checkpointed: Ma
 def test_a_baseline_is_compared_with_nothing(make_run: Make, checkpointed: Make) -> None:
     row = rows_by_name(compare([make_run("plain"), checkpointed()]))["plain"]
     assert row.is_baseline
-    assert row.peak_memory.ratio is row.evaluation["accuracy"].difference is row.loss_difference is None
+    assert row.figures[PEAK].ratio is row.evaluation["accuracy"].difference is row.loss_difference is None
 
 
 def test_the_plain_run_of_the_same_work_is_the_baseline(make_run: Make, checkpointed: Make) -> None:
@@ -46,13 +46,13 @@ def test_the_plain_run_of_the_same_work_is_the_baseline(make_run: Make, checkpoi
     assert [row.name for row in table.rows] == ["small-plain", "small", "large", "large-every", "dense-plain"]
     assert [row.name for row in table.rows if row.is_baseline] == ["small-plain", "large", "dense-plain"]
     assert [len(rows) for rows in table.sections] == [4, 1]
-    assert rows_by_name(table)["large-every"].samples_per_s.baseline == 80.0
+    assert rows_by_name(table)["large-every"].figures[SPEED].baseline == 80.0
 
 
 def test_a_chosen_baseline_counts_for_its_model_and_joins_the_runs(make_run: Make, checkpointed: Make) -> None:
     chosen = checkpointed("chosen", perf={"samples_per_sec": 50.0})
     rows = rows_by_name(compare([make_run("plain"), make_run("dense", model="densenet121")], baseline=chosen))
-    assert rows["plain"].samples_per_s.ratio == 2.0
+    assert rows["plain"].figures[SPEED].ratio == 2.0
     assert rows["chosen"].is_baseline
     assert rows["dense"].is_baseline
 
@@ -61,7 +61,7 @@ def test_absent_figures_stay_absent(make_run: Make) -> None:
     bare = Run(name="bare", path=Path("/runs/bare"), results={"model": "vgg11"}, config={}, history=History([]))
     row = rows_by_name(compare([make_run("plain", global_batch_size=None), bare]))["bare"]
     assert row.plan is row.layout is row.metric is row.loss_difference is row.position is None
-    assert {figure.value for figure in (row.peak_memory, row.samples_per_s, row.train_time, row.train_loss)} == {None}
+    assert {figure.value for figure in row.figures.values()} == {None}
     assert row.evaluation == {}
     assert not row.is_pareto_optimal
 
@@ -70,7 +70,7 @@ def test_peaks_that_were_measured_differently_are_not_compared(make_run: Make, c
     on_gpu = checkpointed(memory={"peak_allocated_gib": 0.65, "source": "CUDA allocator"})
     table = compare([make_run("plain"), on_gpu])
     row = rows_by_name(table)["checkpointed"]
-    assert row.peak_memory.ratio is None
+    assert row.figures[PEAK].ratio is None
     assert row.differs == ("memory source",)
     assert table.memory_sources == ("one instrumented step", "CUDA allocator")
 

@@ -9,7 +9,7 @@ from memsave_recipes.compare import History, Run, compare
 
 pytest.importorskip("matplotlib")
 
-from memsave_recipes.render.plot import write_png
+from memsave_recipes.render.charts import write_png
 
 Make = Callable[..., Run]
 

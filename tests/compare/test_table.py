@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from memsave_recipes.compare import ComparisonTable, History, Run, compare
-from memsave_recipes.render.comparison import render, show, to_csv, to_html, to_markdown
+from memsave_recipes.render.comparison import render, show, to_csv, to_markdown
 
 Make = Callable[..., Run]
 
@@ -125,7 +125,7 @@ def test_no_cell_of_the_csv_is_a_formula(name: str, make_run: Make) -> None:
 
 def test_a_run_alone_is_held_against_none(make_run: Make, checkpointed: Make) -> None:
     alone, two = compare([make_run("plain")]), compare([make_run("plain"), checkpointed()])
-    for layout in (lambda table: printed(table, 120), to_markdown, to_html):
+    for layout in (lambda table: printed(table, 120), to_markdown):
         assert "difference" not in layout(alone)
         assert "baseline" not in layout(alone)
         assert "difference" in layout(two)

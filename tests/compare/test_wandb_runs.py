@@ -13,10 +13,9 @@ import pytest
 import wandb_stand_in
 
 from memsave_recipes import dashboards
-from memsave_recipes.compare import loss_curve
+from memsave_recipes.compare import SAMPLES_SEEN, loss_curve
 from memsave_recipes.dashboards import read_offline_run
 from memsave_recipes.errors import InputError
-from memsave_recipes.render.charts import by_samples_seen
 
 CONFIG = {"model": "vgg11", "activation_checkpointing": "full", "seed": 7}
 ROWS = [{"_step": n, "train/loss": 4.0 / n, "progress/samples_seen": 64 * n} for n in (1, 2)]
@@ -44,7 +43,7 @@ def test_an_offline_run_reads_as_its_folder_would(tmp_path: Path) -> None:
     assert run.config == CONFIG
     assert loss_curve(run)[1] == 4.0
     assert math.isnan(loss_curve(run)[2])
-    assert [seen for seen, _ in by_samples_seen(run, "train/loss")] == [64, 128]
+    assert list(run.history.curve(SAMPLES_SEEN).values()) == [64, 128]
 
 
 def test_a_run_that_did_not_finish_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
