@@ -30,7 +30,7 @@ from memsave_recipes.profiling.memory import (
     write_snapshot,
 )
 from memsave_recipes.run.failures import VerificationFailed
-from memsave_recipes.run.out_of_memory import Failure, RunSettings
+from memsave_recipes.run.out_of_memory import RunSettings, page_of
 from memsave_recipes.step.batch_layout import Batch, SampleOrder
 from memsave_recipes.text import first_line, to_gib
 from memsave_recipes.training.batching import GlobalBatches
@@ -203,18 +203,7 @@ class MemoryWatch:
                 yield
         except RuntimeError as error:
             if is_out_of_memory(error):
-                failure = Failure(
-                    accelerator=self.accelerator,
-                    model=self.model,
-                    optimizer=self.optimizer,
-                    layout=self.layout,
-                    settings=self.settings,
-                    step=step,
-                    error=error,
-                    breakdown=self.breakdown,
-                    forward_meter=self.forward_meter,
-                )
-                raise torch.OutOfMemoryError(failure.page()) from error
+                raise torch.OutOfMemoryError(page_of(self, step, error)) from error
             raise
 
     def end_step(self, step: int) -> None:

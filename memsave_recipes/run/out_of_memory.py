@@ -8,24 +8,29 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from memsave_recipes.planner.savings import Saving, Setup, savings_of
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
-from memsave_recipes.profiling.breakdown import MemoryBreakdown, persistent_tensors
-from memsave_recipes.profiling.memory import ForwardMeter, outside_torch, write_snapshot
+from memsave_recipes.profiling.breakdown import persistent_tensors
+from memsave_recipes.profiling.memory import outside_torch, write_snapshot
 from memsave_recipes.sharding import is_sharded
-from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO, StepSettings
 from memsave_recipes.text import format_bytes, spaced, to_gib
 from memsave_recipes.training.launch import device_name
 
+if TYPE_CHECKING:
+    from memsave_recipes.run.first_steps import MemoryWatch
+
 VIEWER = "https://pytorch.org/memory_viz"
+HEADLINE_OF_SAVINGS = "what to change, how much it can free at the peak of a step, and the loss curve then:"
+NO_SAVINGS_IN_SHARDS = (
+    "what to change: a smaller --micro_batch_size, --activation_checkpointing full, or more ranks; how much that frees "
+    "is not computed for weights in shards"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,117 +57,74 @@ class RunSettings:
         return self.folder / (f"memory_snapshot-rank{rank}.pickle" if rank else "memory_snapshot.pickle")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A step that ran out of memory.
-
-    Args:
-        step: counted from 0.
-        breakdown: of the peak of an earlier step, if one was measured.
-        forward_meter: of the first step.
-    """
-
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    layout: BatchLayout
-    settings: RunSettings
-    step: int
-    error: RuntimeError
-    breakdown: MemoryBreakdown | None
-    forward_meter: ForwardMeter
-
-    def page(self) -> str:
-        """Return the page as text."""
-        rows = [(name, format_bytes(size), "") for name, size in self.parts.items()]
-        rows.append(("together", format_bytes(sum(self.parts.values())), ""))
-        advice = [
-            (one.flags, "not known" if one.freed_bytes is None else format_bytes(one.freed_bytes), one.curve)
-            for one in self.savings
+def page_of(watch: "MemoryWatch", step: int, error: RuntimeError) -> str:
+    """Return the page of a step, counted from 0, that ran out of memory."""
+    accelerator, parts, savings = watch.accelerator, _parts(watch), _savings(watch)
+    held_bytes = _held_by_others(accelerator.device)
+    rows = [(name, format_bytes(size), "") for name, size in parts.items()]
+    rows.append(("together", format_bytes(sum(parts.values())), ""))
+    advice = [
+        (one.flags, "not known" if one.freed_bytes is None else format_bytes(one.freed_bytes), one.curve)
+        for one in savings
+    ]
+    width = max(len(name) for name, _, _ in [*rows, *advice])
+    where = f"rank {accelerator.process_index} of {accelerator.num_processes} ({device_name(accelerator.device)})"
+    when = "as far as it had come" if watch.breakdown is None else "at the peak of an earlier step, measured"
+    return "\n".join(
+        [
+            f"out of memory in step {step + 1} on {where}",
+            f"  {str(error).strip().splitlines()[0]}",
+            *([f"  other processes hold {format_bytes(held_bytes)} of this device"] if held_bytes else []),
+            f"what filled it, {when}:",
+            *_table(rows, width),
+            NO_SAVINGS_IN_SHARDS if is_sharded(watch.model) else HEADLINE_OF_SAVINGS,
+            *_table(advice, width),
+            snapshot_line(watch),
         ]
-        width = max(len(name) for name, _, _ in [*rows, *advice])
-        when = "as far as it had come" if self.breakdown is None else "at the peak of an earlier step, measured"
-        return "\n".join(
-            [
-                f"out of memory in {self.where}",
-                f"  {str(self.error).strip().splitlines()[0]}",
-                *self.line_on_others,
-                f"what filled it, {when}:",
-                *_table(rows, width),
-                self.headline_of_advice,
-                *_table(advice, width),
-                self.write_snapshot(),
-            ]
+    )
+
+
+def _parts(watch: "MemoryWatch") -> dict[str, int]:
+    """Return the bytes by kind: as measured, or computed now."""
+    if watch.breakdown is not None:
+        return {spaced(name.removesuffix("_bytes")): size for name, size in vars(watch.breakdown).items()}
+    stays = persistent_tensors(watch.model, watch.optimizer)
+    parts = {spaced(label.use.value): sum(label.storages.values()) for label in stays}
+    if watch.on_cpu:
+        return {**parts, "saved for the backward": watch.forward_meter.num_bytes}
+    peak = torch.accelerator.max_memory_allocated(watch.accelerator.device)
+    return {**parts, "activations and temporaries": max(0, peak - sum(parts.values()))}
+
+
+def _savings(watch: "MemoryWatch") -> list[Saving]:
+    """Return the flags that would help, where that can be computed."""
+    if is_sharded(watch.model):
+        return []
+    measured, meter = watch.breakdown, watch.forward_meter
+    activations = meter.num_bytes if measured is None else measured.activations_bytes
+    return savings_of(
+        Setup(
+            flags=watch.settings.flags,
+            layout=watch.layout,
+            model=watch.model,
+            mixed_precision=watch.accelerator.mixed_precision,
+            activations_bytes=activations or None,  # 0: it ended before anything was saved
+            freed_by_recomputation_bytes=meter.freed_by_recomputation_bytes,
+            device_type=watch.accelerator.device.type,
         )
+    )
 
-    @property
-    def where(self) -> str:
-        """``step 3 on rank 0 of 4 (NVIDIA L4)``."""
-        rank, device = self.accelerator.process_index, device_name(self.accelerator.device)
-        return f"step {self.step + 1} on rank {rank} of {self.accelerator.num_processes} ({device})"
 
-    @property
-    def parts(self) -> dict[str, int]:
-        """The bytes by kind: as measured, or computed now."""
-        if self.breakdown is not None:
-            return {spaced(name.removesuffix("_bytes")): size for name, size in vars(self.breakdown).items()}
-        stays = persistent_tensors(self.model, self.optimizer)
-        parts = {spaced(label.use.value): sum(label.storages.values()) for label in stays}
-        if self.accelerator.device.type == "cpu":
-            return {**parts, "saved for the backward": self.forward_meter.num_bytes}
-        peak = torch.accelerator.max_memory_allocated(self.accelerator.device)
-        return {**parts, "activations and temporaries": max(0, peak - sum(parts.values()))}
-
-    @property
-    def line_on_others(self) -> list[str]:
-        """What other processes hold of the device, if they hold any of it."""
-        held_bytes = _held_by_others(self.accelerator.device)
-        return [f"  other processes hold {format_bytes(held_bytes)} of this device"] if held_bytes else []
-
-    @property
-    def headline_of_advice(self) -> str:
-        """The line before the table of ``savings``, or in place of it."""
-        if self.is_sharded:
-            return (
-                "what to change: a smaller --micro_batch_size, --activation_checkpointing full, or more ranks; how "
-                "much that frees is not computed for weights in shards"
-            )
-        return "what to change, how much it can free at the peak of a step, and the loss curve then:"
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the weights are in shards."""
-        return is_sharded(self.model)
-
-    @property
-    def savings(self) -> list[Saving]:
-        """The flags that would help, where that can be computed."""
-        if self.is_sharded:
-            return []
-        measured, meter = self.breakdown, self.forward_meter
-        activations = meter.num_bytes if measured is None else measured.activations_bytes
-        return savings_of(
-            Setup(
-                flags=self.settings.flags,
-                layout=self.layout,
-                model=self.model,
-                mixed_precision=self.accelerator.mixed_precision,
-                activations_bytes=activations or None,  # 0: it ended before anything was saved
-                freed_by_recomputation_bytes=meter.freed_by_recomputation_bytes,
-                device_type=self.accelerator.device.type,
-            )
-        )
-
-    def write_snapshot(self) -> str:
-        """Write the allocator snapshot of a CUDA device; return a sentence with its path, or why there is none."""
-        if self.accelerator.device.type != "cuda":
-            return "no allocator snapshot: only CUDA devices have one"
-        path = self.settings.snapshot_path(self.accelerator.process_index)
-        try:
-            write_snapshot(path)
-        except (OSError, RuntimeError) as error:  # the page matters more
-            return f"no allocator snapshot: {error}"
-        return f"the allocator's state is in {path}: open it at {VIEWER}"
+def snapshot_line(watch: "MemoryWatch") -> str:
+    """Write the allocator snapshot of a CUDA device; return a sentence with its path, or why there is none."""
+    if watch.accelerator.device.type != "cuda":
+        return "no allocator snapshot: only CUDA devices have one"
+    path = watch.settings.snapshot_path(watch.accelerator.process_index)
+    try:
+        write_snapshot(path)
+    except (OSError, RuntimeError) as error:  # the page matters more
+        return f"no allocator snapshot: {error}"
+    return f"the allocator's state is in {path}: open it at {VIEWER}"
 
 
 def planned_advice(task: Callable[[], Task]) -> str:

@@ -3,6 +3,7 @@
 import errno
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,17 +210,16 @@ def test_an_unforeseen_error_keeps_its_traceback():
         run_recipe(main)
 
 
-def failure_on(device, monkeypatch, write):
+def snapshot_line(device, monkeypatch, write):
     monkeypatch.setattr(out_of_memory, "write_snapshot", write)
     accelerator = type("Accelerator", (), {"device": torch.device(device), "process_index": 1})()
     settings = RunSettings(folder=Path("out"), flags={}, blocks=())
-    nothing = dict.fromkeys(("model", "optimizer", "layout", "step", "error", "breakdown", "forward_meter"))
-    return out_of_memory.Failure(accelerator=accelerator, settings=settings, **nothing)
+    return out_of_memory.snapshot_line(SimpleNamespace(accelerator=accelerator, settings=settings))
 
 
 def test_the_page_tells_where_the_snapshot_is(monkeypatch):
     written = []
-    message = failure_on("cuda", monkeypatch, written.append).write_snapshot()
+    message = snapshot_line("cuda", monkeypatch, written.append)
     assert (
         message
         == "the allocator's state is in out/memory_snapshot-rank1.pickle: open it at https://pytorch.org/memory_viz"
@@ -231,5 +231,5 @@ def test_a_snapshot_that_cannot_be_written_does_not_cost_the_page(monkeypatch):
     def full_disk(path):
         raise OSError("No space left on device")
 
-    message = failure_on("cuda", monkeypatch, full_disk).write_snapshot()
+    message = snapshot_line("cuda", monkeypatch, full_disk)
     assert message == "no allocator snapshot: No space left on device"
