@@ -5,7 +5,6 @@ trackio dashboard contacts no other machine.
 """
 
 import contextlib
-import http.client
 import io
 import os
 import signal
@@ -13,11 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import urllib.error
-import urllib.request
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ from memsave_recipes.errors import InputError, packages_of
 from memsave_recipes.text import first_line, printable, read_json, sanitized
 
 PREFIX = "result/"
-REACHABLE_TIMEOUT_S = 5
+LOGIN_TIMEOUT_S = 5
 TIMEOUT_S = 20
 MAX_ROWS = 10_000  # of an online history; of a longer one W&B sends a sample
 
@@ -84,23 +80,12 @@ def log_in(asked_by: str) -> None:
 
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # reporting an outage would delay the exit
+    os.environ.setdefault("WANDB_HTTP_TIMEOUT", str(LOGIN_TIMEOUT_S))
     try:
-        if not wandb.login(prompt=False, verify=False):
+        if not wandb.login(prompt=False, verify=True):
             raise InputError(f"{asked_by} needs a W&B key: `wandb login` stores one, or set WANDB_API_KEY")
-        _check_reachable(wandb.setup().settings.base_url)
-        wandb.login(prompt=False, verify=True)
     except (wandb.Error, OSError) as error:
         raise InputError(f"{asked_by}: no login at W&B ({first_line(error)})") from error
-
-
-def _check_reachable(url: str) -> None:
-    """Raise ``OSError`` if nothing speaks HTTP at ``url``; an error page is an answer."""
-    try:
-        urllib.request.urlopen(url, timeout=REACHABLE_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(f"no answer from {url}: {getattr(error, 'reason', error)}") from error
 
 
 def _online_run(run: Any) -> Run:
@@ -110,7 +95,7 @@ def _online_run(run: Any) -> Run:
         return _run(name=run.name, path=path, summary=run.summary_metrics, config=run.config, rows=rows)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _as_recipes_log(path: Path) -> Iterator[None]:
     """Refuse inside what another program has logged."""
     try:

@@ -6,8 +6,9 @@ The commands import their dependencies when they run, so that ``--help`` is fast
 import argparse
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from memsave_recipes.errors import BUDGET_FLAG, InputError
@@ -59,13 +60,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="file for the chosen plan; the launch line names it")
     _add_files(parser, "json", "html")
-    parser.set_defaults(command=_plan)
-
-
-def _plan(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.cli.plan import plan
-
-    plan(arguments)
+    parser.set_defaults(command=_imported("memsave_recipes.cli.plan", "plan"))
 
 
 def add_frontier(parser: argparse.ArgumentParser) -> None:
@@ -75,13 +70,7 @@ def add_frontier(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="measurements of the points on this machine's device")
     parser.add_argument("--over", choices=["block_size"], help="memory against the length of rows, up to what fits")
     _add_files(parser, "png", "html", "json")
-    parser.set_defaults(command=_frontier)
-
-
-def _frontier(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.cli.plan import frontier
-
-    frontier(arguments)
+    parser.set_defaults(command=_imported("memsave_recipes.cli.plan", "frontier"))
 
 
 def add_fit(parser: argparse.ArgumentParser) -> None:
@@ -109,13 +98,12 @@ def add_fit(parser: argparse.ArgumentParser) -> None:
         help="precision of autocast; default: bf16 on a GPU, fp16 on one without bf16",
     )
     _add_files(parser, "json")
-    parser.set_defaults(command=_fit)
+    parser.set_defaults(command=_imported("memsave_recipes.cli.fit", "fit"))
 
 
-def _fit(arguments: argparse.Namespace) -> None:
-    from memsave_recipes.cli.fit import fit
-
-    fit(arguments)
+def _imported(module: str, name: str) -> Callable[[argparse.Namespace], None]:
+    """Return a command that is imported when it runs."""
+    return lambda arguments: getattr(import_module(module), name)(arguments)
 
 
 def _add_files(parser: argparse.ArgumentParser, *formats: str) -> None:

@@ -195,5 +195,6 @@ def test_without_a_key_one_line_says_how_to_store_one(read_online: Callable) -> 
 def test_a_server_that_is_not_there_is_one_line_in_time(read_online: Callable) -> None:
     done = read_online(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="k" * 40)
     assert done.returncode == 2
-    assert done.stdout.startswith("--wandb: no login at W&B (no answer from http://127.0.0.1:9: ")
+    assert done.stdout.startswith("--wandb: no login at W&B (")
+    assert "http://127.0.0.1:9" in done.stdout
     assert done.stdout.count("\n") == 1
