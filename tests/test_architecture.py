@@ -57,7 +57,7 @@ TABLE = {
             *("activations", "checkpoints", "compare", "distributed", "equivalence", "estimation", "fingerprint"),
             *("models", "planner", "plans", "processes", "profiling", "render", "sharding", "step", "training"),
         },
-        {"torch", "accelerate", "wandb", "trackio", "huggingface_hub", "safetensors"},
+        {"torch", "accelerate", "wandb", "trackio", "huggingface_hub", "jinja2", "safetensors"},
     ),
     "recipe": ({"planner", "run", "step", "training"}, set()),
     "cli": (
@@ -77,7 +77,7 @@ ONLY_IN = {
     "wandb_workspaces": "dashboards.py",
     "trackio": ("run/trackers.py", "dashboards.py"),
     "matplotlib": "render/plot.py",
-    "jinja2": "render/page.py",
+    "jinja2": ("render/page.py", "run/report.py"),
     "liger_kernel": "models/causal_lm.py",
     "peft": "models/adapters.py",
     "bitsandbytes": "step/eight_bit.py",

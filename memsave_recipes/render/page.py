@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 
+from jinja2 import Template
+
 from memsave_recipes.compare import ComparisonRow, ComparisonTable, RunDifference, config_differences, traits
-from memsave_recipes.errors import packages_of
 from memsave_recipes.render.comparison import (
     Column,
     all_columns,
@@ -18,9 +19,6 @@ from memsave_recipes.render.comparison import (
     notes,
     warnings,
 )
-
-with packages_of("plots", "pages"):
-    from jinja2 import Template
 
 IN_THE_TITLE = ("device", "mixed precision", "torch")
 

@@ -7,7 +7,7 @@ has the last names of local paths alone.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from importlib import resources
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import Template
 from torch import Tensor, nn
 
 from memsave_recipes.errors import InputError
@@ -260,7 +261,6 @@ def _in_words(loss: float, perf: dict[str, float], memory: dict[str, float]) -> 
     return ", ".join(parts)
 
 
-FILE = "README.md"
 LIBRARY = "memsave-recipes"
 PIPELINES = {
     "image_classification": "image-classification",
@@ -268,50 +268,35 @@ PIPELINES = {
     "text_classification": "text-classification",
 }
 """Tasks of the Hub, by recipe."""
-INPUTS = {"image_classification": "photo.jpg", "language_modeling": '"A prompt"', "text_classification": '"A text"'}
 METRICS = ("accuracy", "f1", "f1_macro", "loss", "perplexity", "bits_per_byte")
-OPTIMIZER = ("optimizer", "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CardFacts:
-    """The facts of a run for its card.
+def write_model_card(
+    folder: Path, model: nn.Module, flags: dict[str, Any], results: dict[str, Any], **facts: Any
+) -> None:
+    """Write ``README.md`` by ``model_card.md`` into ``folder``, in place of peft's empty one.
 
     Args:
         model: of transformers, peft or torch.
         results: ``results.json`` as far as it is known before ``final/`` is written.
-        steps: optimizer steps that were trained; none with ``--eval_only``.
-        batch: the layout of a global batch, in words.
-        versions: of the packages, by name.
+        facts: ``steps``, the optimizer steps that were trained, none with ``--eval_only``; ``batch``, the layout of a
+            global batch in words; ``versions`` of the packages, by name; ``mixed_precision``.
     """
-
-    model: nn.Module
-    flags: dict[str, Any]
-    results: dict[str, Any]
-    steps: int
-    batch: str
-    versions: dict[str, str | None]
-    mixed_precision: str
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-        base = self.flags.get("model_name_or_path")
-        return shown(base) if base and os.path.exists(base) else self.results["model"]
-
-    @property
-    def library(self) -> str:
-        """The library that opens the folder."""
-        if hasattr(self.model, "peft_config"):
-            return "peft"
-        return "transformers" if hasattr(self.model, "save_pretrained") else LIBRARY
-
-    @property
-    def data(self) -> str:
-        """The data sets, folders or files."""
-        named = self.flags.get("dataset") or self.flags.get("data_dir") or self.flags.get("train_file") or "own data"
-        names = [shown(name) for name in ([named] if isinstance(named, str) else named)]
-        return ", ".join(filter(None, [*names, self.flags.get("dataset_config_name")]))
+    base: str = flags.get("model_name_or_path") or ""
+    is_local = os.path.exists(base)
+    name, before = shown(base) if is_local else results["model"], base or flags.get("weights")
+    metadata = _metadata(model, flags, results, name, None if is_local else base or None)
+    text = resources.files("memsave_recipes.run").joinpath("model_card.md").read_text(encoding="utf-8")
+    content = Template(text, trim_blocks=True, keep_trailing_newline=True).render(
+        metadata=metadata.to_yaml(),
+        name=name,
+        data=_data(flags),
+        origin=f"`{shown(before)}`" if before else "random weights",
+        flags=flags,
+        results=results,
+        **facts,
+    )
+    ModelCard(content, ignore_metadata_errors=True).save(folder / "README.md")
 
 
 def shown(name_or_path: str) -> str:
@@ -323,64 +308,29 @@ def shown(name_or_path: str) -> str:
     return printable(f"{path.parent.name}/{path.name}" if path.name == "final" else path.name)
 
 
-def write_model_card(folder: Path, facts: CardFacts) -> None:
-    """Write ``README.md`` into ``folder``, in place of peft's empty one."""
-    content = f"---\n{_metadata(facts).to_yaml()}\n---\n\n{_text(facts)}"
-    ModelCard(content, ignore_metadata_errors=True).save(folder / FILE)
+def _data(flags: dict[str, Any]) -> str:
+    """Return the data sets, folders or files."""
+    named = flags.get("dataset") or flags.get("data_dir") or flags.get("train_file") or "own data"
+    names = [shown(name) for name in ([named] if isinstance(named, str) else named)]
+    return ", ".join(filter(None, [*names, flags.get("dataset_config_name")]))
 
 
-def _metadata(facts: CardFacts) -> ModelCardData:
-    base, dataset = facts.flags.get("model_name_or_path"), facts.flags.get("dataset") or ""
-    pipeline, data = PIPELINES.get(facts.results["recipe"]), facts.data
+def _metadata(
+    model: nn.Module, flags: dict[str, Any], results: dict[str, Any], name: str, base: str | None
+) -> ModelCardData:
+    dataset, data, pipeline = flags.get("dataset") or "", _data(flags), PIPELINES.get(results["recipe"])
+    library = "transformers" if hasattr(model, "save_pretrained") else LIBRARY
     evaluated = [
         EvalResult(pipeline or "other", dataset_type=data, dataset_name=data, metric_type=name, metric_value=value)
-        for name, value in facts.results["eval"].items()
+        for name, value in results["eval"].items()
         if name in METRICS
     ]
     return ModelCardData(
-        model_name=facts.name,
-        library_name=facts.library,
+        model_name=name,
+        library_name="peft" if hasattr(model, "peft_config") else library,
         pipeline_tag=pipeline,
-        base_model=base if base and not os.path.exists(base) else None,
+        base_model=base,
         datasets=[dataset] if "/" in dataset else None,
         tags=[LIBRARY],
         eval_results=evaluated or None,
     )
-
-
-def _text(facts: CardFacts) -> str:
-    recipe = facts.results["recipe"]
-    figures = [f"- {name}: {value:.4g}" for name, value in facts.results["eval"].items()]
-    sections = [
-        f"# {facts.name}, {facts.data}",
-        f"{_origin(facts)} with the recipe `{recipe}` of {LIBRARY}.",
-        f"## Use\n\n```bash\nmemsave predict FOLDER {INPUTS[recipe]}\n```" if recipe in INPUTS else "",
-        "## Evaluation\n\n" + ("\n".join(figures) if figures else "Not evaluated."),
-        "## Training\n\n" + "\n".join(f"- {name}: {value}" for name, value in _settings(facts)) if facts.steps else "",
-        "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in facts.versions.items() if version),
-    ]
-    return "\n\n".join(filter(None, sections)) + "\n"
-
-
-def _origin(facts: CardFacts) -> str:
-    """Say where the weights come from."""
-    before = facts.flags.get("model_name_or_path") or facts.flags.get("weights")
-    origin = f"`{shown(before)}`" if before else "random weights"
-    if facts.steps:
-        return f"Trained on {facts.data}, from {origin},"
-    return f"Merged from the adapters {origin} and their base model, and evaluated on {facts.data},"
-
-
-def _settings(facts: CardFacts) -> Iterator[tuple[str, Any]]:
-    flags, results = facts.flags, facts.results
-    yield "parameters", f"{results['num_parameters']:,}"
-    trained = results.get("num_trained_parameters", results["num_parameters"])
-    if trained < results["num_parameters"]:
-        yield "trained parameters", f"{trained:,}"
-    yield "optimizer steps", facts.steps
-    yield "global batch", facts.batch
-    yield "activation checkpointing", results["plan"]
-    yield "precision", f"parameters in {flags['dtype']}, mixed precision {facts.mixed_precision}"
-    yield "seed", flags["seed"]
-    for name in OPTIMIZER:
-        yield name.replace("_", " "), flags[name]

@@ -14,7 +14,7 @@ from memsave_recipes.fingerprint import Fingerprint
 from memsave_recipes.models.slices import slices_of
 from memsave_recipes.run.folder import CHECKPOINTS, begin_run, check_room, save_final, weight_writers, write_results
 from memsave_recipes.run.prepared_run import PreparedRun
-from memsave_recipes.run.report import CardFacts, RunReport, write_model_card
+from memsave_recipes.run.report import RunReport, write_model_card
 from memsave_recipes.run.trackers import log_metrics
 from memsave_recipes.sharding.shards import callable_in_parts
 from memsave_recipes.step.batch_layout import Batch
@@ -200,7 +200,8 @@ class TrainingRun:
             "eval": {**self._report.evaluated, **(evaluated or {})},
         }
         if not self.args.eval_only or self.run.flags.get("lora_merge"):
-            facts = CardFacts(
+            card = partial(
+                write_model_card,
                 model=trained,
                 flags=self.run.flags,
                 results=known,
@@ -209,7 +210,6 @@ class TrainingRun:
                 versions=describe_environment(self.accelerator)["versions"],
                 mixed_precision=self.accelerator.mixed_precision,
             )
-            card = partial(write_model_card, facts=facts)
             save_final(self.accelerator, self.run.folder.path, trained, *writers, card)
         self.results = {**known, **self.prepared.equivalence, **self._report.results()}
         write_results(self.accelerator, self.run.folder.path, self.results, self._checkpoints)
