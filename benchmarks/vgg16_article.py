@@ -52,7 +52,7 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.plans import Plan
-from memsave_recipes.profiling.memory import SavedTensors, read_device_memory, reset_peaks, resident_bytes
+from memsave_recipes.profiling.memory import SavedTensors, read_device_memory, resident_bytes
 from memsave_recipes.run.failures import run_recipe
 
 ON_ACCELERATOR = {"image_size": 224, "batch_size": 64, "rounds": 5, "warmup_steps": 3, "steps": 10}
@@ -119,7 +119,7 @@ class Bench:
         with apply_plan(model, method.plan):
             for index in range(self.warmup_steps + self.steps):
                 if index == self.warmup_steps and not self.on_cpu:
-                    reset_peaks(self.device)
+                    torch.accelerator.reset_peak_memory_stats(self.device)
                 timed.append(timed_step(step, *self.batch(index)))
                 if index == 0:
                     gradient_difference = self.gradient_difference(model)

@@ -44,7 +44,6 @@ from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.breakdown import PeakOfStep, break_down_peak, storages_of
-from memsave_recipes.profiling.memory import reset_peaks
 from memsave_recipes.profiling.preserve_state import device_of, preserve_attributes
 from memsave_recipes.text import GIB, ProgressBar, format_bytes
 
@@ -71,7 +70,7 @@ class StepPeak:
             resident: tensors on the device that are neither of the model nor of the optimizer.
         """
         if not self._in_step and self.device.type != "cpu":
-            reset_peaks(self.device)
+            torch.accelerator.reset_peak_memory_stats(self.device)
         elif not self._in_step and not self._is_compared and self._has_state():
             self._resident_bytes = sum(storages_of(resident()).values())
             self._seen_gradients |= all(parameter.grad is None for parameter in self.model.parameters())

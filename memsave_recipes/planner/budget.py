@@ -34,7 +34,7 @@ from memsave_recipes.plans.shards import Shards, communication_s, peak_in_shards
 from memsave_recipes.plans.simulate import Simulation, TimelinePoint, keep_all, simulate, span_costs
 from memsave_recipes.plans.solver import smallest_feasible, solve
 from memsave_recipes.profiling.block_costs import Measurement, Workload
-from memsave_recipes.profiling.memory import outside_torch
+from memsave_recipes.profiling.memory import read_device_use
 from memsave_recipes.sharding.units import largest_shards
 from memsave_recipes.step.batch_layout import BatchLayout, GradientSums
 from memsave_recipes.step.memory import (
@@ -215,13 +215,7 @@ def overheads_of_target(target: Target) -> dict[str, int]:
 
 def overheads_of_device(device: torch.device) -> dict[str, int]:
     """Return the memory of this accelerator that this process uses outside torch; nothing on a CPU."""
-    return {} if device.type == "cpu" else {"device context": outside_torch(device)[0]}
-
-
-def free_for_this_process(device: torch.device) -> int:
-    """Return the memory of this accelerator that no other process holds."""
-    total_bytes: int = torch.accelerator.get_memory_info(device)[1]
-    return total_bytes - outside_torch(device)[1]
+    return {} if device.type == "cpu" else {"device context": read_device_use(device).outside_torch_bytes}
 
 
 def workspaces_of_device(device: torch.device, known_bytes: int) -> dict[str, int]:

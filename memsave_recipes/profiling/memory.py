@@ -99,16 +99,36 @@ def read_device_memory(device: torch.device) -> DeviceMemory:
     )
 
 
-def outside_torch(device: torch.device) -> tuple[int, int]:
-    """Return what this process holds of ``device`` besides torch's allocator, and what other processes hold, in bytes.
+@dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """Bytes of one device now, and who holds them; of a CPU all of it alone.
+
+    Args:
+        outside_torch_bytes: held by this process besides torch's allocator.
+        others_bytes: held by other processes.
+    """
+
+    total_bytes: int
+    outside_torch_bytes: int = 0
+    others_bytes: int = 0
+
+
+def read_device_use(device: torch.device) -> DeviceUse:
+    """Read who holds the memory of ``device``.
 
     NVML tells the processes apart (https://docs.nvidia.com/deploy/nvml-api). Where it cannot, as in a container with
     process numbers of its own, all is this process's.
     """
+    if device.type == "cpu":
+        return DeviceUse(total_bytes=psutil.virtual_memory().total)
     free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
     used_bytes = total_bytes - free_bytes
     own_bytes = min(_used_by_this_process(device) or used_bytes, used_bytes)
-    return max(0, own_bytes - torch.accelerator.memory_reserved(device)), used_bytes - own_bytes
+    return DeviceUse(
+        total_bytes=total_bytes,
+        outside_torch_bytes=max(0, own_bytes - torch.accelerator.memory_reserved(device)),
+        others_bytes=used_bytes - own_bytes,
+    )
 
 
 def _used_by_this_process(device: torch.device) -> int | None:
@@ -120,11 +140,6 @@ def _used_by_this_process(device: torch.device) -> int | None:
                 used_bytes: int | None = process.usedGpuMemory
                 return used_bytes
     return None
-
-
-def reset_peaks(device: torch.device) -> None:
-    """Begin a new window: the peaks fall to the present figures."""
-    torch.accelerator.reset_peak_memory_stats(device)
 
 
 def empty_cache(device: torch.device) -> None:

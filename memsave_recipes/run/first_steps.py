@@ -25,7 +25,6 @@ from memsave_recipes.profiling.memory import (
     peak_rss_bytes,
     read_device_memory,
     record_history,
-    reset_peaks,
     rss_bytes,
     write_snapshot,
 )
@@ -180,7 +179,7 @@ class MemoryWatch:
         if recorded_steps:
             record_history()
         if not self.on_cpu:
-            reset_peaks(accelerator.device)
+            torch.accelerator.reset_peak_memory_stats(accelerator.device)
 
     @property
     def num_slow_steps(self) -> int:
@@ -209,7 +208,7 @@ class MemoryWatch:
     def end_step(self, step: int) -> None:
         """Write ``--memory_snapshot`` if ``step`` is the last one of it, which takes a while."""
         if self.settings.compiles and step < self.instrumented_step and not self.on_cpu:
-            reset_peaks(self.accelerator.device)
+            torch.accelerator.reset_peak_memory_stats(self.accelerator.device)
         if step == self.last_recorded_step:
             write_snapshot(self.settings.snapshot_path(self.accelerator.process_index))
 
@@ -267,7 +266,7 @@ class MemoryWatch:
 
     def _read_device(self) -> dict[str, int]:
         device = read_device_memory(self.accelerator.device)
-        reset_peaks(self.accelerator.device)
+        torch.accelerator.reset_peak_memory_stats(self.accelerator.device)
         window = {name.removesuffix("_bytes"): value for name, value in vars(device).items()}
         for name, value in window.items():  # in one order on all ranks, which gather them by place
             if name not in COUNTS:

@@ -16,7 +16,7 @@ from memsave_recipes.planner.savings import Saving, Setup, savings_of
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
 from memsave_recipes.profiling.breakdown import persistent_tensors
-from memsave_recipes.profiling.memory import outside_torch, write_snapshot
+from memsave_recipes.profiling.memory import read_device_use, write_snapshot
 from memsave_recipes.sharding import is_sharded
 from memsave_recipes.step.settings import AUTO, StepSettings
 from memsave_recipes.text import format_bytes, spaced, to_gib
@@ -60,7 +60,7 @@ class RunSettings:
 def page_of(watch: "MemoryWatch", step: int, error: RuntimeError) -> str:
     """Return the page of a step, counted from 0, that ran out of memory."""
     accelerator, parts, savings = watch.accelerator, _parts(watch), _savings(watch)
-    held_bytes = _held_by_others(accelerator.device)
+    held_bytes = read_device_use(accelerator.device).others_bytes
     rows = [(name, format_bytes(size), "") for name, size in parts.items()]
     rows.append(("together", format_bytes(sum(parts.values())), ""))
     advice = [
@@ -139,7 +139,7 @@ def planned_advice(task: Callable[[], Task]) -> str:
     failed = task()
     launch = Launch.here(int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    memory_bytes = launch.target.memory_bytes - _held_by_others(device)
+    memory_bytes = launch.target.memory_bytes - read_device_use(device).others_bytes
     opened = replace(failed, run=_with_all_open(failed.run, memory_bytes))
     found = choose_for_target(opened, launch, memory_bytes)
     choice = _needing_less(found, failed.run, launch)
@@ -149,10 +149,6 @@ def planned_advice(task: Callable[[], Task]) -> str:
         f"the fastest that is predicted to fit in {format_bytes(memory_bytes)} (memsave plan): "
         f"{_flags(choice.chosen)}, {format_bytes(choice.chosen.needed_bytes)} in all"
     )
-
-
-def _held_by_others(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else outside_torch(device)[1]
 
 
 def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:

@@ -23,13 +23,7 @@ from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.targets import find_target, target_of
-from memsave_recipes.planner.budget import (
-    COMPILED_RATIOS,
-    free_for_this_process,
-    overheads_of_device,
-    usable_bytes,
-    usable_host_bytes,
-)
+from memsave_recipes.planner.budget import COMPILED_RATIOS, overheads_of_device, usable_bytes, usable_host_bytes
 from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import (
     Candidate,
@@ -46,7 +40,7 @@ from memsave_recipes.planner.task import Launch, Task, choose_for_target, fake_p
 from memsave_recipes.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
-from memsave_recipes.profiling.memory import empty_cache
+from memsave_recipes.profiling.memory import empty_cache, read_device_use
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerSettings, StepSettings
@@ -136,7 +130,8 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
         return run.budget_bytes
     if device.type == "cpu":
         raise InputError(f"--micro_batch_size auto needs {BUDGET_FLAG} on a CPU: the GiB that a step may take")
-    return usable_bytes(free_for_this_process(device), device.type)
+    use = read_device_use(device)
+    return usable_bytes(use.total_bytes - use.others_bytes, device.type)
 
 
 def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
@@ -330,8 +325,7 @@ class _InShards(_Planning):
         try:
             target = find_target("cpu" if device.type == "cpu" else "cuda")
         except InputError:
-            memory_bytes = torch.get_device_module(device).mem_get_info(device)[1]
-            target = target_of(None, to_gib(memory_bytes))
+            target = target_of(None, to_gib(read_device_use(device).total_bytes))
         return Launch(
             target=target,
             num_processes=self.accelerator.num_processes,

@@ -98,7 +98,7 @@ def test_a_device_is_asked_for_the_peaks_since_the_warm_up(benchmark, bench, mon
 
     monkeypatch.setattr(benchmark.Bench, "on_cpu", False)
     monkeypatch.setattr(benchmark, "timed_step", timed_step)
-    monkeypatch.setattr(benchmark, "reset_peaks", lambda device: calls.append("reset"))
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: calls.append("reset"))
     monkeypatch.setattr(benchmark, "read_device_memory", lambda device: calls.append("read") or told)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 0)
     turn = bench.take_turn(benchmark.make_methods("vgg_small", 6, [])[0])

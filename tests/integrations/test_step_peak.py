@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from memsave_recipes.integrations import planned_training
 from memsave_recipes.integrations.planned_training import StepPeak
 from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.text import format_bytes
@@ -26,7 +25,7 @@ def lines_of(monkeypatch):
         if state:
             optimizer.state[model.weight] = {"step": torch.zeros(())}
         mark = [0]
-        monkeypatch.setattr(planned_training, "reset_peaks", lambda device: mark.__setitem__(0, 0))
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: mark.__setitem__(0, 0))
         monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: mark[0] * MIB)
         peak, lines = StepPeak(model, optimizer, torch.device("cuda")), []
         for one in peaks:

@@ -5,6 +5,7 @@ import pickle
 import weakref
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -12,10 +13,9 @@ from memsave_recipes.profiling import memory
 from memsave_recipes.profiling.memory import (
     DeviceMemory,
     empty_cache,
-    outside_torch,
     read_device_memory,
+    read_device_use,
     record_history,
-    reset_peaks,
     write_snapshot,
 )
 
@@ -54,13 +54,13 @@ def test_a_snapshot_ends_the_recording(monkeypatch, tmp_path):
 @needs_cuda
 def test_on_cuda_the_peaks_are_torchs():
     device = torch.device("cuda", 0)
-    reset_peaks(device)
+    torch.accelerator.reset_peak_memory_stats(device)
     torch.empty(10_000_000, device=device)
     found = read_device_memory(device)
     assert found.peak_allocated_bytes == torch.cuda.max_memory_allocated(device)
     assert found.peak_reserved_bytes == torch.cuda.max_memory_reserved(device)
     assert found.peak_allocated_bytes >= 40_000_000
-    reset_peaks(device)
+    torch.accelerator.reset_peak_memory_stats(device)
     assert read_device_memory(device).peak_allocated_bytes == torch.cuda.memory_allocated(device)
 
 
@@ -94,19 +94,29 @@ def test_memory_of_other_processes_is_told_from_ones_own(monkeypatch, processes,
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="of-this-test"))
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10, 40))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 5)
-    assert outside_torch(torch.device("cuda", 0)) == outside
+    assert use_of_first_device() == (40, *outside)
 
 
 def test_without_nvml_all_is_ones_own(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (10, 40))
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
-    assert outside_torch(torch.device("cuda", 0)) == (25, 0)
+    assert use_of_first_device() == (40, 25, 0)
+
+
+def use_of_first_device():
+    return tuple(vars(read_device_use(torch.device("cuda", 0))).values())
+
+
+def test_of_a_cpu_nobody_holds_anything():
+    use = read_device_use(torch.device("cpu"))
+    assert (use.outside_torch_bytes, use.others_bytes) == (0, 0)
+    assert use.total_bytes == psutil.virtual_memory().total
 
 
 @needs_cuda
 @pytest.mark.skipif("STANDIN" in os.environ, reason="the stand-in has no NVML")
 def test_on_cuda_the_context_is_not_the_other_processes():
-    context, others = outside_torch(torch.device("cuda", 0))
+    total, context, others = use_of_first_device()
     assert 0 < context < 2**30
-    assert others >= 0
+    assert 0 <= others < total
