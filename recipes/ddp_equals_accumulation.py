@@ -40,6 +40,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClas
 from memsave_recipes.compare import read_run
 from memsave_recipes.data.vision.augmentation import to_pixel_values
 from memsave_recipes.data.vision.images import ImageDataArguments, load_images
+from memsave_recipes.errors import BUDGET_FLAG
 from memsave_recipes.exact.batch_layouts import IndexedLayout, LockstepLayout
 from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from memsave_recipes.losses import IGNORED_LABEL
@@ -59,7 +60,7 @@ from memsave_recipes.recipe import (
     run_recipe,
     seed_for,
 )
-from memsave_recipes.text import ProgressBar
+from memsave_recipes.text import ProgressBar, to_gib
 
 IMAGE = {"image_size": 16, "patch_size": 4, "num_labels": 10}
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -95,8 +96,8 @@ class Arguments(RecipeArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        budget, other = self.memory_budget_gib, self.compare_with
-        require(budget is None, "--memory_budget_gib", budget, "left to the recipes that train once")
+        budget, other = self.budget_bytes, self.compare_with
+        require(budget is None, BUDGET_FLAG, f"{to_gib(budget or 0):g}", "left to the recipes that train once")
         require(self.verify == "off", "--verify", self.verify, "left to the recipes that train once")
         require(not self.eval_only, "--eval_only", True, "left out: the proof trains")
         require(not self.bitwise_topology, "--bitwise_topology", True, "left out: it has columns of its own")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memsave_recipes.errors import BUDGET_FLAG
 from memsave_recipes.planner.savings import Saving, Setup, savings_of
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
@@ -153,13 +154,9 @@ def planned_advice(task: Callable[[], Task]) -> str:
 
 def _with_all_open(run: StepSettings, budget_bytes: int) -> StepSettings:
     """Leave micro-batch size and strategy to the planner."""
-    return replace(
-        run,
-        micro_batch_size=run.micro_batch_size if run.keeps_micro_batch else AUTO,
-        activation_checkpointing=run.budget_strategy,
-        gradient_checkpointing=False,
-        memory_budget_gib=to_gib(budget_bytes),
-    )
+    size = run.micro_batch_size if run.keeps_micro_batch else AUTO
+    strategy = run.budget_strategy
+    return run.with_micro_batch(size, budget_bytes, activation_checkpointing=strategy, gradient_checkpointing=False)
 
 
 def _needing_less(choice: Choice, run: StepSettings, launch: Launch) -> Choice:
@@ -179,7 +176,7 @@ def _flags(candidate: Candidate) -> str:
     flags = [f"--micro_batch_size {candidate.layout.micro_batch_size}"]
     flags.append(f"--activation_checkpointing {candidate.strategy}")
     if candidate.strategy == "budget":
-        flags.append(f"--memory_budget_gib {to_gib(candidate.budget_bytes):.4g}")
+        flags.append(f"{BUDGET_FLAG} {to_gib(candidate.budget_bytes):.4g}")
     if candidate.loss is not None:
         flags.append(f"--loss {candidate.loss}")
     return " ".join(flags)

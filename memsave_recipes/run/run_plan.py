@@ -348,10 +348,9 @@ class _InShards(_Planning):
         smaller = self._smaller_layout(trial)
 
         def find() -> Candidate:
-            reduction = PER_STEP if self.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH
             budget_bytes, plan = trial.candidate.budget_bytes, trial.candidate.forecast.plan
-            run = self.run.with_micro_batch(smaller.micro_batch_size, budget_bytes)
-            run = replace(run, reduce_gradients=reduction)
+            reduction = PER_STEP if self.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH
+            run = self.run.with_micro_batch(smaller.micro_batch_size, budget_bytes, reduce_gradients=reduction)
             (found,) = self._search(run, self.launch, budget_bytes, plan).candidates
             return _sendable(found)
 

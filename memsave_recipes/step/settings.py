@@ -110,14 +110,11 @@ class StepSettings:
         """``memory_budget_gib`` in bytes."""
         return None if self.memory_budget_gib is None else int(self.memory_budget_gib * GIB)
 
-    def with_micro_batch(self, size: int, budget_bytes: int | None = None) -> Self:
-        """The same with a micro-batch that has been found; a budget is kept where a plan is still to be found.
-
-        Args:
-            budget_bytes: in place of ``memory_budget_gib``.
-        """
-        gib = self.memory_budget_gib if budget_bytes is None else to_gib(budget_bytes)
-        return replace(self, micro_batch_size=size, memory_budget_gib=gib if self.solves else None)
+    def with_micro_batch(self, size: int | str | None, budget_bytes: int, **changes: Any) -> Self:
+        """Return the same with another micro-batch and ``changes``; with a budget where a plan is still to be found."""
+        solves = changes.get("activation_checkpointing", self.activation_checkpointing) in BUDGET_WORDS
+        gib = to_gib(budget_bytes) if solves else None
+        return replace(self, micro_batch_size=size, memory_budget_gib=gib, **changes)
 
 
 class OptimizerSettings:
