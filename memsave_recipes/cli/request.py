@@ -126,8 +126,7 @@ class PlanRequest:
         return budget_too_small(
             choice.smallest,
             model,
-            self.task.optim,
-            takes_adapters=self.task.takes_adapters,
+            self.task,
             mixed_precision=self.launch.mixed_precision,
             device_type=self.launch.target.device_type,
         )

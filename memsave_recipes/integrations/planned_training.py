@@ -29,7 +29,6 @@ from memsave_recipes.activations.spans import LayerInSpan, SpannedLayer, Spanned
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import StaticMemory
 from memsave_recipes.planner.make_plan import (
-    Ranks,
     call,
     check_budget,
     loss_of,
@@ -39,6 +38,7 @@ from memsave_recipes.planner.make_plan import (
     static_of,
     torch_optimizer,
 )
+from memsave_recipes.planner.trial_step import Ranks
 from memsave_recipes.plans import BUDGET_WORDS, Plan
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.prediction import Prediction

@@ -8,12 +8,11 @@ import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
 from torch.utils._pytree import tree_leaves
@@ -28,80 +27,23 @@ from memsave_recipes.planner.budget import (
     plans_to_measure,
     usable_host_bytes,
 )
-from memsave_recipes.planner.trial_step import MAX_TRIALS, step_bytes, with_smaller_ratio
+from memsave_recipes.planner.trial_step import (
+    ALONE,
+    MAX_TRIALS,
+    Ranks,
+    measured_together,
+    step_bytes,
+    with_smaller_ratio,
+)
 from memsave_recipes.plans import BUDGET_WORDS, Plan, plan_for
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.plans.prediction import Prediction
 from memsave_recipes.plans.simulate import prediction_of
-from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
-from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
+from memsave_recipes.profiling.block_costs import Measurement, Workload
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.text import GIB, ProgressBar, gib_that_suffice, to_gib
 
-T = TypeVar("T")
 MAX_GIB = 1e6
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks of a training, of any launcher; by default a process alone. Call every method on all of them."""
-
-    rank: int = 0
-    number: int = 1
-
-    @classmethod
-    def of_world(cls) -> "Ranks":
-        """Return the ranks of the default process group, if there is one."""
-        grouped = dist.is_available() and dist.is_initialized()
-        return cls(dist.get_rank(), dist.get_world_size()) if grouped else cls()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank prints."""
-        return self.rank == 0
-
-    def of_first(self, action: Callable[[], T]) -> T:
-        """Return the result of the first rank's ``action()`` on all ranks.
-
-        Raises:
-            InputError, RuntimeError: on all ranks, where the first one failed.
-        """
-        result: T | None = self.attempt(lambda: action() if self.is_first else None)
-        found: T = self._of_all(result)[0]
-        return found
-
-    def largest(self, number: int) -> int:
-        """Return the largest number of all ranks."""
-        of_ranks: list[int] = self._of_all(number)
-        return max(of_ranks)
-
-    def attempt(self, action: Callable[[], T]) -> T | None:
-        """Return this rank's ``action()``; ``None`` on all ranks, where one of them ran out of memory.
-
-        Raises:
-            InputError, RuntimeError: on all ranks, where one failed otherwise; its own error on that one.
-        """
-        result, failed = None, False
-        try:
-            result = action()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                self._of_all((False, (isinstance(error, InputError), str(error) or type(error).__name__)))
-                raise
-            failed = True  # the error is not kept: its frames hold the tensors of the failed step
-        of_ranks = self._of_all((failed, None))
-        for is_mistake, message in (told for _, told in of_ranks if told):
-            raise InputError(message) if is_mistake else RuntimeError(f"another rank failed: {message}")
-        return None if any(failed for failed, _ in of_ranks) else result
-
-    def _of_all(self, value: Any) -> list[Any]:
-        found = [value] * self.number
-        if self.number > 1:
-            dist.all_gather_object(found, value)
-        return found
-
-
-ALONE = Ranks()
 
 
 def make_plan(
@@ -301,33 +243,14 @@ def _measured(workload: Workload, plans: Sequence[Plan], progress: ProgressBar, 
     Raises:
         torch.OutOfMemoryError: it is too small for the smallest groups as well.
     """
-    host_budget_bytes = usable_host_bytes(workload.device)
-
-    def measure(num_groups: int) -> Measurement:
-        progress.reset(num_groups * num_runs(plans))
-        return measure_in_groups(
-            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
-        )
-
-    measured = measured_together(measure, sum(map(len, workload.stacks)), workload.device, ranks)
+    measured = measured_together(
+        *(lambda: workload, lambda _: plans, ranks, progress),
+        device=workload.device,
+        num_blocks=sum(map(len, workload.stacks)),
+        host_budget_bytes=usable_host_bytes(workload.device),
+    )
     if measured is None:
         raise torch.OutOfMemoryError("there is no memory to measure this batch: make it smaller")
-    return measured
-
-
-def measured_together(
-    measure: Callable[[int], Measurement], num_blocks: int, device: torch.device, ranks: Ranks
-) -> Measurement | None:
-    """Measure all blocks in one group, or in twice as many until no rank has too little memory.
-
-    Called on all ranks; ``None`` where there is too little for the smallest groups as well.
-    """
-    num_groups = 1
-    while (measured := ranks.attempt(partial(measure, num_groups))) is None:
-        empty_cache(device)  # here, where no frame of the failed step holds its tensors any more
-        if num_groups >= num_blocks:
-            return None
-        num_groups = min(2 * num_groups, num_blocks)
     return measured
 
 

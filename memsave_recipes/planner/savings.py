@@ -20,6 +20,7 @@ from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.models.adapters import LoraArguments, adapters_on_meta
 from memsave_recipes.planner.budget import Forecast, InShards, static_memory_of
 from memsave_recipes.planner.search import Candidate, host_memory_too_small
+from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import plan_for
 from memsave_recipes.plans.shards import Shards
 from memsave_recipes.sharding.units import sharded_units
@@ -218,21 +219,19 @@ ALL_RULES: tuple[Rule, ...] = (
 def budget_too_small(
     smallest: Candidate,
     model: nn.Module,
-    optim: OptimizerSettings,
+    task: Task,
     *,
-    takes_adapters: bool,
     mixed_precision: str = "no",
     device_type: str = "cpu",
 ) -> InputError:
     """Return the error for a budget that nothing fits in: the smallest that works, its uses, and what needs less.
 
     Args:
-        smallest: the candidate that needs least.
-        takes_adapters: whether ``--lora`` is a flag of the recipe, and off.
+        smallest: the candidate of ``task`` that needs least.
     """
     if not smallest.fits_host:
         return host_memory_too_small(smallest)
-    lora = False if takes_adapters else None
+    optim, lora = task.optim, False if task.takes_adapters else None
     setup = Setup(
         flags={"lora_rank": LoraArguments.lora_rank, **vars(optim), "lora": lora},
         layout=smallest.layout,

@@ -1,4 +1,4 @@
-"""One micro-batch on this device before training: the memory of a step under a plan.
+"""Steps on this device before training, on all ranks: measured, and run under the plan that has been chosen.
 
 NOTE [ trial step ]
 1. It is a forward and backward of the largest micro-batch as in training, twice where gradients accumulate, or of all
@@ -16,24 +16,134 @@ NOTE [ trial step ]
    leaves no event, so a reading may be too high, by chance: the lowest of ``READINGS`` counts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from memsave_recipes.activations import apply_plan
+from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import Forecast, StaticMemory
 from memsave_recipes.plans import Plan
+from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
+from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
+from memsave_recipes.text import ProgressBar
 
+T = TypeVar("T")
 READINGS = 3
 """How often a trial step in shards is read on a CPU: rule 5."""
 
 MAX_TRIALS = 4
 """Plans of a micro-batch that are run at most, each with more memory kept free than the one before, until one fits."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a training, of any launcher; by default a process alone. Call every method on all of them."""
+
+    rank: int = 0
+    number: int = 1
+
+    @classmethod
+    def of_world(cls) -> "Ranks":
+        """Return the ranks of the default process group, if there is one."""
+        grouped = dist.is_available() and dist.is_initialized()
+        return cls(dist.get_rank(), dist.get_world_size()) if grouped else cls()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank prints."""
+        return self.rank == 0
+
+    def of_first(self, action: Callable[[], T]) -> T:
+        """Return the result of the first rank's ``action()`` on all ranks.
+
+        Raises:
+            InputError, RuntimeError: on all ranks, where the first one failed.
+        """
+        result: T | None = self.attempt(lambda: action() if self.is_first else None)
+        found: T = self._of_all(result)[0]
+        return found
+
+    def largest(self, number: int) -> int:
+        """Return the largest number of all ranks."""
+        of_ranks: list[int] = self._of_all(number)
+        return max(of_ranks)
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """Return this rank's ``action()``; ``None`` on all ranks, where one of them ran out of memory.
+
+        Raises:
+            InputError, RuntimeError: on all ranks, where one failed otherwise; its own error on that one.
+        """
+        result, failed = None, False
+        try:
+            result = action()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self._of_all((False, (isinstance(error, InputError), str(error) or type(error).__name__)))
+                raise
+            failed = True  # the error is not kept: its frames hold the tensors of the failed step
+        of_ranks = self._of_all((failed, None))
+        for is_mistake, message in (told for _, told in of_ranks if told):
+            raise InputError(message) if is_mistake else RuntimeError(f"another rank failed: {message}")
+        return None if any(failed for failed, _ in of_ranks) else result
+
+    def _of_all(self, value: Any) -> list[Any]:
+        found = [value] * self.number
+        if self.number > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+
+ALONE = Ranks()
+
+
+def measured_together(
+    workload_of: Callable[[], Workload],
+    plans_of: Callable[[Workload], Sequence[Plan]],
+    ranks: Ranks,
+    progress: ProgressBar,
+    *,
+    device: torch.device,
+    num_blocks: int,
+    host_budget_bytes: int | None,
+) -> Measurement | None:
+    """Measure all blocks in one group, or in twice as many until no rank has too little memory.
+
+    Called on all ranks; ``None`` where there is too little for the smallest groups as well.
+
+    Args:
+        workload_of: makes the workload, which may find no memory either.
+        plans_of: the plans to measure.
+        progress: of the forwards and backwards.
+        num_blocks: groups at most.
+        host_budget_bytes: as of ``measure``.
+    """
+
+    def measure(num_groups: int) -> Measurement:
+        workload = workload_of()
+        plans = plans_of(workload)
+        progress.total = (progress.total or 0) + num_groups * num_runs(plans)
+        return measure_in_groups(
+            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
+        )
+
+    num_groups = 1
+    while (measured := ranks.attempt(partial(measure, num_groups))) is None:
+        empty_cache(device)  # here, where no frame of the failed step holds its tensors any more
+        if num_groups >= num_blocks:
+            return None
+        num_groups = min(2 * num_groups, num_blocks)
+    return measured
 
 
 def with_smaller_ratio(ratios: tuple[float, ...], plan: Plan) -> tuple[float, ...]:

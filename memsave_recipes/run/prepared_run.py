@@ -14,7 +14,6 @@ from memsave_recipes.models.slices import slices_of
 from memsave_recipes.planner.search import Candidate, reduction_line
 from memsave_recipes.planner.task import Task
 from memsave_recipes.profiling.preserve_state import preserve_state
-from memsave_recipes.render.choice import show_choice
 from memsave_recipes.run.first_steps import settle_kernels, verify_plan
 from memsave_recipes.run.folder import print_lines
 from memsave_recipes.run.open_run import OpenRun
@@ -59,14 +58,8 @@ class PreparedRun:
         if run.flags.get("lora_merge"):
             with preserve_state(self.model, accelerator.device):
                 check_merging(model, lambda: loss_of(batches.largest_forward(batches.layout)()))
-        self.planned = plan_run(
-            args,
-            args,
-            StepOnDevice(accelerator, model, batches, self.model, loss_of),
-            task=lambda: task,
-            show=show_choice,
-            in_shards=in_shards,
-        )
+        step = StepOnDevice(accelerator, model, batches, self.model, loss_of)
+        self.planned = plan_run(task, step, in_shards)
         args.check_plan(self.planned.plan)
         if groups is not None:
             self._settle_shards()
@@ -77,7 +70,7 @@ class PreparedRun:
     def _shard(self, task: Task, trained: nn.Module, groups: ShardGroups) -> Candidate | None:
         """Cut the weights up, in units of the plan that the flags name or that is found for a budget; return that."""
         args, accelerator = self.run.args, self.run.accelerator
-        found = choose_in_shards(accelerator, task, show_choice) if args.searches else None
+        found = choose_in_shards(accelerator, task) if args.searches else None
         plan = plan_blocks(self.unwrapped, args.activation_checkpointing) if found is None else found.forecast.plan
         if args.verify == "stop" and not plan.is_bitwise:
             raise InputError(

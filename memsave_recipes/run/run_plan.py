@@ -23,7 +23,12 @@ from memsave_recipes.activations import plan_blocks
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG, InputError
 from memsave_recipes.estimation.targets import find_target, target_of
-from memsave_recipes.planner.budget import COMPILED_RATIOS, overheads_of_device, usable_bytes, usable_host_bytes
+from memsave_recipes.planner.budget import (
+    COMPILED_RATIOS,
+    overheads_of_device,
+    usable_bytes,
+    usable_host_bytes,
+)
 from memsave_recipes.planner.savings import budget_too_small
 from memsave_recipes.planner.search import (
     Candidate,
@@ -41,9 +46,10 @@ from memsave_recipes.planner.trial_step import MAX_TRIALS, with_smaller_ratio
 from memsave_recipes.plans import Plan
 from memsave_recipes.plans.plan import offloads
 from memsave_recipes.profiling.memory import empty_cache, read_device_use
+from memsave_recipes.render.choice import show_choice
 from memsave_recipes.run.step_on_device import StepOnDevice, run_trial_step
 from memsave_recipes.step.batch_layout import BatchLayout
-from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, OptimizerSettings, StepSettings
+from memsave_recipes.step.settings import AUTO, PER_MICRO_BATCH, PER_STEP, StepSettings
 from memsave_recipes.text import ProgressBar, format_bytes, gib_that_suffice, to_gib
 
 
@@ -56,35 +62,26 @@ class RunPlan:
     reduces_once: bool = False
 
 
-def plan_run(
-    run: StepSettings,
-    optim: OptimizerSettings,
-    step: StepOnDevice,
-    task: Callable[[], Task],
-    show: Callable[[Choice], None],
-    in_shards: Candidate | None = None,
-) -> RunPlan:
+def plan_run(task: Task, step: StepOnDevice, in_shards: Candidate | None = None) -> RunPlan:
     """Find the plan that the flags ask for; show one for a budget, and run it in a trial step.
 
     Sets ``step.batches.layout`` where the micro-batch size is left to the planner, or turns out to be too large.
 
     Args:
         task: the recipe's task under this run's flags.
-        show: prints a choice; called on the first rank.
         in_shards: the result of ``choose_in_shards``, in whose units the weights have been cut up.
 
     Raises:
         InputError: no such strategy, or nothing fits in the budget.
     """
-    accelerator = step.accelerator
+    accelerator, run = step.accelerator, task.run
     if not run.searches:
-        return _named(run, step, task)
-    asked = accelerator, run, optim, task, show
+        return _named(task, step)
     if in_shards is not None:
-        candidate = _InShards(*asked).tried(in_shards, step)
+        candidate = _InShards(accelerator, task).tried(in_shards, step)
     else:
         host_budget_bytes = on_main_process(accelerator, lambda: usable_host_bytes(accelerator.device))
-        measured = _Measured(*asked, step, host_budget_bytes)
+        measured = _Measured(accelerator, task, step, host_budget_bytes)
         candidate = measured.tried(measured.choose(measured.open_layouts()), step)
     empty_cache(accelerator.device)  # of the trial steps
     step.batches.layout = candidate.layout
@@ -92,32 +89,30 @@ def plan_run(
     return RunPlan(candidate.forecast.plan, candidate.allocated_bytes, reduces_once)
 
 
-def _named(run: StepSettings, step: StepOnDevice, task: Callable[[], Task]) -> RunPlan:
+def _named(task: Task, step: StepOnDevice) -> RunPlan:
     """Return the plan that the flags name; of one that offloads, print the host's memory."""
-    accelerator, strategy = step.accelerator, run.activation_checkpointing or "none"
+    accelerator, strategy = step.accelerator, task.run.activation_checkpointing or "none"
     if offloads(strategy) and accelerator.device.type != "cpu":
         here = partial(Launch.here, accelerator.num_processes, accelerator.mixed_precision)
         accelerator.print(on_main_process(accelerator, lambda: predicted_host_memory(task, here)))
     plan = plan_blocks(step.model, strategy, None if strategy == "none" else step.running_blocks())
-    size = run.micro_batch_of_blocks(step.batches.layout)
+    size = task.run.micro_batch_of_blocks(step.batches.layout)
     plan = plan if size is None else plan.in_micro_batches(size)
-    return RunPlan(plan, reduces_once=run.reduce_gradients == PER_STEP)
+    return RunPlan(plan, reduces_once=task.run.reduce_gradients == PER_STEP)
 
 
-def choose_in_shards(accelerator: Accelerator, task: Task, show: Callable[[Choice], None]) -> Candidate:
+def choose_in_shards(accelerator: Accelerator, task: Task) -> Candidate:
     """Find the fastest plan and micro-batch for weights in shards, before they are cut up: NOTE [ a plan for shards ].
 
     Args:
         task: the recipe's task under this run's flags.
-        show: prints a choice; called on the first rank.
 
     Raises:
         InputError: nothing fits in the budget, or the step of this model cannot be estimated.
     """
     own = torch.tensor([budget_of(task.run, accelerator.device)], dtype=torch.int64, device=accelerator.device)
     budget_bytes = int(accelerator.gather(own).min())
-    planning = _InShards(accelerator, task.run, task.optim, lambda: task, show)
-    return on_main_process(accelerator, lambda: planning.choose(budget_bytes))
+    return on_main_process(accelerator, lambda: _InShards(accelerator, task).choose(budget_bytes))
 
 
 def budget_of(run: StepSettings, device: torch.device) -> int:
@@ -134,21 +129,26 @@ def budget_of(run: StepSettings, device: torch.device) -> int:
     return usable_bytes(use.total_bytes - use.others_bytes, device.type)
 
 
-def predicted_host_memory(task: Callable[[], Task], here: Callable[[], Launch]) -> str:
+def predicted_host_memory(task: Task, here: Callable[[], Launch]) -> str:
     """Return a line on the host's memory that offloading takes: an estimate, as a named strategy is not measured.
 
     Raises:
         InputError: the host has less.
     """
     try:
-        launch, found = here(), replace(task(), losses=(None,))
+        launch = here()
         launch = replace(launch, host_budget_bytes=usable_host_bytes(launch.target.device))
-        (candidate,) = choose_for_target(found, launch, launch.target.memory_bytes).candidates
+        (candidate,) = choose_for_target(_of_flags(task), launch, launch.target.memory_bytes).candidates
     except Exception as unknown:  # fake tensors cannot run every model; a missing prediction must not stop the run
         return f"offload: how much of the host's memory it takes cannot be predicted ({type(unknown).__name__})"
     if not candidate.fits_host:
         raise host_memory_too_small(candidate)
     return host_line(candidate)
+
+
+def _of_flags(task: Task, run: StepSettings | None = None) -> Task:
+    """Return ``task`` with the loss of the flags alone, and with ``run`` in place of its own."""
+    return replace(task, run=run or task.run, losses=(None,))
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,7 @@ class _Planning:
     """Chooses by the costs of each micro-batch, tries the choice, and takes less where it misses; on all ranks."""
 
     accelerator: Accelerator
-    run: StepSettings
-    optim: OptimizerSettings
-    task: Callable[[], Task]
-    show: Callable[[Choice], None]
+    task: Task
 
     def tried(self, candidate: Candidate, step: StepOnDevice) -> Candidate:
         """Return ``candidate``, or the first of those after it whose trial step fits the budget."""
@@ -213,23 +210,22 @@ class _Planning:
             raise budget_too_small(
                 choice.smallest,
                 model(),
-                self.optim,
-                takes_adapters=self.task().takes_adapters,
+                self.task,
                 mixed_precision=self.accelerator.mixed_precision,
                 device_type=self.accelerator.device.type,
             )
         if self.accelerator.is_main_process:
-            self.show(choice)
+            show_choice(choice)
         return choice.chosen
 
     def _smaller_layout(self, trial: _Trial) -> BatchLayout:
         """Halve the micro-batches, unless reducing each of their gradients takes less; refuse if they cannot shrink."""
         candidate, layout, size = trial.candidate, trial.candidate.layout, trial.candidate.layout.micro_batch_size
         in_shards = candidate.forecast.in_shards is not None
-        if candidate.reduces_once and self.run.reduce_gradients == AUTO:
+        if candidate.reduces_once and self.task.run.reduce_gradients == AUTO:
             self.accelerator.print(f"{trial.problem}, so {reduction_line(once=False)}")
             return layout
-        if size == 1 or self.optim.optimizer_in_backward or self.run.keeps_micro_batch:
+        if size == 1 or self.task.optim.optimizer_in_backward or self.task.run.keeps_micro_batch:
             above = f" above {gib_that_suffice(trial.needed_bytes)}" if in_shards else ""
             raise InputError(f"{trial.problem}, and the micro-batch cannot be halved: raise {BUDGET_FLAG}{above}")
         smaller = layout.of(layout.global_batch_size, -(-size // 2), layout.num_processes)
@@ -250,7 +246,7 @@ class _Measured(_Planning):
 
     def open_layouts(self) -> list[BatchLayout]:
         """Return the batch layouts to search: where plans may compile, which takes long, the best one without."""
-        layouts = open_layouts(self.run, self.optim, self.accelerator.num_processes)
+        layouts = open_layouts(self.task.run, self.task.optim, self.accelerator.num_processes)
         if self._space.strategy != "budget" or len(layouts) == 1:
             return layouts
         choice = self._search(layouts, replace(self._space, strategy="budget:bitwise"))
@@ -262,7 +258,9 @@ class _Measured(_Planning):
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
         """Keep more memory free under a plan that compiles (NOTE [ trial step ] 4); else shrink the micro-batches."""
-        compiles = self.run.activation_checkpointing == "budget" and trial.candidate.forecast.plan.compiled_memory_ratio
+        compiles = (
+            self.task.run.activation_checkpointing == "budget" and trial.candidate.forecast.plan.compiled_memory_ratio
+        )
         if not compiles or not trial.missed_bytes or len(ratios) - len(COMPILED_RATIOS) >= MAX_TRIALS:
             return self.choose([self._smaller_layout(trial)])
         self.accelerator.print(f"{trial.problem}: measuring the layers compiled with a ratio of {ratios[-1]:g}")
@@ -276,10 +274,10 @@ class _Measured(_Planning):
     def _space(self) -> SearchSpace:
         accelerator = self.accelerator
         return search_space(
-            self.run,
-            self.optim,
+            self.task.run,
+            self.task.optim,
             self.step.model,
-            budget_of(self.run, accelerator.device),
+            budget_of(self.task.run, accelerator.device),
             num_processes=accelerator.num_processes,
             device_type=accelerator.device.type,
             overheads=overheads_of_device(accelerator.device),
@@ -298,14 +296,14 @@ class _Measured(_Planning):
         self.accelerator.print(f"{no_memory}: planning by estimates")
 
         def choose() -> Choice:
-            task = self.task()
+            run = self.task.run
             open_size: int | str | None = AUTO if len(layouts) > 1 else size
-            if self.run.keeps_micro_batch:
-                open_size = self.run.micro_batch_size
-            run = replace(task.run, micro_batch_size=open_size, activation_checkpointing=space.strategy)
+            if run.keeps_micro_batch:
+                open_size = run.micro_batch_size
+            run = replace(run, micro_batch_size=open_size, activation_checkpointing=space.strategy)
             launch = Launch.here(self.accelerator.num_processes, self.accelerator.mixed_precision)
             launch = replace(launch, host_budget_bytes=self.host_budget_bytes)
-            return choose_for_target(replace(task, run=run, losses=(None,)), launch, space.budget_bytes)
+            return choose_for_target(_of_flags(self.task, run), launch, space.budget_bytes)
 
         try:
             return on_main_process(self.accelerator, choose)
@@ -337,11 +335,11 @@ class _InShards(_Planning):
         """Return the fastest of all candidates that fits; on the first rank."""
         launch = self.launch
         self.accelerator.print(
-            f"--shard {self.run.shard}: planning by estimates for {launch.target.name}, before the weights are "
+            f"--shard {self.task.run.shard}: planning by estimates for {launch.target.name}, before the weights are "
             "cut up: seconds are not measured"
         )
-        choice = self._search(self.run, launch, budget_bytes)
-        return _sendable(self.chosen(choice, partial(fake_planned_model, self.task(), launch.target)))
+        choice = self._search(self.task.run, launch, budget_bytes)
+        return _sendable(self.chosen(choice, partial(fake_planned_model, self.task, launch.target)))
 
     def after(self, trial: _Trial, ratios: tuple[float, ...]) -> Candidate:
         """Keep the plan, and with it the units; shrink layout or reduction."""
@@ -349,8 +347,9 @@ class _InShards(_Planning):
 
         def find() -> Candidate:
             budget_bytes, plan = trial.candidate.budget_bytes, trial.candidate.forecast.plan
-            reduction = PER_STEP if self.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH
-            run = self.run.with_micro_batch(smaller.micro_batch_size, budget_bytes, reduce_gradients=reduction)
+            reduction = PER_STEP if self.task.run.reduce_gradients == PER_STEP else PER_MICRO_BATCH
+            size = smaller.micro_batch_size
+            run = self.task.run.with_micro_batch(size, budget_bytes, reduce_gradients=reduction)
             (found,) = self._search(run, self.launch, budget_bytes, plan).candidates
             return _sendable(found)
 
@@ -359,7 +358,7 @@ class _InShards(_Planning):
     def _search(self, run: StepSettings, launch: Launch, budget_bytes: int, plan: Plan | None = None) -> Choice:
         """Estimate all candidates, or those with a plan, for the loss of the flags."""
         try:
-            return choose_for_target(replace(self.task(), run=run, losses=(None,)), launch, budget_bytes, plan=plan)
+            return choose_for_target(_of_flags(self.task, run), launch, budget_bytes, plan=plan)
         except InputError:
             raise
         except Exception as unknown:  # fake tensors cannot run every model

@@ -1,7 +1,7 @@
 """A step of a run on its devices before training, on all ranks: measured, and run once under the chosen plan."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,10 +14,9 @@ from memsave_recipes.activations.micro_batches import inner_tensors
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG
 from memsave_recipes.planner.budget import plans_to_measure, workspaces_of_device
-from memsave_recipes.planner.make_plan import Ranks, measured_together
 from memsave_recipes.planner.search import Candidate, SearchSpace
-from memsave_recipes.planner.trial_step import step_bytes
-from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
+from memsave_recipes.planner.trial_step import Ranks, measured_together, step_bytes
+from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.memory import is_out_of_memory
 from memsave_recipes.profiling.preserve_state import running_blocks
 from memsave_recipes.sharding.shards import reduce_once_a_step
@@ -55,39 +54,40 @@ class StepOnDevice:
 
     def candidates(self, space: SearchSpace, layout: BatchLayout, progress: ProgressBar) -> list[Candidate]:
         """Measure the blocks; return the first rank's candidates on all ranks, none if a rank has too little memory."""
-        ranks, measure = Ranks.of_world(), partial(self._measure, space, layout, progress)
-        num_blocks = sum(map(len, block_names(find_stacks(self.model)))) if space.strategy != "none" else 1
+        ranks, device = Ranks.of_world(), self.accelerator.device
+        stacks = block_names(find_stacks(self.model))
         gc.collect()  # else the batch of the size before may be freed while bytes are read
-        measured = measured_together(measure, num_blocks, self.accelerator.device, ranks)
+        measured = measured_together(
+            partial(self._workload, layout, stacks),
+            partial(
+                plans_to_measure,
+                space.strategy,
+                device_type=device.type,
+                ratios=space.compiled_ratios,
+                micro_batch_size=space.micro_batch_size,
+            ),
+            *(ranks, progress),
+            device=device,
+            num_blocks=sum(map(len, stacks)) if space.strategy != "none" else 1,
+            host_budget_bytes=space.host_budget_bytes,
+        )
         if measured is None:
             return []
         known_bytes = measured.workload.resident_bytes + space.static(layout).buckets_bytes
-        workspaces = workspaces_of_device(self.accelerator.device, known_bytes)
+        workspaces = workspaces_of_device(device, known_bytes)
         overheads = {**space.overheads, **dict.fromkeys(workspaces, ranks.largest(sum(workspaces.values())))}
         return on_main_process(
             self.accelerator, lambda: replace(space, overheads=overheads).candidates(measured, layout)
         )
 
-    def _measure(self, space: SearchSpace, layout: BatchLayout, progress: ProgressBar, num_groups: int) -> Measurement:
+    def _workload(self, layout: BatchLayout, stacks: Sequence[Sequence[str]]) -> Workload:
         make_batch = self.batches.largest_forward(layout)
-        workload = Workload(
+        return Workload(
             model=self.model,
             forward=self._forward(make_batch),
             batch=inner_tensors(value for value in make_batch().values() if isinstance(value, Tensor)),
             device=self.accelerator.device,
-            stacks=block_names(find_stacks(self.model)),
-        )
-        plans = plans_to_measure(
-            space.strategy,
-            workload,
-            device_type=workload.device.type,
-            ratios=space.compiled_ratios,
-            micro_batch_size=space.micro_batch_size,
-        )
-        progress.total = (progress.total or 0) + num_groups * num_runs(plans)
-        host_budget_bytes = space.host_budget_bytes
-        return measure_in_groups(
-            workload, plans, num_groups, host_budget_bytes=host_budget_bytes, on_run=progress.update
+            stacks=stacks,
         )
 
     def _forward(self, make_batch: Callable[[], Batch]) -> Callable[[], Tensor]:

@@ -21,13 +21,14 @@ from workloads import peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner import StaticMemory, make_plan
+from memsave_recipes.planner import StaticMemory, make_plan, trial_step
 from memsave_recipes.planner.budget import forecast, least_memory, plans_to_measure
+from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import Action
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.simulate import keep_all, simulate
 from memsave_recipes.profiling.block_costs import measure
-from memsave_recipes.run import run_plan, step_on_device
+from memsave_recipes.run import run_plan
 from memsave_recipes.run.step_on_device import StepOnDevice
 from memsave_recipes.step.batch_layout import SampleOrder
 from memsave_recipes.text import GIB
@@ -163,7 +164,7 @@ def make_plan_on(monkeypatch, kernels_can_be_compiled):
 
     def make(stated):
         module = sys.modules[make_plan.__module__]  # the package has the function by its name
-        monkeypatch.setattr(module, "measure_in_groups", stated.measure)
+        monkeypatch.setattr(trial_step, "measure_in_groups", stated.measure)
         monkeypatch.setattr(module, "step_bytes", lambda found, *_: stated.step(found))
         return make_plan(Layers(), torch.ones(1, 4), strategy="budget", budget_gib=BUDGET_BYTES / GIB, static=NO_STATE)
 
@@ -180,10 +181,11 @@ def plan_run_on(monkeypatch, kernels_can_be_compiled):
     """``plan_run`` for such layers, in micro-batches of 4; returns its plan, layout and words."""
 
     def plan(stated):
-        monkeypatch.setattr(step_on_device, "measure_in_groups", stated.measure)
+        monkeypatch.setattr(trial_step, "measure_in_groups", stated.measure)
         monkeypatch.setattr(run_plan, "run_trial_step", lambda candidate, *_: stated.step(candidate.forecast))
         accelerator, model, said, shown = Accelerator(cpu=True), Layers(), [], []
         monkeypatch.setattr(accelerator, "print", said.append)
+        monkeypatch.setattr(run_plan, "show_choice", shown.append)
         run = RunArguments(
             output_dir="out",
             global_batch_size=8,
@@ -199,13 +201,15 @@ def plan_run_on(monkeypatch, kernels_can_be_compiled):
             num_steps=1,
             seed=0,
         )
-        found = run_plan.plan_run(
-            run,
-            OptimizerArguments(optimizer="sgd"),
-            StepOnDevice(accelerator, model, batches, model, lambda batch: model(batch["inputs"]).sum()),
-            task=None,
-            show=shown.append,
+        task = Task(
+            run=run,
+            optim=OptimizerArguments(optimizer="sgd"),
+            build_model=Layers,
+            loss_of=lambda model, batch: model(batch["inputs"]).sum(),
+            micro_batch=lambda size: {"inputs": torch.ones(size, 4)},
         )
+        step = StepOnDevice(accelerator, model, batches, model, lambda batch: task.loss_of(model, batch))
+        found = run_plan.plan_run(task, step)
         assert found.plan is shown[-1].chosen.forecast.plan
         return found, batches.layout, said
 
@@ -311,7 +315,7 @@ def test_measured_peaks_are_below_the_budget_and_rise_with_it(build, monkeypatch
     model, batch = build()
     workload = workload_of(model.train(), lambda model, batch: model(**batch).loss, batch)
     measured = measure(workload, plans_to_measure("budget", workload, device_type="cpu"))
-    monkeypatch.setattr(sys.modules[make_plan.__module__], "measure_in_groups", lambda *_, **__: measured)
+    monkeypatch.setattr(trial_step, "measure_in_groups", lambda *_, **__: measured)
     baseline = simulate(measured.chain(), keep_all(measured.chain())).peak_bytes
     smallest = least_memory(measured, NO_STATE)
     least = smallest.peak.total_bytes + smallest.reserve_bytes

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner import StaticMemory, make_plan
+from memsave_recipes.planner import StaticMemory, make_plan, trial_step
 from memsave_recipes.planner.budget import forecast, plans_to_measure
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.block_costs import Workload, measure, measure_in_groups
@@ -238,7 +238,7 @@ def test_where_memory_is_short_the_blocks_are_measured_in_groups(gpt2, monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         return measure_in_groups(workload, plans, num_groups, **others)
 
-    monkeypatch.setattr(sys.modules[make_plan.__module__], "measure_in_groups", short)
+    monkeypatch.setattr(trial_step, "measure_in_groups", short)
     in_groups = make_plan(gpt2, batch, strategy="full", predict=True).prediction
     assert numbers == [1, 2, 3]
     assert in_groups.peak_bytes == pytest.approx(at_once.peak_bytes, rel=0.01)

@@ -1,7 +1,7 @@
 """Ranks that plan together: what one meets, all do."""
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.planner.make_plan import Ranks
+from memsave_recipes.planner.trial_step import Ranks
 
 
 def outcomes_together(accelerator):

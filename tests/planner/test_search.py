@@ -28,6 +28,7 @@ from memsave_recipes.planner.savings import (
     savings_of,
 )
 from memsave_recipes.planner.search import Candidate, Choice, host_line, open_layouts, search
+from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import Action, plan_for
 from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
 from memsave_recipes.plans.simulate import prediction_of
@@ -161,7 +162,7 @@ def test_what_the_host_has_no_memory_for_does_not_fit():
 
 
 def test_a_host_that_is_too_small_is_named_by_the_error():
-    line = budget_too_small(offloading(1024), MODEL, OptimizerArguments(), takes_adapters=False).one_line
+    line = budget_too_small(offloading(1024), MODEL, task_of(takes_adapters=False)).one_line
     assert "--activation_checkpointing offload: a rank would move 43.9 KiB to its host, which has 1 KiB" in line
     assert fits_text(offloading(1024)) == "no, host +42.9 KiB"
     told = "43.9 KiB of the host's memory for a rank, of 1 MiB that are available to it"
@@ -226,7 +227,17 @@ def test_a_budget_that_is_too_small_is_told_what_would_do():
 
 
 def told(tight, takes_adapters=True, **optim):
-    return budget_too_small(tight, MODEL, OptimizerArguments(**optim), takes_adapters=takes_adapters).one_line
+    return budget_too_small(tight, MODEL, task_of(takes_adapters, **optim)).one_line
+
+
+def task_of(takes_adapters=True, **optim):
+    """A task, of which only the optimizer and the adapters count."""
+    settings = {
+        "run": flags(micro_batch_size="auto"),
+        "optim": OptimizerArguments(**optim),
+        "takes_adapters": takes_adapters,
+    }
+    return Task(**settings, build_model=None, loss_of=None, micro_batch=None)
 
 
 def setup_of(one, **changes):
@@ -265,7 +276,7 @@ def undivided_candidate():
 def test_what_is_needed_then_is_no_less_than_without_gradients():
     undivided, words = undivided_candidate(), "--optimizer_in_backward --max_grad_norm 0"
     assert words in told(undivided)
-    fp16 = budget_too_small(undivided, MODEL, OptimizerArguments(), takes_adapters=True, mixed_precision="fp16")
+    fp16 = budget_too_small(undivided, MODEL, task_of(), mixed_precision="fp16")
     assert words not in fp16.one_line
     setup = setup_of(undivided, optimizer_in_backward=False)
     needed = {saving.flags: needed_with(saving, undivided, setup) for saving in beyond_the_plan(undivided, setup)}
@@ -310,7 +321,7 @@ def with_packed_weights():
 def test_sharding_is_no_way_out_for_weights_that_it_refuses(make_model):
     """Those on the host were once taken off the device's memory, in which they are not."""
     whole = replace(candidate(budget=WEIGHTS + STATE), layout=BatchLayout.of(4, 4, 1))
-    line = budget_too_small(whole, make_model(), OptimizerArguments(), takes_adapters=False).one_line
+    line = budget_too_small(whole, make_model(), task_of(takes_adapters=False)).one_line
     assert "the smallest that works is" in line
     assert "--shard" not in line
 

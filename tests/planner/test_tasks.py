@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_the_host_memory_of_offload_is_told_before_training(monkeypatch, strateg
     sizes = "n_layer=4,n_head=4,n_embd=256"
     flags = ["--model_type", "gpt2", "--config_overrides", sizes, "--block_size", "256", "--vocab_size", "512"]
     flags += ["--global_batch_size", "4", "--activation_checkpointing", strategy]
-    given = (lambda: read_task(RECIPES / "language_modeling.py", flags)), (lambda: Launch(target=find_target("a100")))
+    given = read_task(RECIPES / "language_modeling.py", flags), (lambda: Launch(target=find_target("a100")))
     module = "memsave_recipes.run.run_plan.usable_host_bytes"
     monkeypatch.setattr(module, lambda device: GIB)
     state = torch.get_rng_state()
@@ -101,7 +102,9 @@ def test_the_host_memory_of_offload_is_told_before_training(monkeypatch, strateg
 
 
 def test_a_recipe_that_fake_tensors_cannot_run_trains_all_the_same():
-    told = predicted_host_memory(lambda: 1 / 0, lambda: Launch(target=find_target("a100")))
+    task = read_task(RECIPES / "image_classification.py", ["--model", "vgg_small"])
+    task = replace(task, build_model=lambda: 1 / 0)
+    told = predicted_host_memory(task, lambda: Launch(target=find_target("a100")))
     assert told == "offload: how much of the host's memory it takes cannot be predicted (ZeroDivisionError)"
 
 

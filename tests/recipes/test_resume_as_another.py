@@ -165,9 +165,9 @@ def test_what_was_searched_is_kept(recipe, train, stopped_at_6, monkeypatch, tmp
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     plan_run = prepared_run.plan_run
 
-    def plan_without_a_search(run, *args, **options):
-        assert not run.searches
-        return plan_run(run, *args, **options)
+    def plan_without_a_search(task, *args):
+        assert not task.run.searches
+        return plan_run(task, *args)
 
     monkeypatch.setattr(prepared_run, "plan_run", plan_without_a_search)
     results = train(*IMAGES, "--save_every", "3", *search, "--resume")

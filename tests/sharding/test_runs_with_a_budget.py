@@ -19,7 +19,6 @@ from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.planner.task import Launch, Task, choose_for_target
-from memsave_recipes.render.choice import show_choice
 from memsave_recipes.run import run_plan
 from memsave_recipes.run.run_plan import choose_in_shards, plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
@@ -255,7 +254,7 @@ def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, once=0.0, once
     model, task = build_model(), task_of(budget_bytes, **flags)
     trained = CausalLMLoss(model, "full")
     try:
-        chosen = choose_in_shards(accelerator, task, show_choice)
+        chosen = choose_in_shards(accelerator, task)
         groups = ShardGroups.of("full", accelerator.num_processes)
         units = len(units_of(model, chosen.forecast.plan, "full"))
         shard(trained, model, chosen.forecast.plan, groups, accelerator.device)
@@ -267,13 +266,8 @@ def planned(accelerator, *, budget_bytes, too_large=GLOBAL_BATCH, once=0.0, once
             num_steps=2,
             seed=0,
         )
-        found = plan_run(
-            *(task.run, task.optim),
-            StepOnDevice(accelerator, model, batches, trained, partial(loss_of, trained)),
-            task=lambda: task,
-            show=show_choice,
-            in_shards=chosen,
-        )
+        step = StepOnDevice(accelerator, model, batches, trained, partial(loss_of, trained))
+        found = plan_run(task, step, chosen)
     except InputError as refused:
         return {"refused": refused.one_line}
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -26,6 +26,7 @@ from memsave_recipes.exact.lockstep import Lockstep, MicroBatched
 from memsave_recipes.losses import IGNORED_LABEL
 from memsave_recipes.models.convnets import build_densenet, build_vgg
 from memsave_recipes.planner.budget import static_memory_of
+from memsave_recipes.planner.task import Task
 from memsave_recipes.profiling.breakdown import break_down_peak
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.run.run_plan import RunPlan, plan_run
@@ -129,9 +130,9 @@ def planned(
         activation_checkpointing=run.strategy,
         memory_budget_gib=run.budget_bytes / GIB if run.budget_bytes else None,
     )
-    task, show = lambda: pytest.fail("nothing fits"), lambda choice: None
-    step = StepOnDevice(accelerator, bare, batches, model, partial(loss_of, model, run))
-    return plan_run(flags, optim, step, task, show)
+    fails = partial(pytest.fail, "nothing fits")
+    task = Task(run=flags, optim=optim, build_model=fails, loss_of=fails, micro_batch=fails)
+    return plan_run(task, StepOnDevice(accelerator, bare, batches, model, partial(loss_of, model, run)))
 
 
 def train(accelerator: Accelerator, run: Run) -> Outcome:

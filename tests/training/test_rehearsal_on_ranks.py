@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
+from memsave_recipes.planner import trial_step
 from memsave_recipes.planner.budget import WORKSPACES
 from memsave_recipes.planner.search import Candidate, SearchSpace
 from memsave_recipes.planner.task import Task
-from memsave_recipes.render.choice import show_choice
 from memsave_recipes.run import run_plan, step_on_device
 from memsave_recipes.run.run_plan import plan_run
 from memsave_recipes.run.step_on_device import StepOnDevice
@@ -134,10 +134,10 @@ def planned(
     if lying:
         SearchSpace.candidates = lambda *args: list(understated(*args))
     if not measures and accelerator.process_index == accelerator.num_processes - 1:
-        step_on_device.measure_in_groups = no_memory_to_measure
+        trial_step.measure_in_groups = no_memory_to_measure
     if measuring_limit:
-        measured = step_on_device.measure_in_groups
-        step_on_device.measure_in_groups = lambda workload, *args, **kwargs: measured(
+        measured = trial_step.measure_in_groups
+        trial_step.measure_in_groups = lambda workload, *args, **kwargs: measured(
             replace(workload, forward=within(measuring_limit, workload.forward)), *args, **kwargs
         )
     if workspaces is not None:
@@ -158,19 +158,16 @@ def planned(
     def summed_loss(trained, micro_batch):
         return trained(micro_batch["inputs"]).square().sum()
 
-    def task():
-        return Task(
-            run=run,
-            optim=optim,
-            build_model=build_model,
-            loss_of=summed_loss,
-            micro_batch=lambda size: {"inputs": torch.empty(size, ROWS, WIDTH, device="meta")},
-        )
-
+    task = Task(
+        run=run,
+        optim=optim,
+        build_model=build_model,
+        loss_of=summed_loss,
+        micro_batch=lambda size: {"inputs": torch.empty(size, ROWS, WIDTH, device="meta")},
+    )
     loss_of = partial(summed_loss, trained)
     try:
-        step = StepOnDevice(accelerator, model, batches, trained, loss_of)
-        found = plan_run(run, optim, step, task=task, show=show_choice)
+        found = plan_run(task, StepOnDevice(accelerator, model, batches, trained, loss_of))
     except InputError as refused:
         return {"refused": refused.one_line, "said": said}
     losses = []
