@@ -102,7 +102,7 @@ class Estimator:
         self.autocast_dtype = autocast_dtype
         on_cpu = target.device_type == "cpu"
         workspace_of = Workspaces().of if on_cpu else cuda_workspace
-        self._instruments = FakeInstruments(target.rates, workspace_of, on_cpu=on_cpu)
+        self._instruments = FakeInstruments(target.seconds, workspace_of, on_cpu=on_cpu)
         self._kinds = cache(partial(kinds_of, model))
 
     def estimate(self, workload: Workload, plans: Sequence[Plan]) -> Measurement:

@@ -6,7 +6,7 @@ time is ideal: compare blocks and plans by it, and do not expect the seconds.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.profiling.breakdown import Allocation, record_allocations
-from memsave_recipes.profiling.throughput import CONVOLUTIONS, FORMULAS_OF_ALL_THAT_RUNS
+from memsave_recipes.profiling.throughput import FORMULAS_OF_ALL_THAT_RUNS
 from memsave_recipes.profiling.trace_events import Meter, Reading
 
 aten = torch.ops.aten
@@ -168,30 +168,8 @@ DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_s
 HASHED = (int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """The rates of a device.
-
-    Args:
-        flops_per_s: in any precision that is not in ``by_precision``.
-        bytes_per_s: of its memory, read or written.
-        by_precision: FLOP/s by dtype; ``tf32`` is that of float32 convolutions.
-        kernel_s: the least time of any operator.
-    """
-
-    flops_per_s: float
-    bytes_per_s: float
-    by_precision: Mapping[str, float] = field(default_factory=dict)
-    kernel_s: float = 0.0
-
-    def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int) -> float:
-        """Return the time of an operator, by the roofline."""
-        precision = str(dtype).removeprefix("torch.")
-        if operation in CONVOLUTIONS and dtype == torch.float32 and "tf32" in self.by_precision:
-            precision = "tf32"
-        flops_per_s = self.by_precision.get(precision, self.flops_per_s)
-        return max(flops / flops_per_s, num_bytes / self.bytes_per_s, self.kernel_s)
-
+SecondsOf: TypeAlias = Callable[[Any, torch.dtype, float, int], float]
+"""The time of an operator on a device: with factors of this dtype, so many FLOPs, and bytes read or written."""
 
 WorkspaceOf: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], KernelRun | None]
 """The run of an operator's kernel on a device with such arguments; ``None`` where it has no workspace."""
@@ -216,7 +194,7 @@ class FakeInstruments:
         known: operators of the model whose steps are read, which earlier readings may share.
     """
 
-    rates: Rates
+    seconds_of: SecondsOf
     workspace_of: WorkspaceOf | None = None
     on_cpu: bool = False
     clock: SimulatedClock = field(default_factory=SimulatedClock)
@@ -329,7 +307,7 @@ class _Operators(TorchDispatchMode):
         count = FORMULAS_OF_ALL_THAT_RUNS.get(operation)
         flops = count(*args, **kwargs, out_val=out) if count else 0
         factor = tensors[1] if operation is aten.addmm else tensors[0]  # the first of addmm is the summand
-        return self.instruments.rates.seconds(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
+        return self.instruments.seconds_of(operation, factor.dtype, flops, bytes_moved(func, args, kwargs, out))
 
 
 class KnownOperators:

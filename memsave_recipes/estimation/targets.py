@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.fake_step import Rates
-from memsave_recipes.profiling.throughput import CARDS, PEAK_TFLOPS, TABLES, Card, peak_flops
+from memsave_recipes.profiling.throughput import CARDS, CONVOLUTIONS, PEAK_TFLOPS
 from memsave_recipes.text import GIB, MIB
 
 MAX_MEMORY_GIB = 100_000
@@ -26,7 +26,6 @@ NO_DEVICE = "no CUDA device is here: an A100 with 80 GB stands for one"
 CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 REPETITIONS, ENOUGH_S = 5, 0.2  # of a rate that is measured
 COPIED_BYTES = 32 * MIB
-PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 KERNEL_S = 3e-6
 """The least time of a CUDA kernel with the gap before the next one: an assumption, of the order that is measured for
@@ -79,29 +78,15 @@ class Target:
         """A device of its type; nothing can be put on it."""
         return torch.device(self.device_type)
 
-    @property
-    def rates(self) -> Rates:
-        """Its rates for the roofline; a precision that is in no table computes as float32 does."""
-        return Rates(
-            flops_per_s=self.flops_per_s["float32"],
-            bytes_per_s=self.bytes_per_s,
-            by_precision=self.flops_per_s,
-            kernel_s=self.kernel_s,
-        )
+    def seconds(self, operation: Any, dtype: torch.dtype, flops: float, num_bytes: int) -> float:
+        """Return the time of an operator by the roofline; a precision that is in no table computes as float32 does."""
+        precision = str(dtype).removeprefix("torch.")
+        if operation in CONVOLUTIONS and dtype == torch.float32 and "tf32" in self.flops_per_s:
+            precision = "tf32"
+        flops_per_s = self.flops_per_s.get(precision, self.flops_per_s["float32"])
+        return max(flops / flops_per_s, num_bytes / self.bytes_per_s, self.kernel_s)
 
 
-@dataclass(frozen=True)
-class _Sheet:
-    """A vendor's figures: the memory's GB/s, the GB/s one way of the link to the host; and the GiB that torch finds."""
-
-    name: str
-    memory_gb_per_s: float
-    host_gb_per_s: float
-    memory_gib: float
-
-
-SHEETS: dict[str, _Sheet | Card] = {word: _Sheet(**figures) for word, figures in TABLES["sheets"].items()}
-SHEETS |= CARDS
 ALIASES = {"a100": "a100-80gb", "a100-40g": "a100-40gb", "v100-32gb": "v100"}
 
 
@@ -118,8 +103,8 @@ def find_target(word: str) -> Target:
     if word.lower() == "cpu":
         return _this_cpu()
     if word.lower() == "cuda":
-        return _this_device() if torch.cuda.is_available() else replace(_from_sheet(GENERIC), remark=NO_DEVICE)
-    spellings = {_plain(known): known for known in SHEETS} | {_plain(word): known for word, known in ALIASES.items()}
+        return _this_device() if torch.cuda.is_available() else replace(_from_card(GENERIC), remark=NO_DEVICE)
+    spellings = {_plain(known): known for known in CARDS} | {_plain(word): known for word, known in ALIASES.items()}
     plain = _plain(word)
     known = spellings.get(plain) or spellings.get(f"rtx{plain}")
     if known is None:
@@ -129,7 +114,7 @@ def find_target(word: str) -> Target:
             f"target {word}: no figures of such a device{meant}; give the size of its memory alone (target_memory), or "
             f"name one of {', '.join(known_targets())}"
         )
-    return _from_sheet(known)
+    return _from_card(known)
 
 
 def target_of(word: str | None, memory_gib: float | None) -> Target:
@@ -149,7 +134,7 @@ def target_of(word: str | None, memory_gib: float | None) -> Target:
     memory_bytes = int(memory_gib * GIB)
     if word is None:
         name = f"GPU with {memory_gib:g} GiB"
-        return replace(_from_sheet(GENERIC), name=name, memory_bytes=memory_bytes, remark="at the rates of an A100")
+        return replace(_from_card(GENERIC), name=name, memory_bytes=memory_bytes, remark="at the rates of an A100")
     return replace(find_target(word), memory_bytes=memory_bytes, remark=f"with {memory_gib:g} GiB of memory")
 
 
@@ -160,48 +145,41 @@ def _plain(word: str) -> str:
 
 def known_targets() -> list[str]:
     """List the words that ``find_target`` knows."""
-    return ["cpu", "cuda", *SHEETS]
+    return ["cpu", "cuda", *CARDS]
 
 
-def _from_sheet(word: str) -> Target:
-    sheet = SHEETS[word]
-    flops = _flops_per_s(sheet)
-    is_hopper = any(family in sheet.name for family in ("H100", "H200", "B200"))
+def _from_card(word: str) -> Target:
+    card = CARDS[word]
+    flops = {precision: tflops * 1e12 for precision, tflops in card.tflops.items()}
+    is_hopper = any(family in card.name for family in ("H100", "H200", "B200"))
     has_flash_attention = any(name in flops for name in ("bfloat16", "tf32"))
     return Target(
         word=word,
-        name=sheet.name,
+        name=card.name,
         device_type="cuda",
         flops_per_s=flops,
-        bytes_per_s=sheet.memory_gb_per_s * 1e9,
-        host_bytes_per_s=sheet.host_gb_per_s * 1e9,
-        memory_bytes=int(sheet.memory_gib * GIB),
+        bytes_per_s=card.memory_gb_per_s * 1e9,
+        host_bytes_per_s=card.host_gb_per_s * 1e9,
+        memory_bytes=int(card.memory_gib * GIB),
         kernel_s=KERNEL_S,
         has_flash_attention=has_flash_attention,
-        has_varlen_attention=has_flash_attention and not sheet.name.startswith("AMD"),
+        has_varlen_attention=has_flash_attention and not card.name.startswith("AMD"),
         context_bytes=CONTEXT_BYTES,
         cublas_workspace_bytes=HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES,
     )
 
 
-def _flops_per_s(sheet: _Sheet | Card) -> dict[str, float]:
-    if isinstance(sheet, Card):
-        return {precision: tflops * 1e12 for precision, tflops in sheet.tflops.items()}
-    rates = {precision: peak_flops(sheet.name, precision) for precision in PRECISIONS}
-    return {precision: rate for precision, rate in rates.items() if rate is not None}
-
-
 def _this_device() -> Target:
-    """Return the current CUDA device, with its own memory in place of the sheet's."""
+    """Return the current CUDA device, with its own memory in place of the card's."""
     name, memory_bytes = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
     patterns = [pattern for pattern in PEAK_TFLOPS if re.fullmatch(pattern, name)]
-    alike = [word for word, sheet in SHEETS.items() if any(re.fullmatch(one, sheet.name) for one in patterns)]
+    alike = [word for word, card in CARDS.items() if any(re.fullmatch(one, card.name) for one in patterns)]
     if not alike:
         raise InputError(
             f"target cuda: no figures of the {name} that is here; name one of {', '.join(known_targets())}"
         )
-    word = min(alike, key=lambda word: abs(SHEETS[word].memory_gib * GIB - memory_bytes))
-    return replace(_from_sheet(word), name=name, memory_bytes=memory_bytes, remark="the device that is here")
+    word = min(alike, key=lambda word: abs(CARDS[word].memory_gib * GIB - memory_bytes))
+    return replace(_from_card(word), name=name, memory_bytes=memory_bytes, remark="the device that is here")
 
 
 def _this_cpu() -> Target:

@@ -11,13 +11,7 @@ count is the same under every plan. Other kernels from outside torch (Triton) an
 NOTE [ rates of a card ]
 1. Peaks are the vendors' dense rates with sums in float32. A device or precision that is not in ``cards.json`` has no
    figure: nothing is guessed from relatives (an A10G is slower than an A10, a MIG slice than its device).
-2. GeForce and workstation cards: float32 is two operations a CUDA core and cycle, at the boost clock of the product
-   page. Tensor cores are a multiple of that, the same for all cards of a family; GeForce cards have half the rate of a
-   workstation card with as many cores. So in tables 1 to 3 of NVIDIA's white papers as others give them: Turing
-   (developer.nvidia.com, "NVIDIA Turing Architecture In-Depth": RTX 2080 Ti 13.4 and 53.8, Quadro RTX 6000 16.3 and
-   130.5), GA102 (thegamesmachine.it, "GeForce RTX 3080": 29.8 and 59.5; RTX A6000: 154.8), Ada (RTX 4090: 82.6 and
-   165.2; RTX 6000 Ada: 364) and RTX Blackwell (RTX 5090: 209.5; RTX PRO 6000: 503.8). Cores, clocks and memory of the
-   other cards are not compared with a page; for RTX PRO 4500 others state 2,617 MHz as well.
+2. Those of GeForce and workstation cards follow from their cores and clock, as ``about_families`` there says.
 """
 
 import json
@@ -167,50 +161,50 @@ TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("cards.json").read_
 """Figures of devices, with their sources."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Card:
-    """A card, by the figures of its product page.
+    """A device by its vendor's figures.
 
     Args:
         name: as ``torch.cuda.get_device_name`` calls it.
-        family: of cards with the same rates as multiples of float32's.
-        host_gb_per_s: of its link to the host, one way.
-        memory_gb: on the box.
+        memory_gb_per_s, host_gb_per_s: of its memory, and of its link to the host, one way.
+        memory_gib: as torch finds it.
+        tflops: TFLOP/s by precision.
     """
 
     name: str
-    family: str
-    cores: int
-    clock_mhz: int
     memory_gb_per_s: float
     host_gb_per_s: float
-    memory_gb: int
+    memory_gib: float
+    tflops: Mapping[str, float]
 
-    @property
-    def tflops(self) -> dict[str, float]:
-        """TFLOP/s by precision: NOTE [ rates of a card ]."""
-        float32 = 2 * self.cores * self.clock_mhz / 1e6
-        multiples = TABLES["families"][self.family]
-        return {"float32": float32, **{name: float32 * multiple for name, multiple in multiples.items()}}
-
-    @property
-    def memory_gib(self) -> float:
-        """The memory as torch finds it: the driver keeps a part."""
-        return self.memory_gb - KEPT_BY_DRIVER_GIB
+    @classmethod
+    def of_cores(cls, *, family: str, cores: int, clock_mhz: int, memory_gb: int, **figures: Any) -> "Card":
+        """Return a card by its product page: rule 2 of NOTE [ rates of a card ]; the driver keeps some memory."""
+        float32 = 2 * cores * clock_mhz / 1e6
+        tflops = {precision: float32 * multiple for precision, multiple in TABLES["families"][family].items()}
+        return cls(tflops={"float32": float32, **tflops}, memory_gib=memory_gb - KEPT_BY_DRIVER_GIB, **figures)
 
 
-CARDS = {word: Card(**figures) for word, figures in TABLES["cards"].items()}
-"""By the word that ``--target`` takes."""
-PEAK_TFLOPS: dict[str, dict[str, float]] = {row["devices"]: row["tflops"] for row in TABLES["peaks"]}
+PEAK_TFLOPS: dict[str, Mapping[str, float]] = {row["devices"]: row["tflops"] for row in TABLES["peaks"]}
 """By a pattern of the whole device name."""
-for _card in CARDS.values():
-    PEAK_TFLOPS.setdefault(re.escape(_card.name), _card.tflops)
+
+
+def _tflops_of(device_name: str) -> Mapping[str, float]:
+    return next((rates for pattern, rates in PEAK_TFLOPS.items() if re.fullmatch(pattern, device_name)), {})
+
+
+CARDS = {word: Card(**figures, tflops=_tflops_of(figures["name"])) for word, figures in TABLES["sheets"].items()}
+"""By the word that ``--target`` takes."""
+for _word, _figures in TABLES["cards"].items():
+    CARDS[_word] = Card.of_cores(**_figures)
+    PEAK_TFLOPS.setdefault(re.escape(CARDS[_word].name), CARDS[_word].tflops)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the FLOP/s that the vendor states for a device, named as by torch; ``None`` if unknown."""
-    rates = next((rates for pattern, rates in PEAK_TFLOPS.items() if re.fullmatch(pattern, device_name)), {})
-    return rates[precision] * 1e12 if precision in rates else None
+    tflops = _tflops_of(device_name).get(precision)
+    return None if tflops is None else tflops * 1e12
 
 
 def utilization_pct(flops_per_sec: Mapping[str, float], device_name: str) -> float | None:

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.targets import SHEETS, find_target, known_targets, target_of
+from memsave_recipes.estimation.targets import find_target, known_targets, target_of
+from memsave_recipes.profiling.throughput import CARDS
 from memsave_recipes.text import GIB
 
 
-@pytest.mark.parametrize("word", SHEETS)
-def test_every_sheet_is_of_a_device_whose_flops_are_known(word):
+@pytest.mark.parametrize("word", CARDS)
+def test_every_card_is_a_device_whose_flops_are_known(word):
     target = find_target(word)
     assert target.device == torch.device("cuda")
     assert {"float32", "float16"} <= target.flops_per_s.keys()
@@ -134,8 +135,8 @@ def test_a_card_has_no_more_memory_than_was_found_on_one(word, found):
 
 
 def test_bfloat16_and_flash_attention_begin_with_ampere():
-    old = {word for word in SHEETS if not find_target(word).has_flash_attention}
-    assert old == {word for word in SHEETS if "bfloat16" not in find_target(word).flops_per_s}
+    old = {word for word in CARDS if not find_target(word).has_flash_attention}
+    assert old == {word for word in CARDS if "bfloat16" not in find_target(word).flops_per_s}
     assert {"p100", "v100", "t4", "rtx2080ti", "quadro-rtx8000"} <= old
     assert not {"a2", "rtx3050", "rtx5090", "mi210"} & old
 
@@ -185,11 +186,10 @@ def test_the_cpu_is_measured():
 
 
 def test_rates_by_precision():
-    rates, mm, convolution = find_target("a100").rates, torch.ops.aten.mm, torch.ops.aten.convolution
-    assert rates.seconds(mm, torch.bfloat16, 312e12, 0) == 1
-    assert rates.seconds(mm, torch.float32, 19.5e12, 0) == 1
-    assert rates.seconds(convolution, torch.float32, 156e12, 0) == 1  # cuDNN rounds the factors to TF32
-    assert rates.seconds(mm, torch.bfloat16, 0, int(2039e9)) == 1
-    assert rates.seconds(mm, torch.bfloat16, 1, 1) == find_target("a100").kernel_s
-    without_bfloat16 = find_target("t4").rates
-    assert without_bfloat16.seconds(mm, torch.bfloat16, 8.1e12, 0) == 1
+    a100, mm, convolution = find_target("a100"), torch.ops.aten.mm, torch.ops.aten.convolution
+    assert a100.seconds(mm, torch.bfloat16, 312e12, 0) == 1
+    assert a100.seconds(mm, torch.float32, 19.5e12, 0) == 1
+    assert a100.seconds(convolution, torch.float32, 156e12, 0) == 1  # cuDNN rounds the factors to TF32
+    assert a100.seconds(mm, torch.bfloat16, 0, int(2039e9)) == 1
+    assert a100.seconds(mm, torch.bfloat16, 1, 1) == a100.kernel_s
+    assert find_target("t4").seconds(mm, torch.bfloat16, 8.1e12, 0) == 1
