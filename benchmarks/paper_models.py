@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model
 from memsave_recipes.estimation.targets import Target, find_target
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload
@@ -82,9 +82,8 @@ def predict(name: str, target: Target) -> Prediction:
         stacks=stacks,
     )
     plans = {strategy: plan_blocks(model, strategy) for strategy in STRATEGIES}
-    measured = estimate_on_target(
-        workload, [plans["none"], plans["selective"]], target, autocast_dtype=case.autocast_dtype
-    )
+    estimator = Estimator(model, target, case.autocast_dtype)
+    measured = estimator.estimate(workload, [plans["none"], plans["selective"]])
     seconds = time.process_time() - begin
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     chain = measured.chain()

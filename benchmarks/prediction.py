@@ -27,7 +27,7 @@ from recipe_steps import build
 from tqdm import tqdm
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_model
+from memsave_recipes.estimation.estimate import Estimator, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.planner.budget import (
     WORKSPACES,
@@ -92,7 +92,7 @@ def predict(case: Case, device: str) -> tuple[Plan, int, int]:
     workload = fake_workload(task, launch, model, layout, task.losses[0])
     measured_as = "budget:bitwise" if case.strategy in ("budget", "random") else case.strategy
     plans = plans_to_measure(measured_as, workload, device_type=device, compiles=False)
-    measured = estimate_on_target(workload, plans, launch.target, autocast_dtype=AUTOCAST_DTYPES[case.precision])
+    measured = Estimator(model, launch.target, AUTOCAST_DTYPES[case.precision]).estimate(workload, plans)
     static = static_memory_of(task.optim, model, layout, device_type=device)
     rng = random.Random(case.draw)
     if case.strategy == "budget":

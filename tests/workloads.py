@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from memsave_recipes.activations import block_names, find_stacks
+from memsave_recipes.activations import apply_plan, block_names, find_stacks
+from memsave_recipes.estimation.estimate import Estimator
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 
@@ -31,6 +32,11 @@ def full_cross_entropy(hidden, weight, labels, *, bias=None, softcap=None, logit
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
+def estimate_on_target(workload, plans, target, *, autocast_dtype=None):
+    """The costs of a single micro-batch on a device that need not be here."""
+    return Estimator(workload.model, target, autocast_dtype).estimate(workload, plans)
+
+
 def peak_bytes(step):
     """The most that the allocations of ``step()`` hold at one time, beyond what was there before."""
 
@@ -39,3 +45,13 @@ def peak_bytes(step):
         meter.mark()
 
     return DeviceInstruments(CPU).read_memory(marked)[-1].peak_bytes
+
+
+def measured_peak_bytes(workload, plan):
+    """The most that a step under ``plan`` adds to what is there all the time."""
+    with apply_plan(workload.model, plan):
+        for _ in range(2):  # the first one warms up
+            workload.model.zero_grad(set_to_none=True)
+            measured = peak_bytes(lambda: workload.forward().backward())
+    workload.model.zero_grad(set_to_none=True)
+    return measured

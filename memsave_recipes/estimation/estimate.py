@@ -82,13 +82,6 @@ def fake_batch(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _as_fake(part, mode) if isinstance(part, Tensor) else part for name, part in batch.items()}
 
 
-def estimate_on_target(
-    workload: Workload, plans: Sequence[Plan], target: Target, *, autocast_dtype: torch.dtype | None = None
-) -> Measurement:
-    """Run ``Estimator.estimate`` for a single micro-batch."""
-    return Estimator(workload.model, target, autocast_dtype).estimate(workload, plans)
-
-
 class Estimator:
     """``measure`` by simulation, for several micro-batches of one model; results for operators are shared.
 

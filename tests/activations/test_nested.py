@@ -7,11 +7,11 @@ import torch
 from samples import sample
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
-from workloads import peak_bytes, workload_of
+from workloads import estimate_on_target, measured_peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.blocks import Block, find_parts
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.convnets import build_densenet
 from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
@@ -67,10 +67,7 @@ def test_predicted_peaks_are_real_ones(make_case, name, most, strategy):
     plan = plan_blocks(case.model, strategy)
     chain = measure(workload, plans_to_measure(strategy, workload, device_type="cpu")).chain_under(plan)
     predicted = simulate(chain, plan).peak_bytes - chain.resident_bytes
-    with apply_plan(case.model, plan):
-        for _ in range(2):  # the first one warms up
-            case.model.zero_grad(set_to_none=True)
-            real = peak_bytes(lambda: workload.forward().backward())
+    real = measured_peak_bytes(workload, plan)
     assert real <= predicted <= most * real
 
 

@@ -19,7 +19,7 @@ from samples import sample
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from workloads import CPU, peak_bytes, workload_of
+from workloads import CPU, estimate_on_target, peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.spans import RUN
@@ -38,7 +38,7 @@ from memsave_recipes.activations.streaming import (
     streamed_parameters,
 )
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model, stream_on_target
+from memsave_recipes.estimation.estimate import fake_batch, fake_model, stream_on_target
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments
 from memsave_recipes.plans import Action

@@ -7,12 +7,12 @@ import pytest
 import torch
 from decoders import assert_float64_rounding, causal_model, layers_of, offloading_engine, without_dropout
 from samples import sample
-from workloads import workload_of
+from workloads import estimate_on_target, workload_of
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.activations.tiled_attention import KeysSoFar, flash
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.packed_attention import set_packed_attention

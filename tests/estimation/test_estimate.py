@@ -15,14 +15,14 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
-from workloads import CPU, peak_bytes, workload_of
+from workloads import CPU, estimate_on_target, peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
 from memsave_recipes.activations.offload import OffloadEngine
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation import fake_step
-from memsave_recipes.estimation.estimate import cuda_kernels, cuda_workspace, estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import cuda_kernels, cuda_workspace, fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.exact.global_batchnorm import global_batchnorm
 from memsave_recipes.models.adapters import LoraArguments, add_lora

@@ -15,10 +15,11 @@ from transformers import (
     ResNetConfig,
     ViTConfig,
 )
+from workloads import estimate_on_target
 
 from memsave_recipes.activations import block_names, find_stacks
 from memsave_recipes.estimation import estimate
-from memsave_recipes.estimation.estimate import Estimator, estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model
 from memsave_recipes.estimation.repeats import Repeats, find_repeats
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from workloads import workload_of
+from workloads import estimate_on_target, workload_of
 
 from memsave_recipes.activations import plan_blocks
 from memsave_recipes.estimation import fake_step
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import fake_batch, fake_model
 from memsave_recipes.estimation.fake_step import bytes_moved
 from memsave_recipes.estimation.targets import find_target
 

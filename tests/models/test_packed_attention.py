@@ -8,11 +8,11 @@ import pytest
 import torch
 from packed_rows import LENGTHS, NAMES, SHARED_KEYS, by_document, causal_model, gradients, packed
 from samples import sample
-from workloads import peak_bytes, workload_of
+from workloads import estimate_on_target, peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.causal_lm import CausalLMLoss
 from memsave_recipes.models.packed_attention import (

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
+from workloads import peak_bytes, workload_of
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import StaticMemory, forecast, keep_all, plans_to_measure
 from memsave_recipes.plans import Action, Plan, Span
 from memsave_recipes.plans.simulate import simulate
 from memsave_recipes.profiling.block_costs import Workload, measure
-from memsave_recipes.profiling.trace_events import DeviceInstruments
 
 LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vgg16", "densenet121")]
 MODELS = [*LARGE, pytest.param("resnet50", marks=pytest.mark.slow), "vit", "gpt2", "llama"]
@@ -48,16 +48,6 @@ def smallest_bytes(costed):
     return int(float(words.partition(",")[0]) * 1024**3)
 
 
-def workload_of(case):
-    return Workload(
-        model=case.model,
-        forward=lambda: case.loss_of(case.model, case.batch),
-        batch=[case.batch],
-        device=torch.device("cpu"),
-        stacks=block_names(find_stacks(case.model)),
-    )
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def costed(request):
     case = request.getfixturevalue("build_case")(request.param)
@@ -65,7 +55,7 @@ def costed(request):
         case.batch = torch.randn(3, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     if config := getattr(case.model, "config", None):
         config.use_cache = False  # as the recipes have it
-    workload = workload_of(case)
+    workload = workload_of(case.model, case.loss_of, case.batch)
     plans = plans_to_measure("budget:bitwise", workload, device_type="cpu")
     return Costed(case, workload, measure(workload, plans), StaticMemory())
 
@@ -78,15 +68,10 @@ def step(case):
     return loss
 
 
-def peak_bytes(costed):
+def peak_of_step(costed):
     """The most that a step adds to what is there before it."""
     costed.case.model.zero_grad(set_to_none=True)
-
-    def measured(meter):
-        costed.workload.forward().backward()
-        meter.mark()
-
-    return DeviceInstruments(torch.device("cpu")).read_memory(measured)[-1].peak_bytes
+    return peak_bytes(lambda: costed.workload.forward().backward())
 
 
 def record_of_step(case, buffers):
@@ -104,7 +89,7 @@ def test_plans_fit_their_budgets_and_peak_where_they_were_predicted(costed):
     for budget in costed.budgets():
         found = forecast(costed.measurement, budget, costed.static)
         with apply_plan(costed.case.model, found.plan):
-            measured = resident + peak_bytes(costed)
+            measured = resident + peak_of_step(costed)
         assert measured <= budget
         assert measured <= found.peak.total_bytes <= measured + 0.01 * (measured - resident)
 
@@ -117,7 +102,7 @@ def test_any_plan_peaks_where_it_was_predicted(costed):
         plan = random_plan(costed.workload.stacks, rng)
         predicted = simulate(costed.chain, plan).peak_bytes
         with apply_plan(costed.case.model, plan):
-            measured = resident + peak_bytes(costed)
+            measured = resident + peak_of_step(costed)
         assert measured <= predicted <= measured + 0.01 * (measured - resident), plan
 
 
@@ -193,7 +178,7 @@ def test_compiled_plans_fit_and_are_predicted_too(build_case):
     case.model.config.use_cache = False
     case.batch = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(1))
     case.model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_layer=4, n_head=4, n_embd=128)).train()
-    workload = workload_of(case)
+    workload = workload_of(case.model, case.loss_of, case.batch)
     measurement = measure(workload, plans_to_measure("budget", workload, device_type="cpu"))
     ratios = [plan.compiled_memory_ratio for plan, _ in measurement.traces if not plan.is_bitwise]
     assert ratios == [0.3, 0.5, 0.7]
@@ -205,7 +190,7 @@ def test_compiled_plans_fit_and_are_predicted_too(build_case):
         compiled += not found.plan.is_bitwise
         with apply_plan(case.model, found.plan):
             step(case)  # compiles
-            measured = resident + peak_bytes(costed)
+            measured = resident + peak_of_step(costed)
         assert measured <= budget
         assert abs(found.peak.total_bytes - measured) <= 0.02 * (measured - resident)
         assert Plan.from_json(found.plan.to_json()) == found.plan

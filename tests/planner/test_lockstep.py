@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from workloads import estimate_on_target, measured_peak_bytes, workload_of
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
+from memsave_recipes.activations import plan_blocks
 from memsave_recipes.activations.micro_batches import inner_tensors
-from memsave_recipes.estimation.estimate import estimate_on_target, fake_batch, fake_model
+from memsave_recipes.estimation.estimate import fake_batch, fake_model
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.exact.batch_layouts import IndexedLayout, LockstepLayout
 from memsave_recipes.exact.global_batchnorm import global_batchnorm
@@ -18,7 +19,7 @@ from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory,
 from memsave_recipes.planner.search import Candidate
 from memsave_recipes.plans import Action
 from memsave_recipes.plans.simulate import simulate
-from memsave_recipes.profiling.block_costs import Workload, measure
+from memsave_recipes.profiling.block_costs import measure
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.training.arguments import OptimizerArguments, RunArguments
@@ -36,18 +37,15 @@ def build(name):
     return model.train()
 
 
-def workload_of(model, micro_batches):
-    def forward():
+def workload_on(model, micro_batches):
+    """A workload of one forward."""
+
+    def loss_of(model, _):
         batch = in_lockstep(micro_batches)
         return F.cross_entropy(model(batch["pixels"]), batch["labels"], reduction="sum")
 
-    return Workload(
-        model=model,
-        forward=forward,
-        batch=inner_tensors(in_lockstep(micro_batches).values()),
-        device=CPU,
-        stacks=block_names(find_stacks(model)),
-    )
+    inputs = inner_tensors(in_lockstep(micro_batches).values())
+    return workload_of(model, loss_of, dict(enumerate(inputs)))
 
 
 def micro_batches():
@@ -57,24 +55,9 @@ def micro_batches():
     ]
 
 
-def measured_peak_bytes(workload, plan):
-    """Above what is there all the time."""
-
-    def step(meter):
-        workload.forward().backward()
-        meter.mark()
-
-    with apply_plan(workload.model, plan):
-        for _ in range(2):  # the first one warms up
-            workload.model.zero_grad(set_to_none=True)
-            readings = DeviceInstruments(CPU).read_memory(step)
-    workload.model.zero_grad(set_to_none=True)
-    return readings[-1].peak_bytes
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def measured(request):
-    workload = workload_of(build(request.param), micro_batches())
+    workload = workload_on(build(request.param), micro_batches())
     plans = plans_to_measure("budget:bitwise", workload, device_type="cpu")
     return measure(workload, plans, instruments=DeviceInstruments(CPU, repetitions=1))
 
@@ -109,9 +92,9 @@ def test_a_budget_between_the_least_and_plain_is_kept(measured, part):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vgg_small_bn", "densenet_small"])
 def test_on_paper_the_peaks_are_those_of_the_device(name):
-    real = workload_of(build(name), micro_batches())
+    real = workload_on(build(name), micro_batches())
     model = fake_model(partial(build, name))
-    fake = workload_of(model, [fake_batch(model, one) for one in micro_batches()])
+    fake = workload_on(model, [fake_batch(model, one) for one in micro_batches()])
     plans = [plan_blocks(real.model, strategy) for strategy in ("none", "selective")]
     chain = estimate_on_target(fake, plans, find_target("cpu")).chain()
     assert chain.resident_bytes == real.resident_bytes

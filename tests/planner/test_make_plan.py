@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 from transformers import GPT2Config, GPT2LMHeadModel
+from workloads import peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner import StaticMemory, make_plan, trial_step
 from memsave_recipes.planner.budget import forecast, plans_to_measure
 from memsave_recipes.plans import Plan
-from memsave_recipes.profiling.block_costs import Workload, measure, measure_in_groups
-from memsave_recipes.profiling.trace_events import DeviceInstruments
+from memsave_recipes.profiling.block_costs import measure, measure_in_groups
 from memsave_recipes.text import GIB
 
 STRATEGY = "budget:bitwise"
@@ -34,15 +34,13 @@ def step_bytes(model, batch):
     """What lives at the peak of the second step of AdamW, the model and the batch included."""
     optimizer = AdamW(model.parameters(), fused=True)
 
-    def step(meter=None):
+    def step():
         model(**batch).loss.backward()
-        if meter:
-            meter.mark()
         optimizer.step()
         optimizer.zero_grad()
 
     step()
-    rise = DeviceInstruments(torch.device("cpu")).read_memory(step)[-1].peak_bytes
+    rise = peak_bytes(step)
     state = [tensor for one in optimizer.state.values() for tensor in one.values()]
     return rise + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *batch.values(), *state))
 
@@ -88,11 +86,7 @@ def takes_more():
 
 
 def tensors_at_the_peak(model, batch):
-    def step(meter):
-        model(batch).sum().backward()
-        meter.mark()
-
-    rise = DeviceInstruments(torch.device("cpu")).read_memory(step)[-1].peak_bytes
+    rise = peak_bytes(lambda: model(batch).sum().backward())
     model.zero_grad()
     return rise + batch.nbytes + sum(parameter.nbytes for parameter in model.parameters())
 
@@ -136,13 +130,8 @@ def test_only_so_many_plans_are_tried_out(takes_more, monkeypatch):
 
 
 def predicted_to_fit(model, batch, budget_bytes):
-    workload = Workload(
-        model=model,
-        forward=lambda: model(batch).sum(),
-        batch=[batch],
-        device=batch.device,
-        stacks=[[name for name, _ in model.named_children()]],
-    )
+    stacks = [[name for name, _ in model.named_children()]]
+    workload = workload_of(model, lambda model, batch: model(batch).sum(), batch, stacks)
     measured = measure(workload, plans_to_measure(STRATEGY, workload, device_type="cpu"))
     return forecast(measured, budget_bytes, StaticMemory()).plan
 

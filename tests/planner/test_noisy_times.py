@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from workloads import workload_of
 
 from memsave_recipes.planner.budget import StaticMemory, forecast, reserve_bytes
 from memsave_recipes.plans import Action, plan_for
@@ -215,7 +216,7 @@ class Clock(DeviceInstruments):
 def rounds_with(seconds_of, **options):
     """Measures a model under plain alone; the rounds that it took, and the calls of ``on_run``."""
     names, model, batch = [[f"layers.{n}" for n in range(3)]], Layers(), torch.ones(2, 4)
-    workload = Workload(model=model, forward=lambda: model(batch), batch=[batch], device=batch.device, stacks=names)
+    workload = workload_of(model, lambda model, batch: model(batch), batch, names)
     clock, calls, plans = Clock(seconds_of), [], [plan_for("none", names)]
     found = measure(workload, plans, instruments=clock, on_run=lambda: calls.append(1), **options)
     assert len(calls) == num_runs(plans)

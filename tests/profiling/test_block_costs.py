@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeCopyMode
 from transformers import MegatronBertConfig, MegatronBertForMaskedLM, T5Config, T5ForConditionalGeneration
-from workloads import CPU, peak_bytes, workload_of
+from workloads import CPU, measured_peak_bytes, peak_bytes, workload_of
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.offload import OffloadEngine
@@ -44,15 +44,6 @@ def megatron_bert():
 
 
 LAYERS_THAT_RETURN_MORE = {"t5": t5, "megatron-bert": megatron_bert}
-
-
-def measured_peak_bytes(workload, plan):
-    with apply_plan(workload.model, plan):
-        for _ in range(2):  # the first one warms up
-            workload.model.zero_grad(set_to_none=True)
-            measured = peak_bytes(lambda: workload.forward().backward())
-    workload.model.zero_grad(set_to_none=True)
-    return measured
 
 
 def errors(workload, strategies=STRATEGIES):

@@ -1,7 +1,7 @@
 """Rank 0 of any number of ranks, in one process: torch's ``fake`` group has real tensors, and idle collectives."""
 
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import inf
 
@@ -20,9 +20,10 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from workloads import estimate_on_target, peak_bytes, workload_of
 
-from memsave_recipes.activations import apply_plan, block_names, find_stacks, plan_blocks
-from memsave_recipes.estimation.estimate import SimulatedCopies, estimate_on_target, fake_batch, fake_model
+from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.estimation.estimate import SimulatedCopies, fake_batch, fake_model
 from memsave_recipes.estimation.fake_step import SimulatedClock
 from memsave_recipes.estimation.targets import find_target
 from memsave_recipes.models.adapters import LoraArguments, add_lora
@@ -31,7 +32,6 @@ from memsave_recipes.models.image_classifiers import MODELS
 from memsave_recipes.planner.budget import Forecast, InShards, static_memory_of
 from memsave_recipes.plans.plan import OFFLOADING_STRATEGIES, TILED_STRATEGIES
 from memsave_recipes.plans.shards import Shards
-from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.profiling.breakdown import persistent_tensors
 from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.sharding import ShardGroups, shard
@@ -213,11 +213,7 @@ def measured_update_bytes(shape):
             parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
         optimizer.step()
 
-        def update(meter):
-            optimizer.step()
-            meter.mark()
-
-        return DeviceInstruments(CPU).read_memory(update)[-1].peak_bytes
+        return peak_bytes(optimizer.step)
 
 
 @cache
@@ -226,14 +222,8 @@ def _measured(kind, rows, length, bf16, loss, dtype, action):
     shape = Shape(kind=kind, num_ranks=2, strategy="none", rows=rows, length=length, bf16=bf16, loss=loss, dtype=dtype)
     model = fake_model(shape.build)
     trained, batch = shape.trained(model), fake_batch(model, shape.batch(torch.device("meta")))
-    workload = Workload(
-        model=model,
-        forward=lambda: shape.loss_of(trained, batch),
-        batch=list(batch.values()),
-        device=CPU,
-        stacks=block_names(find_stacks(model)),
-        extra_modules=modules_outside_blocks(model),
-    )
+    workload = workload_of(model, lambda _, batch: shape.loss_of(trained, batch), batch)
+    workload = replace(workload, extra_modules=modules_outside_blocks(model))
     plans = [plan_blocks(model, strategy) for strategy in ("none", action)]
     autocast_dtype = torch.bfloat16 if bf16 else None
     return model, estimate_on_target(workload, plans, this_cpu(), autocast_dtype=autocast_dtype)

@@ -10,9 +10,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.optim import SGD
+from workloads import peak_bytes
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import clipping_bytes, counters_bytes, update_bytes
 from memsave_recipes.step.memory import state_bytes as known_state_bytes
@@ -89,14 +89,6 @@ def test_an_update_and_clipping_take_no_more_than_is_known(name, shapes):
 
 def tensors_of(optimizer):
     return [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-
-
-def peak_bytes(call):
-    def step(meter):
-        call()
-        meter.mark()
-
-    return DeviceInstruments(torch.device("cpu")).read_memory(step)[-1].peak_bytes
 
 
 def test_frozen_parameters_have_no_state():

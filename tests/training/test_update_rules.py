@@ -17,11 +17,11 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from workloads import peak_bytes
 
 from memsave_recipes.errors import InputError
 from memsave_recipes.models.convnets import build_vgg
 from memsave_recipes.planner.budget import static_memory_of
-from memsave_recipes.profiling.trace_events import DeviceInstruments
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.step.memory import (
     NUMBER_BYTES,
@@ -123,14 +123,6 @@ def test_the_weights_are_those_of_torchs_two_optimizers():
         for model, optimizers in ((one, [joint]), (two, apart))
     ]
     assert all(map(torch.equal, *results))
-
-
-def peak_bytes(call):
-    def step(meter):
-        call()
-        meter.mark()
-
-    return DeviceInstruments(torch.device("cpu")).read_memory(step)[-1].peak_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
