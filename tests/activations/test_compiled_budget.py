@@ -1,13 +1,14 @@
 """Plans that compile stay below their budget, although torch's ratio does not bound the memory of a step."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
+from chains import block, option
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -25,7 +26,7 @@ from memsave_recipes.planner import StaticMemory, make_plan, trial_step
 from memsave_recipes.planner.budget import forecast, least_memory, plans_to_measure
 from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import Action
-from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
+from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.simulate import keep_all, simulate
 from memsave_recipes.profiling.block_costs import measure
 from memsave_recipes.run import run_plan
@@ -62,25 +63,15 @@ class Costs:
         return self.chain(ratio=plan.compiled_memory_ratio)
 
     def chain(self, *, ratio=None, **_):
-        options = [option(Action.KEEP, saved=10_000, transient=0)]
+        options = [option(saved=10_000, forward=10_000, saves="i")]
         if ratio is not None:
-            options.append(option(Action.COMPILE, **self.of_ratio[ratio]))
-        seconds = {"forward_s": 1.0, "backward_s": 2.0}
-        layer = BlockCosts(name="", stack=0, **seconds, output_bytes=100, gradient_bytes=0, options=tuple(options))
-        blocks = tuple(replace(layer, name=name) for name in self.running)
+            options.append(compiled(**self.of_ratio[ratio]))
+        blocks = tuple(block(name, *options, output=100) for name in self.running)
         return Chain(blocks=blocks, resident_bytes=0, compiled_memory_ratio=ratio)
 
 
-def option(action, *, saved, transient, added_s=0.0):
-    return BlockOption(
-        action=action,
-        added_s=added_s,
-        saved_bytes=saved,
-        saves_input=True,
-        saves_output=False,
-        forward_transient_bytes=saved,
-        backward_transient_bytes=transient,
-    )
+def compiled(saved, transient, added_s):
+    return option(Action.COMPILE, added_s=added_s, saved=saved, forward=saved, backward=transient, saves="i")
 
 
 DOMINATED = {

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from chains import block, option
 
 from memsave_recipes.planner.budget import Forecast, StaticMemory
 from memsave_recipes.planner.search import Candidate, Choice
 from memsave_recipes.planner.task import points_of
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
+from memsave_recipes.plans.chain import Chain
 from memsave_recipes.render.choice import BAR_COLUMNS, bar, best_rows, grouped_parts, show_choice
 from memsave_recipes.step.batch_layout import BatchLayout
 from memsave_recipes.text import MIB
@@ -18,26 +19,9 @@ WEIGHTS, STATE, CONTEXT = 3 * MIB, 6 * MIB, 5 * MIB
 
 
 def candidate(size: int, strategy: str, budget_bytes: int, loss: str | None = None) -> Candidate:
-    keep = BlockOption(
-        action=Action.KEEP,
-        saved_bytes=size * MIB,
-        saves_input=True,
-        saves_output=False,
-        forward_transient_bytes=2 * size * MIB,
-        backward_transient_bytes=size * MIB,
-    )
-    blocks = tuple(
-        BlockCosts(
-            name=f"block{n}",
-            stack=0,
-            forward_s=0.001 * size,
-            backward_s=0.002 * size,
-            output_bytes=size * MIB // 4,
-            gradient_bytes=MIB,
-            options=(keep,),
-        )
-        for n in range(3)
-    )
+    keep = option(saved=size * MIB, forward=2 * size * MIB, backward=size * MIB, saves="i")
+    costs = {"seconds": 0.001 * size, "output": size * MIB // 4, "gradient": MIB}
+    blocks = tuple(block(f"block{n}", keep, **costs) for n in range(3))
     chain = Chain(blocks=blocks, resident_bytes=WEIGHTS + STATE + size * MIB // 8, gradients_resident=size < BATCH)
     return Candidate(
         layout=BatchLayout.of(BATCH, size, 1),

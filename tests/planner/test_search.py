@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from chains import block, option
 from torch import nn
 
 from memsave_recipes.activations.streaming import WeightStream, stream_frozen_weights
@@ -30,7 +31,7 @@ from memsave_recipes.planner.savings import (
 from memsave_recipes.planner.search import Candidate, Choice, host_line, open_layouts, search
 from memsave_recipes.planner.task import Task
 from memsave_recipes.plans import Action, plan_for
-from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
+from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.simulate import prediction_of
 from memsave_recipes.profiling.block_costs import Workload
 from memsave_recipes.render.choice import fits_text, rival_lines, summarize
@@ -47,26 +48,9 @@ BATCH = 400
 
 def chain(size, seconds=1.0):
     """Two blocks whose activations grow with the micro-batch."""
-    keep = BlockOption(
-        action=Action.KEEP,
-        saved_bytes=10_000 * size,
-        saves_input=True,
-        saves_output=False,
-        forward_transient_bytes=10,
-        backward_transient_bytes=20,
-    )
-    blocks = [
-        BlockCosts(
-            name=name,
-            stack=0,
-            forward_s=seconds * size,
-            backward_s=2 * seconds * size,
-            output_bytes=100 * size,
-            gradient_bytes=WEIGHTS // 2,
-            options=(keep,),
-        )
-        for name in ("0", "1")
-    ]
+    keep = option(saved=10_000 * size, forward=10, backward=20, saves="i")
+    costs = {"seconds": seconds * size, "output": 100 * size, "gradient": WEIGHTS // 2}
+    blocks = [block(name, keep, **costs) for name in ("0", "1")]
     return Chain(blocks=tuple(blocks), resident_bytes=WEIGHTS + STATE + BATCH)
 
 

@@ -3,40 +3,16 @@
 from dataclasses import replace
 
 import pytest
+from chains import block, option
 
 from memsave_recipes.errors import InputError
-from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
+from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.plan import Action, Plan, Span
 from memsave_recipes.plans.simulate import host_bytes, simulate
 from memsave_recipes.plans.solver import solve
 
 KEEP, RECOMPUTE, SELECT_OPS, OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.SELECT_OPS, Action.OFFLOAD
 RECOMPUTE_OFFLOAD = Action.RECOMPUTE_OFFLOAD
-
-
-def option(action=KEEP, *, added_s=0.0, saved=0, forward=0, backward=0, saves=""):
-    return BlockOption(
-        action=action,
-        added_s=added_s,
-        saved_bytes=saved,
-        saves_input="i" in saves,
-        saves_output="o" in saves,
-        forward_transient_bytes=forward,
-        backward_transient_bytes=backward,
-    )
-
-
-def block(name, *options, stack=0, output=0, seconds=1.0, gradient=0, passes=False):
-    return BlockCosts(
-        name=name,
-        stack=stack,
-        forward_s=seconds,
-        backward_s=2 * seconds,
-        output_bytes=output,
-        passes_input=passes,
-        gradient_bytes=gradient,
-        options=options,
-    )
 
 
 def plan_of(chain, *spans, mlp_tile_tokens=None):

@@ -3,37 +3,23 @@
 from dataclasses import replace
 
 import pytest
+from chains import block, option
 
-from memsave_recipes.plans.chain import BlockCosts, BlockOption, Chain
+from memsave_recipes.plans.chain import Chain
 from memsave_recipes.plans.plan import Action, plan_for
 from memsave_recipes.plans.shards import ShardedUnit, Shards, communication_s, peak_in_shards, timeline_in_shards
 from memsave_recipes.plans.simulate import keep_all
 
-KEEP = BlockOption(
-    action=Action.KEEP,
-    saved_bytes=100,
-    saves_input=False,
-    saves_output=False,
-    forward_transient_bytes=110,
-    backward_transient_bytes=50,
-)
+KEEP = option(saved=100, forward=110, backward=50)
 RESIDENT = 1000
 UNITS = {"a": 40, "b": 60, "head": 20}
 
 
-def block(name, stack=0):
-    return BlockCosts(
-        name=name,
-        stack=stack,
-        forward_s=1.0,
-        backward_s=2.0,
-        output_bytes=10,
-        gradient_bytes=UNITS[name],
-        options=(KEEP,),
-    )
+def part(name, stack=0):
+    return block(name, KEEP, stack=stack, output=10, gradient=UNITS[name])
 
 
-CHAIN = Chain(blocks=(block("a"), block("b"), block("head", None)), resident_bytes=RESIDENT)
+CHAIN = Chain(blocks=(part("a"), part("b"), part("head", None)), resident_bytes=RESIDENT)
 PLAN = keep_all(CHAIN)
 
 
