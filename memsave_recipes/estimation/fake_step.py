@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from memsave_recipes.plans.chain import allocated_bytes
-from memsave_recipes.profiling.breakdown import Allocation, record_allocations
 from memsave_recipes.profiling.throughput import FORMULAS_OF_ALL_THAT_RUNS
-from memsave_recipes.profiling.trace_events import Meter, Reading
+from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter, Reading
 
 aten = torch.ops.aten
 
@@ -120,15 +119,14 @@ class Workspaces:
             return None
         with unset_fake_temporarily(), _same_random_numbers_after():
             args, kwargs = tree_unflatten(tree_map_only(Tensor, _zeros, leaves), form)
-            with record_allocations() as events:
-                out = func(*args, **kwargs)
-            results = tuple(tree_map_only(Tensor, _on_meta, tree_leaves(out)))
-        live_bytes = peak_bytes = 0
-        for event in events:
-            if isinstance(event, Allocation):
-                live_bytes += event.num_bytes
-                peak_bytes = max(peak_bytes, live_bytes)
-        return KernelRun(peak_bytes, results)
+            outs: list[Any] = []
+
+            def run(meter: Meter) -> None:
+                outs.append(func(*args, **kwargs))
+                meter.mark()
+
+            (reading,) = DeviceInstruments(torch.device("cpu")).read_memory(run)
+            return KernelRun(reading.peak_bytes, tuple(tree_map_only(Tensor, _on_meta, tree_leaves(outs))))
 
 
 @contextmanager
