@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
 
 
 class WrapperTensor(Tensor):
@@ -25,6 +26,11 @@ class WrapperTensor(Tensor):
 def inner_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return ``tensors``, and in place of each wrapper those that it stands for."""
     return [inner for one in tensors for inner in (one.tensors if isinstance(one, WrapperTensor) else [one])]
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the ``inner_tensors`` of nested containers."""
+    return inner_tensors(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def on_inner_tensors(function: Callable[..., Any], inputs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:

@@ -68,6 +68,7 @@ from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
 from memsave_recipes.profiling.preserve_state import (
     SavedState,
     device_of,
+    hooked,
     preserve_state,
     read_rng,
 )
@@ -83,12 +84,8 @@ def count_block_runs(model: nn.Module, plan: Plan | None) -> Iterator[Counter[st
         runs[name] += 1
 
     leaves = _leaves_of_blocks(model, plan) if plan else {}
-    handles = [leaf.register_forward_pre_hook(partial(count, name)) for leaf, name in leaves.items()]
-    try:
+    with hooked(leaf.register_forward_pre_hook(partial(count, name)) for leaf, name in leaves.items()):
         yield runs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _leaves_of_blocks(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:

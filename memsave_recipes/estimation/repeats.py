@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
+from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.activations.spans import split_call
 from memsave_recipes.plans import Plan, Span
 from memsave_recipes.profiling.block_costs import Workload, action_of
@@ -163,7 +163,7 @@ def left_out(model: nn.Module, repeats: Repeats) -> Iterator[Arguments]:
         if len(state) != 1 or others or not isinstance(first, Tensor) or first.shape != state[0].shape:
             raise Irregular(f"{name} returns more than its hidden states")
         forms[name] = type(output)
-        tensors = [leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((call.args, call.kwargs))
         arguments.references.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
 
     def pass_on(module: nn.Module, like: str, *args: Any, **kwargs: Any) -> Any:

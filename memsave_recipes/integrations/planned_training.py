@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from memsave_recipes.activations import PlanHandle, apply_plan, block_names, find_stacks
 from memsave_recipes.activations.compiled import CompiledLayer
+from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.activations.spans import LayerInSpan, SpannedLayer, SpannedSequence
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import StaticMemory
@@ -369,11 +369,6 @@ class PlannedTraining:
         """Return the batch and the tensors of the other modules, which are on the device all the time."""
         others = [tensor for other in self.others for tensor in (*other.parameters(), *other.buffers())]
         return [*micro_batch.tensors, *others]
-
-
-def tensors_in(batch: Any) -> list[Tensor]:
-    """Return the tensors of a nested batch."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 class PlanningCallback:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.errors import InputError
 from memsave_recipes.integrations.planned_training import (
     MicroBatch,
@@ -16,7 +17,6 @@ from memsave_recipes.integrations.planned_training import (
     PlanningCallback,
     check_model,
     refuse_several,
-    tensors_in,
 )
 from memsave_recipes.profiling.preserve_state import replaced
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import block_names, find_stacks, plan_blocks
+from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import (
     COMPILED_RATIOS,
@@ -96,7 +96,7 @@ def make_plan(
     workload = Workload(
         model=model,
         forward=lambda: (loss_fn or loss_of)(call(model, batch)),
-        batch=[leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)],
+        batch=tensors_in(batch),
         device=next(model.parameters()).device,
         stacks=stacks,
     )
@@ -266,7 +266,7 @@ def loss_of(output: Any) -> Tensor:
     loss: Tensor | None = getattr(output, "loss", None)
     if loss is not None:
         return loss
-    first: Tensor = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    first = tensors_in(output)[0]
     return first if first.ndim == 0 else first.float().sum()
 
 

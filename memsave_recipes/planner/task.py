@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from memsave_recipes.activations import apply_plan, block_names, find_stacks
-from memsave_recipes.activations.micro_batches import inner_tensors
+from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.activations.streaming import host_bytes
 from memsave_recipes.errors import InputError
 from memsave_recipes.estimation.estimate import Estimator, fake_batch, fake_model, stream_on_target
@@ -285,7 +285,7 @@ def fake_workload(task: Task, launch: Launch, model: nn.Module, layout: BatchLay
     return Workload(
         model=model,
         forward=lambda: task.loss_of(trained, make_batch()),
-        batch=inner_tensors(value for value in make_batch().values() if isinstance(value, Tensor)),
+        batch=tensors_in(make_batch()),
         device=torch.device("cpu"),
         stacks=block_names(find_stacks(model)),
         host_bytes=host_bytes(model),

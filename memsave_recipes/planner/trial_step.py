@@ -16,8 +16,8 @@ NOTE [ trial step ]
    leaves no event, so a reading may be too high, by chance: the lowest of ``READINGS`` counts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
@@ -33,7 +32,7 @@ from memsave_recipes.planner.budget import Forecast, StaticMemory
 from memsave_recipes.plans import Plan
 from memsave_recipes.profiling.block_costs import Measurement, Workload, measure_in_groups, num_runs
 from memsave_recipes.profiling.memory import empty_cache, is_out_of_memory
-from memsave_recipes.profiling.preserve_state import clear_gradients, preserve_state, without_layerdrop
+from memsave_recipes.profiling.preserve_state import clear_gradients, hooked, preserve_state, without_layerdrop
 from memsave_recipes.profiling.trace_events import DeviceInstruments, Meter
 from memsave_recipes.text import ProgressBar
 
@@ -206,18 +205,11 @@ def step_bytes(
     return lowest_bytes + forecast.chain.resident_bytes
 
 
-@contextmanager
-def _gradients_as_in_a_step(static: StaticMemory, model: nn.Module) -> Iterator[None]:
+def _gradients_as_in_a_step(static: StaticMemory, model: nn.Module) -> AbstractContextManager[None]:
     """Free each gradient as it is made where training does (for DDP's buckets, or an optimizer in the backward)."""
 
     def free(parameter: Tensor) -> None:
         parameter.grad = None
 
     freed = [] if static.gradients_stay else [p for p in model.parameters() if p.requires_grad]
-    on_gradient: list[Callable[..., RemovableHandle]] = [p.register_post_accumulate_grad_hook for p in freed]
-    handles = [register(free) for register in on_gradient]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hooked(parameter.register_post_accumulate_grad_hook(free) for parameter in freed)

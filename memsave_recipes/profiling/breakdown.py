@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from memsave_recipes.activations.streaming import resident_tensors
 from memsave_recipes.processes import only_errors_of_c10
+from memsave_recipes.profiling.preserve_state import hooked
 from memsave_recipes.sharding.shards import noting_gathered
 from memsave_recipes.sharding.tensors import locals_of
 
@@ -218,12 +219,8 @@ def _labelling(model: nn.Module, optimizer: torch.optim.Optimizer, labels: Label
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     handles = [parameter.register_post_accumulate_grad_hook(label_gradient) for parameter in trained]
     handles += [optimizer.register_step_pre_hook(label_gradients), optimizer.register_step_post_hook(label_state)]
-    try:
-        with noting_gathered(model, label_gathered):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooked(handles), noting_gathered(model, label_gathered):
+        yield
 
 
 @dataclass

@@ -21,7 +21,7 @@ from pynvml import NVMLError, nvmlDeviceGetComputeRunningProcesses, nvmlDeviceGe
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memsave_recipes.activations.micro_batches import inner_tensors
+from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.profiling.breakdown import persistent_tensors
 from memsave_recipes.sharding.shards import noting_gathered
@@ -280,7 +280,7 @@ class ForwardMeter:
         if not self._counting:
             return
         self._before_block = set(self._saved.storages)
-        for tensor in _tensors(inputs):
+        for tensor in tensors_in(inputs):
             storage = tensor.untyped_storage()
             self._inputs[storage._cdata] = storage.nbytes()
 
@@ -307,11 +307,3 @@ def _ends(root: nn.Module, name: str) -> Ends:
     first, _, last = name.partition("..")
     siblings, dot, _ = first.rpartition(".")
     return root.get_submodule(first), root.get_submodule(f"{siblings}{dot}{last}" if last else first)
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield from inner_tensors([value])
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.utils.hooks import RemovableHandle
 
 from memsave_recipes.activations.side_effects import CONTAINERS, OF_TORCH
 from memsave_recipes.sharding.tensors import local
@@ -161,6 +162,15 @@ def training_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end. ``handles`` may register them as they are asked for."""
+    with ExitStack() as hooks:
+        for handle in handles:
+            hooks.enter_context(handle)
+        yield
 
 
 def clear_gradients(model: nn.Module) -> None:

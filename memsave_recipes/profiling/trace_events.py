@@ -18,10 +18,10 @@ NOTE [ the parts of a step ]
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -31,10 +31,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from memsave_recipes.activations.micro_batches import inner_tensors
+from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.activations.recompute import kept_by_policy
 from memsave_recipes.plans.chain import allocated_bytes
 from memsave_recipes.profiling.breakdown import Allocation, Event, Labels, Use, record_allocations
+from memsave_recipes.profiling.preserve_state import hooked
 
 
 @dataclass(frozen=True)
@@ -256,7 +257,7 @@ class StepTracer:
             self._watching_modules(),
         ):
             loss = forward()
-        self.parts[-1].outputs = self._storages(_tensors([loss]))
+        self.parts[-1].outputs = self._storages(tensors_in([loss]))
         forward_end = self._boundary()
         self._begin_backward(self.parts[-1])
         with self._counting_gradients() if self.counting else nullcontext():
@@ -265,10 +266,10 @@ class StepTracer:
 
     def watch(self, name: str, run: Callable[..., Any], inputs: tuple[Any, ...], others: Any) -> Any:
         """Be the ``Watch`` of ``apply_plan``."""
-        taken = _tensors(inputs)
+        taken = tensors_in(inputs)
         leaves = self._storages([tensor for tensor in taken if tensor.is_leaf])
         self._begin(
-            Part(name, self._storages(taken), extra_args=self._storages(_tensors(others)), leaves=leaves), taken
+            Part(name, self._storages(taken), extra_args=self._storages(tensors_in(others)), leaves=leaves), taken
         )
         with kept_by_policy() as kept:
             outputs = run(*inputs)
@@ -277,28 +278,20 @@ class StepTracer:
         self._begin(Part(None, self._storages(given)), given)
         return outputs
 
-    @contextmanager
-    def _watching_modules(self) -> Iterator[None]:
+    def _watching_modules(self) -> AbstractContextManager[None]:
         """Make each of ``extra_modules`` a part when it runs."""
 
         def begin(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            taken = _tensors((args, kwargs))
+            taken = tensors_in((args, kwargs))
             self._begin(Part(None, self._storages(taken), module=name), taken)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            given = _tensors(output)
+            given = tensors_in(output)
             self._begin(Part(None, self._storages(given)), given)
 
-        modules = {name: self.model.get_submodule(name) for name in self.extra_modules}
-        handles = [
-            *(one.register_forward_pre_hook(partial(begin, name), with_kwargs=True) for name, one in modules.items()),
-            *(one.register_forward_hook(end) for one in modules.values()),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        watched = [(partial(begin, name), self.model.get_submodule(name)) for name in self.extra_modules]
+        begins = (module.register_forward_pre_hook(hook, with_kwargs=True) for hook, module in watched)
+        return hooked(chain(begins, (module.register_forward_hook(end) for _, module in watched)))
 
     def _begin(self, part: Part, flowing: list[Tensor]) -> None:
         """End the current part with ``flowing`` as its output, and begin ``part``, whose input that is."""
@@ -339,8 +332,7 @@ class StepTracer:
         part.backward = self._boundary()
         self._in_backward = part
 
-    @contextmanager
-    def _counting_gradients(self) -> Iterator[None]:
+    def _counting_gradients(self) -> AbstractContextManager[None]:
         def count(parameter: Tensor) -> None:
             # The gradient of a tied weight is made for the later of its uses, and waits for the earlier one.
             part = latest if parameter in tied else self._in_backward
@@ -355,12 +347,7 @@ class StepTracer:
         tied = {parameter for parameter, count in uses.items() if count > 1}
         latest = next((part for part in reversed(self.parts) if part.module), self.parts[-1])
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in trained]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooked(parameter.register_post_accumulate_grad_hook(count) for parameter in trained)
 
     def at_boundaries(self, readings: Iterable[Reading]) -> Iterator[Reading]:
         """Yield the readings at boundaries; those between them go into the parts."""
@@ -419,15 +406,10 @@ class StepTracer:
         return found
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    """List those that have memory."""
-    return inner_tensors(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-
-
 def _output_of(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
     """Return the output by rule 3 of the NOTE: of a dense layer all features, of a layer's tuple the hidden states."""
     given: list[Tensor] = []
-    for tensors in map(_tensors, tree_leaves(outputs)):
+    for tensors in map(tensors_in, tree_leaves(outputs)):
         given += tensors
         if tensors and not any(tensors[0] is taken for taken in inputs):
             break

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from memsave_recipes.activations import block_names, find_stacks
-from memsave_recipes.activations.micro_batches import inner_tensors
+from memsave_recipes.activations.micro_batches import tensors_in
 from memsave_recipes.distributed import on_main_process
 from memsave_recipes.errors import BUDGET_FLAG
 from memsave_recipes.planner.budget import plans_to_measure, workspaces_of_device
@@ -85,7 +85,7 @@ class StepOnDevice:
         return Workload(
             model=self.model,
             forward=self._forward(make_batch),
-            batch=inner_tensors(value for value in make_batch().values() if isinstance(value, Tensor)),
+            batch=tensors_in(make_batch()),
             device=self.accelerator.device,
             stacks=stacks,
         )
