@@ -463,6 +463,17 @@ def loss_of(model, batch):
     return getattr(output, "logits", output).sum()
 
 
+def check_pinned(monkeypatch, chain, real, batch, plan):
+    """What a step of the real model pins is what the chain predicts, or up to 15 % less."""
+    copies = CountedCopies()
+    monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, copies).run)
+    with apply_plan(real, plan):
+        loss_of(real, batch).backward()
+    assert copies.pinned_bytes > 0
+    assert copies.pinned_bytes <= host_bytes(chain, plan) <= 1.15 * copies.pinned_bytes
+    assert host_bytes(chain, plan_blocks(real, "none")) == 0
+
+
 @pytest.mark.parametrize("strategy", OFFLOADING_STRATEGIES)
 @pytest.mark.parametrize("name", MOVING)
 def test_what_offloading_pins_on_the_host_is_predicted(name, strategy, monkeypatch):
@@ -471,14 +482,7 @@ def test_what_offloading_pins_on_the_host_is_predicted(name, strategy, monkeypat
     workload = workload_of(model, loss_of, fake_batch(model, batch_of()))
     plain, offload = (plan_blocks(model, word) for word in ("none", strategy))
     chain = estimate_on_target(workload, [plain, offload], A100).chain(offload=OFFLOADING)
-    copies = CountedCopies()
-    monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, copies).run)
-    real = build()
-    with apply_plan(real, offload):
-        loss_of(real, batch_of()).backward()
-    assert copies.pinned_bytes > 0
-    assert copies.pinned_bytes <= host_bytes(chain, offload) <= 1.15 * copies.pinned_bytes
-    assert host_bytes(chain, plain) == 0
+    check_pinned(monkeypatch, chain, build(), batch_of(), offload)
 
 
 def batchnorm_over_all():
@@ -497,16 +501,9 @@ def estimated_in_micro_batches(strategies, host_bytes_per_s=A100.host_bytes_per_
 
 
 def test_what_blocks_in_micro_batches_pin_on_the_host_is_predicted(monkeypatch):
-    measured, (plain, offload) = estimated_in_micro_batches(["full_offload"])
+    measured, (_, offload) = estimated_in_micro_batches(["full_offload"])
     chain = measured.chain(offload=OFFLOADING)
-    copies = CountedCopies()
-    monkeypatch.setitem(RUN, Action.OFFLOAD, OffloadEngine(CPU, copies).run)
-    real = batchnorm_over_all()
-    with apply_plan(real, offload):
-        loss_of(real, MOVING["vgg"][1]()).backward()
-    assert copies.pinned_bytes > 0
-    assert copies.pinned_bytes <= host_bytes(chain, offload) <= 1.15 * copies.pinned_bytes
-    assert host_bytes(chain, plain) == 0
+    check_pinned(monkeypatch, chain, batchnorm_over_all(), MOVING["vgg"][1](), offload)
 
 
 def test_blocks_in_micro_batches_wait_for_the_link_as_well():

@@ -10,6 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.optim import SGD, AdamW
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from workloads import peak_bytes
 
 from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.profiling.breakdown import (
@@ -162,6 +163,7 @@ def test_it_is_what_torchs_tracker_says(make_case, name, strategy):
     breakdown = measure(case.model, optimizer, step)
     assert breakdown.total_bytes == pytest.approx(expected["Total"], rel=0.05 if is_convolutional else 0.01)
     assert breakdown.total_bytes >= 0.999 * expected["Total"]
+    assert breakdown.total_bytes == pytest.approx(resident_bytes(case.model, optimizer) + peak_bytes(step), rel=0.001)
     for field, uses in TRACKED.items():
         difference = getattr(breakdown, field) - sum(expected[use] for use in uses)
         assert abs(difference) <= (0.1 if is_convolutional else 0.02) * expected["Total"], field

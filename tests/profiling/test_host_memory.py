@@ -1,15 +1,12 @@
-"""The peak of a step on the host is exact: by hand, against torch's own tracker, and against the bytes that live on."""
+"""The peak of a step on the host is exact: by hand, and against the bytes that live on."""
 
 import subprocess
 import sys
 
-import pytest
 import torch
 from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker
 from workloads import peak_bytes
 
-from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.profiling.breakdown import storages_of
 from memsave_recipes.profiling.memory import resident_bytes
 
@@ -35,32 +32,6 @@ def test_what_was_there_before_does_not_count():
     held = [torch.empty(5 * MEGA, dtype=torch.uint8)]
     assert peak_bytes(lambda: held[0].fill_(1)) == 0
     assert peak_bytes(held.clear) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"), [("vgg_small", "none"), ("densenet_small", "full"), ("vit", "none"), ("vit", "full")]
-)
-def test_the_peak_of_a_step_is_that_of_torchs_tracker(make_case, name, strategy):
-    """Within 1 %, and never below: the tracker does not see the scratch buffers inside kernels."""
-    case = make_case(name)
-    case.batch = case.batch.repeat(1, 1, 2, 2) if name != "vit" else case.batch
-    optimizer = torch.optim.AdamW(case.model.parameters(), foreach=False)
-    apply_plan(case.model, plan_blocks(case.model, strategy))
-
-    def step():
-        case.loss_of(case.model, case.batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    tracker = MemTracker()
-    tracker.track_external(case.model, optimizer)
-    with tracker:
-        step()
-    expected = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
-    peak = resident_bytes(case.model, optimizer) + peak_bytes(step)
-    assert expected <= peak * 1.01
-    assert peak <= expected * 1.15
 
 
 def test_resident_bytes_are_parameters_buffers_gradients_and_state():
