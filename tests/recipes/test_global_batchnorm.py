@@ -1,7 +1,6 @@
 """``--batchnorm global``: one curve for any ranks and micro-batches, predicted memory, one line where it cannot be."""
 
 import pytest
-import torch
 from lives import curve, with_context
 from safetensors.torch import load_file
 
@@ -30,18 +29,6 @@ def test_micro_batches_have_the_curve_of_the_whole_batch(train, tmp_path, capsys
     assert relative_error(weights(cut), weights(whole)) < 1e-11  # of biases that began at 0, two steps ago
     peaks = {way: run["memory"]["peak_allocated_gib"] for way, run in runs.items()}
     assert peaks["in micro-batches"] < peaks["whole"]
-
-
-@pytest.mark.slow
-def test_inputs_go_to_the_host_where_asked(train, tmp_path, capsys):
-    """On a CPU they stay, and one warning says so."""
-    flags = [*FLAGS, *EXACT, "--max_steps", "1", "--micro_batch_size", "5", "--activation_checkpointing"]
-    train(*flags, "full", output="full")
-    train(*flags, "full_offload", output="offloaded")
-    printed = capsys.readouterr().out
-    assert "17 of 17 blocks recomputed in micro-batches of 5, their inputs offloaded to the host" in printed
-    full, offloaded = weights(tmp_path / "full"), weights(tmp_path / "offloaded")
-    assert all(torch.equal(offloaded[name], full[name]) for name in full)
 
 
 def test_a_budget_prices_the_action(train, capsys):

@@ -322,8 +322,3 @@ def test_a_step_with_a_rank_of_padding_alone_is_refused() -> None:
     flags.check_order(order, IndexedLayout.of(10, 3, 2))
     with pytest.raises(InputError, match="has 5 samples in micro-batches of 3 for 3 ranks, and padding would count"):
         flags.check_order(order, IndexedLayout.of(10, 3, 3))
-
-
-def test_without_the_flag_they_differ(trained: Train) -> None:
-    usual = Run(model="resnet", is_bitwise=False)
-    assert "losses" in differences(trained(usual, 3), trained(usual, 1))
