@@ -1,6 +1,5 @@
 """No command and no recipe runs the code that comes with a model, nor asks whether to, whatever stands on the input."""
 
-import importlib.util
 import io
 import json
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState
+from lives import loaded
 
 from memsave_recipes.cli import COMMANDS, main
 from memsave_recipes.run.failures import run_recipe
@@ -87,16 +87,12 @@ def test_no_recipe_runs_it(folder, hands_off, tmp_path, recipe, given):
     if given == "--tokenizer_name" and recipe == "image_classification":
         pytest.skip("it has no such flag")
     model = ["--model_type", KNOWN[recipe]] if given == "--tokenizer_name" else []
-    specification = importlib.util.spec_from_file_location(recipe, RECIPES / f"{recipe}.py")
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[recipe] = module
-    specification.loader.exec_module(module)
     AcceleratorState._reset_state(reset_partial_state=True)
     if recipe != "image_classification":
         (tmp_path / "texts.jsonl").write_text('{"text": "a", "label": "b"}\n{"text": "c", "label": "d"}\n')
         model += ["--train_file", str(tmp_path / "texts.jsonl")]
     words = [given, folder(recipe), *model, "--report_to", "none", "--output_dir", str(tmp_path / "run")]
-    with pytest.raises(SystemExit) as end:
+    with loaded(recipe) as module, pytest.raises(SystemExit) as end:
         run_recipe(lambda: module.main(words))
     assert end.value.code == 2
 

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from memsave_recipes.checkpoints import Checkpoints
 from memsave_recipes.run.failures import run_recipe
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``lives``
+sys.path.insert(0, str(Path(__file__).parent))  # for the tests to import ``fuzzing``
 from lives import Killed, be_rank, loaded
 
 
@@ -55,19 +55,30 @@ def train_on_ranks(request, run_on_ranks, tmp_path):
 
 
 @pytest.fixture
-def refuse(recipe, tmp_path, capsys):
-    """Run the recipe with a mistake; returns the one line that it ends with."""
+def ending(recipe, tmp_path, capsys):
+    """Run the recipe, which ends with an error; returns its exit code and its one line."""
 
     def run(*flags, output="run"):
         forget_earlier_runs()
+        capsys.readouterr()
         words = [*map(str, flags), *([] if "--report_to" in flags else ["--report_to", "none"])]
         with pytest.raises(SystemExit) as end:
             run_recipe(lambda: recipe.main([*words, "--output_dir", str(tmp_path / output)]))
-        assert end.value.code == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        return end.value.code, line
+
+    return run
+
+
+@pytest.fixture
+def refuse(ending, tmp_path):
+    """Run the recipe with a mistake; returns the one line that it ends with, before a step."""
+
+    def run(*flags, output="run"):
+        code, line = ending(*flags, output=output)
+        assert code == 2
         assert not (tmp_path / output / "metrics.jsonl").exists()
-        return lines[0]
+        return line
 
     return run
 

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from cuda_standin.waits import waits
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(Path(__file__).parent), str(ROOT / "recipes")]
+sys.path += [str(ROOT / "tests"), str(ROOT / "recipes")]
 
 import image_classification  # noqa: E402
 import language_modeling  # noqa: E402

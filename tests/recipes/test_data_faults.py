@@ -5,11 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from accelerate.state import AcceleratorState
 from hub_stand_in import hub_stand_in
 from PIL import Image
-
-from memsave_recipes.run.failures import run_recipe
 
 IMAGES, TEXT, LABELLED = "image_classification", "language_modeling", "text_classification"
 FLAGS = {
@@ -88,35 +85,33 @@ def by_name(*names):
     )
 
 
-def end_of(recipe, monkeypatch, *flags, capsys):
-    """Exit code and the line of a run that may come to its first step and no further."""
+@pytest.fixture
+def line_of(recipe, ending, monkeypatch):
+    """Run it, which may come to its first step and no further; the line that it ends with."""
     monkeypatch.setattr("memsave_recipes.run.run.TrainingRun", lambda *args, **options: pytest.fail("the run began"))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(SystemExit) as end:
-        run_recipe(lambda: recipe.main([*FLAGS[recipe.__name__], *flags, "--report_to", "none"]))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return end.value.code, line
+
+    def end(*flags, output="new"):
+        code, line = ending(*FLAGS[recipe.__name__], *flags, output=output)
+        assert code == 2
+        return line
+
+    return end
 
 
 @by_name(*FAULTS)
-def test_bad_data_ends_in_one_line_before_a_step(recipe, fault, monkeypatch, tmp_path, capsys):
+def test_bad_data_ends_in_one_line_before_a_step(line_of, fault, tmp_path):
     _, make, words = FAULTS[fault]
-    flags = make(tmp_path)
-    code, line = end_of(recipe, monkeypatch, *flags, "--output_dir", str(tmp_path / "new"), capsys=capsys)
-    assert code == 2
-    assert words in line
+    assert words in line_of(*make(tmp_path))
     assert not (tmp_path / "new").exists()
 
 
 @by_name("a JPEG with a flipped bit", "tokens beyond the embedding", "fewer texts than a batch")
-def test_bad_data_costs_no_earlier_run(recipe, fault, monkeypatch, tmp_path, capsys):
+def test_bad_data_costs_no_earlier_run(line_of, fault, tmp_path):
     folder = tmp_path / "run"
     for name, content in EARLIER.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
-    flags = [*FAULTS[fault][1](tmp_path), "--output_dir", str(folder), "--overwrite"]
-    code, _ = end_of(recipe, monkeypatch, *flags, capsys=capsys)
-    assert code == 2
+    line_of(*FAULTS[fault][1](tmp_path), "--overwrite", output="run")
     assert {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.*")} == EARLIER
 
 
@@ -130,15 +125,15 @@ HUB_NAMES = [
 
 
 @pytest.mark.parametrize(("recipe", "named"), HUB_NAMES, indirect=["recipe"])
-def test_a_hub_out_of_reach_is_asked_once(recipe, named, monkeypatch, tmp_path, capsys):
+def test_a_hub_out_of_reach_is_asked_once(line_of, named, monkeypatch, tmp_path):
     with hub_stand_in(monkeypatch, tmp_path) as serve:
         hub = serve(503)
-        code, line = end_of(recipe, monkeypatch, *named, "--output_dir", str(tmp_path / "new"), capsys=capsys)
-    assert_asked_once(hub, "answers with error 503", code, line, tmp_path)
+        line = line_of(*named)
+    assert_asked_once(hub, "answers with error 503", line, tmp_path)
 
 
 @pytest.mark.parametrize("recipe", [IMAGES, TEXT, LABELLED], indirect=True)
-def test_a_model_out_of_reach_is_asked_for_once(recipe, monkeypatch, tmp_path, capsys):
+def test_a_model_out_of_reach_is_asked_for_once(recipe, line_of, monkeypatch, tmp_path):
     monkeypatch.setitem(FLAGS, recipe.__name__, ["--model_name_or_path", "some/name", "--global_batch_size", "4"])
     make = {
         IMAGES: lambda folder: ["--data_dir", str(image_folder(folder))],
@@ -148,12 +143,11 @@ def test_a_model_out_of_reach_is_asked_for_once(recipe, monkeypatch, tmp_path, c
     flags = make[recipe.__name__](tmp_path)
     with hub_stand_in(monkeypatch, tmp_path) as serve:
         hub = serve("hang up")
-        code, line = end_of(recipe, monkeypatch, *flags, "--output_dir", str(tmp_path / "new"), capsys=capsys)
-    assert_asked_once(hub, "does not answer", code, line, tmp_path)
+        line = line_of(*flags)
+    assert_asked_once(hub, "does not answer", line, tmp_path)
 
 
-def assert_asked_once(hub, problem, code, line, folder):
-    assert code == 2
+def assert_asked_once(hub, problem, line, folder):
     assert "some/name" in line
     assert f"it is not in the cache, and {hub.url} {problem}" in line
     assert hub.requests == ["HEAD /"]

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from ends_of_ranks import ends_of
 from lives import loaded
 from memory_budget import Budget
@@ -30,19 +29,7 @@ def limit_file_size():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def end_of(recipe, folder, *flags):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(SystemExit) as end:
-        run_recipe(lambda: recipe.main([*SHORT, *flags, "--report_to", "none", "--output_dir", str(folder)]))
-    return end.value.code
-
-
-def the_line(capsys):
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    return line
-
-
-def test_a_disk_that_is_full_costs_no_checkpoint(recipe, monkeypatch, limit_file_size, tmp_path, capsys):
+def test_a_disk_that_is_full_costs_no_checkpoint(ending, monkeypatch, limit_file_size, tmp_path):
     write = TrainState.write
 
     def write_with_no_room_from_step_4_on(self, folder, record):
@@ -51,8 +38,8 @@ def test_a_disk_that_is_full_costs_no_checkpoint(recipe, monkeypatch, limit_file
         write(self, folder, record)
 
     monkeypatch.setattr(TrainState, "write", write_with_no_room_from_step_4_on)
-    assert end_of(recipe, tmp_path / "run", "--save_every", "2") == 2
-    line = the_line(capsys)
+    code, line = ending(*SHORT, "--save_every", "2")
+    assert code == 2
     assert "step-4 cannot be written or deleted, a file would be larger" in line
     assert "go on with --resume from the checkpoint before" in line
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -61,47 +48,48 @@ def test_a_disk_that_is_full_costs_no_checkpoint(recipe, monkeypatch, limit_file
 
 
 @pytest.mark.parametrize("place", ["/sys/run", "a_file/run", "loop/run"])
-def test_a_folder_that_cannot_be_written_is_found_before_there_is_a_model(recipe, monkeypatch, tmp_path, capsys, place):
+def test_a_folder_that_cannot_be_written_is_found_before_there_is_a_model(recipe, ending, monkeypatch, tmp_path, place):
     (tmp_path / "a_file").touch()
     (tmp_path / "loop").symlink_to("loop")
     monkeypatch.setattr(recipe, "build_image_classifier", lambda *args, **options: pytest.fail("a model was built"))
     monkeypatch.setattr(recipe, "load_images", lambda *args, **options: pytest.fail("data was loaded"))
-    assert end_of(recipe, tmp_path / place) == 2
-    assert f"--output_dir {tmp_path / place}: run.lock cannot be written" in the_line(capsys)
+    code, line = ending(*SHORT, output=place)
+    assert code == 2
+    assert f"--output_dir {tmp_path / place}: run.lock cannot be written" in line
 
 
-def test_a_folder_that_no_system_makes_is_refused(recipe, capsys):
-    assert end_of(recipe, Path("/proc/a/run")) == 2
-    assert the_line(capsys) == "error: --output_dir /proc/a/run: no folder can be made there, name another one"
+def test_a_folder_that_no_system_makes_is_refused(refuse):
+    line = refuse(*SHORT, output="/proc/a/run")
+    assert line == "error: --output_dir /proc/a/run: no folder can be made there, name another one"
 
 
 @pytest.mark.parametrize("name", ["run", "run/below"])
-def test_a_link_that_leads_nowhere_is_no_folder(recipe, tmp_path, capsys, name):
+def test_a_link_that_leads_nowhere_is_no_folder(refuse, tmp_path, name):
     (tmp_path / "run").symlink_to(tmp_path / "not mounted")
-    assert end_of(recipe, tmp_path / name) == 2
-    assert f"{tmp_path / 'run'} is a link that leads nowhere: mount its disk" in the_line(capsys)
+    line = refuse(*SHORT, output=name)
+    assert f"{tmp_path / 'run'} is a link that leads nowhere: mount its disk" in line
     assert os.listdir(tmp_path) == ["run"]
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "final"])
-def test_what_a_link_leads_to_is_not_overwritten(recipe, tmp_path, capsys, name):
+def test_what_a_link_leads_to_is_not_overwritten(refuse, tmp_path, name):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept").touch()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
-    assert end_of(recipe, tmp_path / "run", "--overwrite") == 2
-    assert f"--overwrite: {tmp_path / 'run' / name} is a link to a folder, which is left alone" in the_line(capsys)
+    line = refuse(*SHORT, "--overwrite")
+    assert f"--overwrite: {tmp_path / 'run' / name} is a link to a folder, which is left alone" in line
     assert (tmp_path / "run" / name / "kept").exists()
 
 
-def test_a_mistake_leaves_nothing_behind(recipe, tmp_path):
-    assert end_of(recipe, tmp_path / "run", "--activation_checkpointing", "segments:99") == 2
+def test_a_mistake_leaves_nothing_behind(refuse, tmp_path):
+    refuse(*SHORT, "--activation_checkpointing", "segments:99")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_leaves_the_folder_that_was_there(recipe, tmp_path):
+def test_a_mistake_leaves_the_folder_that_was_there(refuse, tmp_path):
     (tmp_path / "a").mkdir()
-    assert end_of(recipe, tmp_path / "a" / "b" / "run", "--activation_checkpointing", "segments:99") == 2
+    refuse(*SHORT, "--activation_checkpointing", "segments:99", output="a/b/run")
     assert [path.name for path in tmp_path.rglob("*")] == ["a"]
 
 
@@ -119,12 +107,13 @@ def test_a_mistake_leaves_the_folder_that_was_there(recipe, tmp_path):
         ([], False),
     ],
 )
-def test_debug_adds_the_traceback(recipe, monkeypatch, tmp_path, capsys, words, is_wanted):
+def test_debug_adds_the_traceback(train, monkeypatch, tmp_path, capsys, words, is_wanted):
     monkeypatch.chdir(tmp_path)
     Path("debug.yaml").write_text("debug: true\n")
     words = ["--learning_rate", "-0.1", *words]
     monkeypatch.setattr(sys, "argv", ["recipe", *words])
-    assert end_of(recipe, tmp_path / "run", *words) == 2
+    with pytest.raises(SystemExit, match="2"):
+        run_recipe(lambda: train(*SHORT, *words))
     told = capsys.readouterr().err
     assert ("Traceback (most recent call last)" in told) == is_wanted
     assert told.splitlines()[-1].startswith("error: ")

@@ -7,14 +7,12 @@ import subprocess
 from collections import namedtuple
 
 import pytest
-from accelerate.state import AcceleratorState
 from lives import FLAGS, IMAGES, assert_the_same_run
 
 from memsave_recipes.checkpoints.commit import verify_manifest
 from memsave_recipes.checkpoints.resume import find_newest
 from memsave_recipes.run import folder as folder_module
 from memsave_recipes.run import training_run
-from memsave_recipes.run.failures import run_recipe
 
 RECIPES = list(FLAGS)
 ROOM = 1000
@@ -44,16 +42,12 @@ def straight(recipe, run_once):
 
 
 @pytest.fixture
-def line_of(recipe, tmp_path, capsys):
+def line_of(recipe, ending):
     """Run it to its end with exit code 2; the line that it ends with."""
 
-    def end(*flags, folder=tmp_path / "run"):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        words = [*FLAGS[recipe.__name__], *flags, "--report_to", "none", "--output_dir", str(folder)]
-        with pytest.raises(SystemExit) as ended:
-            run_recipe(lambda: recipe.main(words))
-        assert ended.value.code == 2
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    def end(*flags, output="run"):
+        code, line = ending(*FLAGS[recipe.__name__], *flags, output=output)
+        assert code == 2
         return line
 
     return end
@@ -168,7 +162,7 @@ def test_a_real_disk_that_fills_up(recipe, train, line_of, straight, monkeypatch
         fill = disk / "of_another_run"
         with monkeypatch.context() as patch:
             before(patch, training_run, "save_final", lambda: fill_up(fill))
-            assert "final/ cannot be written or deleted, the disk is full" in line_of(folder=disk / "run")
+            assert "final/ cannot be written or deleted, the disk is full" in line_of(output="disk/run")
         fill.unlink()
         train(*IMAGES, "--resume", output="disk/run")
         assert_the_same_run(disk / "run", straight)

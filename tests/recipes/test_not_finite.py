@@ -6,13 +6,12 @@ from threading import Event
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from samples import sample
 
 from memsave_recipes.checkpoints.saver import Checkpoints, _Writing
 from memsave_recipes.data.vision.images import ImageDataset
-from memsave_recipes.run.failures import NOT_FINITE, run_recipe
+from memsave_recipes.run.failures import NOT_FINITE
 from memsave_recipes.run.training_run import TrainingRun
 from memsave_recipes.training.batching import GlobalBatch
 
@@ -48,15 +47,7 @@ def loaded(monkeypatch):
     return places
 
 
-def end_of(recipe, folder, *flags):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    words = [*SHORT, *flags, "--report_to", "none", "--output_dir", str(folder)]
-    with pytest.raises(SystemExit) as end:
-        run_recipe(lambda: recipe.main(words))
-    return end.value.code
-
-
-def test_a_save_beside_the_training_ends_first(recipe, spoil, tmp_path, monkeypatch):
+def test_a_save_beside_the_training_ends_first(ending, spoil, tmp_path, monkeypatch):
     waited_for, finish_writing = Event(), Checkpoints.finish_writing
 
     def save(self, step, state, *, in_background=False):
@@ -65,16 +56,15 @@ def test_a_save_beside_the_training_ends_first(recipe, spoil, tmp_path, monkeypa
     monkeypatch.setattr(Checkpoints, "save", save)
     monkeypatch.setattr(Checkpoints, "finish_writing", lambda self: waited_for.set() or finish_writing(self))
     spoil(3)
-    assert end_of(recipe, tmp_path / "run", "--save_every", "2") == NOT_FINITE
+    assert ending(*SHORT, "--save_every", "2")[0] == NOT_FINITE
     assert (tmp_path / "written").exists()
 
 
 @pytest.mark.parametrize(("optimizer", "factor"), [("adamw", float("nan")), ("sgd", float("inf"))])
-def test_a_step_that_is_not_finite_stops_the_run(recipe, spoil, loaded, tmp_path, capsys, factor, optimizer):
+def test_a_step_that_is_not_finite_stops_the_run(ending, spoil, loaded, tmp_path, factor, optimizer):
     spoil(3, factor=factor)
-    flags = ["--save_every", "2", "--optimizer", optimizer]
-    assert end_of(recipe, tmp_path / "run", *flags) == NOT_FINITE == 4
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    code, line = ending(*SHORT, "--save_every", "2", "--optimizer", optimizer)
+    assert code == NOT_FINITE == 4
     assert line.startswith(f"error: step 4 is not finite (loss {factor}, gradient norm nan), its samples are ")
     assert f"its samples are {', '.join(map(str, loaded[3 * 16 : 4 * 16]))};" in line
     assert "--learning_rate" in line
@@ -82,7 +72,7 @@ def test_a_step_that_is_not_finite_stops_the_run(recipe, spoil, loaded, tmp_path
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-2"]
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(recipe, monkeypatch, tmp_path, capsys):
+def test_a_gradient_that_is_not_finite_stops_the_run(ending, monkeypatch):
     """The loss is fine: only the norm shows it."""
     clip, calls = TrainingRun.clip_gradients, count()
 
@@ -92,15 +82,16 @@ def test_a_gradient_that_is_not_finite_stops_the_run(recipe, monkeypatch, tmp_pa
         return clip(training)
 
     monkeypatch.setattr(TrainingRun, "clip_gradients", infinite)
-    assert end_of(recipe, tmp_path / "run") == NOT_FINITE
-    assert "error: step 3 is not finite (loss 2.3" in capsys.readouterr().err
+    code, line = ending(*SHORT)
+    assert code == NOT_FINITE
+    assert line.startswith("error: step 3 is not finite (loss 2.3")
 
 
-def test_weights_that_an_update_makes_infinite_are_not_saved(recipe, tmp_path, capsys):
+def test_weights_that_an_update_makes_infinite_are_not_saved(ending, tmp_path):
     """The first step has a rate of 0, the second multiplies the weights with more than float32 holds."""
     flags = ["--learning_rate", "1e30", "--weight_decay", "1e30", "--warmup_steps", "2"]
-    assert end_of(recipe, tmp_path / "run", *flags, "--save_every", "1", "--keep_checkpoints", "1") == NOT_FINITE
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    code, line = ending(*SHORT, *flags, "--save_every", "1", "--keep_checkpoints", "1")
+    assert code == NOT_FINITE
     assert line.startswith("error: the weights are not finite after step 2, although its loss was")
     assert "the last checkpoint is of step 1" in line
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]
@@ -124,10 +115,11 @@ def test_steps_are_left_out_and_counted(train, spoil, tmp_path, capsys, model, o
     assert results["eval"]["loss"] < 5
 
 
-def test_one_more_than_allowed_stops_the_run(recipe, spoil, tmp_path, capsys):
+def test_one_more_than_allowed_stops_the_run(ending, spoil):
     spoil(1, 4)
-    assert end_of(recipe, tmp_path / "run", "--skip_nonfinite", "1") == NOT_FINITE
-    assert "error: step 5 is not finite" in capsys.readouterr().err
+    code, line = ending(*SHORT, "--skip_nonfinite", "1")
+    assert code == NOT_FINITE
+    assert line.startswith("error: step 5 is not finite")
 
 
 @pytest.mark.parametrize("optimizer", sample(["adamw"], ["adamw", "sgd", "adafactor"]))

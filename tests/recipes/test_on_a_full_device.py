@@ -5,7 +5,6 @@ STANDIN_GIB=0.02, set by ``make test-standin``.
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 
 from memsave_recipes.run.failures import OUT_OF_MEMORY, run_recipe
 
@@ -18,15 +17,9 @@ LARGE = ["--model_type", "llama", "--config_overrides", LAYERS, "--vocab_size", 
 LARGE += ["--global_batch_size", "16", "--max_steps", "3", "--logging_steps", "1"]
 
 
-def end_of(recipe, folder, *flags):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(SystemExit) as end:
-        run_recipe(lambda: recipe.main([*LARGE, *flags, "--report_to", "none", "--output_dir", str(folder)]))
-    return end.value.code
-
-
-def test_a_run_that_does_not_fit_ends_with_its_page(recipe, tmp_path, capsys):
-    assert end_of(recipe, tmp_path / "run", "--micro_batch_size", "16") == OUT_OF_MEMORY
+def test_a_run_that_does_not_fit_ends_with_its_page(train, capsys):
+    with pytest.raises(SystemExit, match=str(OUT_OF_MEMORY)):
+        run_recipe(lambda: train(*LARGE, "--micro_batch_size", "16"))
     page = capsys.readouterr().err
     assert "out of memory in step 1 on rank 0 of 1" in page
     assert "what to change, how much it can free at the peak of a step" in page

@@ -1,13 +1,12 @@
 """Every preset is read by its recipe, says what it needs and reaches, and gives the command that its comment shows."""
 
-import importlib.util
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from lives import loaded
 
 from memsave_recipes.training.parsing import parse_arguments
 
@@ -28,11 +27,8 @@ def command_of(preset):
 
 def arguments_of(recipe):
     """The dataclass of the flags that the recipe's ``main`` parses, without running it."""
-    spec = importlib.util.spec_from_file_location(recipe.stem, recipe)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[recipe.stem] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module.Arguments
+    with loaded(recipe.stem) as module:
+        return module.Arguments
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)

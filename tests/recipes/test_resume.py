@@ -23,25 +23,23 @@ def straight(run_once):
     return run_once(*IMAGES)
 
 
-@pytest.mark.parametrize(("killed_at", "every"), [(7, 2), (9, 3)])
-def test_killed_and_resumed(train, straight, kill_after, tmp_path, capsys, killed_at, every):
-    with kill_after(killed_at):
-        train(*IMAGES, "--save_every", str(every))
+def test_killed_and_resumed(train, straight, kill_after, tmp_path, capsys):
+    with kill_after(7):
+        train(*IMAGES, "--save_every", "2")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "train/lo')  # what a kill leaves
-    train(*IMAGES, "--save_every", str(every), "--resume")
-    assert f"going on after {killed_at // every * every} steps" in capsys.readouterr().out
+    train(*IMAGES, "--save_every", "2", "--resume")
+    assert "going on after 6 steps" in capsys.readouterr().out
     assert_the_same_run(tmp_path / "run", straight)
 
 
 OPTIONS = {
-    "none-image_classification": ("image_classification", []),
     "none-text_classification": ("text_classification", []),
     "selective": ("language_modeling", ["--activation_checkpointing", "selective"]),
     "muon": ("language_modeling", ["--optimizer", "muon", "--weight_decay", "0.1"]),
     "stochastic rounding": ("image_classification", ["--dtype", "bfloat16", "--bf16_stochastic_round"]),
 }
-OFTEN = [OPTIONS[name] for name in ("none-image_classification", "none-text_classification", "stochastic rounding")]
+OFTEN = [OPTIONS[name] for name in ("none-text_classification", "stochastic rounding")]
 
 
 @pytest.mark.parametrize(("recipe", "options"), sample(OFTEN, OPTIONS.values()), indirect=["recipe"], ids=OPTIONS)

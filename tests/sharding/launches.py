@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -34,20 +33,9 @@ def launch(config, *flags, num_processes=None, of_launch=(), program=RECIPE):
     )
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def exit_codes(done):
     """Of the ranks, as their launcher reports them; its own is 1."""
     return [line.split()[2] for line in done.stderr.splitlines() if line.split()[:2] == ["exitcode", ":"]]
-
-
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
 def results(folder):

@@ -1,16 +1,16 @@
 """A recipe launched with ``accelerate_configs/cpu_fsdp2.yaml``: a finished run with the curve of one process."""
 
-import importlib.util
 import json
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 from accelerate.state import AcceleratorState
 from hub_stand_in import NAME, cache_as_downloaded
-from launches import RECIPE, exit_codes, free_port, launch, losses, write_text
+from launches import RECIPE, exit_codes, launch, write_text
+from lives import curve, loaded
+from nursery import free_port
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +19,6 @@ from memsave_recipes.run.run import Run
 from memsave_recipes.training.arguments import RecipeArguments
 
 TINY = "n_layer=3,n_head=2,n_embd=16"
-CLASSIFIER = RECIPE.with_name("text_classification.py")
 FLAGS = (
     *("--model_type", "gpt2", "--config_overrides", TINY, "--vocab_size", "300", "--block_size", "16"),
     *("--global_batch_size", "6", "--micro_batch_size", "2", "--max_steps", "4", "--eval_steps", "2"),
@@ -29,12 +28,9 @@ FLAGS = (
 
 def train_here(*flags):
     """On one rank with whole weights, in this process."""
-    specification = importlib.util.spec_from_file_location("language_modeling", RECIPE)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["language_modeling"] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
     AcceleratorState._reset_state(reset_partial_state=True)
-    module.main([str(flag) for flag in flags])
+    with loaded("language_modeling") as module:
+        module.main([str(flag) for flag in flags])
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,7 @@ def runs(tmp_path_factory):
 
 
 def test_the_curve_of_one_process(runs):
-    assert losses(runs / "two") == pytest.approx(losses(runs / "one"), rel=1e-9)
+    assert curve(runs / "two") == pytest.approx(curve(runs / "one"), rel=1e-9)
     one, two = (json.loads((runs / name / "results.json").read_text()) for name in ("one", "two"))
     assert two["num_processes"] == 2
     assert two["eval"]["loss"] == pytest.approx(one["eval"]["loss"], rel=1e-9)
@@ -108,7 +104,7 @@ def test_it_goes_on_as_it_reduced_gradients(runs, reduced_once, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         assert json.loads((stopped / "config.json").read_text())["reduce_gradients"] == way
         assert ("note: --reduce_gradients was step and is micro_batch" in done.stdout) == bool(flags)
-        assert losses(stopped) == pytest.approx(losses(runs / "once"), rel=1e-9 if flags else 0, abs=0)
+        assert curve(stopped) == pytest.approx(curve(runs / "once"), rel=1e-9 if flags else 0, abs=0)
 
 
 def stopped_after_two(run, folder):
@@ -130,25 +126,9 @@ def test_each_rank_reads_its_slices_of_a_folder_and_of_a_name(runs, monkeypatch,
         done = launch("cpu_fsdp2.yaml", *flags, "--model_name_or_path", source, "--output_dir", tmp_path / name)
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"weights: each rank reads its slices of {source}" in done.stdout
-        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+        assert curve(tmp_path / name) == pytest.approx(curve(tmp_path / "one"), rel=1e-9)
         files = [tmp_path / each / "final" / "generation_config.json" for each in ("one", name)]
         assert files[0].read_text() == files[1].read_text()
-
-
-@pytest.mark.slow
-def test_a_classifier_with_a_new_head_reads_its_slices(runs, tmp_path):
-    """Of a language model: its weights are in slices, and the head is there."""
-    rows = [f"{number} is {'odd' if number % 2 else 'even'},{number % 2}" for number in range(40)]
-    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
-    source = runs / "two" / "final"
-    texts = ["--train_file", tmp_path / "rows.csv", "--validation_file", tmp_path / "rows.csv"]
-    flags = ["--model_name_or_path", source, *texts, "--max_length", "16"]
-    flags += ["--dropout", "0", *FLAGS[FLAGS.index("--global_batch_size") : FLAGS.index("--max_eval_samples")]]
-    for name, config in (("one", "cpu.yaml"), ("two", "cpu_fsdp2.yaml")):
-        done = launch(config, *flags, "--output_dir", tmp_path / name, program=CLASSIFIER)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert (f"weights: each rank reads its slices of {source}" in done.stdout) == (name == "two")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
 
 
 @pytest.mark.slow
@@ -158,7 +138,7 @@ def test_groups_that_replicate_one_another(runs, tmp_path):
     done = launch("cpu_ddp.yaml", *flags, tmp_path / "flag", "--shard", "2", num_processes=4)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "over 2 ranks, replicated 2 times" in done.stdout
-    assert losses(tmp_path / "flag") == pytest.approx(losses(runs / "one"), rel=1e-9)
+    assert curve(tmp_path / "flag") == pytest.approx(curve(runs / "one"), rel=1e-9)
     port = ["--main_process_port", str(free_port())]
     with ThreadPoolExecutor(2) as machines:
         launched = [
@@ -168,7 +148,7 @@ def test_groups_that_replicate_one_another(runs, tmp_path):
             for rank in ("0", "1")
         ]
     assert [machine.result().returncode for machine in launched] == [0, 0], launched[0].result().stderr[-3000:]
-    assert losses(tmp_path / "file") == losses(tmp_path / "flag")
+    assert curve(tmp_path / "file") == curve(tmp_path / "flag")
 
 
 def test_a_run_asks_before_it_trains_whole_weights(monkeypatch, tmp_path):

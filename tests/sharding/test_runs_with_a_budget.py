@@ -1,13 +1,12 @@
 """A run in shards that is given a budget: its plan is found before the weights are cut up, and tried afterwards."""
 
 import json
-import shutil
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from launches import RECIPE, exit_codes, launch, losses, results, write_text
+from launches import RECIPE, exit_codes, launch, results, write_text
 from small_runs import VOCABULARY
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -85,7 +84,7 @@ def within_a_budget(folder, needed):
     """A run between the least memory and that without checkpointing: its flags, its folder and what it said."""
     flags = [*SOLVED, "--memory_budget_gib", gib((needed["full"] + needed["none"]) // 2)]
     fixed = [*MODEL, *SHORT, "--train_file", folder / "text.txt", "--output_dir", folder / "found"]
-    done = launch(CONFIG, *fixed, *flags, "--save_every", "2")
+    done = launch(CONFIG, *fixed, *flags)
     assert done.returncode == 0, done.stderr[-3000:]
     return flags, folder / "found", done.stdout
 
@@ -134,58 +133,6 @@ def test_no_memory_in_the_trial_step_of_one_rank_ends_both(train, needed, tmp_pa
     done = train("ended", *SOLVED, "--memory_budget_gib", gib(needed["none"]), program=program)
     assert exit_codes(done) == ["3", "3"]
     assert "error: no memory left in the trial step, so the prediction of " in done.stderr
-
-
-@pytest.mark.slow
-def test_its_losses_are_those_of_its_plan_from_a_file(within_a_budget, train, folder):
-    _, run, _ = within_a_budget
-    done = train("file", "--micro_batch_size", "2", "--activation_checkpointing", run / "plan.json")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert SAYS not in done.stdout
-    assert losses(folder / "file") == losses(run)
-
-
-@pytest.mark.slow
-def test_it_goes_on_with_its_plan_and_micro_batch(within_a_budget, train, folder):
-    """From the checkpoint of its second step, as if it had been stopped there."""
-    flags, run, _ = within_a_budget
-    stopped = folder / "stopped"
-    shutil.copytree(run / "checkpoints" / "step-2", stopped / "checkpoints" / "step-2")
-    for name in ("config.json", "plan.json", "metrics.jsonl"):
-        shutil.copy(run / name, stopped / name)
-    done = train("stopped", *flags, "--save_every", "2", "--resume")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "going on after 2 steps" in done.stdout
-    assert SAYS not in done.stdout
-    assert json.loads((stopped / "plan.json").read_text()) == json.loads((run / "plan.json").read_text())
-    assert losses(stopped) == losses(run)
-
-
-@pytest.mark.slow
-def test_a_size_is_found_for_a_plan_that_is_named(train, folder, needed):
-    budget = gib((needed["full"] + needed["none"]) // 2)
-    flags = ["--micro_batch_size", "auto", "--activation_checkpointing", "full", "--memory_budget_gib", budget]
-    done = train("auto", *flags)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = results(folder / "auto")
-    assert found["plan"] == "full"
-    assert found["micro_batch_size"] * found["accumulation_steps"] == 4
-    assert found["memory"]["peak_allocated_gib"] * GIB <= float(budget) * GIB + LET_GO_LATE * needed_by_a_unit()
-
-
-@pytest.mark.slow
-def test_a_budget_that_nothing_fits_names_the_one_that_suffices(train, folder):
-    done = train("refused", *SOLVED, "--memory_budget_gib", "0.0001")
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert "is too small for any plan: the smallest that works is" in lines[0]
-    assert "exitcode  : 2" in done.stderr
-    assert not (folder / "refused").exists()
-    smallest = lines[0].partition("the smallest that works is ")[2].partition(" ")[0]
-    done = train("smallest", *SOLVED, "--memory_budget_gib", smallest)
-    assert done.returncode == 0, done.stderr[-3000:]
-    peak_bytes = results(folder / "smallest")["memory"]["peak_allocated_gib"] * GIB
-    assert peak_bytes <= float(smallest) * GIB + LET_GO_LATE * needed_by_a_unit()
 
 
 LENGTH, GLOBAL_BATCH = 64, 8
