@@ -6,8 +6,6 @@ import pytest
 import torch
 from small_runs import Training, all_equal, largest_difference, trained_weights
 
-from memsave_recipes.training.arguments import OptimizerArguments
-
 ROUNDING = 1e-12
 
 
@@ -39,18 +37,6 @@ def test_adapters_train_and_frozen_weights_stay(run_on_ranks):
     assert largest_difference(two, one) < ROUNDING
     frozen = [name for name in one if "lora" not in name]
     assert all(torch.equal(one[name], two[name]) for name in frozen)
-
-
-def with_optimizer(flag, name, accelerator):
-    optim = OptimizerArguments(optimizer=name, learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.5, momentum=0.9)
-    return trained_weights("llama", flag, accelerator, optim=optim, num_steps=5)[0]
-
-
-@pytest.mark.slow
-def test_sgd_with_momentum(run_on_ranks):
-    one = run_on_ranks(partial(with_optimizer, "none", "sgd"), 1)[0]
-    two = run_on_ranks(partial(with_optimizer, "full", "sgd"), 2)[0]
-    assert largest_difference(two, one) < ROUNDING
 
 
 def in_bfloat16(flag, accelerator):
