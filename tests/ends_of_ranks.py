@@ -7,7 +7,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from accelerate import Accelerator
-from nursery import _free_port
+from nursery import free_port
 from torch.distributed import TCPStore
 
 from memsave_recipes.distributed import missing_ranks_end_the_run
@@ -26,7 +26,7 @@ def ends_of(
         limit_s: how long a rank may keep the other waiting; ``None`` where the program has a watch of its own.
         all_end: whether to wait for the end of rank 1.
     """
-    port = _free_port()
+    port = free_port()
     world = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {name: str(value) for name, value in world.items()}

@@ -159,7 +159,7 @@ def _run_trial(trial: Callable[..., Any], args: tuple[Any, ...], timeout_s: floa
 
 
 def _run_ranks(function: RankFunction, num_ranks: int, timeout_s: float) -> Outcome:
-    port, deadline = _free_port(), time.monotonic() + timeout_s
+    port, deadline = free_port(), time.monotonic() + timeout_s
     ranks = [_start(_be_rank, function, rank, num_ranks, port) for rank in range(num_ranks)]
     outcomes = [_receive(results, deadline) for _, results in ranks]
     for process, _ in ranks:
@@ -211,7 +211,7 @@ def _answer(results: Connection, action: Callable[[], Any]) -> bool:
     return outcome[0]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

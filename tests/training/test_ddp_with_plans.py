@@ -6,13 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+from host_copies import LateCopies, moving_everything
 from samples import sample
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from memsave_recipes.activations import apply_plan, plan_blocks
-from memsave_recipes.activations.offload import OffloadEngine
-from memsave_recipes.activations.spans import RUN
-from memsave_recipes.plans import Action
 
 MICRO_BATCHES = 3
 
@@ -21,31 +19,21 @@ def digest(tensors):
     return {name: hashlib.sha256(tensor.float().numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
-class HostCopies:
-    """Copies at once, to memory of the host, in place of a device's."""
-
-    def __init__(self):
-        self.bytes_moved = 0
-
-    def empty_on_host(self, num_bytes):
-        self.bytes_moved += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def start(self, pairs):
-        for target, source in pairs:
-            target.copy_(source)
-
-    def wait(self, event):
-        pass
-
-
 def step_with_inputs_on_the_host(make_case, name, accelerator):
     """As ``accumulated_step`` under ``full_offload``, with an engine that moves everything."""
-    copies = HostCopies()
-    RUN[Action.OFFLOAD] = OffloadEngine(torch.device("cpu"), copies, smallest_bytes=1).run
-    found = accumulated_step(make_case, name, "full_offload", accelerator)
-    assert copies.bytes_moved
+    with moving_everything(copies := LateCopies()):
+        found = accumulated_step(make_case, name, "full_offload", accelerator)
+    assert copies.bytes_out
     return found
+
+
+def forward_and_backward(case, model, accelerator):
+    """Three micro-batches that differ between ranks, and synchronise in the last."""
+    for micro_batch in range(MICRO_BATCHES):
+        torch.manual_seed(accelerator.process_index * MICRO_BATCHES + micro_batch)
+        batch = torch.roll(case.batch, 5 * accelerator.process_index + micro_batch, dims=-1)
+        with nullcontext() if micro_batch == MICRO_BATCHES - 1 else accelerator.no_sync(model):
+            accelerator.backward(case.loss_of(model, batch))
 
 
 def accumulated_step(make_case, name, strategy, accelerator):
@@ -60,11 +48,7 @@ def accumulated_step(make_case, name, strategy, accelerator):
         return allreduce_hook(None, bucket)
 
     model.register_comm_hook(None, count_and_reduce)
-    for micro_batch in range(MICRO_BATCHES):
-        torch.manual_seed(accelerator.process_index * MICRO_BATCHES + micro_batch)
-        batch = torch.roll(case.batch, 5 * accelerator.process_index + micro_batch, dims=-1)
-        with nullcontext() if micro_batch == MICRO_BATCHES - 1 else accelerator.no_sync(model):
-            accelerator.backward(case.loss_of(model, batch))
+    forward_and_backward(case, model, accelerator)
     return {
         "gradients": digest((name, parameter.grad) for name, parameter in case.model.named_parameters()),
         "buffers": digest(case.model.named_buffers()),
@@ -99,11 +83,7 @@ def gradients_of_a_step(make_case, strategy, accelerator):
     model, hooks = accelerator.prepare(case.model), []
     for parameter in case.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: hooks.append(1))
-    for micro_batch in range(MICRO_BATCHES):
-        torch.manual_seed(accelerator.process_index * MICRO_BATCHES + micro_batch)
-        batch = torch.roll(case.batch, 5 * accelerator.process_index + micro_batch, dims=-1)
-        with nullcontext() if micro_batch == MICRO_BATCHES - 1 else accelerator.no_sync(model):
-            accelerator.backward(case.loss_of(model, batch))
+    forward_and_backward(case, model, accelerator)
     gradients = {name: parameter.grad.tolist() for name, parameter in case.model.named_parameters()}
     return {"gradients": gradients, "hooks": len(hooks) / len(gradients)}
 

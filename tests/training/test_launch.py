@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, InitProcessGroupKwargs
+from nursery import free_port
 from samples import sample
 from transformers.utils import logging
 
@@ -113,12 +114,6 @@ def assert_gloo_world(folder: Path, num_processes: int) -> None:
         assert rank["sum"] == num_processes * (num_processes + 1) / 2
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def wait_until_listening(port: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
@@ -172,28 +167,6 @@ class TestRealLaunches:
         output, _ = first.communicate(timeout=TIMEOUT_S)
         assert first.returncode == 0, output
         assert_gloo_world(launcher.folder, num_ranks)
-
-    @pytest.mark.slow
-    def test_cpu_flag_with_two_processes_is_refused_in_one_line(self, launcher: Launcher) -> None:
-        self.assert_refused(launcher, "--cpu", "--num_processes", "2")
-
-    @pytest.mark.slow
-    def test_multi_cpu_file_is_refused_in_one_line(self, launcher: Launcher) -> None:
-        config = launcher.folder / "multi_cpu.yaml"
-        config.write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\n")
-        self.assert_refused(launcher, "--config_file", str(config))
-
-    @staticmethod
-    def assert_refused(launcher: Launcher, *arguments: str) -> None:
-        code, output = launcher.run(*arguments)
-        said = [line for line in output.splitlines() if "cpu_ddp.yaml" in line]
-        assert said == [
-            "num_processes is 2 but the launcher started 1: launch with "
-            "`--config_file accelerate_configs/cpu_ddp.yaml --num_processes 2`, without `--cpu`"
-        ]
-        assert "returned non-zero exit status 2" in output  # the child's; accelerate itself ends with 1
-        assert code == 1
-        assert ranks_seen(launcher.folder) == []
 
 
 @pytest.mark.parametrize(

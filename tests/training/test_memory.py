@@ -44,7 +44,16 @@ class Recorder:
         self.rows.append({"step": step, **values})
 
 
-def make_report(accelerator, *, first_step=0, num_steps=6, global_batch_size=5, micro_batch_size=2, settings=None):
+def make_report(
+    accelerator,
+    *,
+    first_step=0,
+    num_steps=6,
+    global_batch_size=5,
+    micro_batch_size=2,
+    settings=None,
+    count_valid=None,
+):
     torch.manual_seed(0)
     accelerator.trackers = [Recorder()] if accelerator.is_main_process else []
     batches = GlobalBatches(
@@ -55,6 +64,7 @@ def make_report(accelerator, *, first_step=0, num_steps=6, global_batch_size=5, 
         first_step=first_step,
         num_steps=num_steps,
         seed=0,
+        count_valid=count_valid,
     )
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -127,6 +137,20 @@ def test_keys_and_sums(run_on_ranks, num_ranks):
     assert "mfu_pct" not in results["perf"]
     assert results["memory"]["source"] == "allocations of one instrumented step"
     assert results["memory"]["instrumented_step"] == 2
+
+
+def sum_of_labels(batch):
+    return batch["labels"].clamp(min=0).sum()
+
+
+def test_samples_and_tokens_are_sums_over_ranks_and_short_steps(run_on_ranks):
+    """Of 10 samples the steps take 4, 4 and 2; a window is an epoch, whose labels add up to 13."""
+    options = {"count_valid": sum_of_labels, "global_batch_size": 4}
+    ((_, row), results, _), _ = run_on_ranks(partial(train, **options), 2)
+    assert row["progress/samples_seen"] == results["samples_seen"] == 2 * NUM_SAMPLES
+    assert row["progress/tokens_seen"] == results["tokens_seen"] == 2 * 13
+    assert row["perf/samples_per_sec"] * row["perf/step_time_s"] == pytest.approx(NUM_SAMPLES / 3)
+    assert row["perf/tokens_per_sec"] * row["perf/step_time_s"] == pytest.approx(13 / 3)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

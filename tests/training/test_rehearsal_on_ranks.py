@@ -8,10 +8,9 @@ from functools import partial
 
 import pytest
 import torch
+from memory_budget import Budget
 from samples import sample
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from memsave_recipes.activations import apply_plan
 from memsave_recipes.errors import InputError
@@ -30,26 +29,6 @@ from memsave_recipes.training.optimizers import make_optimizer
 
 WIDTH, LAYERS, SAMPLES, GLOBAL_BATCH = 64, 6, 64, 32
 ROWS = 64  # of a sample, so that a layer keeps 16 KiB for each
-
-
-class MemoryBudget(TorchDispatchMode):
-    """Raises where the storages that are made inside and alive exceed a number of bytes."""
-
-    def __init__(self, num_bytes):
-        super().__init__()
-        self.num_bytes, self.alive = num_bytes, torch.multiprocessing.reductions.StorageWeakRef
-        self.storages = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                self.storages[self.alive(storage)] = storage.nbytes()
-        self.storages = {reference: size for reference, size in self.storages.items() if not reference.expired()}
-        if sum(self.storages.values()) > self.num_bytes:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return result
 
 
 class Rows(torch.utils.data.Dataset):
@@ -90,7 +69,7 @@ def within(num_bytes, forward):
     """``forward`` on a device that has so much memory for it."""
 
     def limited(*args):
-        with MemoryBudget(num_bytes):
+        with Budget(num_bytes):
             return forward(*args)
 
     return limited

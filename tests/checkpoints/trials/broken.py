@@ -145,11 +145,6 @@ def only_sizes_verified() -> None:
     resume_module.verify_manifest = verify
 
 
-def renamed_before_the_disk_has_it() -> None:
-    """A loss of power may leave a checkpoint with its name and without its content."""
-    commit.sync = lambda path: None
-
-
 def signals_not_agreed() -> None:
     """A rank that receives a signal stops by itself."""
     RankPoll.max = lambda self, step, value: value
@@ -187,7 +182,6 @@ BREAK = {
         from_zero_when_damaged,
         not_verified,
         only_sizes_verified,
-        renamed_before_the_disk_has_it,
         signals_not_agreed,
         workers_hear_signals,
     )

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nursery import free_port
 from trials.recipe import train_recipe
 from trials.run import Log, Run, train
 
@@ -32,7 +32,7 @@ class Life:
 
     def __init__(self, run: Run, prepare: Callable[[int], None] = lambda rank: None) -> None:
         """``prepare(rank)`` is called in each rank before it begins."""
-        port = _free_port()
+        port = free_port()
         self.group = 0
         self.ranks: list[ForkProcess] = []
         for rank in range(run.world):
@@ -131,12 +131,6 @@ def log_commits(log: Log) -> None:
             log.write(committed=int(name.removeprefix("step-")))
 
     os.rename = rename_and_tell
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _read_json(path: Path) -> Any:
