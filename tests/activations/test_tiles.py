@@ -6,7 +6,16 @@ from itertools import product
 
 import pytest
 import torch
-from decoders import MODELS, TOKENS, assert_float64_rounding, causal_model, layers_of, record, without_dropout
+from decoders import (
+    MODELS,
+    TOKENS,
+    assert_float64_rounding,
+    causal_model,
+    layers_of,
+    offloading_engine,
+    record,
+    without_dropout,
+)
 from peft import LoraConfig, get_peft_model
 from samples import sample
 from torch import nn
@@ -15,6 +24,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from workloads import CPU, workload_of
 
 from memsave_recipes.activations import apply_plan, plan_blocks
+from memsave_recipes.activations.spans import RUN
 from memsave_recipes.activations.tiles import find_mlps
 from memsave_recipes.errors import InputError
 from memsave_recipes.planner.budget import StaticMemory, forecast, least_memory, plans_to_measure
@@ -25,6 +35,13 @@ from memsave_recipes.training.optimizers import step_in_backward
 
 TILES = (1, 32, 64, 4096)
 FAST = {*product(["llama"], TILES), *product(MODELS, [32])}
+
+
+@pytest.fixture(params=["full_tiled:16", "full_tiled_offload:16"])
+def strategy(request, monkeypatch):
+    """Of layers as a whole and of sublayers, whose inputs move."""
+    monkeypatch.setitem(RUN, Action.OFFLOAD, offloading_engine().run)
+    return request.param
 
 
 @pytest.mark.parametrize(("model_type", "tile"), sample(FAST, product(MODELS, TILES)))
@@ -84,13 +101,13 @@ def test_a_layer_that_saves_nothing_behind_its_mlp_runs_that_twice(model_type, r
     assert calls_of_the_first_linear_layer(causal_model(model_type), "full_tiled:50") == runs * 2  # tiles
 
 
-def test_the_hooks_of_a_weight_run_once():
+def test_the_hooks_of_a_weight_run_once(strategy):
     model = causal_model("llama")
     seen = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: seen.append(id(p)))
         parameter.register_hook(lambda gradient: gradient * 2)
-    found, _ = record(model, "full_tiled:16")
+    found, _ = record(model, strategy)
     expected, _ = record(causal_model("llama"))
     assert sorted(seen) == sorted(map(id, model.parameters()))
     assert all(
@@ -98,9 +115,9 @@ def test_the_hooks_of_a_weight_run_once():
     )
 
 
-def test_the_optimizer_steps_in_the_backward():
+def test_the_optimizer_steps_in_the_backward(strategy):
     models = [causal_model("llama") for _ in range(2)]
-    for model, plan in zip(models, ("none", "full_tiled:16"), strict=True):
+    for model, plan in zip(models, ("none", strategy), strict=True):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step_in_backward(optimizer)
         with apply_plan(model, plan_blocks(model, plan)):
@@ -110,23 +127,23 @@ def test_the_optimizer_steps_in_the_backward():
         assert torch.allclose(one, other, atol=1e-6)
 
 
-def test_adapters_and_frozen_weights():
+def test_adapters_and_frozen_weights(strategy):
     model = causal_model("llama", torch.float64)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["gate_proj", "down_proj", "q_proj"]))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
     expected, _ = record(model)
-    found, _ = record(model, "full_tiled:16")
+    found, _ = record(model, strategy)
     assert len(expected) > 1
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], gradient, rtol=1e-9) for name, gradient in expected.items())
 
 
-def test_it_is_put_back_and_copied():
+def test_it_is_put_back_and_copied(strategy):
     model = causal_model("gpt2").eval()
     logits = model(input_ids=TOKENS).logits
-    with apply_plan(model, plan_blocks(model, "full_tiled:16")):
+    with apply_plan(model, plan_blocks(model, strategy)):
         with torch.no_grad():
             assert torch.equal(model(input_ids=TOKENS).logits, logits)
         twin = copy.deepcopy(model)
