@@ -1,6 +1,5 @@
 """``memsave predict``: a table or a JSON object a line, and every mistake in one line with exit code 2."""
 
-import io
 import json
 import os
 import shutil
@@ -219,17 +218,6 @@ def test_mistakes_with_texts(texts, images, tmp_path, capsys, words, message):
     assert message in refusal_of(capsys, texts, *(word.format(**places) for word in words))
 
 
-def test_code_that_comes_with_a_model_is_not_run(texts, tmp_path, capsys):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = json.loads((texts / "config.json").read_text()) | {"model_type": "mine"}
-    config["auto_map"] = {"AutoConfig": "mine.Config", "AutoModelForSequenceClassification": "mine.Model"}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    assert "pass --trust_remote_code" in refusal_of(capsys, folder, "one")
-    assert not (tmp_path / "ran").exists()
-
-
 def changed(source, target, **files):
     """A copy of a model's folder with entries of its JSON files changed."""
     shutil.copytree(source, target)
@@ -270,20 +258,6 @@ def test_whatever_code_a_whole_model_brings_is_not_run(request, images, tmp_path
     assert main(["predict", str(folder), str(images[1]) if kind == "images" else "one"]) in (0, 2)
     assert "Traceback" not in (shown := "".join(capfd.readouterr()))
     assert "[y/N]" not in shown
-    assert not (tmp_path / "ran").exists()
-    assert given.tell() == 0
-
-
-@pytest.mark.parametrize("answer", ["y\n", "yes\ny\n", ""])
-def test_an_image_processor_of_its_own_is_not_run_whatever_stands_on_the_input(
-    images, tmp_path, capsys, monkeypatch, answer
-):
-    own = {"image_processor_type": "Mine", "auto_map": {"AutoImageProcessor": "mine.Mine"}}
-    folder = changed(images[0] / "final", tmp_path / "model", preprocessor_config=own)
-    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
-    given = io.StringIO(answer)
-    monkeypatch.setattr("sys.stdin", given)
-    assert "pass --trust_remote_code" in refusal_of(capsys, folder, images[1])
     assert not (tmp_path / "ran").exists()
     assert given.tell() == 0
 

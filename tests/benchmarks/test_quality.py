@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lives import loaded
 from safetensors.torch import save_file
 
 from memsave_recipes.training.parsing import parse_arguments
@@ -21,17 +22,10 @@ def benchmark(load):
     return load("quality")
 
 
-def arguments_of(benchmark, name):
-    """The class of a recipe's flags."""
-    spec = importlib.util.spec_from_file_location(name, benchmark.ROOT / f"recipes/{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Arguments
-
-
 def test_the_flags_are_those_of_the_recipes(benchmark, tmp_path):
     for work in benchmark.WORKS.values():
-        flags = arguments_of(benchmark, work.recipe)
+        with loaded(work.recipe) as recipe:
+            flags = recipe.Arguments
         parsed = {}
         for technique in work.techniques:
             words = benchmark.words_of(work, technique, 7, tmp_path)

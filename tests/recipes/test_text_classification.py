@@ -7,7 +7,6 @@ import shlex
 import pytest
 import torch
 from lives import ROOT, curve, launch
-from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 from samples import sample
 from transformers import (
@@ -173,24 +172,6 @@ def test_a_decoder_without_a_padding_token_fine_tunes(train, files, tmp_path, to
 def test_an_encoder_with_a_decoder_begins_with_padding(train, files):
     shape = "d_model=32,num_layers=1,num_heads=2,d_ff=32,d_kv=8"
     assert "accuracy" in train("--model_type", "t5", "--config_overrides", shape, *files, *SHORT)["eval"]
-
-
-def test_lora_trains_adapters_and_the_head_alone(train, files, tmp_path, pretrained):
-    folder = pretrained(small_bert(num_labels=2))
-    flags = ["--model_name_or_path", folder, *files, *SHORT, "--lora", "--lora_rank", "2", "--learning_rate", "1e-2"]
-    flags += ["--activation_checkpointing", "full"]
-    results = train(*flags)
-    assert 0 < results["num_trained_parameters"] < results["num_parameters"] / 4
-    saved = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final", num_labels=2)
-    adapters = weights(tmp_path / "run", "adapter_model.safetensors")
-    assert any("lora_A" in name for name in adapters)
-    assert any("classifier" in name for name in adapters)
-    assert all(adapters[name].any() for name in adapters if "lora_B" in name and "pooler" not in name)
-    merged = train(*flags, "--lora_merge", output="merged")
-    assert merged["eval"] == results["eval"]
-    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged" / "final")
-    tokens = {"input_ids": torch.arange(5, 15)[None]}
-    torch.testing.assert_close(whole.eval()(**tokens).logits, saved.eval()(**tokens).logits)
 
 
 BAD_FLAGS = {

@@ -1,12 +1,11 @@
 """Works that are measured for the table: their flags are the recipes' own, and a finished run is not run again."""
 
-import importlib.util
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
+from lives import loaded
 
 from memsave_recipes.training.parsing import parse_arguments
 
@@ -21,13 +20,11 @@ def works(load):
 def test_the_flags_are_those_of_the_recipe(works, tmp_path):
     for work in works.WORKS.values():
         path = ROOT / f"recipes/{work.recipe}.py"
-        spec = importlib.util.spec_from_file_location(work.recipe, path)
-        recipe = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = recipe
-        spec.loader.exec_module(recipe)
+        with loaded(work.recipe) as recipe:
+            flags = recipe.Arguments
         for plan in work.plans:
             command = works.command_of(work, plan, tmp_path)
-            (args,) = parse_arguments(recipe.Arguments, args=command[command.index(str(path)) + 1 :])
+            (args,) = parse_arguments(flags, args=command[command.index(str(path)) + 1 :])
             assert args.output_dir == str(tmp_path)
         assert any("--activation_checkpointing none" in f"{work.flags} {flags}" for flags in work.plans.values())
 
