@@ -264,9 +264,3 @@ def test_where_ours_is_beaten_the_page_says_so(benchmark):
 def test_a_mistake_costs_no_run(benchmark, arguments, message):
     with pytest.raises(InputError, match=message):
         benchmark.main(arguments)
-
-
-def test_every_device_has_its_sizes(benchmark):
-    assert list(benchmark.SIZES["cpu"]) == list(benchmark.TITLES)
-    assert list(benchmark.SIZES["cuda"]) == ["vgg16", "densenet121", "gpt2", "llama"]
-    assert benchmark.SIZES["cuda"]["vgg16"] == {"batch_size": 64, "image_size": 224, "num_classes": 2}

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from lives import ROOT, assert_the_same_run
+from samples import sample
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +190,7 @@ SEVERAL = ("--nnodes", "1:2", "--num_processes", 2, "--main_process_ip", "127.0.
 SEVERAL += ("--max_restarts", 2, "--rdzv_conf", "last_call_timeout=3,keep_alive_interval=1")
 
 
-@pytest.mark.parametrize("config", ["cpu_fsdp2.yaml", "cpu_ddp.yaml"])
+@pytest.mark.parametrize("config", sample(["cpu_fsdp2.yaml"], ["cpu_fsdp2.yaml", "cpu_ddp.yaml"]))
 def test_a_machine_is_lost_and_the_other_goes_on_with_the_same_samples(launch, straight, tmp_path, config):
     """Two launchers stand for two machines; one is killed, and its rank asks the other to stop as it ends."""
     straight_losses = losses(straight(config))

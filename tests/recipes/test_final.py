@@ -239,16 +239,9 @@ def test_a_language_model_continues_prompts_alike_alone_and_together(adapted):
 
 
 @of_tokens
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--lora_rank", "8"], "--lora_rank 8: the adapters of"),
-        (["--lora_target_modules", "c_proj"], "--lora_target_modules c_proj: the adapters of"),
-    ],
-)
-def test_flags_that_contradict_the_adapters_are_refused(refuse, adapted, text_file, flags, message):
-    line = refuse("--model_name_or_path", str(adapted[1] / "final"), "--train_file", text_file, *ROWS, *flags)
-    assert message in line
+def test_flags_that_contradict_the_adapters_are_refused(refuse, adapted, text_file):
+    flags = ["--model_name_or_path", str(adapted[1] / "final"), "--train_file", text_file, *ROWS]
+    assert "--lora_target_modules c_proj: the adapters of" in refuse(*flags, "--lora_target_modules", "c_proj")
 
 
 @of_tokens

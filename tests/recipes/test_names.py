@@ -70,10 +70,9 @@ def test_a_run_that_goes_on_keeps_its_names(train, told, monkeypatch, capsys, tm
     assert json.loads(Path(tmp_path, "run", "config.json").read_text())["project"] == "mine"
 
 
-@pytest.mark.parametrize("damage", [{"tags": 5}, {"project": ["x"], "run_name": None, "tags": [1]}])
-def test_names_that_were_edited_by_hand_are_left_out(train, told, tmp_path, damage):
+def test_names_that_were_edited_by_hand_are_left_out(train, told, tmp_path):
     train(*SHORT, *NAMES)
-    config = tmp_path / "run" / "config.json"
+    config, damage = tmp_path / "run" / "config.json", {"project": ["x"], "run_name": None, "tags": [1]}
     config.write_text(json.dumps(json.loads(config.read_text()) | damage))
     train(*SHORT, "--resume")
     assert told[1] == ("memsave-image-classification", "first try", AUTOMATIC)
