@@ -38,23 +38,23 @@ def assert_the_same_bits(folder, expected, step):
 
 
 def test_two_ranks_and_then_three(train_on_ranks, tmp_path):
-    """With 7 micro-batches of 10 steps, a run of 2 ranks and one that 3 ranks take over from its checkpoint."""
+    """With 7 micro-batches of 4 steps, a run of 2 ranks and one that 3 ranks take over from its checkpoint."""
     run = partial(train_on_ranks, recipe="language_modeling")
     flags = [*FLAGS["language_modeling"], "--dropout", "0.1", "--loss", "full", "--max_grad_norm", "0.5"]
-    flags += ["--logging_steps", "1", "--global_batch_size", "14", *BITS, "2", "--save_every", "5"]
+    flags += ["--logging_steps", "1", "--global_batch_size", "14", *BITS, "2", "--max_steps", "4", "--save_every", "2"]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     _, output = run(2, *flags, output="straight")
     assert "14 samples = 7 micro-batches of 2, on 2 ranks in 4 accumulation steps" in output
     assert "bitwise topology: at most 3 x " in output
     assert " besides DDP's, 1 x the bytes of an all-reduce between the ranks" in output
     shutil.copytree(straight, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "step-10")
+    shutil.rmtree(resumed / "checkpoints" / "step-4")
     shutil.rmtree(resumed / "final")
     (resumed / "results.json").unlink()
     _, output = run(3, *flags, "--resume", output="resumed")
     assert "going on as 14 samples = 7 micro-batches of 2, on 3 ranks in 3 accumulation steps: bit-exact" in output
-    assert "going on after 5 steps" in output
-    assert_the_same_bits(resumed, straight, 10)
+    assert "going on after 2 steps" in output
+    assert_the_same_bits(resumed, straight, 4)
 
 
 BUDGET = ["--memory_budget_gib", "1"]

@@ -1,22 +1,18 @@
 """The recipe as people run it: same result with less memory, and every mistake in one line with exit code 2."""
 
-import io
 import json
 import runpy
 import sys
-from contextlib import redirect_stderr
-from functools import partial
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from lives import ROOT, TINY_VIT, curve, loaded
+from lives import ROOT, TINY_VIT, curve
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.models.image_classifiers import MODELS
-from memsave_recipes.run.failures import run_recipe
 from memsave_recipes.run.training_run import TrainingRun
 
 RECIPE = "image_classification"
@@ -255,20 +251,6 @@ def test_other_models_take_32_pixels_of_digits_and_224_of_photographs(recipe):
 def arguments(recipe, *flags):
     (parsed,) = recipe.parse_arguments(recipe.Arguments, args=flags)
     return parsed
-
-
-def end_of_rank(accelerator, *, words):
-    """The exit code of the recipe on a forked rank, and what it says."""
-    with redirect_stderr(io.StringIO()) as told, loaded(RECIPE) as recipe, pytest.raises(SystemExit) as end:
-        run_recipe(lambda: recipe.main(words))
-    return end.value.code, told.getvalue()
-
-
-def test_a_global_batch_smaller_than_the_ranks_is_told_once(run_on_ranks, tmp_path):
-    words = ["--model", "vgg_small", "--global_batch_size", "1", "--output_dir", str(tmp_path / "x")]
-    codes, told = zip(*run_on_ranks(partial(end_of_rank, words=words), 2), strict=True)
-    assert codes == (2, 2)
-    assert "".join(told).count("error: --global_batch_size 1 is smaller than the 2 ranks") == 1
 
 
 def test_the_exit_code_of_the_program_itself(monkeypatch, tmp_path, capsys):

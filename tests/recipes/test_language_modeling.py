@@ -75,6 +75,7 @@ def test_the_geometry_and_the_kind_of_loss_do_not_change_the_curve(train, tmp_pa
     assert curve(tmp_path / "run") == pytest.approx(curve(plain), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_curve_of_one(train_on_ranks, tmp_path, small, plain):
     two, _ = train_on_ranks(2, *small, "--dtype", "float64")
     one = json.loads((plain / "results.json").read_text())

@@ -89,6 +89,7 @@ def within_a_budget(folder, needed):
     return flags, folder / "found", done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_finds_a_plan_that_fits(within_a_budget, needed):
     flags, run, said = within_a_budget
     budget_bytes = float(flags[-1]) * GIB
