@@ -25,6 +25,12 @@ LENGTH = ["--max_steps", str(NUM_STEPS), "--logging_steps", "4", "--eval_steps",
 IMAGES = ["--model_type", "vit", "--config_overrides", TINY_VIT, "--global_batch_size", "16", *LENGTH]
 TEXT = ["--model_type", "gpt2", "--config_overrides", "n_layer=2,n_head=2,n_embd=32", "--block_size", "32"]
 TEXT += ["--max_eval_samples", "40", "--global_batch_size", "8", "--vocab_size", "512", *LENGTH]
+TINY_LLAMA = "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=1,hidden_size=32,intermediate_size=48"
+SHAPES = {
+    "gpt2": "n_layer=2,n_head=2,n_embd=32",
+    "llama": TINY_LLAMA,
+    "mistral": f"{TINY_LLAMA},sliding_window=9",
+}
 LABELLED = ["--model_type", "bert", "--config_overrides", TINY_BERT, "--max_length", "24", "--vocab_size", "300"]
 LABELLED += ["--global_batch_size", "16", *LENGTH]
 FLAGS = {"image_classification": IMAGES, "language_modeling": TEXT, "text_classification": LABELLED}
@@ -40,6 +46,17 @@ def loaded(recipe):
     specification.loader.exec_module(module)
     yield module
     del sys.modules[recipe]
+
+
+def scratch(model_type):
+    """The flags of a small language model."""
+    return ["--model_type", model_type, "--config_overrides", SHAPES[model_type]]
+
+
+def write_rows(path, rows):
+    """A file of JSON lines; its name, as a flag takes it."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def be_rank(accelerator, *, recipe, words):

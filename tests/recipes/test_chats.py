@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from lives import curve
+from lives import curve, scratch, write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -18,33 +18,20 @@ from memsave_recipes.data.text.tokenizers import load_tokenizer
 
 RECIPE = "language_modeling"
 TOY_LOSS = 5.25  # three seeds: 5.12, 5.10, 5.04; untrained 7.64
-SHAPES = {
-    "gpt2": "n_layer=2,n_head=2,n_embd=32",
-    "llama": "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=1,hidden_size=32,intermediate_size=48",
-}
 SHORT = [
     *("--block_size", "64", "--global_batch_size", "8", "--micro_batch_size", "3", "--max_steps", "4"),
     *("--logging_steps", "1", "--vocab_size", "300", "--learning_rate", "0.01"),
 ]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def turns(*contents):
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 9, contents, strict=False)]
-
-
-def scratch(model_type):
-    return ["--model_type", model_type, "--config_overrides", SHAPES[model_type]]
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
     rows = [{"messages": turns(f"{n} and {n}?", f"{2 * n}.", "Why?", "I counted.")} for n in range(60)]
-    return write(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
+    return write_rows(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
 
 
 @pytest.fixture
@@ -125,8 +112,8 @@ def test_cut_and_left_out_conversations_are_counted(train, tmp_path, capsys, too
     rows = [{"messages": [*turns(f"{n}?", "a"), *turns("more", "a " * 60)]} for n in range(20)]
     rows += [{"messages": turns(f"{n}?", "a " * 60)} for n in range(10)]
     rows += [{"messages": turns("b " * 100, f"{n}")} for n in range(7)]
-    flags = ["--train_file", write(tmp_path / "chats.jsonl", rows), "--validation_file"]
-    flags += [write(tmp_path / "held_out.jsonl", rows[:2]), *SHORT, *scratch("llama"), "--too_long", too_long]
+    flags = ["--train_file", write_rows(tmp_path / "chats.jsonl", rows), "--validation_file"]
+    flags += [write_rows(tmp_path / "held_out.jsonl", rows[:2]), *SHORT, *scratch("llama"), "--too_long", too_long]
     train(*flags)
     shown = "".join(capsys.readouterr())
     assert words in shown
@@ -137,13 +124,13 @@ def test_cut_and_left_out_conversations_are_counted(train, tmp_path, capsys, too
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(refuse, tmp_path):
-    path = write(tmp_path / "chats.jsonl", [{"chosen": "a", "rejected": "b"}])
+    path = write_rows(tmp_path / "chats.jsonl", [{"chosen": "a", "rejected": "b"}])
     assert "row 1 is a preference pair" in refuse(*SHORT, "--train_file", path, *scratch("gpt2"))
 
 
 @pytest.mark.parametrize("flag", [["--chat_template", "chatml"], ["--train_on_prompt"]])
 def test_flags_of_conversations_are_not_for_text(refuse, tmp_path, flag):
-    path = write(tmp_path / "text.jsonl", [{"text": f"{n} is a number"} for n in range(30)])
+    path = write_rows(tmp_path / "text.jsonl", [{"text": f"{n} is a number"} for n in range(30)])
     line = refuse(*SHORT, "--train_file", path, *scratch("gpt2"), *flag)
     assert f"{flag[0]} is for conversations" in line
 

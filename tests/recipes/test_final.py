@@ -6,6 +6,7 @@ import datasets
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from lives import write_rows
 from PIL import Image
 from transformers import AutoModelForCausalLM, GPT2Tokenizer, pipeline
 
@@ -133,7 +134,7 @@ def labelled(tmp_path_factory):
         {"text": f"{index} " * (index % 30) + f"{words[index % 2]} run", "label": words[index % 2]}
         for index in range(60)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in texts))
+    write_rows(path, texts)
     return path, [row["label"] for row in texts]
 
 

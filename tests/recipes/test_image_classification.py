@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from lives import ROOT, TINY_VIT, curve
+from lives import ROOT, TINY_VIT, assert_the_same_weights, curve
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from memsave_recipes.models.image_classifiers import MODELS
@@ -33,8 +33,7 @@ def test_checkpointing_changes_memory_and_nothing_else(train, tmp_path, model):
     assert len(curve(tmp_path / "plain")) == 3
     assert curve(tmp_path / "plain") == curve(tmp_path / "planned")
     assert planned["eval"] == plain["eval"]
-    weights, expected = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("planned", "plain"))
-    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert_the_same_weights(tmp_path / "planned" / "final", tmp_path / "plain" / "final")
     assert planned["memory"]["saved_for_backward_gib"] < plain["memory"]["saved_for_backward_gib"]
     assert planned["memory"]["peak_allocated_gib"] < plain["memory"]["peak_allocated_gib"]
 
@@ -90,8 +89,7 @@ def test_channels_last_and_the_precision_of_products_are_those_of_training(recip
     assert straight["train_loss"] == pytest.approx(usual["train_loss"], rel=1e-3)
     train(*flags, "--max_steps", "2", output="resumed")
     train(*flags, "--resume", output="resumed")
-    weights = [load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "resumed")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_the_same_weights(tmp_path / "resumed" / "final", tmp_path / "straight" / "final")
 
 
 def test_weights_and_pretrained_folders_load(train, tmp_path):
@@ -199,8 +197,7 @@ def test_a_flat_folder_trains_with_one_line_and_goes_on_with_the_same_images(tra
     ) in lines
     train(*flags, "--max_steps", "2", output="resumed")
     assert train(*flags, "--resume", output="resumed")["eval"] == straight["eval"]
-    weights = [load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "resumed")]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_the_same_weights(tmp_path / "resumed" / "final", tmp_path / "straight" / "final")
 
 
 SIZES_OF_PROCESSORS = {

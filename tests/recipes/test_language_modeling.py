@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from lives import assert_the_same_weights, curve, launch, rows_of
+from lives import assert_the_same_weights, curve, launch, rows_of, scratch, write_rows
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -25,10 +25,6 @@ from memsave_recipes.data.text.tokenizers import load_tokenizer
 
 RECIPE = "language_modeling"
 BITS_PER_BYTE = 2.5  # three seeds: 2.40, 2.40, 2.40
-SHAPES = {
-    "gpt2": "n_layer=2,n_head=2,n_embd=32",
-    "llama": "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=1,hidden_size=32,intermediate_size=48",
-}
 SHORT = [
     *("--block_size", "32", "--global_batch_size", "8", "--micro_batch_size", "3", "--max_steps", "4"),
     *("--logging_steps", "1", "--max_eval_samples", "6", "--vocab_size", "300", "--learning_rate", "0.01"),
@@ -39,7 +35,7 @@ SHORT = [
 def text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.jsonl"
     texts = [f"{n} and {n} are {2 * n}, and {n} times {n} are {n * n}." for n in range(120)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(path, [{"text": text} for text in texts])
     return path
 
 
@@ -47,10 +43,6 @@ def text_file(tmp_path_factory):
 def small(text_file):
     """The flags of a small run."""
     return [*SHORT, "--train_file", str(text_file), *scratch("llama")]
-
-
-def scratch(model_type):
-    return ["--model_type", model_type, "--config_overrides", SHAPES[model_type]]
 
 
 @pytest.fixture(scope="module")

@@ -3,41 +3,31 @@
 import json
 
 import pytest
-from lives import curve
+from lives import curve, scratch, write_rows
 
 from memsave_recipes.checkpoints.resume import LATER, check_same_flags
 from memsave_recipes.errors import InputError
 
 RECIPE = "language_modeling"
 BY_DOCUMENT = "packed rows: attention by document, without masks"
-SHAPES = {
-    "llama": "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=1,hidden_size=32,intermediate_size=48",
-    "mistral": "num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=1,hidden_size=32,intermediate_size=48,"
-    "sliding_window=9",
-}
 
 
 @pytest.fixture
 def flags(tmp_path):
-    path = tmp_path / "text.jsonl"
     texts = [f"{n} and {n} are {2 * n}, and {n} times {n} are {n * n}." for n in range(60)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = write_rows(tmp_path / "text.jsonl", [{"text": text} for text in texts])
     return [
-        *("--train_file", str(path), "--block_size", "48", "--global_batch_size", "4", "--micro_batch_size", "2"),
+        *("--train_file", path, "--block_size", "48", "--global_batch_size", "4", "--micro_batch_size", "2"),
         *("--max_steps", "3", "--logging_steps", "1", "--max_eval_samples", "4", "--vocab_size", "300"),
         *("--save_every", "2", "--keep_checkpoints", "5"),
     ]
-
-
-def scratch(model_type):
-    return ["--model_type", model_type, "--config_overrides", SHAPES[model_type]]
 
 
 def config(folder):
     return json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("model_type", SHAPES)
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
 def test_attention_by_document_is_told_and_has_the_curve_of_masks(train, tmp_path, flags, capsys, model_type):
     flags += [*scratch(model_type), "--dtype", "float64"]
     results = [train(*flags, "--packed_attention", how, output=how) for how in ("auto", "mask")]

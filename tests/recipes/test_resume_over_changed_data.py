@@ -7,7 +7,7 @@ import shutil
 import datasets
 import numpy as np
 import pytest
-from lives import rows_of
+from lives import rows_of, write_rows
 from PIL import Image
 
 from memsave_recipes.checkpoints.commit import write_manifest
@@ -39,7 +39,7 @@ def make_data(folder):
                 Image.fromarray(pixels).save(folder / split / label / f"{index}.bmp")
     for split, number in (("train", 24), ("validation", 4)):
         rows = [{"text": f"the number {index} of many", "label": "ab"[index % 2]} for index in range(number)]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{split}.jsonl", rows)
 
 
 def data_flags(name, data):

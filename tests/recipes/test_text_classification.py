@@ -6,8 +6,7 @@ import shlex
 
 import pytest
 import torch
-from lives import ROOT, curve, launch
-from safetensors.torch import load_file
+from lives import ROOT, assert_the_same_weights, curve, launch, write_rows
 from samples import sample
 from transformers import (
     AutoModelForSequenceClassification,
@@ -35,11 +34,6 @@ MODELS = {
 }
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def rows(number, seed):
     """Texts of 2 to 20 words; the label is whether there are cats among them."""
     generator = random.Random(seed)
@@ -55,8 +49,8 @@ def rows(number, seed):
 
 @pytest.fixture
 def files(tmp_path):
-    train_file, held_out = write(tmp_path / "train.jsonl", rows(45, 0)), write(tmp_path / "held_out.jsonl", rows(19, 1))
-    return ["--train_file", str(train_file), "--validation_file", str(held_out)]
+    held_out = write_rows(tmp_path / "held_out.jsonl", rows(19, 1))
+    return ["--train_file", write_rows(tmp_path / "train.jsonl", rows(45, 0)), "--validation_file", held_out]
 
 
 @pytest.fixture
@@ -86,14 +80,6 @@ def small_bert(**changes):
     return BertForSequenceClassification(BertConfig(**{**sizes, "vocab_size": 300, "num_labels": 3, **changes}))
 
 
-def weights(folder, name="model.safetensors"):
-    return load_file(folder / "final" / name)
-
-
-def equal(tensors, expected):
-    return tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
-
-
 @pytest.mark.parametrize("model", sample(["bert", "llama"], MODELS))
 def test_checkpointing_changes_memory_and_nothing_else(train, files, tmp_path, model):
     plain = train(*MODELS[model], *files, *SHORT, output="plain")
@@ -101,7 +87,7 @@ def test_checkpointing_changes_memory_and_nothing_else(train, files, tmp_path, m
     assert len(curve(tmp_path / "plain")) == 3
     assert curve(tmp_path / "plain") == curve(tmp_path / "planned")
     assert planned["eval"] == plain["eval"]
-    assert equal(weights(tmp_path / "planned"), weights(tmp_path / "plain"))
+    assert_the_same_weights(tmp_path / "planned" / "final", tmp_path / "plain" / "final")
     assert planned["memory"]["saved_for_backward_gib"] < plain["memory"]["saved_for_backward_gib"]
 
 
@@ -138,14 +124,14 @@ def test_an_evaluation_keeps_the_classes_of_the_model(train, refuse, files, tmp_
     model = ["--model_name_or_path", str(tmp_path / "trained" / "final"), "--eval_only"]
     alone = train(*model, *files[2:], *SHORT, output="alone")
     assert alone["eval"] == pytest.approx(trained["eval"], rel=1e-6)
-    renamed = write(tmp_path / "renamed.jsonl", [row | {"label": f"a {row['label']}"} for row in rows(19, 1)])
+    renamed = write_rows(tmp_path / "renamed.jsonl", [row | {"label": f"a {row['label']}"} for row in rows(19, 1)])
     line = refuse(*model, "--validation_file", str(renamed), *SHORT)
     assert "classes that the model does not know (a no, a yes), only no, yes" in line
 
 
 def test_pairs_of_texts(train, tmp_path):
     pairs = [{"premise": f"cats {i}", "hypothesis": f"dogs {i % 7}", "label": i % 3} for i in range(30)]
-    path = write(tmp_path / "pairs.jsonl", pairs)
+    path = write_rows(tmp_path / "pairs.jsonl", pairs)
     results = train(*MODELS["bert"], "--train_file", path, "--validation_file", path, *SHORT)
     assert "f1_macro" in results["eval"]  # three classes
 
@@ -157,7 +143,7 @@ def test_a_pretrained_folder_fine_tunes(train, files, tmp_path, pretrained):
     assert results["model"] == "pretrained"
     saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "final")
     assert saved.config.num_labels == 2  # a new head
-    assert equal(saved.bert.state_dict(), model.bert.state_dict())
+    torch.testing.assert_close(dict(saved.bert.state_dict()), dict(model.bert.state_dict()), rtol=0, atol=0)
 
 
 def test_a_decoder_without_a_padding_token_fine_tunes(train, files, tmp_path, tokenizer, pretrained):

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
-from lives import loaded
-from safetensors.torch import load_file
+from lives import assert_the_same_weights, loaded, write_rows
 from samples import sample
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM
@@ -38,7 +37,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     texts = [{"text": f"{n} and {n} are {2 * n}", "label": "even" if n % 2 else "odd"} for n in range(40)]
     for name in ("text", "labelled"):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+        write_rows(folder / f"{name}.jsonl", texts)
     return folder
 
 
@@ -74,8 +73,7 @@ def test_a_verified_run_trains_bit_for_bit_the_same(main, tmp_path, capsys, name
     assert json.loads((tmp_path / "verified/results.json").read_text())["equivalence"] == equivalence
     assert json.loads((tmp_path / "verified/config.json").read_text())["verify"] == "stop"
     assert "--verify: one global batch, without the plan and with it: identical" in capsys.readouterr().out
-    expected, weights = (load_file(tmp_path / run / "final/model.safetensors") for run in ("plain", "verified"))
-    assert all(torch.equal(weights[key], expected[key]) for key in expected)
+    assert_the_same_weights(tmp_path / "verified" / "final", tmp_path / "plain" / "final")
     assert verified["train_loss"] == plain["train_loss"]
     assert verified["eval"] == plain["eval"]
 
